@@ -1,0 +1,1 @@
+"""Boundaries: who holds which rows (ownership), the moves between two ownerships (plan), and their execution (communicator)."""

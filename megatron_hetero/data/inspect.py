@@ -1,0 +1,102 @@
+"""Shows what the model is trained on: ``python -m megatron_hetero.data.inspect --config FILE -n 5``.
+
+For each of the first samples: the rendered text with the supervised tokens coloured and set in ⟦ ⟧, image sizes and
+grids. All flags of training are understood, so a run can be inspected by its own command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from megatron_hetero.data import pictures
+from megatron_hetero.data.mixture import Mixture, RegistryEntry
+from megatron_hetero.data.processing import Processor, TokenizedSample
+from megatron_hetero.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_hetero.training.config import Config
+
+_SUPERVISED = "bold green"
+_SUPERVISED_MARKS = ("⟦", "⟧")
+
+
+def rendered(processor: Processor, sample: TokenizedSample) -> Text:
+    """The sample's text as the model reads it; supervised stretches are marked, an image's tokens counted."""
+    text = Text()
+    keys = zip(sample.supervised.tolist(), (sample.input_ids == processor.image_token_id).tolist(), strict=True)
+    position = 0
+    for (supervised, is_image), run in groupby(keys):
+        size = sum(1 for _ in run)
+        ids = sample.input_ids[position : position + size].tolist()
+        position += size
+        if is_image:
+            text.append(f"{processor.tokenizer.decode(ids[:1])}×{size}", "cyan")
+        elif supervised:
+            text.append(_printable(processor.tokenizer.decode(ids)).join(_SUPERVISED_MARKS), _SUPERVISED)
+        else:
+            text.append(_printable(processor.tokenizer.decode(ids)))
+    return text
+
+
+def _printable(text: str) -> str:
+    """Escapes control characters: text of a data set must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def show_sample(console: Console, processor: Processor, sample: TokenizedSample, max_seq_length: int | None) -> None:
+    """Prints one sample."""
+    record = sample.record
+    note = " — longer than data.max_seq_length" if max_seq_length and len(sample) > max_seq_length else ""
+    # Not a rule: it would cut long paths.
+    console.print(Text(_printable(f"── {record.where} ({record.dataset})"), "bold"), soft_wrap=True)
+    console.print(rendered(processor, sample), soft_wrap=True)
+    console.print(f"tokens: {len(sample)}, supervised: {int(sample.supervised.sum())}{note}", highlight=False)
+    for k, grid in enumerate(sample.grids.tolist()):
+        width, height = pictures.picture_size(record.image_path(k), record.where, processor.max_image_pixels)
+        line = f"image {k}: {record.images[k]}, {width}×{height} px → "
+        size = f"{grid[2] * processor.patch_size}×{grid[1] * processor.patch_size} px"
+        rows = grid[0] * grid[1] * grid[2] // sample.merge_size**2
+        console.print(Text(f"{_printable(line)}{size}, grid {tuple(grid)} (t, h, w), {rows} tokens"), soft_wrap=True)
+
+
+def show(config: Config, count: int, console: Console) -> None:
+    """Prints the first ``count`` samples that a run with this configuration reads."""
+    data = config.data
+    registry = {name: RegistryEntry(entry.annotations, entry.images) for name, entry in data.registry.items()}
+    mixture = Mixture.parse(data.datasets, registry, data.shuffle, config.train.seed)
+    processor = Processor.from_folder(config.model.hf_path, data.min_pixels, data.max_pixels)
+    for i in range(count):
+        show_sample(console, processor, processor.tokenize(mixture[i]), data.max_seq_length)
+    sources = ", ".join(f"{share} ({len(annotations)} records)" for annotations, share in mixture.parts)
+    console.print(escape(f"{len(mixture)} samples per epoch from {sources}"), highlight=False, soft_wrap=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    from megatron_hetero.training.config import load_config
+
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_hetero.data.inspect",
+        description="Print samples as the model is trained on them. All flags of training are accepted.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", type=int, default=5, metavar="COUNT", help="how many samples to print (default 5)")
+    options, rest = parser.parse_known_args(argv)
+    try:
+        show(load_config(rest), options.n, Console())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,163 @@
+"""Several data sets as one infinite, reproducible stream of records."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from megatron_hetero.data.records import Annotations, Record
+from megatron_hetero.errors import UserError
+
+_RATE = re.compile(r"\d+(\.\d+)?")
+
+
+@dataclass(frozen=True)
+class RegistryEntry:
+    """Where a named data set lies. Relative paths were already resolved by the caller.
+
+    Attributes:
+        annotations: JSON list or JSONL file.
+        images: folder the image paths in it are relative to; None for text-only data.
+    """
+
+    annotations: Path
+    images: Path | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """A data set and the part of it that one epoch takes: ``share(text) == name%rate``.
+
+    ``rate`` is in units of the whole data set: 1/2 is half of it, 5/2 all of it twice and half of it once more.
+    """
+
+    name: str
+    rate: Fraction = Fraction(1)
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """Parses ``name`` or ``name%percent``.
+
+        Raises:
+            UserError: the percentage is not a positive number.
+        """
+        name, mark, percent = text.rpartition("%")
+        if not mark:
+            return cls(text)
+        if not _RATE.fullmatch(percent) or not Fraction(percent) or not name:
+            raise UserError.at(
+                "data.datasets",
+                found=repr(text),
+                expected="`name` or `name%rate` with a rate above 0 in percent",
+                fix=f"write {name or 'name'}%50 for half of the data set in each epoch",
+            )
+        return cls(name, Fraction(percent) / 100)
+
+    def __str__(self) -> str:
+        return self.name if self.rate == 1 else f"{self.name}%{float(self.rate * 100):g}"
+
+    def count(self, records: int) -> int:
+        """Samples per epoch from a data set of so many records: rate · records, rounded up."""
+        return math.ceil(self.rate * records)
+
+
+class Mixture:
+    """The stream of samples that training reads: ``mixture[i]`` for every i >= 0.
+
+    An epoch has ``len(mixture)`` samples and takes its share of every data set. With ``shuffle`` the share is chosen
+    and the epoch permuted anew each time, as a function of (seed, epoch) alone; without, an epoch is the first records
+    of each data set in the order the data sets are written.
+    """
+
+    # The stream has no end: `for record in mixture` would never stop.
+    __iter__ = None
+
+    def __init__(self, parts: Sequence[tuple[Annotations, Share]], *, shuffle: bool, seed: int) -> None:
+        self.parts = tuple(parts)
+        self.shuffle = shuffle
+        self.seed = seed
+        self._counts = [share.count(len(data)) for data, share in self.parts]
+        self._starts = np.cumsum([0] + [len(data) for data, _ in self.parts])
+        self._epochs: dict[int, np.ndarray] = {}
+
+    @classmethod
+    def parse(cls, datasets: Sequence[str], registry: Mapping[str, RegistryEntry], shuffle: bool, seed: int) -> Mixture:
+        """Loads the named data sets.
+
+        Args:
+            datasets: entries ``name`` or ``name%rate``; the rate is in percent of the data set's records per epoch,
+                over 100 repeats records.
+            registry: where each name lies.
+            shuffle: draw shares and order anew in each epoch.
+            seed: of the random draws; unused without shuffle.
+
+        Raises:
+            UserError: no entry, an unknown name, a bad rate, or a data set that does not load.
+        """
+        if not datasets:
+            raise UserError.at(
+                "data.datasets",
+                found="an empty list",
+                expected="at least one data set",
+                fix="name one of data.registry",
+            )
+        shares = [Share.parse(text) for text in datasets]
+        for share in shares:
+            _check_name(share.name, registry)
+        names = dict.fromkeys(share.name for share in shares)
+        loaded = {name: Annotations.load(name, registry[name].annotations, registry[name].images) for name in names}
+        return cls([(loaded[share.name], share) for share in shares], shuffle=shuffle, seed=seed)
+
+    def __len__(self) -> int:
+        """Samples per epoch."""
+        return sum(self._counts)
+
+    def __getitem__(self, i: int) -> Record:
+        """The i-th sample of the stream, in epoch ``i // len(mixture)``."""
+        if i < 0:
+            raise IndexError(f"sample {i}: the stream starts at 0 and has no end to count back from")
+        epoch, position = divmod(int(i), len(self))
+        record = int(self._epoch(epoch)[position])
+        part = int(np.searchsorted(self._starts, record, side="right")) - 1
+        return self.parts[part][0][record - int(self._starts[part])]
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        """The records of an epoch in order, numbered through all parts; keeps the last two epochs asked for.
+
+        Two, because readers of neighbouring samples are on both sides of the end of an epoch.
+        """
+        epoch = epoch if self.shuffle else 0
+        order = self._epochs.pop(epoch, None)
+        order = self._draw(epoch) if order is None else order
+        self._epochs = dict([*self._epochs.items()][-1:]) | {epoch: order}
+        return order
+
+    def _draw(self, epoch: int) -> np.ndarray:
+        generator = np.random.default_rng([self.seed % 2**64, epoch])
+        chosen = []
+        for (data, _), count, start in zip(self.parts, self._counts, self._starts[:-1], strict=True):
+            repeats, rest = divmod(count, len(data))
+            last = generator.permutation(len(data))[:rest] if self.shuffle else np.arange(rest)
+            chosen.append(start + np.concatenate([np.tile(np.arange(len(data)), repeats), last]))
+        order = np.concatenate(chosen)
+        return generator.permutation(order) if self.shuffle else order
+
+
+def _check_name(name: str, registry: Mapping[str, RegistryEntry]) -> None:
+    if name in registry:
+        return
+    close = difflib.get_close_matches(name, registry, n=1)
+    known = ", ".join(registry) or "no data sets"
+    raise UserError.at(
+        "data.datasets",
+        found=f"unknown data set {name!r}",
+        expected=f"one of data.registry ({known})",
+        fix=f"did you mean {close[0]!r}?" if close else "add it to data.registry, or correct the name",
+    )

@@ -1,0 +1,126 @@
+"""Pictures: their size from the header alone, and their pixels as upright RGB."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from PIL import ExifTags, Image
+
+from megatron_hetero.errors import UserError
+
+# 2 × PIL's own warning threshold: where PIL itself refuses to open a picture.
+MAX_IMAGE_PIXELS = 178_956_970
+
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SWAPS_SIDES = {5, 6, 7, 8}
+
+
+def picture_size(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
+    """(width, height) in pixels after EXIF rotation, read from the header: nothing is decoded.
+
+    Raises:
+        UserError: the file is missing, not a picture, or has more than ``max_pixels`` pixels.
+    """
+    with _open(path, where, max_pixels) as image:
+        width, height = image.size
+        return (height, width) if _orientation(image) in _SWAPS_SIDES else (width, height)
+
+
+def load_picture(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+    """The decoded picture, upright and in mode RGB; transparent parts become white.
+
+    Raises:
+        UserError: as `picture_size`, and for pictures that are cut off or damaged.
+    """
+    with _open(path, where, max_pixels) as image:
+        orientation = _orientation(image)
+        image.load()
+        rgb = _to_rgb(image)
+        return rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb
+
+
+@contextmanager
+def _open(path: Path, where: str, max_pixels: int) -> Iterator[Image.Image]:
+    with _as_user_errors(path, where):
+        # Opening a named pipe or a device would wait for ever.
+        if not path.is_file():
+            found = "something that is not a file" if path.exists() else "no such file"
+            raise UserError.at(
+                f"{where}: image {path}",
+                found=found,
+                expected="a picture",
+                fix="correct the record's 'image', or `images` in data.registry",
+            )
+        with Image.open(path) as image:
+            _check_pixels(image.width, image.height, f"{where}: image {path}", max_pixels)
+            yield image
+
+
+@contextmanager
+def _as_user_errors(path: Path, where: str) -> Iterator[None]:
+    """PIL's plugins raise nearly every built-in exception on damaged files."""
+    place = f"{where}: image {path}"
+    try:
+        yield
+    except UserError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise UserError.at(
+            place,
+            found=f"too many pixels ({error})",
+            expected="a picture that fits in memory",
+            fix="scale the picture down, or remove the record",
+        ) from error
+    except Exception as error:
+        raise UserError.at(
+            place,
+            found=f"a file that cannot be read ({type(error).__name__}: {error})",
+            expected="an undamaged picture in a format that Pillow reads",
+            fix="replace or convert the picture, or remove the record",
+        ) from error
+
+
+def _check_pixels(width: int, height: int, place: str, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise UserError.at(
+            place,
+            found=f"too many pixels ({width} x {height})",
+            expected=f"at most {max_pixels} pixels",
+            because="decoding more could exhaust the memory",
+            fix="scale the picture down, or remove the record",
+        )
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation 1 to 8, from what precedes the pixels.
+
+    The method of the base class, because the one for PNG decodes the picture to find metadata behind the pixels. TIFF
+    pictures turn themselves: their size is the upright one already.
+    """
+    if image.format == "TIFF":
+        return 1
+    return Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        # PIL's own conversion clips 16-bit values at 255, which leaves a white picture.
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no defined range")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    layers = image.convert("RGBA")
+    # White, as in Qwen's own preprocessing: the colour under transparent pixels is arbitrary.
+    return Image.alpha_composite(Image.new("RGBA", layers.size, "white"), layers).convert("RGB")

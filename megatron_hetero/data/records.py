@@ -1,0 +1,140 @@
+"""Annotation files as compact, read-only sequences of records."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+
+from megatron_hetero.data.reading import read_records, record_place
+from megatron_hetero.data.validation import validate_record
+from megatron_hetero.errors import UserError
+
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one speaker says; the text of a user turn may hold literal ``<image>`` placeholders."""
+
+    role: Role
+    text: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One conversation with its images.
+
+    Attributes:
+        dataset: name of the data set in the registry.
+        index: position in its annotation file, from 0.
+        where: ``train.jsonl:12`` or ``train.json record 12``, for messages.
+        turns: an optional system turn, then user and assistant in turn.
+        images: paths relative to ``image_folder``, in the order of their placeholders.
+        image_folder: folder the paths are relative to; None only where there are no images.
+    """
+
+    dataset: str
+    index: int
+    where: str
+    turns: tuple[Turn, ...]
+    images: tuple[str, ...] = ()
+    image_folder: Path | None = field(default=None, repr=False)
+
+    def image_path(self, k: int) -> Path:
+        """The absolute path of image ``k`` with links resolved. The file need not exist.
+
+        Raises:
+            UserError: the path leads out of the image folder, for example through a symbolic link.
+        """
+        assert self.image_folder is not None, "records with images have an image folder"
+        folder = os.path.realpath(self.image_folder)
+        path = os.path.realpath(os.path.join(folder, self.images[k]))
+        if os.path.commonpath([folder, path]) != folder:
+            raise UserError.at(
+                f"{self.where}: field 'image'",
+                found=f"{self.images[k]!r}, which leads to {path}",
+                expected=f"a file inside {folder}",
+                because="annotations must not reach files outside the image folder, through links neither",
+                fix="copy the pictures into the folder, or set `images` in data.registry to a folder that holds them",
+            )
+        return Path(path)
+
+
+class Annotations(Sequence[Record]):
+    """The validated records of one annotation file.
+
+    All records live in one bytes buffer with offsets: hundreds of thousands of Python objects would take several times
+    the memory, and touching their reference counts would copy every page in every forked worker.
+    """
+
+    def __init__(
+        self, name: str, annotations: Path, images: Path | None, buffer: bytes, ends: np.ndarray, lines: np.ndarray
+    ) -> None:
+        """Use `load`. ``ends`` [n + 1] are offsets into ``buffer``; ``lines`` [n] file lines, 0 in a JSON list."""
+        self.name = name
+        self.path = annotations
+        self.images = images
+        self._buffer = buffer
+        self._ends = ends
+        self._lines = lines
+
+    @classmethod
+    def load(cls, name: str, annotations: Path, images: Path | None) -> Annotations:
+        """Reads and validates a JSON list or a JSONL file.
+
+        Args:
+            name: name of the data set, used in messages.
+            annotations: the file; its format follows from its first character.
+            images: folder the image paths are relative to; None for text-only data.
+
+        Raises:
+            UserError: a missing, broken or empty file, a missing image folder, or a malformed record.
+        """
+        if images is not None and not Path(images).is_dir():
+            raise UserError.at(
+                f"data.registry.{name}.images",
+                found=f"{images}, which is not a folder",
+                expected="the folder that image paths are relative to",
+                fix="correct the path, or leave `images` out for text-only data",
+            )
+        buffer, ends, lines = bytearray(), [0], []
+        for raw in read_records(Path(annotations)):
+            turns, pictures = validate_record(raw.value, raw.where, has_image_folder=images is not None)
+            buffer += json.dumps([turns, pictures], ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+            ends.append(len(buffer))
+            lines.append(raw.line)
+        if not lines:
+            raise UserError.at(
+                annotations,
+                found=f"no records for data set {name!r}",
+                expected="at least one",
+                fix="correct `annotations` in data.registry, or remove the data set from data.datasets",
+            )
+        offsets, line_numbers = np.array(ends, dtype=np.int64), np.array(lines, dtype=np.int64)
+        return cls(name, Path(annotations), images, bytes(buffer), offsets, line_numbers)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, i: int) -> Record:  # type: ignore[override]  # no slices: they would build objects
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"record {i} of data set {self.name!r}, which has {len(self)}")
+        i = int(i) % len(self)
+        turns, images = json.loads(self._buffer[self._ends[i] : self._ends[i + 1]])
+        return Record(
+            dataset=self.name,
+            index=i,
+            where=record_place(self.path, i, int(self._lines[i])),
+            turns=tuple(Turn(cast(Role, role), text) for role, text in turns),
+            images=tuple(images),
+            image_folder=self.images,
+        )
+
+    def __repr__(self) -> str:
+        return f"Annotations({self.name!r}, {len(self)} records, {str(self.path)!r})"

@@ -1,0 +1,78 @@
+"""Start and end of a process under torchrun (or alone): the default process group, and errors told once.
+
+However a run ends, one rank says why and all ranks go: a rank that fails exits without waiting for anyone, and torchrun stops the
+others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.platform import Platform
+
+INTERRUPTED = 130
+_LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "NCCL communicator was aborted", "Socket closed")
+
+
+def rank() -> int:
+    """The rank that torchrun gave this process; 0 for a process alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """The number of ranks that torchrun started; 1 for a process alone."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextlib.contextmanager
+def process_group(timeout_s: float = 1800.0) -> Iterator[Platform]:
+    """The platform of this process, with the default process group inside the context."""
+    platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        platform.init_process_group(timeout=timeout)
+    else:
+        platform.init_process_group(store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    yield platform
+    # Only after success: a group that lost a member may hang when it is torn down, and `guarded` leaves without it.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
+    """Run `main`. Whatever goes wrong is told on one rank and ends the process at once.
+
+    Exit status: 1 for an error, 130 for Ctrl-C.
+    """
+    try:
+        main(argv)
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        _leave("interrupted; nothing more is written" if rank() == 0 else "", INTERRUPTED)
+    except UserError as error:
+        # What one rank found, the others mostly found too: they give the first one time to tell it.
+        time.sleep(0.0 if rank() == 0 else 2.0 + 0.5 * (rank() % 16))
+        _leave(f"error: {error}", 1)
+    except BaseException as error:
+        if any(sign in str(error) for sign in _LOST_PEER):
+            time.sleep(10.0)  # somebody else's error; torchrun ends this process before it speaks
+        _leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
+
+
+def _leave(message: str, status: int) -> None:
+    """Say `message` and exit without waiting for threads or for other ranks."""
+    if message:
+        print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

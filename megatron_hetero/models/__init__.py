@@ -1,0 +1,1 @@
+"""Modules built from Megatron-Core layers: what families share, and one folder per model family."""

@@ -1,0 +1,134 @@
+"""Which layers modules are built from: Transformer Engine's where it is installed, else ours on plain PyTorch."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.attention import PackedSelfAttention, TorchAttention
+from megatron_hetero.platform import Platform
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in fp32, that knows sequence parallelism.
+
+    Megatron's own `WrappedTorchNorm` refuses sequence-parallel activations; all that they need is the mark on the weight.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim of `x`."""
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class TorchSpecProvider(LocalSpecProvider):
+    """Megatron's own linears with our attention and norm: runs on any device."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """Our `RMSNorm`."""
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        """Our `TorchAttention`."""
+        return TorchAttention
+
+
+def spec_provider(choice: str, platform: Platform) -> BackendSpecProvider:
+    """The provider for `model.backend`: `torch`, `te` (Transformer Engine), or `auto` (TE where it is installed, on CUDA).
+
+    Raises `UserError` where `te` is asked for and cannot be had.
+    """
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if choice == "te" and not (installed and platform.is_cuda):
+        raise UserError(
+            f"model.backend: found 'te', but Transformer Engine is {'installed' if installed else 'not installed'} and the "
+            f"device is {platform.device.type}; expected it installed on CUDA; pip install 'megatron-hetero[gpu]' or use "
+            "--model.backend torch"
+        )
+    if choice == "torch" or not (installed and platform.is_cuda):
+        return TorchSpecProvider()
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()
+
+
+def layer_spec(provider: BackendSpecProvider, mask: AttnMaskType, *, windowed: bool = False) -> ModuleSpec:
+    """One pre-norm transformer layer: norm, packed self-attention, norm, MLP."""
+    norm = provider.layer_norm(rms_norm=True)
+    column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=PackedSelfAttention,
+                params={"attn_mask_type": mask, "windowed": windowed},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=column, core_attention=provider.core_attention(), linear_proj=row
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def transformer_config(platform: Platform, **shape: Any) -> TransformerConfig:
+    """Megatron's configuration of a module whose weights will be loaded: no initialisation, no dropout, fp32 softmax.
+
+    `shape` are fields of `TransformerConfig`; fusions are on where the device has them.
+    """
+    bf16 = shape.pop("params_dtype") == torch.bfloat16
+    return TransformerConfig(
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bf16=bf16,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=platform.is_cuda,
+        bias_dropout_fusion=platform.is_cuda,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=not platform.is_cuda,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        **shape,
+    )
+
+
+def padded(size: int, tp: int) -> int:
+    """`size` rounded up to a multiple of tp, so that it can be split. What pads is zero and keeps a gradient of zero."""
+    return -(-size // tp) * tp
+
+
+def recompute_options(mode: str) -> dict[str, Any]:
+    """Megatron's settings for `model.recompute`: `full` keeps only the input of each layer, `none` keeps everything."""
+    if mode == "none":
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

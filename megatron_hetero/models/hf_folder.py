@@ -1,0 +1,246 @@
+"""Read and write the weights of a `transformers` folder: safetensors only, strictly, a slice at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.weight_map import Piece
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SHARD_BYTES = 5 * 10**9
+COMPANIONS = ("*.json", "*.txt", "*.jinja", "*.model")
+"""Files beside the weights that make a folder complete: configuration, tokenizer, processor, chat template."""
+
+
+@dataclass
+class StoredWeights:
+    """The tensors of a folder, opened lazily. `shapes` maps canonical name to shape."""
+
+    folder: Path
+    canonical: Callable[[str], str]
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _where: dict[str, tuple[Path, str]] = field(default_factory=dict)
+    _open: dict[Path, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path, canonical: Callable[[str], str] = lambda name: name) -> StoredWeights:
+        """Open every file that the folder's index names. `canonical` maps stored names to the names used here.
+
+        Raises `UserError` for a missing, truncated or unreadable file, and for a name stored twice.
+        """
+        weights = cls(folder, canonical)
+        for path, expected in sorted(_files(folder).items()):
+            weights._add(path, expected)
+        return weights
+
+    def _add(self, path: Path, expected: set[str] | None) -> None:
+        handle = self._open[path] = _open_file(path)
+        found = set(handle.keys())
+        if expected is not None and not expected <= found:
+            raise UserError(
+                f"{path}: found no tensor {_listed(expected - found)}, expected it because {INDEX} says that it is here; "
+                "download the folder again"
+            )
+        for stored in found:
+            name = self.canonical(stored)
+            if name in self._where:
+                raise UserError(f"{path}: found {name} a second time, expected it once; remove stale files from the folder")
+            self._where[name] = (path, stored)
+            self.shapes[name] = tuple(handle.get_slice(stored).get_shape())
+
+    def require(self, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
+        """Check that the folder holds exactly the `expected` tensors in their shapes. Raises `UserError` listing all faults."""
+        missing = expected.keys() - self.shapes.keys()
+        extra = self.shapes.keys() - expected.keys() - optional
+        wrong = {n for n, shape in expected.items() if n in self.shapes and self.shapes[n] != shape}
+        faults = [f"{len(missing)} missing: {_listed(missing)}"] if missing else []
+        faults += [f"{len(extra)} unexpected: {_listed(extra)}"] if extra else []
+        faults += [
+            f"{len(wrong)} of another shape: "
+            + _listed({f"{n} is {self.shapes[n]}, not {expected[n]}" for n in wrong})
+        ] if wrong else []  # fmt: skip
+        if faults:
+            raise UserError(
+                f"{self.folder}: found weights that do not fit its config.json ({'; '.join(faults)}), expected exactly the "
+                f"{len(expected)} tensors of the model; config.json and weights must come from the same model"
+            )
+
+    def read(self, piece: Piece) -> Tensor:
+        """The values of one piece, as stored: 1-D where the stored tensor is, else 2-D."""
+        path, stored = self._where[piece.name]
+        try:
+            part = self._open[path].get_slice(stored)
+            if piece.columns is None:
+                values = part[piece.rows[0] : piece.rows[1]]
+            else:
+                values = part[piece.rows[0] : piece.rows[1], piece.columns[0] : piece.columns[1]]
+        except SafetensorError as error:
+            raise UserError(f"{path}: found tensor {stored} unreadable ({error}); download the file again") from error
+        return values.flatten(1) if values.dim() > 2 else values
+
+
+def _files(folder: Path) -> dict[Path, set[str] | None]:
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files: dict[Path, set[str] | None] = {}
+            for name, file in weight_map.items():
+                if Path(file).name != file:
+                    raise UserError(f"{index}: found the file name {file!r}, expected one inside the folder")
+                files.setdefault(folder / file, set()).add(name)  # pyright: ignore[reportOptionalMemberAccess]
+            return files
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index}: found an index that cannot be read ({error}); download it again") from error
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: None}
+    raise UserError(
+        f"{folder}: found no safetensors weights, expected {SINGLE} or {INDEX} with its shards; other formats (pickles) "
+        "are never loaded: convert with save_pretrained(..., safe_serialization=True)"
+    )
+
+
+def _open_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UserError(f"{path}: found no such file, expected it because {INDEX} names it; download the folder again")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path}: found a file that is truncated or not safetensors ({error}), expected a whole one; download it again"
+        ) from error
+
+
+def _listed(names: set[str], most: int = 5) -> str:
+    shown = sorted(names)[:most]
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+class FolderWriter:
+    """Writes a `transformers` folder shard by shard, beside its final place, and moves it there when it is whole.
+
+    `shapes`: every tensor to come, with its shape. Use `put` for each, in any order, then `finish`.
+    """
+
+    def __init__(self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int = SHARD_BYTES):
+        self.target = target
+        self.dtype = dtype
+        self.partial = target.with_name(f".{target.name}.partial")
+        require_writable(target)
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir()
+        self.shards = plan_shards(shapes, dtype.itemsize, limit)
+        self._shard_of = {name: i for i, names in enumerate(self.shards) for name in names}
+        self._waiting: list[dict[str, Tensor]] = [{} for _ in self.shards]
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Hand over one tensor (on the CPU); its shard is written once all of its tensors are here."""
+        shard = self._shard_of[name]
+        self._waiting[shard][name] = tensor.to(self.dtype).contiguous()
+        if len(self._waiting[shard]) == len(self.shards[shard]):
+            save_file(self._waiting[shard], self.partial / self.file_name(shard), metadata={"format": "pt"})
+            self._waiting[shard].clear()
+
+    def file_name(self, shard: int) -> str:
+        """The file of a shard, named as transformers does."""
+        total = len(self.shards)
+        return SINGLE if total == 1 else f"model-{shard + 1:05d}-of-{total:05d}.safetensors"
+
+    def finish(self, companions: Path) -> None:
+        """Add index, configuration, tokenizer and processor files (from the folder `companions`), and move into place."""
+        if len(self.shards) > 1:
+            self._write_index()
+        for pattern in COMPANIONS:
+            for path in companions.glob(pattern):
+                if path.name != INDEX and path.is_file():
+                    shutil.copyfile(path, self.partial / path.name)
+        _set_dtype(self.partial / "config.json", self.dtype)
+        _replace_folder(self.partial, self.target)
+
+    def _write_index(self) -> None:
+        size = sum((self.partial / self.file_name(i)).stat().st_size for i in range(len(self.shards)))
+        weight_map = {name: self.file_name(i) for i, names in enumerate(self.shards) for name in names}
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def plan_shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> list[list[str]]:
+    """Tensors to files of at most `limit` bytes each (a larger tensor gets its own), in the order given."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel() * itemsize
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def require_writable(folder: Path) -> None:
+    """Check, before any work is done, that `folder` can be made or replaced. Raises `UserError`."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        probe = folder.with_name(f".{folder.name}.probe-{os.getpid()}")
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise UserError(
+            f"{folder}: found that it cannot be written ({error.strerror or error}), expected a place for the exported model; "
+            "choose another export.hf_dir or mend its permissions"
+        ) from error
+    if folder.exists() and not ((folder / "config.json").is_file() or folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(
+            f"{folder}: found something that is not an exported model, expected nothing, an empty folder or an earlier export; "
+            "it would be replaced: choose another export.hf_dir"
+        )
+
+
+def _set_dtype(path: Path, dtype: torch.dtype) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    name = str(dtype).removeprefix("torch.")
+    for part in (config, *(p for p in config.values() if isinstance(p, dict))):
+        for key in ("dtype", "torch_dtype"):
+            if key in part:
+                part[key] = name
+    config.setdefault("torch_dtype" if "torch_dtype" in config else "dtype", name)
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _replace_folder(new: Path, target: Path) -> None:
+    old = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def folder_writer(
+    target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, companions: Path, limit: int = SHARD_BYTES
+) -> Iterator[FolderWriter]:
+    """A `FolderWriter` that finishes on success and leaves nothing behind on failure. A full disk is a `UserError`."""
+    writer = FolderWriter(target, shapes, dtype, limit)
+    try:
+        yield writer
+        writer.finish(companions)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{target}: found that the model cannot be written ({error}); free space or choose another export.hf_dir") from error
+    finally:
+        shutil.rmtree(writer.partial, ignore_errors=True)

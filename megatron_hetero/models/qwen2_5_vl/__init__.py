@@ -1,0 +1,1 @@
+"""Qwen2.5-VL: shapes, geometry of images, vision and text modules, and the map to its `transformers` weights."""

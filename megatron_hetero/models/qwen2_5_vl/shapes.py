@@ -1,0 +1,179 @@
+"""The shapes of a Qwen2.5-VL model, read from the `config.json` of its `transformers` folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout import ModuleShape
+
+
+@dataclass(frozen=True)
+class VisionShape:
+    """The vision encoder with its merger (`projector`). Sizes in elements; `window` in merged units per side."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    channels: int
+    patch: int
+    temporal_patch: int
+    merge: int
+    window: int
+    full_layers: frozenset[int]
+    out_hidden: int
+    rope_theta: float
+
+    norm_eps: float = 1e-6
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one attention head."""
+        return self.hidden // self.heads
+
+    @property
+    def patch_elements(self) -> int:
+        """Pixel values of one patch: channels x temporal x height x width."""
+        return self.channels * self.temporal_patch * self.patch**2
+
+    @property
+    def unit(self) -> int:
+        """Patches that are merged into one row."""
+        return self.merge**2
+
+
+@dataclass(frozen=True)
+class TextShape:
+    """The language model. `tied` means that the head shares the embedding's weight."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    tied: bool
+    rope_theta: float
+    mrope_section: tuple[int, ...]
+    norm_eps: float
+    max_positions: int
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one attention head."""
+        return self.hidden // self.heads
+
+    def kv_copies(self, tp: int) -> int:
+        """How often each key/value head is held under `tp`: once where tp divides their number, else until it does."""
+        return math.lcm(self.kv_heads, tp) // self.kv_heads
+
+
+@dataclass(frozen=True)
+class Qwen25VLShapes:
+    """Both modules' shapes, and the id of the token that stands for an image's row."""
+
+    vision: VisionShape
+    text: TextShape
+    image_token_id: int
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Qwen25VLShapes:
+        """Read `folder/config.json` (as saved by any version of transformers). Raises `UserError`."""
+        config = _read_config(folder)
+        vision, text = config.vision_config, config.text_config
+        _check_supported(folder, config)
+        rope = text.rope_parameters
+        return cls(
+            vision=VisionShape(
+                layers=vision.depth,
+                hidden=vision.hidden_size,
+                heads=vision.num_heads,
+                ffn=vision.intermediate_size,
+                channels=vision.in_channels,
+                patch=vision.patch_size,
+                temporal_patch=vision.temporal_patch_size,
+                merge=vision.spatial_merge_size,
+                window=vision.window_size // vision.spatial_merge_size // vision.patch_size,
+                full_layers=frozenset(vision.fullatt_block_indexes),
+                out_hidden=vision.out_hidden_size,
+                rope_theta=float(vision.rope_parameters["rope_theta"]),
+            ),
+            text=TextShape(
+                layers=text.num_hidden_layers,
+                hidden=text.hidden_size,
+                heads=text.num_attention_heads,
+                kv_heads=text.num_key_value_heads,
+                ffn=text.intermediate_size,
+                vocab=text.vocab_size,
+                tied=bool(config.tie_word_embeddings),
+                rope_theta=float(rope["rope_theta"]),
+                mrope_section=tuple(rope.get("mrope_section", (16, 24, 24))),
+                norm_eps=text.rms_norm_eps,
+                max_positions=text.max_position_embeddings,
+            ),
+            image_token_id=config.image_token_id,
+        )
+
+    def module_shapes(self) -> dict[str, ModuleShape]:
+        """What layouts are validated against."""
+        v, t = self.vision, self.text
+        return {
+            "vision": ModuleShape("vision", v.heads, v.heads, v.hidden, v.layers, "encoder"),
+            "text": ModuleShape("text", t.heads, t.kv_heads, t.hidden, t.layers, "text"),
+        }
+
+
+def _read_config(folder: Path) -> Any:
+    from transformers import Qwen2_5_VLConfig
+
+    path = folder / "config.json"
+    if not folder.is_dir() or not path.is_file():
+        missing = path if folder.is_dir() else folder
+        raise UserError(
+            f"model.hf_path: found no {missing}, expected a transformers folder of Qwen2.5-VL with config.json and "
+            "safetensors weights; download one, or make a small one: python -m megatron_hetero.tools.make_demo DIR"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        found = raw.get("model_type") if isinstance(raw, dict) else type(raw).__name__
+        if found != "qwen2_5_vl":
+            raise UserError(
+                f"{path}: found model_type {found!r}, expected 'qwen2_5_vl', the family that this program "
+                "builds; give a Qwen2.5-VL folder"
+            )
+        return Qwen2_5_VLConfig.from_pretrained(folder, local_files_only=True)
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path}: found a configuration that cannot be read ({error}); restore the original") from error
+
+
+def _check_supported(folder: Path, config: Any) -> None:
+    vision, text = config.vision_config, config.text_config
+    rope = text.rope_parameters
+    expectations = (
+        ("vision_config.hidden_act", vision.hidden_act, "silu"),
+        ("text_config.hidden_act", text.hidden_act, "silu"),
+        ("text_config.rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
+        ("text_config.sliding_window in use", bool(text.sliding_window and text.use_sliding_window), False),
+        ("vision_config.out_hidden_size", vision.out_hidden_size, text.hidden_size),
+        ("vision_config.hidden_size % num_heads", vision.hidden_size % vision.num_heads, 0),
+        ("vision_config.window_size % (patch_size * spatial_merge_size)",
+         vision.window_size % (vision.patch_size * vision.spatial_merge_size), 0),
+        ("text_config.hidden_size % num_attention_heads", text.hidden_size % text.num_attention_heads, 0),
+        ("text_config.num_attention_heads % num_key_value_heads",
+         text.num_attention_heads % text.num_key_value_heads, 0),
+        ("2 * sum of mrope_section", 2 * sum(rope.get("mrope_section", (16, 24, 24))),
+         text.hidden_size // text.num_attention_heads),
+    )  # fmt: skip
+    for name, found, expected in expectations:
+        if found != expected:
+            raise UserError(
+                f"{folder / 'config.json'}: found {name} = {found!r}, expected {expected!r}, because the model is "
+                "built for the published Qwen2.5-VL architecture; use a model of that architecture"
+            )

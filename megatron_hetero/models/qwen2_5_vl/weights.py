@@ -1,0 +1,186 @@
+"""The map between Megatron parameters and the tensors of a `transformers` folder of Qwen2.5-VL."""
+
+from __future__ import annotations
+
+from math import prod
+
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, TextShape, VisionShape
+from megatron_hetero.models.weight_map import Interval, Piece, WeightMap, share, stack
+
+
+def canonical_name(stored: str) -> str:
+    """The name that published folders use. Newer versions of transformers may nest both modules under `model.`."""
+    for nested, flat in (("model.visual.", "visual."), ("model.language_model.", "model.")):
+        if stored.startswith(nested):
+            return flat + stored.removeprefix(nested)
+    return stored
+
+
+def group_of(module: str, parameter: str) -> str:
+    """The parameter group (what `model.freeze` and learning rates name): `vision`, `projector` or `text`."""
+    return "projector" if module == "vision" and parameter.startswith("merger.") else module
+
+
+def stored_shapes(shapes: Qwen25VLShapes) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a folder of this model must hold, with its shape, in the order in which it is written."""
+    v, t = shapes.vision, shapes.text
+    width = v.hidden * v.unit
+    stored: dict[str, tuple[int, ...]] = {
+        "visual.patch_embed.proj.weight": (v.hidden, v.channels, v.temporal_patch, v.patch, v.patch)
+    }
+    for i in range(v.layers):
+        stored |= {f"visual.blocks.{i}.{name}": shape for name, shape in _vision_layer_shapes(v).items()}
+    stored |= {
+        "visual.merger.ln_q.weight": (v.hidden,),
+        "visual.merger.mlp.0.weight": (width, width),
+        "visual.merger.mlp.0.bias": (width,),
+        "visual.merger.mlp.2.weight": (v.out_hidden, width),
+        "visual.merger.mlp.2.bias": (v.out_hidden,),
+        "model.embed_tokens.weight": (t.vocab, t.hidden),
+    }
+    for i in range(t.layers):
+        stored |= {f"model.layers.{i}.{name}": shape for name, shape in _text_layer_shapes(t).items()}
+    stored["model.norm.weight"] = (t.hidden,)
+    return stored if t.tied else stored | {"lm_head.weight": (t.vocab, t.hidden)}
+
+
+def parameter_count(shapes: Qwen25VLShapes) -> int:
+    """Parameters of the whole model."""
+    return sum(prod(shape) for shape in stored_shapes(shapes).values())
+
+
+def _vision_layer_shapes(v: VisionShape) -> dict[str, tuple[int, ...]]:
+    return {
+        "norm1.weight": (v.hidden,),
+        "norm2.weight": (v.hidden,),
+        "attn.qkv.weight": (3 * v.hidden, v.hidden),
+        "attn.qkv.bias": (3 * v.hidden,),
+        "attn.proj.weight": (v.hidden, v.hidden),
+        "attn.proj.bias": (v.hidden,),
+        "mlp.gate_proj.weight": (v.ffn, v.hidden),
+        "mlp.gate_proj.bias": (v.ffn,),
+        "mlp.up_proj.weight": (v.ffn, v.hidden),
+        "mlp.up_proj.bias": (v.ffn,),
+        "mlp.down_proj.weight": (v.hidden, v.ffn),
+        "mlp.down_proj.bias": (v.hidden,),
+    }
+
+
+def _text_layer_shapes(t: TextShape) -> dict[str, tuple[int, ...]]:
+    kv = t.kv_heads * t.head_dim
+    return {
+        "input_layernorm.weight": (t.hidden,),
+        "post_attention_layernorm.weight": (t.hidden,),
+        "self_attn.q_proj.weight": (t.hidden, t.hidden),
+        "self_attn.q_proj.bias": (t.hidden,),
+        "self_attn.k_proj.weight": (kv, t.hidden),
+        "self_attn.k_proj.bias": (kv,),
+        "self_attn.v_proj.weight": (kv, t.hidden),
+        "self_attn.v_proj.bias": (kv,),
+        "self_attn.o_proj.weight": (t.hidden, t.hidden),
+        "mlp.gate_proj.weight": (t.ffn, t.hidden),
+        "mlp.up_proj.weight": (t.ffn, t.hidden),
+        "mlp.down_proj.weight": (t.hidden, t.ffn),
+    }
+
+
+def weight_map(module: str, shapes: Qwen25VLShapes, tp_rank: int, tp: int) -> WeightMap:
+    """The map of `module` ("vision" or "text") for one rank of a tensor-parallel group of `tp`."""
+    return _vision_map(shapes.vision, tp_rank, tp) if module == "vision" else _text_map(shapes.text, tp_rank, tp)
+
+
+def _whole(name: str, rows: int) -> tuple[Piece, ...]:
+    return stack((name, (0, rows)))
+
+
+def _columns(name: str, rows: int, columns: Interval) -> tuple[Piece, ...]:
+    return (Piece(name, (0, rows), columns=columns),)
+
+
+def _gate_and_up(prefix: str, kind: str, ffn: int, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+    """Gate above up, each with its own padding below it."""
+    rows, length = share(ffn, tp_rank, tp)
+    return Piece(f"{prefix}gate_proj.{kind}", rows), Piece(f"{prefix}up_proj.{kind}", rows, at=length)
+
+
+def _vision_map(v: VisionShape, tp_rank: int, tp: int) -> WeightMap:
+    result = {"patch_embed.weight": _whole("visual.patch_embed.proj.weight", v.hidden)}
+    for i in range(v.layers):
+        own, stored = f"decoder.layers.{i}.", f"visual.blocks.{i}."
+        result |= {own + name: pieces for name, pieces in _vision_layer_map(stored, v, tp_rank, tp).items()}
+    width = v.hidden * v.unit
+    part, _ = share(width, tp_rank, tp)
+    return result | {
+        "merger.ln_q.weight": _whole("visual.merger.ln_q.weight", v.hidden),
+        "merger.linear_fc1.weight": stack(("visual.merger.mlp.0.weight", part)),
+        "merger.linear_fc1.bias": stack(("visual.merger.mlp.0.bias", part)),
+        "merger.linear_fc2.weight": _columns("visual.merger.mlp.2.weight", v.out_hidden, part),
+        "merger.linear_fc2.bias": _whole("visual.merger.mlp.2.bias", v.out_hidden),
+    }
+
+
+def _vision_layer_map(stored: str, v: VisionShape, tp_rank: int, tp: int) -> WeightMap:
+    heads = range(v.heads * tp_rank // tp, v.heads * (tp_rank + 1) // tp)
+    result = {
+        "input_layernorm.weight": _whole(stored + "norm1.weight", v.hidden),
+        "pre_mlp_layernorm.weight": _whole(stored + "norm2.weight", v.hidden),
+        "self_attention.linear_proj.bias": _whole(stored + "attn.proj.bias", v.hidden),
+        "self_attention.linear_proj.weight": _columns(
+            stored + "attn.proj.weight", v.hidden, (heads.start * v.head_dim, heads.stop * v.head_dim)
+        ),
+        "mlp.linear_fc2.bias": _whole(stored + "mlp.down_proj.bias", v.hidden),
+        "mlp.linear_fc2.weight": _columns(stored + "mlp.down_proj.weight", v.hidden, share(v.ffn, tp_rank, tp)[0]),
+    }
+    for kind in ("weight", "bias"):
+        name = f"{stored}attn.qkv.{kind}"
+        # Megatron keeps q, k and v of a head together; the folder keeps all q, then all k, then all v.
+        triples = [(name, _head(h + v.heads * part, v.head_dim)) for h in heads for part in range(3)]
+        result[f"self_attention.linear_qkv.{kind}"] = stack(*triples)
+        result[f"mlp.linear_fc1.{kind}"] = _gate_and_up(stored + "mlp.", kind, v.ffn, tp_rank, tp)
+    return result
+
+
+def _head(index: int, head_dim: int, count: int = 1) -> Interval:
+    return index * head_dim, (index + count) * head_dim
+
+
+def _text_map(t: TextShape, tp_rank: int, tp: int) -> WeightMap:
+    vocabulary, _ = share(t.vocab, tp_rank, tp)
+    result = {"embedding.word_embeddings.weight": stack(("model.embed_tokens.weight", vocabulary))}
+    for i in range(t.layers):
+        own, stored = f"decoder.layers.{i}.", f"model.layers.{i}."
+        result |= {own + name: pieces for name, pieces in _text_layer_map(stored, t, tp_rank, tp).items()}
+    result["decoder.final_layernorm.weight"] = _whole("model.norm.weight", t.hidden)
+    return result if t.tied else result | {"output_layer.weight": stack(("lm_head.weight", vocabulary))}
+
+
+def _text_layer_map(stored: str, t: TextShape, tp_rank: int, tp: int) -> WeightMap:
+    queries = t.heads // tp * t.head_dim
+    result = {
+        "input_layernorm.weight": _whole(stored + "input_layernorm.weight", t.hidden),
+        "pre_mlp_layernorm.weight": _whole(stored + "post_attention_layernorm.weight", t.hidden),
+        "self_attention.linear_proj.weight": _columns(
+            stored + "self_attn.o_proj.weight", t.hidden, (tp_rank * queries, (tp_rank + 1) * queries)
+        ),
+        "mlp.linear_fc1.weight": _gate_and_up(stored + "mlp.", "weight", t.ffn, tp_rank, tp),
+        "mlp.linear_fc2.weight": _columns(stored + "mlp.down_proj.weight", t.hidden, share(t.ffn, tp_rank, tp)[0]),
+    }
+    for kind in ("weight", "bias"):
+        result[f"self_attention.linear_qkv.{kind}"] = stack(*_query_groups(stored, kind, t, tp_rank, tp))
+    return result
+
+
+def _query_groups(stored: str, kind: str, t: TextShape, tp_rank: int, tp: int) -> list[tuple[str, Interval]]:
+    """Megatron's order: for each key/value head (or copy of one) its query heads, then k, then v."""
+    copies = t.kv_copies(tp)
+    groups = t.kv_heads * copies
+    heads = t.heads // groups
+    parts = []
+    for group in range(groups * tp_rank // tp, groups * (tp_rank + 1) // tp):
+        kv = _head(group // copies, t.head_dim)
+        parts += [
+            (f"{stored}self_attn.q_proj.{kind}", _head(group * heads, t.head_dim, heads)),
+            (f"{stored}self_attn.k_proj.{kind}", kv),
+            (f"{stored}self_attn.v_proj.{kind}", kv),
+        ]
+    return parts

@@ -1,0 +1,111 @@
+"""Which part of which stored tensor each local parameter is. Pure: the same map reads, writes, and counts copies.
+
+A local parameter is zeros with `Piece`s laid into it: rectangles of stored tensors, one below the other. Under `tp` the
+rectangles differ from rank to rank; a rectangle held by several ranks, or twice by one, is a replicated piece.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows (and columns) [start, stop) of the stored tensor `name`, placed from row `at` of the parameter on.
+
+    Stored tensors of more than two dims count as matrices: all dims but the first are columns. `columns` None means all.
+    """
+
+    name: str
+    rows: Interval
+    at: int = 0
+    columns: Interval | None = None
+
+    @property
+    def rectangle(self) -> tuple[str, Interval, Interval | None]:
+        """What part of the stored tensors this is, wherever it lies in a parameter."""
+        return self.name, self.rows, self.columns
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in it (the last ranks' share of a size that tp does not divide)."""
+        return self.rows[0] == self.rows[1] or (self.columns is not None and self.columns[0] == self.columns[1])
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Where the piece lies in the local parameter."""
+        rows = slice(self.at, self.at + self.rows[1] - self.rows[0])
+        return (rows,) if self.columns is None else (rows, slice(0, self.columns[1] - self.columns[0]))
+
+    @property
+    def source(self) -> tuple[slice, ...]:
+        """Where the piece lies in the stored tensor, seen as a matrix."""
+        return (slice(*self.rows),) if self.columns is None else (slice(*self.rows), slice(*self.columns))
+
+
+WeightMap = Mapping[str, tuple[Piece, ...]]
+"""Local parameter name to its pieces, for one tp rank."""
+
+
+def stack(*parts: tuple[str, Interval]) -> tuple[Piece, ...]:
+    """Pieces of whole rows, one below the other; an interval may be empty."""
+    pieces, at = [], 0
+    for name, (start, stop) in parts:
+        pieces.append(Piece(name, (start, stop), at))
+        at += stop - start
+    return tuple(pieces)
+
+
+def share(size: int, tp_rank: int, tp: int) -> tuple[Interval, int]:
+    """The part [start, stop) of `size` that rank `tp_rank` of `tp` holds, and its length with padding."""
+    length = -(-size // tp)
+    start = min(size, length * tp_rank)
+    return (start, min(size, start + length)), length
+
+
+@dataclass(frozen=True)
+class Held:
+    """How often a parameter's pieces are held over a tensor-parallel group.
+
+    `sharded`: ranks hold different pieces. `copies`: per piece, how many times the group holds it.
+    """
+
+    sharded: bool
+    copies: tuple[int, ...]
+
+    @property
+    def replicated_pieces(self) -> bool:
+        """Whether the parameter is sharded, but some of its pieces are held more than once (key/value heads)."""
+        return self.sharded and any(n > 1 for n in self.copies)
+
+
+def held(maps: Sequence[WeightMap]) -> tuple[dict[str, Held], ...]:
+    """How often each parameter of each rank is held, given the maps of all tp ranks in order."""
+    result: list[dict[str, Held]] = [{} for _ in maps]
+    for name in maps[0]:
+        counts = Counter(piece.rectangle for m in maps for piece in m[name])
+        sharded = any(m[name] != maps[0][name] for m in maps)
+        for own, m in zip(result, maps, strict=True):
+            own[name] = Held(sharded, tuple(1 if p.empty else counts[p.rectangle] for p in m[name]))
+    return tuple(result)
+
+
+@torch.no_grad()
+def lay_into(parameter: Tensor, pieces: Sequence[Piece], part: Sequence[Tensor]) -> None:
+    """Write the values of `pieces` (`part`, as read) into a local parameter, and zero where nothing is laid."""
+    parameter.zero_()
+    for piece, values in zip(pieces, part, strict=True):
+        parameter[piece.place].copy_(values)
+
+
+@torch.no_grad()
+def take_out(parameter: Tensor, piece: Piece) -> Tensor:
+    """The values of one piece of a local parameter."""
+    return parameter[piece.place]

@@ -1,0 +1,122 @@
+"""CUDA with NCCL, or a CPU with gloo: the only file that knows which.
+
+A `Platform` is a value that is passed on. On a CPU, Megatron-Core needs help in a few places where
+it takes CUDA for granted; `Platform.prepare_megatron` and `Platform.megatron_scope` give it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The device of this process and the backend that its collectives use."""
+
+    device: torch.device
+    backend: str
+
+    @classmethod
+    def detect(cls, local_rank: int = 0) -> Platform:
+        """CUDA where a GPU is visible, the CPU elsewhere."""
+        if torch.cuda.is_available():
+            return cls(torch.device("cuda", local_rank), "nccl")
+        return cls(CPU, "gloo")
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether tensors live on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def device_name(self) -> str:
+        """The marketing name of the accelerator, or `cpu`."""
+        return torch.cuda.get_device_name(self.device) if self.is_cuda else "cpu"
+
+    def init_process_group(self, **options: Any) -> None:
+        """`torch.distributed.init_process_group` for this platform."""
+        if self.is_cuda:
+            torch.cuda.set_device(self.device)
+            options["device_id"] = self.device
+        dist.init_process_group(self.backend, **options)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was asked."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def peak_memory_bytes(self) -> int:
+        """The highest memory so far: allocated by tensors on a GPU, resident in the process on a CPU."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def prepare_megatron(self) -> None:
+        """Make the places of Megatron-Core that take CUDA for granted work on this platform. Idempotent."""
+        # Megatron's linears start a collective before a matrix product and rely on one hardware queue to keep the order.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if self.is_cuda:
+            return
+        import megatron.core.tensor_parallel.random as megatron_random
+
+        torch.cuda.current_device = lambda: CPU  # type: ignore[assignment]
+        megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+        megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+        megatron_random._CUDA_RNG_STATE_TRACKER = _cpu_rng_tracker(megatron_random.CudaRNGStatesTracker)
+        megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+
+    @contextlib.contextmanager
+    def megatron_scope(self) -> Iterator[None]:
+        """Inside, Megatron code with a literal `device="cuda"` runs on this platform's device."""
+        if self.is_cuda:
+            yield
+        else:
+            with _CudaMeansCpu():
+                yield
+
+
+def _cpu_rng_tracker(base: type) -> Any:
+    class CpuRNGStatesTracker(base):
+        """Megatron's tracker of random states, on the generator of the CPU."""
+
+        def add(self, name: str, seed: int) -> None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                self.states_[name] = torch.get_rng_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    return CpuRNGStatesTracker()
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Sends `device="cuda"` to the CPU, and lets `Tensor.type()` say what Megatron's optimizers check for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(args[0]).replace("torch.", "torch.cuda.")
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if torch.device(kwargs.get("device") or CPU).type == "cuda":
+            kwargs["device"] = CPU
+        return func(*args, **kwargs)

@@ -1,0 +1,266 @@
+"""Greedy answers of a `transformers` folder, compared with a data set's: the exact-match rate.
+
+    python -m megatron_hetero.tools.evaluate HF_DIR --annotations FILE --images DIR [--limit N] [--blank]
+
+The model runs in plain `transformers`, not in the layers it was trained with: the rate also says whether the export
+is right. `--blank` hides the pictures, which shows what can be had by guessing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+
+from megatron_hetero.data import model_folder, pictures
+from megatron_hetero.data.chat import to_messages
+from megatron_hetero.data.records import Annotations, Record
+from megatron_hetero.data.validation import IMAGE_PLACEHOLDER
+from megatron_hetero.errors import UserError
+
+IMAGE_PAD = "<|image_pad|>"
+GREY = (128, 128, 128)
+# Questions that occur often get a line of their own in the table.
+MOST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question with the answer of the data set and that of the model, both without surrounding white space."""
+
+    question: str
+    expected: str
+    given: str
+
+    @property
+    def correct(self) -> bool:
+        """Whether the two answers are the same text."""
+        return self.expected == self.given
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """All answers, in the order of the annotations."""
+
+    answers: tuple[Answer, ...]
+    blank: bool = False
+
+    @property
+    def questions(self) -> int:
+        """How many questions were asked."""
+        return len(self.answers)
+
+    @property
+    def correct(self) -> int:
+        """How many answers were the same text as the data set's."""
+        return sum(answer.correct for answer in self.answers)
+
+    @property
+    def rate(self) -> float:
+        """The share of correct answers, 0 to 1."""
+        return self.correct / self.questions
+
+    def by_question(self) -> dict[str, EvaluationResult]:
+        """The answers to each wording of a question, the most frequent wording first."""
+        groups: dict[str, list[Answer]] = {}
+        for answer in self.answers:
+            groups.setdefault(answer.question, []).append(answer)
+        ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+        return {question: EvaluationResult(tuple(group), self.blank) for question, group in ordered}
+
+    def __str__(self) -> str:
+        pictures_were = "blanked" if self.blank else "shown"
+        return f"{100 * self.rate:.1f} % exact match ({self.correct} of {self.questions}, pictures {pictures_were})"
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """The first question of a record, rendered up to where the model goes on."""
+
+    question: str
+    expected: str
+    text: str
+    pixel_values: torch.Tensor | None
+    grids: torch.Tensor | None
+
+
+def exact_match(
+    hf_dir: Path,
+    annotations: Path,
+    images: Path | None,
+    *,
+    limit: int | None = None,
+    blank: bool = False,
+    max_new_tokens: int = 8,
+    batch_size: int = 16,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    device: str = "cpu",
+) -> EvaluationResult:
+    """Answers the first question of every record greedily.
+
+    Args:
+        hf_dir: a Qwen2.5-VL folder in `transformers` format; nothing is downloaded and no code of the folder runs.
+        annotations: LLaVA-style JSON or JSONL.
+        images: folder that image paths are relative to; None for text-only data.
+        limit: answer only the first so many records; None answers all.
+        blank: show uniform grey pictures of the same sizes instead.
+        max_new_tokens: longest answer.
+        batch_size: questions per call of `generate`.
+        min_pixels: as `data.min_pixels` in training; None takes the folder's.
+        max_pixels: as `data.max_pixels` in training; None takes the folder's.
+        device: where the model runs.
+
+    Raises:
+        UserError: a folder, file, record or picture is missing or broken.
+    """
+    model_folder.check_folder(hf_dir)
+    tokenizer = model_folder.load_tokenizer(hf_dir)
+    image_processor = model_folder.load_image_processor(hf_dir, min_pixels, max_pixels)
+    model = _load_model(hf_dir, device)
+    records = islice(Annotations.load("evaluation", annotations, images), limit)
+    prompts = (_prompt(record, tokenizer, image_processor, blank) for record in records)
+    answers = [
+        answer for batch in _batches(prompts, batch_size) for answer in _answer(model, tokenizer, batch, max_new_tokens)
+    ]
+    return EvaluationResult(tuple(answers), blank)
+
+
+def _load_model(hf_dir: Path, device: str) -> Any:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    try:
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(hf_dir, local_files_only=True, use_safetensors=True)
+    except Exception as error:  # safetensors, json and transformers raise exceptions of their own
+        raise UserError.at(
+            hf_dir,
+            found=f"weights that do not load ({type(error).__name__}: {error})",
+            expected="a Qwen2.5-VL model with safetensors weights",
+            fix="export the model again",
+        ) from error
+    return model.to(device).eval()
+
+
+def _batches(prompts: Iterator[_Prompt], size: int) -> Iterator[list[_Prompt]]:
+    while batch := list(islice(prompts, size)):
+        yield batch
+
+
+def _prompt(record: Record, tokenizer: Any, image_processor: Any, blank: bool) -> _Prompt:
+    first = next(k for k, turn in enumerate(record.turns) if turn.role == "assistant")
+    asked = "\n".join(turn.text for turn in record.turns[:first] if turn.role == "user")
+    rendered = tokenizer.apply_chat_template(to_messages(record)[:first], tokenize=False, add_generation_prompt=True)
+    pixels, grids = _patches(record, asked.count(IMAGE_PLACEHOLDER), image_processor, blank)
+    if grids is not None:
+        rendered = _expand(rendered, (grids.prod(dim=1) // image_processor.merge_size**2).tolist())
+    question = asked.replace(IMAGE_PLACEHOLDER, "").strip()
+    return _Prompt(question, record.turns[first].text.strip(), rendered, pixels, grids)
+
+
+def _patches(
+    record: Record, shown: int, image_processor: Any, blank: bool
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    if not shown:
+        return None, None
+    images = [pictures.load_picture(record.image_path(k), record.where) for k in range(shown)]
+    if blank:
+        images = [Image.new("RGB", image.size, GREY) for image in images]
+    inputs = image_processor(images=images, return_tensors="pt")
+    return inputs["pixel_values"], inputs["image_grid_thw"]
+
+
+def _expand(text: str, tokens: Sequence[int]) -> str:
+    """The text with each image placeholder repeated once per merged patch."""
+    before, *rest = text.split(IMAGE_PAD)
+    return before + "".join(IMAGE_PAD * n + after for n, after in zip(tokens, rest, strict=True))
+
+
+@torch.no_grad()
+def _answer(model: Any, tokenizer: Any, batch: list[_Prompt], max_new_tokens: int) -> list[Answer]:
+    # Padding goes to the left, so that every answer begins at the same place.
+    inputs = tokenizer(
+        [prompt.text for prompt in batch],
+        add_special_tokens=False,
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
+    )
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()
+    pixels = [prompt.pixel_values for prompt in batch if prompt.pixel_values is not None]
+    if pixels:
+        inputs["pixel_values"] = torch.cat(pixels).to(model.dtype)
+        inputs["image_grid_thw"] = torch.cat([prompt.grids for prompt in batch if prompt.grids is not None])
+    output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens, do_sample=False)
+    texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [Answer(p.question, p.expected, text.strip()) for p, text in zip(batch, texts, strict=True)]
+
+
+def result_table(result: EvaluationResult) -> Table:
+    """One line per wording of a question, and the total."""
+    table = Table(title=f"Exact match, pictures {'blanked' if result.blank else 'shown'}")
+    table.add_column("question", overflow="fold")
+    for name in ("correct", "asked", "rate"):
+        table.add_column(name, justify="right")
+    groups = result.by_question()
+    for question, group in islice(groups.items(), MOST_LINES):
+        table.add_row(question, *_cells(group))
+    rest = tuple(answer for group in islice(groups.values(), MOST_LINES, None) for answer in group.answers)
+    if rest:
+        table.add_row(f"({len(groups) - MOST_LINES} other questions)", *_cells(EvaluationResult(rest, result.blank)))
+    table.add_section()
+    table.add_row("all", *_cells(result))
+    return table
+
+
+def _cells(result: EvaluationResult) -> tuple[str, str, str]:
+    return str(result.correct), str(result.questions), f"{100 * result.rate:.1f} %"
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_hetero.tools.evaluate",
+        description="Answer a data set's questions greedily with plain transformers and print the exact-match rate.",
+    )
+    parser.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="Qwen2.5-VL folder in transformers format")
+    parser.add_argument("--annotations", type=Path, required=True, help="LLaVA-style JSON or JSONL")
+    parser.add_argument("--images", type=Path, help="folder that image paths are relative to")
+    parser.add_argument("--limit", type=_positive, help="answer only the first so many records")
+    parser.add_argument("--blank", action="store_true", help="show uniform grey pictures of the same sizes instead")
+    parser.add_argument("--max-new-tokens", type=_positive, default=8, help="longest answer (default 8)")
+    parser.add_argument("--batch-size", type=_positive, default=16, help="questions answered at once (default 16)")
+    parser.add_argument("--min-pixels", type=_positive, help="as data.min_pixels in training (default: the folder's)")
+    parser.add_argument("--max-pixels", type=_positive, help="as data.max_pixels in training (default: the folder's)")
+    parser.add_argument("--device", default="cpu", help="where the model runs (default cpu)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    options = vars(_parser().parse_args(arguments))
+    try:
+        result = exact_match(options.pop("hf_dir"), options.pop("annotations"), options.pop("images"), **options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    Console().print(result_table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

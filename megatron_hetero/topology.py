@@ -1,0 +1,110 @@
+"""All modules' layouts bound to a world of ranks, with the process groups that they need.
+
+Groups are created eagerly, by every rank, in one global order: modules in the order given, then the axes of
+`GROUP_AXES`, then the groups of that partition. Equal sets of ranks share one process group. Afterwards
+each group is checked once by summing a known value over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_hetero.layout import Layout
+from megatron_hetero.platform import Platform
+
+GROUP_AXES: tuple[tuple[str, ...], ...] = (
+    ("tp",),
+    ("sp", "cp"),
+    ("dp",),
+    ("pp",),
+    ("sp", "cp", "dp"),
+    ("tp", "pp"),
+    ("tp", "sp", "cp"),
+    ("tp", "sp", "cp", "dp", "pp"),
+    (),
+)
+"""The partitions that each module gets. `sp` and `cp` together are Megatron's context-parallel group."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Layouts, this process's rank and its process groups.
+
+    `layouts` maps module to layout; `world` spans all ranks on the device's backend, `host` spans them with gloo for
+    integers and messages that never leave the host.
+    """
+
+    platform: Platform
+    rank: int
+    world_size: int
+    layouts: Mapping[str, Layout]
+    world: dist.ProcessGroup
+    host: dist.ProcessGroup
+    _groups: Mapping[tuple[str, tuple[str, ...]], dist.ProcessGroup]
+
+    @classmethod
+    def build(cls, layouts: Mapping[str, Layout], platform: Platform) -> Topology:
+        """Create all groups on the initialised default process group, and check them.
+
+        Raises `RuntimeError` where a group does not reduce to the value that its ranks imply.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world_size)): dist.group.WORLD}
+        mine: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
+        for module, layout in layouts.items():
+            for axes in GROUP_AXES:
+                for ranks in layout.groups(*axes):
+                    # The order of ranks inside a group is part of what the group means.
+                    group = by_ranks.get(ranks) or by_ranks.setdefault(ranks, dist.new_group(ranks, sort_ranks=False))
+                    if rank in ranks:
+                        mine[module, axes] = group
+        host = dist.new_group(backend="gloo") if platform.backend != "gloo" else dist.group.WORLD
+        _self_check(by_ranks, rank, platform)
+        return cls(
+            platform, rank, world_size, MappingProxyType(dict(layouts)), dist.group.WORLD, host, MappingProxyType(mine)
+        )
+
+    def group(self, module: str, *axes: str) -> dist.ProcessGroup:
+        """The group of this rank along `axes` of `module`'s layout. `KeyError` where the rank is not in the module."""
+        return self._groups[module, axes]
+
+    def collection(self, module: str) -> ProcessGroupCollection:
+        """Megatron's collection of process groups for `module`, as this rank sees it."""
+        group, alone = (lambda *axes: self.group(module, *axes)), self.group(module)
+        # There are no experts: their groups are the dense ones where Megatron wants one, or this rank alone.
+        return ProcessGroupCollection(
+            tp=group("tp"),
+            cp=group("sp", "cp"),
+            dp=group("dp"),
+            pp=group("pp"),
+            dp_cp=group("sp", "cp", "dp"),
+            mp=group("tp", "pp"),
+            tp_cp=group("tp", "sp", "cp"),
+            tp_ep_pp=group("tp", "pp"),
+            expt_dp=group("sp", "cp", "dp"),
+            intra_dist_opt=group("tp", "sp", "cp", "dp", "pp"),
+            ep=alone,
+            embd=None,
+            pos_embd=None,
+        )
+
+
+def _self_check(by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup], rank: int, platform: Platform) -> None:
+    for ranks, group in by_ranks.items():
+        if rank not in ranks:
+            continue
+        total = torch.tensor([rank + 1], dtype=torch.int64, device=platform.device)
+        dist.all_reduce(total, group=group)
+        expected = sum(r + 1 for r in ranks)
+        if total.item() != expected or dist.get_rank(group) != ranks.index(rank):
+            raise RuntimeError(
+                f"process group of ranks {ranks}: found sum {total.item()} and position {dist.get_rank(group)}, "
+                f"expected {expected} and {ranks.index(rank)} on rank {rank}; the groups were created in different "
+                "orders, or the ranks run different versions of the program"
+            )

@@ -1,0 +1,1 @@
+"""Training: configuration, learning rate, metrics, and the loop that joins them."""

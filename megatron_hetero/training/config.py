@@ -1,0 +1,315 @@
+"""The configuration of a run: what can be set, the defaults, and every check that needs nothing but the values.
+
+Values come from the defaults, over which a YAML file wins, over which flags win. The sentence at each
+field is its help text and its row in the README.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout_grammar import did_you_mean
+from megatron_hetero.training.flags import markdown_table, print_help, read_flags
+from megatron_hetero.training.settings import build, merge, option, read_yaml, required
+
+PARTS = ("vision", "projector", "text")
+"""What can be frozen; `projector` is a parameter group of the vision module."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Section `model`."""
+
+    hf_path: Path = required("Folder of a Qwen2.5-VL model in `transformers` format; training starts from its weights.")
+    dtype: Literal["float32", "bfloat16"] = option(
+        "bfloat16", "Type of weights and activations; with bfloat16, gradients and master weights are float32."
+    )
+    freeze: tuple[Literal["vision", "projector", "text"], ...] = option((), "Parts whose weights do not change.")
+    recompute: Mapping[str, Literal["none", "full"]] = option(
+        {}, "Activations of a module that are computed again in the backward pass instead of kept.", "none"
+    )
+    sequence_parallel: Mapping[str, bool] = option(
+        {}, "Whether a module splits its activations along the sequence over its tp ranks.", "true"
+    )
+    backend: Literal["auto", "torch", "te"] = option(
+        "auto", "Where layers come from: plain PyTorch, Transformer Engine, or the latter where it is installed."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """One data set in `data.registry`."""
+
+    annotations: Path = required("File with the data set's samples in LLaVA's format, JSON or JSONL.")
+    images: Path | None = option(None, "Folder that the data set's image names are relative to; none for text alone.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Section `data`."""
+
+    registry: Mapping[str, DatasetConfig] = required("Data sets by name.")
+    datasets: tuple[str, ...] = required("Data sets to train on; `name%50` takes half of its samples in an epoch.")
+    shuffle: bool = option(True, "Whether every epoch goes through the samples in a new random order.")
+    max_seq_length: int = option(4096, "Longest sample, in tokens, image tokens included.")
+    too_long: Literal["error", "skip"] = option("error", "What happens to a sample that is longer; none is ever cut.")
+    min_pixels: int | None = option(None, "Fewest pixels of an image; smaller ones are enlarged.", "the model's")
+    max_pixels: int | None = option(None, "Most pixels of an image; larger ones are reduced.", "the model's")
+    workers: int = option(
+        2, "Processes per rank that decode images in the background; 0 decodes in the training process."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Section `train`."""
+
+    iters: int = option(100, "Number of training steps.")
+    global_batch_size: int = option(8, "Samples per step, over all replicas.")
+    micro_batch_size: int = option(1, "Samples that one replica of the text module packs into one sequence.")
+    seed: int = option(0, "Seed of everything random.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Section `optimizer`."""
+
+    name: Literal["adamw", "sgd"] = option("adamw", "AdamW, or plain SGD without momentum or decay.")
+    lr: float = option(1e-5, "Highest learning rate.")
+    min_lr: float = option(0.0, "Learning rate of the last step under the linear and cosine schedules.")
+    lr_vision: float | None = option(None, "Highest learning rate of the vision encoder, min_lr scaled alike.", "lr")
+    lr_projector: float | None = option(None, "Highest learning rate of the projector, min_lr scaled alike.", "lr")
+    betas: tuple[float, float] = option((0.9, 0.999), "Decay rates of AdamW's two moments.")
+    eps: float = option(1e-8, "Added to the denominator of AdamW.")
+    weight_decay: float = option(0.0, "Decay of AdamW; biases and one-dimensional parameters are exempt.")
+    clip_grad: float = option(1.0, "Largest norm of all gradients together; larger ones are scaled down. 0 is off.")
+    schedule: Literal["constant", "linear", "cosine"] = option("cosine", "How the learning rate goes on after warm-up.")
+    warmup_iters: int = option(0, "Steps in which the learning rate rises to its highest value.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Section `log`."""
+
+    dir: Path = option(Path("runs"), "Folder for metrics.jsonl, the resolved configuration and TensorBoard's files.")
+    tensorboard: bool = option(False, "Whether metrics are written for TensorBoard too.")
+
+    def __post_init__(self) -> None:
+        # The default starts from the current directory, as paths in flags do.
+        object.__setattr__(self, "dir", self.dir.absolute())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Section `export`."""
+
+    hf_dir: Path | None = option(None, "Folder that the trained model is written to in `transformers` format, if any.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Section `eval`."""
+
+    datasets: tuple[str, ...] = option((), "Data sets whose questions the exported model answers after training.")
+    limit: int | None = option(None, "Most samples of each of these data sets.", "all")
+    max_new_tokens: int = option(16, "Most tokens of an answer.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that can be set. Its values are checked when it is made.
+
+    Raises:
+        UserError: a value makes no sense, alone or with the others.
+    """
+
+    model: ModelConfig
+    parallel: Mapping[str, str] = option(
+        {}, "Layout of a module, such as `sp:8` or `tp:4,dp:2@0-7`.", "dp over all ranks"
+    )
+    data: DataConfig
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        _check_model(self.model)
+        _check_data(self.data, self.eval)
+        _check_batch(self.train)
+        _check_optimizer(self.optimizer, self.train.iters)
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """The configuration that a command line (without the program's name) asks for; ``--help`` prints and exits.
+
+    Raises:
+        UserError: a file, name or value is wrong; the message names it and says what to do.
+    """
+    line = read_flags(argv, Config)
+    if line.help:
+        print_help(Config)
+        raise SystemExit(0)
+    settings = read_yaml(line.config, Config) if line.config else {}
+    return build(Config, merge(settings, line.settings))
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML that `load_config` reads back to an equal value."""
+    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True)
+
+
+def flag_table_markdown() -> str:
+    """The README's table of every flag."""
+    return markdown_table(Config)
+
+
+def require_modules(config: Config, modules: Iterable[str]) -> None:
+    """Checks that settings by module name modules of the model.
+
+    Raises:
+        UserError: a setting names another module.
+    """
+    known = list(modules)
+    by_module = {
+        "parallel": config.parallel,
+        "model.recompute": config.model.recompute,
+        "model.sequence_parallel": config.model.sequence_parallel,
+    }
+    for where, names in by_module.items():
+        for name in names:
+            if name not in known:
+                raise UserError.at(
+                    f"{where}.{name}",
+                    found=f"module `{name}`{did_you_mean(name, known)}",
+                    expected=f"one of {', '.join(known)}",
+                    because="the model has no other",
+                    fix="rename or remove it",
+                )
+
+
+def _plain(value: Any) -> Any:
+    """Values as YAML has them: lists for tuples, text for paths."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+# Lowest value of each number, and whether the number itself is allowed.
+_LOWEST: dict[str, tuple[float, bool]] = {
+    "data.max_seq_length": (1, True),
+    "data.min_pixels": (1, True),
+    "data.max_pixels": (1, True),
+    "data.workers": (0, True),
+    "train.iters": (1, True),
+    "train.global_batch_size": (1, True),
+    "train.micro_batch_size": (1, True),
+    "train.seed": (0, True),
+    "optimizer.lr": (0, False),
+    "optimizer.min_lr": (0, True),
+    "optimizer.lr_vision": (0, False),
+    "optimizer.lr_projector": (0, False),
+    "optimizer.eps": (0, False),
+    "optimizer.weight_decay": (0, True),
+    "optimizer.clip_grad": (0, True),
+    "optimizer.warmup_iters": (0, True),
+    "eval.limit": (1, True),
+    "eval.max_new_tokens": (1, True),
+}
+
+
+def _wrong(name: str, found: object, expected: str, why: str, do: str) -> UserError:
+    return UserError.at(f"{name} (--{name})", found=str(found), expected=expected, because=why, fix=do)
+
+
+def _check_numbers(config: Config) -> None:
+    for name, (lowest, itself) in _LOWEST.items():
+        section, field_name = name.split(".")
+        value = getattr(getattr(config, section), field_name)
+        if value is not None and not (value >= lowest if itself else value > lowest):
+            expected = f"{lowest} or more" if itself else f"more than {lowest}"
+            raise _wrong(name, value, expected, "smaller values mean nothing here", "raise it, or leave it out")
+
+
+def _check_model(model: ModelConfig) -> None:
+    if len(set(model.freeze)) != len(model.freeze):
+        found = ", ".join(model.freeze)
+        raise _wrong("model.freeze", found, "each part once", "a part is frozen or not", "remove the repetition")
+    if set(model.freeze) == set(PARTS):
+        why = "then nothing is left to train"
+        raise _wrong("model.freeze", "all parts", f"at most two of {', '.join(PARTS)}", why, "remove one of them")
+
+
+def _check_data(data: DataConfig, evaluation: EvalConfig) -> None:
+    from megatron_hetero.data.mixture import Share  # Here, since it brings torch, which --help need not wait for.
+
+    for name in data.registry:
+        if "%" in name or not name:
+            why = "`%` separates a name from its rate"
+            raise _wrong("data.registry", f"the name `{name}`", "a name without `%`", why, "rename the data set")
+    if not data.datasets:
+        raise _wrong("data.datasets", "an empty list", "a name or more", "there is nothing to train on", "add one")
+    _check_registered("data.datasets", [Share.parse(text).name for text in data.datasets], data.registry)
+    _check_registered("eval.datasets", evaluation.datasets, data.registry)
+    if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
+        expected, why = f"at most data.max_pixels, {data.max_pixels}", "no image could have so many and so few"
+        raise _wrong("data.min_pixels", data.min_pixels, expected, why, "lower it, or raise the other")
+
+
+def _check_registered(where: str, names: Sequence[str], registry: Mapping[str, object]) -> None:
+    for name in names:
+        if name not in registry:
+            known = ", ".join(registry) or "none yet"
+            found, why = f"`{name}`{did_you_mean(name, registry)}", "only these have files"
+            do = f"correct the name, or add data.registry.{name} with annotations and images"
+            raise _wrong(where, found, f"names of data.registry ({known})", why, do)
+
+
+def _check_batch(train: TrainConfig) -> None:
+    batch, micro = train.global_batch_size, train.micro_batch_size
+    if batch % micro:
+        best = max(n for n in range(1, min(micro, batch) + 1) if batch % n == 0)
+        expected, why = f"a divisor of train.global_batch_size, {batch}", "a step is a whole number of micro-batches"
+        raise _wrong("train.micro_batch_size", micro, expected, why, f"try `--train.micro_batch_size {best}`")
+
+
+def _check_optimizer(optimizer: OptimizerConfig, iters: int) -> None:
+    for beta in optimizer.betas:
+        if not 0 <= beta < 1:
+            why = "they are decay rates"
+            raise _wrong(
+                "optimizer.betas", beta, "two numbers from 0 to below 1", why, "try `--optimizer.betas 0.9 0.999`"
+            )
+    if optimizer.min_lr > optimizer.lr:
+        expected, why = f"at most optimizer.lr, {optimizer.lr}", "the rate falls to it"
+        raise _wrong("optimizer.min_lr", optimizer.min_lr, expected, why, "lower it, or raise the other")
+    if optimizer.warmup_iters > iters:
+        expected, why = f"at most train.iters, {iters}", "the rate would never reach its highest value"
+        raise _wrong(
+            "optimizer.warmup_iters", optimizer.warmup_iters, expected, why, f"try `--optimizer.warmup_iters {iters}`"
+        )
+    _check_unused(optimizer)
+
+
+def _check_unused(optimizer: OptimizerConfig) -> None:
+    """Settings that would have no effect are errors: a user's setting is never silently ignored."""
+    defaults = {f.name: f.default for f in fields(OptimizerConfig)}
+    unused = {"betas": "sgd", "eps": "sgd", "weight_decay": "sgd", "min_lr": "constant"}
+    for name, reason in unused.items():
+        value = getattr(optimizer, name)
+        if reason in (optimizer.name, optimizer.schedule) and value != defaults[name]:
+            setting = "optimizer.name" if reason == "sgd" else "optimizer.schedule"
+            why = f"{setting} is {reason}, which does not use it"
+            raise _wrong(f"optimizer.{name}", value, "nothing", why, f"remove it, or change {setting}")

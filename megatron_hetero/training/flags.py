@@ -1,0 +1,165 @@
+"""The command line: a flag is the path of a setting, ``--train.iters 20``, ``--data.registry.NAME.images DIR``.
+
+Lists take several values (``--data.datasets a b%50``). ``--MODULE-parallel X`` is short for
+``--parallel.MODULE X``. Relative paths start from the current directory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, get_origin
+
+from rich.console import Console
+from rich.text import Text
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout_grammar import did_you_mean
+from megatron_hetero.training.conversion import describe
+from megatron_hetero.training.settings import Setting, Tree, children, is_leaf, item_type, step
+
+
+class CommandLine(NamedTuple):
+    """What the command line says: the settings, the configuration file if any, and whether help is wanted."""
+
+    settings: Tree
+    config: Path | None
+    help: bool
+
+
+def read_flags(argv: Sequence[str], root: type) -> CommandLine:
+    """The command line for the dataclass `root`.
+
+    Raises:
+        UserError: a flag is unknown, given twice, or has too few or too many values.
+    """
+    tree: Tree = {}
+    config = None
+    for flag, values in _flags(argv):
+        if flag in ("--help", "-h"):
+            return CommandLine({}, None, True)
+        if flag == "--config":
+            config = Path(_one(flag, values))
+        else:
+            _insert(tree, flag, values, root)
+    return CommandLine(tree, config, False)
+
+
+def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with its values."""
+    found: dict[str, list[str]] = {}
+    flag = ""
+    for word in argv:
+        if word.startswith("--") or word == "-h":
+            flag, equals, value = word.partition("=")
+            if flag in found:
+                why = "only one can win"
+                raise UserError.at(flag, found="it twice", expected="it once", because=why, fix="remove one")
+            found[flag] = [value] if equals else []
+        elif not flag:
+            expected = "a flag such as --config FILE"
+            raise UserError.at("command line", found=f"`{word}`", expected=expected, fix="see --help")
+        else:
+            found[flag].append(word)
+    yield from found.items()
+
+
+def _one(flag: str, values: list[str]) -> str:
+    if len(values) != 1:
+        found = f"{len(values)} values ({' '.join(values)})" if values else "no value"
+        raise UserError.at(flag, found=found, expected="one", fix=f"write {flag} VALUE")
+    return values[0]
+
+
+def _insert(tree: Tree, flag: str, values: list[str], root: type) -> None:
+    short = re.fullmatch(r"--([^.]+)-parallel", flag)
+    path = ("parallel", short[1]) if short else tuple(flag.removeprefix("--").split("."))
+    kind: Any = root
+    for i, name in enumerate(path):
+        if is_leaf(kind) or not name:
+            raise _no_such_flag(flag, root)
+        kind = step(kind, name, path[:i], _hint(flag, root) if i == 0 else flag)
+    if not is_leaf(kind):
+        raise _no_such_flag(flag, root)
+    *parents, last = path
+    for name in parents:
+        tree = tree.setdefault(name, {})
+    if last in tree:
+        raise UserError.at(flag, found=f"a second flag for {'.'.join(path)}", expected="one", fix="remove one")
+    value = values if get_origin(kind) is tuple else _one(flag, values)
+    tree[last] = Setting(value, flag, Path.cwd())
+
+
+def _hint(flag: str, root: type) -> str:
+    """The flag, with the full name of one that was perhaps meant, for flags whose section is unknown."""
+    return f"{flag}{did_you_mean(flag, [row.flag for row in flag_rows(root)])}"
+
+
+def _no_such_flag(flag: str, root: type) -> UserError:
+    below = [row.flag for row in flag_rows(root) if row.flag.startswith(f"{flag}.")]
+    guess = f" (it has {', '.join(below)})" if below else did_you_mean(flag, [row.flag for row in flag_rows(root)])
+    found = f"a flag that does not exist{guess}"
+    return UserError.at(flag, found=found, expected="--SECTION.FIELD", fix="see --help")
+
+
+# --------------------------------------------------------------------------------------- documentation
+
+
+class FlagRow(NamedTuple):
+    """One flag as `--help` and the README show it."""
+
+    flag: str
+    values: str
+    default: str
+    text: str
+
+
+def flag_rows(root: type) -> list[FlagRow]:
+    """Every flag, in the order of the configuration."""
+    return [FlagRow("--config", "path", "none", "YAML file with settings; flags win over it."), *_rows(root, "--")]
+
+
+def print_help(root: type) -> None:
+    """Prints every flag with its values, default and meaning."""
+    console = Console(highlight=False)
+    console.print("Flags win over the YAML file, the file wins over the defaults.\n", soft_wrap=True)
+    for row in flag_rows(root):
+        text = f"  [{row.values}]  (default: {row.default})\n    {row.text}"
+        console.print(Text.assemble((row.flag, "bold"), text), soft_wrap=True)
+
+
+def markdown_table(root: type) -> str:
+    """The flags as a table in Markdown."""
+    lines = ["| flag | values | default | meaning |", "|---|---|---|---|"]
+    for row in flag_rows(root):
+        flag, values, default, text = (cell.replace("|", "\\|") for cell in row)
+        lines.append(f"| `{flag}` | {values} | `{default}` | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def _rows(kind: Any, prefix: str) -> Iterator[FlagRow]:
+    types = children(kind) or {}
+    for f in fields(kind):
+        inner, text, default = types[f.name], f.metadata.get("help", ""), _default(f)
+        if is_dataclass(inner):
+            yield from _rows(inner, f"{prefix}{f.name}.")
+        elif is_leaf(inner):
+            yield FlagRow(f"{prefix}{f.name}", describe(inner), default, text)
+        elif f.name == "parallel":
+            yield FlagRow("--MODULE-parallel", "layout", default, text)
+        elif is_dataclass(item := item_type(inner)):
+            yield from _rows(item, f"{prefix}{f.name}.NAME.")
+        else:
+            yield FlagRow(f"{prefix}{f.name}.MODULE", describe(item), default, text)
+
+
+def _default(f: Any) -> str:
+    if shown := f.metadata.get("shown"):
+        return shown
+    if f.default is MISSING:
+        return "required"
+    if isinstance(f.default, bool) or f.default is None:
+        return str(f.default).lower()
+    return (" ".join(map(str, f.default)) or "none") if isinstance(f.default, tuple) else str(f.default)

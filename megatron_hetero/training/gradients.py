@@ -1,0 +1,197 @@
+"""The one rule for gradients, in its one place.
+
+Every rank has back-propagated the *sum* of its own tokens' losses. For each module:
+
+  1. pieces of parameters that several tp ranks hold, and whose gradients are parts (parameters used on sequence-sharded
+     activations; replicated key/value heads), are summed over `tp`;
+  2. everything is summed over the module's data- and context-parallel ranks (reduce-scatter under the distributed optimizer);
+  3. squares are added up over all modules and ranks, each element of each parameter counted once;
+  4. all gradients are scaled by 1/N and by the clipping factor, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hetero.models.weight_map import Held, Piece
+from megatron_hetero.topology import Topology
+from megatron_hetero.training.modules import TrainedModule
+
+
+@dataclass(frozen=True)
+class GradientSummary:
+    """What every rank knows of a step before the update.
+
+    `loss_sum`: sum of token losses of the global batch. `norms`: gradient norm of each trained module of that sum.
+    `faults`: (module or "loss", rank) wherever something was NaN or infinite before ranks were mixed.
+    """
+
+    loss_sum: float
+    norms: dict[str, float]
+    faults: tuple[tuple[str, int], ...]
+
+    @property
+    def norm(self) -> float:
+        """The norm over all modules together."""
+        return math.sqrt(sum(norm**2 for norm in self.norms.values()))
+
+
+def reduce_gradients(
+    modules: Sequence[TrainedModule],
+    loss_sum: Tensor,
+    loss_counts_here: bool,
+    optimizers: Sequence[Any],
+    topology: Topology,
+) -> GradientSummary:
+    """Steps 1 to 3. `loss_sum`: the fp32 sum of this rank's token losses; it counts where `loss_counts_here`."""
+    trained = [(m, o) for m, o in zip(modules, optimizers, strict=True) if m.ddp is not None]
+    finite = [_is_finite(m) for m, _ in trained]
+    for module, _ in trained:
+        _sum_parts_over_tp(module)
+    for module, _ in trained:
+        module.ddp.finish_grad_sync()  # pyright: ignore[reportOptionalMemberAccess]
+    squares = [_squares(m, o) for m, o in trained]
+    mine = torch.stack([loss_sum.double().reshape(()), *finite, *squares])
+    table = _gather_rows(mine, topology)
+    counts = _gather_rows(torch.tensor([float(loss_counts_here)], device=mine.device, dtype=mine.dtype), topology)
+    return _summarise(table, counts[:, 0], [m.name for m, _ in trained])
+
+
+def scale_gradients(modules: Iterable[TrainedModule], factor: float) -> None:
+    """Step 4."""
+    for module in modules:
+        if module.ddp is not None:
+            module.ddp.scale_gradients(factor)
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients of `norm` are scaled by so that their norm is at most `limit`; 0 means no limit."""
+    return 1.0 if limit <= 0 or norm <= limit else limit / (norm + 1e-6)
+
+
+def _summarise(table: Tensor, counts: Tensor, names: list[str]) -> GradientSummary:
+    columns = len(names)
+    finite, squares = table[:, 1 : 1 + columns], table[:, 1 + columns :]
+    faults = [("loss", rank) for rank in range(len(table)) if not math.isfinite(table[rank, 0])]
+    faults += [(name, rank) for i, name in enumerate(names) for rank in range(len(table)) if not finite[rank, i]]
+    norms = {name: math.sqrt(max(0.0, squares[:, i].sum().item())) for i, name in enumerate(names) if not faults}
+    return GradientSummary(float((table[:, 0] * counts).sum()), norms, tuple(faults))
+
+
+def _gather_rows(mine: Tensor, topology: Topology) -> Tensor:
+    """[columns] of each rank to [ranks, columns] on the host, on every rank."""
+    table = mine.new_empty(topology.world_size * len(mine))
+    dist.all_gather_into_tensor(table, mine, group=topology.world)
+    return table.view(topology.world_size, -1).cpu()
+
+
+def _is_finite(module: TrainedModule) -> Tensor:
+    worst = [torch.linalg.vector_norm(b.grad_data, torch.inf) for b in module.ddp.buffers]  # pyright: ignore
+    return torch.stack(worst).amax().isfinite().double()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Step 1
+# ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _sum_parts_over_tp(module: TrainedModule) -> None:
+    """One all-reduce over `tp` of all pieces whose gradients are parts. A piece that a rank holds twice is added up as well."""
+    own, slots, size = _parts(module)
+    if not slots:
+        return
+    buffer = torch.zeros(size, device=own[0][0].main_grad.device)
+    gradients = [parameter.main_grad[piece.place] for parameter, piece in own]
+    views = [buffer.narrow(0, slots[piece.rectangle], g.numel()) for (_, piece), g in zip(own, gradients, strict=True)]
+    for view, gradient in zip(views, gradients, strict=True):
+        view.add_(gradient.flatten())
+    dist.all_reduce(buffer, group=module.groups.tp)
+    for view, gradient in zip(views, gradients, strict=True):
+        gradient.copy_(view.view_as(gradient))
+
+
+def _parts(module: TrainedModule) -> tuple[list[tuple[Any, Piece]], dict[tuple[Any, ...], int], int]:
+    """This rank's (parameter, piece) whose gradients are parts; where the piece of any rank begins in a buffer; its size."""
+    own: list[tuple[Any, Piece]] = []
+    slots: dict[tuple[Any, ...], int] = {}
+    end = 0
+    if module.groups.tp.size() == 1:
+        return own, slots, end
+    for name, parameter in module.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        on_shards = bool(getattr(parameter, "sequence_parallel", False))
+        for own_map, how in zip(module.maps, module.held, strict=True):
+            pieces = _partial_pieces(own_map[name], how[name], on_shards)
+            own += [(parameter, piece) for piece in pieces if own_map is module.own_map]
+            for piece in pieces:
+                if piece.rectangle not in slots:
+                    slots[piece.rectangle] = end
+                    end += parameter[piece.place].numel()  # pieces of a rectangle are alike on all ranks
+    return own, slots, end
+
+
+def _partial_pieces(pieces: Sequence[Piece], how: Held, on_shards: bool) -> list[Piece]:
+    if not how.sharded:
+        return list(pieces) if on_shards else []
+    return [piece for piece, copies in zip(pieces, how.copies, strict=True) if copies > 1]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Step 3
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _squares(module: TrainedModule, optimizer: Any) -> Tensor:
+    """The sum of squares of this rank's share of the module's gradients, fp64 scalar; shares of all ranks add up to the whole."""
+    total = torch.zeros((), dtype=torch.float64, device=module.ddp.buffers[0].grad_data.device)  # pyright: ignore
+    replicas = 1 if _is_distributed(optimizer) else module.groups.dp_cp.size()
+    for name, parameter in module.model.named_parameters():
+        if parameter.requires_grad:
+            total += _parameter_squares(parameter, module, name, _owned_range(optimizer, parameter))
+    return total / replicas
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    return hasattr(_inner(optimizer), "_get_model_param_range_map")
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
+
+
+def _owned_range(optimizer: Any, parameter: Tensor) -> tuple[int, int]:
+    """The flat range of the parameter whose reduced gradient this rank holds: all of it without the distributed optimizer."""
+    if not _is_distributed(optimizer):
+        return 0, parameter.numel()
+    inner = _inner(optimizer)
+    if parameter not in inner.model_param_gbuf_map:
+        return 0, 0
+    owned = inner._get_model_param_range_map(parameter)["param"]
+    return owned.start, owned.end
+
+
+def _parameter_squares(parameter: Any, module: TrainedModule, name: str, owned: tuple[int, int]) -> Tensor:
+    flat, how = parameter.main_grad.view(-1), module.own_held[name]
+    whole = _square(flat[owned[0] : owned[1]])
+    if not how.replicated_pieces:
+        return whole / how.copies[0]
+    width = parameter[0].numel()
+    for piece, copies in zip(module.own_map[name], how.copies, strict=True):
+        if copies > 1:
+            start, stop = piece.at * width, (piece.at + piece.rows[1] - piece.rows[0]) * width
+            part = flat[max(owned[0], start) : max(max(owned[0], start), min(owned[1], stop))]
+            whole = whole - _square(part) * (1 - 1 / copies)
+    return whole
+
+
+def _square(values: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(values).double().square()

@@ -1,0 +1,259 @@
+"""What a run says of its steps: a line on the terminal, a line in metrics.jsonl, TensorBoard when asked.
+
+One rank gets a `MetricsWriter`, the others a `NullWriter` with the same methods, so that the training
+loop has no conditions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from megatron_hetero.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FILE_NAME = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """What is known of one step, over all ranks.
+
+    Attributes:
+        step: counted from 1.
+        loss: sum of the supervised tokens' losses over their number, in nats.
+        grad_norm: over all modules, before clipping.
+        lr: of the text module.
+        tokens: of all samples, image tokens included, padding not.
+        images: number of images.
+        step_time_s: wall-clock seconds.
+        peak_memory_bytes: of the rank that needed most.
+        data_time_s: seconds of the step spent waiting for data.
+        boundary_time_s: seconds of the step spent in boundaries.
+        mfu: model FLOPs utilisation, None where the device's peak is unknown.
+        extra: more values to record, by names that are not taken.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    images: int
+    step_time_s: float
+    peak_memory_bytes: int
+    data_time_s: float = 0.0
+    boundary_time_s: float = 0.0
+    mfu: float | None = None
+    extra: Mapping[str, float | int | str | None] = field(default_factory=dict)
+
+    def per_second(self, count: int) -> float:
+        """`count` of the step as a rate; 0 where no time passed."""
+        return count / self.step_time_s if self.step_time_s > 0 else 0.0
+
+    def share(self, seconds: float) -> float:
+        """`seconds` as a share of the step's time; 0 where no time passed."""
+        return seconds / self.step_time_s if self.step_time_s > 0 else 0.0
+
+    def record(self) -> dict[str, Any]:
+        """The values as metrics.jsonl has them; what is not a finite number is None."""
+        values = {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "tokens": self.tokens,
+            "images": self.images,
+            "step_time_s": self.step_time_s,
+            "tokens_per_s": self.per_second(self.tokens),
+            "images_per_s": self.per_second(self.images),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "data_share": self.share(self.data_time_s),
+            "boundary_share": self.share(self.boundary_time_s),
+            "mfu": self.mfu,
+        }
+        taken = values.keys() & self.extra.keys()
+        assert not taken, f"extra metrics {sorted(taken)} have names that are taken"
+        return {name: _finite(value) for name, value in (values | dict(self.extra)).items()}
+
+    def line(self, steps: int) -> str:
+        """The values as the terminal shows them, in a run of so many steps."""
+        parts = [
+            f"step {self.step:>{len(str(steps))}}/{steps}",
+            f"loss {self.loss:.4f}",
+            f"norm {self.grad_norm:.3f}",
+            f"lr {self.lr:.2e}",
+            f"{self.per_second(self.tokens):,.0f} tokens/s",
+            f"{self.per_second(self.images):,.1f} images/s",
+            f"{self.step_time_s:.3f} s",
+            f"data {self.share(self.data_time_s):.0%}",
+            f"boundary {self.share(self.boundary_time_s):.0%}",
+            f"memory {self.peak_memory_bytes / 2**30:.2f} GiB",
+        ]
+        return " | ".join(parts if self.mfu is None else [*parts, f"MFU {self.mfu:.1%}"])
+
+
+class Writer(Protocol):
+    """What the training loop says things to; a context manager that closes itself."""
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Records one step."""
+        ...
+
+    def print(self, renderable: object) -> None:
+        """Shows text or anything that `rich` renders, above the progress bar."""
+        ...
+
+    def close(self) -> None:
+        """Finishes; nothing is written afterwards."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class NullWriter:
+    """A writer for the ranks that say nothing."""
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Does nothing."""
+
+    def print(self, renderable: object) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        pass
+
+
+class MetricsWriter:
+    """Writes the metrics of a run into a folder and onto the terminal.
+
+    Args:
+        folder: made if need be; a metrics.jsonl of an earlier run in it is replaced.
+        steps: number of steps of the run.
+        tensorboard: whether TensorBoard's files are written to the folder too.
+        console: where lines and progress go; the standard output where left out.
+
+    Raises:
+        UserError: the folder cannot be written to, or TensorBoard is wanted but not installed.
+    """
+
+    def __init__(self, folder: Path, steps: int, *, tensorboard: bool = False, console: Console | None = None) -> None:
+        self._steps = steps
+        self._console = console or Console()
+        self._path = folder / FILE_NAME
+        self._file = self._open()
+        self._tensorboard = _summary_writer(folder) if tensorboard else None
+        self._progress = _progress(self._console)
+        self._task = self._progress.add_task("training", total=steps)
+        # Only a terminal can redraw a bar; elsewhere there are plain lines.
+        if self._console.is_terminal:
+            self._progress.start()
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Records one step.
+
+        Raises:
+            UserError: the file can no longer be written, for example because the disk is full.
+        """
+        record = metrics.record()
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _unwritable(self._path, error) from None
+        if self._tensorboard is not None:
+            _add_scalars(self._tensorboard, record)
+        self.print(metrics.line(self._steps))
+        self._progress.update(self._task, completed=metrics.step)
+
+    def print(self, renderable: object) -> None:
+        """Shows text or anything that `rich` renders, above the progress bar."""
+        if isinstance(renderable, str) and not self._console.is_terminal:
+            # A file or a pipe has no width to wrap at.
+            self._console.out(renderable, highlight=False)
+        else:
+            self._console.print(renderable, markup=False, highlight=False)
+        self._console.file.flush()
+
+    def close(self) -> None:
+        """Finishes; nothing is written afterwards."""
+        if self._progress.live.is_started:
+            self._progress.stop()
+        # Each step was flushed when it was written; what could not be flushed was reported then.
+        with suppress(OSError):
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
+
+    def _open(self) -> IO[str]:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            return open(self._path, "w", encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(self._path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError.at(
+        f"log.dir: {path}",
+        found=(error.strerror or str(error)).lower(),
+        expected="a file that can be written",
+        because="every step's metrics go there",
+        fix="free space or grant access, or choose another folder with --log.dir DIR",
+    )
+
+
+def _summary_writer(folder: Path) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError.at(
+            "log.tensorboard",
+            found=f"no TensorBoard ({error})",
+            expected="the package tensorboard",
+            fix="install it with `pip install tensorboard`, or leave log.tensorboard out",
+        ) from None
+    return SummaryWriter(str(folder))
+
+
+def _add_scalars(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
+    for name, value in record.items():
+        if name != "step" and isinstance(value, int | float):
+            writer.add_scalar(f"train/{name}", value, record["step"])
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
+
+
+def _finite(value: object) -> object:
+    """The value as JSON can hold it: JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,74 @@
+"""The optimizer of a module: Megatron's, with the learning rates of our parameter groups.
+
+AdamW is Megatron's distributed optimizer: each rank of the module's data- and context-parallel group keeps the fp32 master
+weights and moments of an equal share (ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054). Biases and all other
+one-dimensional parameters (norms) are exempt from weight decay. SGD is plain: w -= lr * g, replicated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamPredicate
+
+from megatron_hetero.models.qwen2_5_vl.weights import group_of
+from megatron_hetero.platform import Platform
+from megatron_hetero.training.config import OptimizerConfig
+from megatron_hetero.training.learning_rate import learning_rate
+from megatron_hetero.training.modules import TrainedModule
+
+
+def build_optimizer(module: TrainedModule, config: OptimizerConfig, dtype: torch.dtype, platform: Platform) -> Any:
+    """Megatron's optimizer for `module`, or None where everything in it is frozen."""
+    if module.ddp is None:
+        return None
+    adamw = config.name == "adamw"
+    megatron = MegatronOptimizerConfig(
+        optimizer="adam" if adamw else "sgd",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay if adamw else 0.0,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        sgd_momentum=0.0,
+        clip_grad=0.0,  # ours clips over all modules
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=adamw,
+    )
+    with platform.megatron_scope():
+        return get_megatron_optimizer(
+            megatron,
+            [module.ddp],  # pyright: ignore[reportArgumentType]
+            _overrides(module, config),
+            use_gloo_process_groups=False,
+            pg_collection=module.groups,
+        )
+
+
+def _overrides(module: TrainedModule, config: OptimizerConfig) -> dict[ParamKey, Any]:
+    one_dimensional = ParamPredicate("one-dimensional", lambda p: p.dim() == 1)
+    overrides: dict[ParamKey, Any] = {ParamKey(name="*.bias", predicate=one_dimensional): {"wd_mult": 0.0}}
+    for group, peak in (("vision", config.lr_vision), ("projector", config.lr_projector)):
+        if peak is not None:
+            members = {id(p) for name, p in module.model.named_parameters() if group_of(module.name, name) == group}
+            predicate = ParamPredicate(group, lambda p, members=members: id(p) in members)
+            overrides[ParamKey(predicate=predicate)] = {"max_lr": peak, "min_lr": config.min_lr * peak / config.lr}
+    return overrides
+
+
+def set_learning_rates(optimizer: Any, step: int, config: OptimizerConfig, total: int) -> None:
+    """Give each parameter group its rate of `step` (from 1) of `total`."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(
+            step,
+            peak=group["max_lr"],
+            minimum=group["min_lr"],
+            schedule=config.schedule,
+            warmup=config.warmup_iters,
+            total=total,
+        )

@@ -1,0 +1,51 @@
+"""Model FLOPs utilisation of a step, from what was trained in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megatron_hetero.models.qwen2_5_vl.geometry import image_geometry
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.topology import Topology
+from megatron_hetero.training.flops import (
+    Passes,
+    TextFlopShape,
+    VisionFlopShape,
+    mfu,
+    peak_flops,
+    text_flops,
+    vision_flops,
+)
+from megatron_hetero.training.step_loader import StepBatch
+
+
+def utilisation(
+    shapes: Qwen25VLShapes, freeze: Collection[str], batch: StepBatch, seconds: float, topology: Topology
+) -> float | None:
+    """The share of all devices' peak that a step achieved; None where the device's peak is unknown."""
+    name = topology.platform.device_name
+    if peak_flops(name) is None:
+        return None
+    return mfu(step_flops(shapes, freeze, batch), seconds, topology.world_size, name)
+
+
+def step_flops(shapes: Qwen25VLShapes, freeze: Collection[str], batch: StepBatch) -> int:
+    """Operations that the model asks for in a step, the encoder billed per patch."""
+    v, t = shapes.vision, shapes.text
+    encoder_trains, projector_trains = "vision" not in freeze, "projector" not in freeze
+    vision = VisionFlopShape(v.layers, len(v.full_layers), v.hidden, v.ffn, v.patch_elements, v.unit, v.out_hidden)
+    text = TextFlopShape(t.layers, t.hidden, t.heads * t.head_dim, t.kv_heads * t.head_dim, t.ffn, t.vocab)
+    windows = [int(n) * v.unit for grid in batch.grids for n in image_geometry(grid, v.merge, v.window).windows]
+    images = [rows * columns for frames, rows, columns in batch.grids for _ in range(frames)]
+    return vision_flops(
+        vision,
+        images,
+        windows,
+        Passes(inputs=encoder_trains, weights=encoder_trains),
+        Passes(inputs=encoder_trains, weights=projector_trains),
+    ) + text_flops(
+        text,
+        batch.sample_lengths,
+        batch.supervised,
+        Passes(inputs=encoder_trains or projector_trains, weights="text" not in freeze),
+    )

@@ -1,0 +1,33 @@
+"""Train a vision-language model, each module in its own layout.
+
+    torchrun --nproc-per-node 8 pretrain_vlm.py --config FILE --vision-parallel sp:8 --text-parallel tp:4,dp:2
+
+`python pretrain_vlm.py --help` lists every flag.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from megatron_hetero.launch import guarded, process_group
+from megatron_hetero.training.config import load_config
+from megatron_hetero.training.report import describe, describe_boundary
+from megatron_hetero.training.run import Run
+
+
+def main(argv: Sequence[str]) -> None:
+    """Build the run, train it, export the model, and answer the held-out questions with it."""
+    config = load_config(argv)
+    with process_group() as platform:
+        run = Run.build(config, platform)
+        with run.writer as writer:
+            writer.print(describe(run))
+            for step, batch, waited in run.batches():
+                if step == 1:
+                    writer.print(describe_boundary(run, batch))
+                writer.write(run.train_step(step, batch, waited))
+        if config.export.hf_dir is not None:
+            run.export(config.export.hf_dir)
+
+
+if __name__ == "__main__":
+    guarded(main, sys.argv[1:])

@@ -1,0 +1,64 @@
+"""What the workers of the pool run for the parity tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.platform import CPU, Platform
+from megatron_hetero.training.config import load_config
+from megatron_hetero.training.export import assemble, gather_parameters
+from megatron_hetero.training.gradients import scale_gradients
+from megatron_hetero.training.run import Run
+
+
+def train(flags: list[str]) -> dict[str, Any] | None:
+    """Run the configured number of steps as the program does; rank 0 returns losses, norms and the final weights."""
+    run = _build(flags)
+    metrics = [run.train_step(step, batch) for step, batch, _ in run.batches()]
+    weights = _stored(run, lambda p: p.detach())
+    replicas_equal = _replicas_equal(run)
+    return {
+        "losses": [m.loss for m in metrics],
+        "norms": [m.grad_norm for m in metrics],
+        "weights": weights,
+        "replicas_equal": replicas_equal,
+    }
+
+
+def gradients(flags: list[str]) -> dict[str, Any]:
+    """One step's loss, gradient norm and every gradient, before clipping and update (plain SGD, so that gradients are whole)."""
+    run = _build([*flags, "--optimizer.name", "sgd", "--train.iters", "1"])
+    _, batch, _ = next(iter(run.batches()))
+    summary = run.gradients(batch)
+    scale_gradients(run.modules, 1.0 / batch.supervised)
+    return {
+        "loss": summary.loss_sum / batch.supervised,
+        "norm": summary.norm / batch.supervised,
+        "gradients": _stored(run, lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p)),
+    }
+
+
+def _build(flags: list[str]) -> Run:
+    return Run.build(load_config(flags), Platform(CPU, "gloo"))
+
+
+def _stored(run: Run, value: Any) -> dict[str, Any]:
+    parts = gather_parameters(run.modules, run.topology, value)
+    # Copies: tensors in shared memory would leave with the worker that made them.
+    return {name: tensor.numpy().copy() for name, tensor in assemble(parts, stored_shapes(run.shapes))}
+
+
+def _replicas_equal(run: Run) -> bool:
+    """Whether the ranks that hold the same parameters hold the same bits."""
+    equal = True
+    for module in run.modules:
+        flat = torch.cat([p.detach().flatten() for p in module.model.parameters()])
+        first = flat.clone()
+        group = module.groups.dp_cp
+        dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
+        equal = equal and bool(torch.equal(first, flat))
+    return equal

@@ -1,0 +1,163 @@
+"""Loss, every gradient and the weights after three steps equal plain `transformers` in one process, whatever the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.parity import jobs
+from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.oracle import Oracle
+from tests.support.pool import Pool
+
+GLOBAL_BATCH = 8
+LEARNING_RATE = 1e-3
+BASE = ModelChoice()
+MODELS = {
+    "untied": BASE,
+    "tied": replace(BASE, tied=True, seed=1),
+    "one-kv-head": replace(BASE, kv_heads=1, seed=2, full_layers=(0, 2)),
+    "twelve-heads": replace(BASE, heads=12, kv_heads=4, head_dim=8, vision_heads=12, vision_head_dim=4, seed=3),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the matrix: layouts, model, samples per micro-batch, and what else is set."""
+
+    vision: str
+    text: str
+    ranks: int
+    model: str = "untied"
+    micro: int = 1
+    flags: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        extra = " whole activations" if self.flags == WHOLE else " recompute" if self.flags else ""
+        return f"{self.vision}|{self.text} {self.model} micro {self.micro}{extra}"
+
+
+WHOLE = ("--model.sequence_parallel.vision", "false", "--model.sequence_parallel.text", "false")
+CASES = [
+    Case("dp:1", "dp:1", 1, micro=2),
+    Case("dp:1", "dp:1", 1, model="tied"),
+    Case("sp:2", "tp:2", 2, model="tied", micro=2),
+    Case("sp:2", "tp:2", 2, flags=WHOLE),
+    Case("tp:2", "dp:2", 2, model="tied", flags=WHOLE),
+    Case("sp:4", "tp:4", 4, micro=2),
+    Case("sp:4", "tp:4", 4, model="tied", flags=WHOLE),
+    Case("sp:4", "tp:4", 4, model="one-kv-head", micro=2),
+    Case("tp:4", "tp:4", 4, micro=2),
+    Case("tp:4", "tp:4", 4, model="one-kv-head", flags=WHOLE),
+    Case("tp:4", "tp:4", 4, model="tied", flags=("--model.recompute.vision", "full", "--model.recompute.text", "full")),
+    Case("dp:4", "tp:2,dp:2", 4, model="tied", micro=2),
+    Case("dp:4", "tp:2,dp:2", 4, flags=WHOLE),
+    Case("sp:2,dp:2", "tp:4", 4, model="one-kv-head"),
+    Case("sp:2,dp:2", "tp:4", 4, micro=2, flags=WHOLE),
+    Case("tp:2,dp:2", "tp:2,dp:2", 4, micro=2),
+    Case("tp:2,dp:2", "tp:2,dp:2", 4, model="tied", flags=WHOLE),
+    Case("dp:4", "dp:4", 4, micro=2),
+    Case("dp:4", "dp:4", 4, model="tied"),
+    Case("sp:4", "tp:2,dp:2", 4, model="tied", micro=2),
+    Case("sp:4", "tp:2,dp:2", 4, flags=("--model.recompute.vision", "full")),
+    Case("sp:2,tp:2", "tp:4", 4, micro=2),
+    Case("sp:2,tp:2", "dp:4", 4, model="tied", flags=WHOLE),
+    Case("sp:3", "tp:3", 3, model="twelve-heads", micro=2),
+    Case("dp:3", "tp:3", 3, model="twelve-heads", flags=WHOLE),
+]
+
+
+@dataclass
+class Expected:
+    """What the oracle found for one model: the folder, and per kind of run the numbers."""
+
+    folder: Path
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    adamw_losses: list[float]
+    adamw_norms: list[float]
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Expected]]:
+    found: dict[str, Expected] = {}
+
+    def get(name: str) -> Expected:
+        if name not in found:
+            found[name] = _ask_oracle(tmp_path_factory.mktemp(name), MODELS[name])
+        return found[name]
+
+    yield get
+
+
+def _ask_oracle(folder: Path, choice: ModelChoice) -> Expected:
+    write_model(folder / "model", choice)
+    data = write_data(folder, 3 * GLOBAL_BATCH, seed=choice.seed, turns=2)
+    oracle = Oracle.load(folder / "model", data)
+    loss, gradients = oracle.step(range(GLOBAL_BATCH))
+    before = oracle.weights()
+    adamw = torch.optim.AdamW(oracle.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(3):
+        step_loss, step_gradients = oracle.step(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
+        for name, parameter in oracle.model.named_parameters():
+            parameter.grad = step_gradients[_stored(name)]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(oracle.model.parameters(), 1.0)))
+        adamw.step()
+        losses.append(step_loss)
+    return Expected(folder, loss, gradients, losses, norms, before, oracle.weights())
+
+
+def _stored(name: str) -> str:
+    from tests.support.oracle import stored_name
+
+    return stored_name(name)
+
+
+def _flags(case: Case, folder: Path, *more: str) -> list[str]:
+    text = f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
+    text += f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false --data.workers 0 "
+    text += f"--train.global_batch_size {GLOBAL_BATCH} --train.micro_batch_size {case.micro} --log.dir {folder}/log "
+    text += f"--vision-parallel {case.vision} --text-parallel {case.text}"
+    return [*text.split(), *case.flags, *more]
+
+
+def _norm(tensors: dict[str, torch.Tensor]) -> float:
+    return float(torch.sqrt(sum((t.double() ** 2).sum() for t in tensors.values())))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients(case: Case, expected: Callable[[str], Expected], pools: Callable[[int], Pool]) -> None:
+    want = expected(case.model)
+    got = pools(case.ranks).run(jobs.gradients, _flags(case, want.folder))[0]
+    assert got["loss"] == pytest.approx(want.loss, rel=1e-5)
+    assert got["gradients"].keys() == want.gradients.keys()
+    everything = _norm(want.gradients)
+    wrong = {}
+    for name, gradient in want.gradients.items():
+        difference = np.linalg.norm(got["gradients"][name].astype(np.float64) - gradient.double().numpy())
+        if not difference <= 1e-4 * gradient.norm() + 1e-7 * everything:
+            wrong[name] = f"{difference / gradient.norm():.1e}"
+    assert not wrong
+    assert got["norm"] == pytest.approx(everything, rel=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_three_adamw_steps(case: Case, expected: Callable[[str], Expected], pools: Callable[[int], Pool]) -> None:
+    want = expected(case.model)
+    optimizer = f"--train.iters 3 --optimizer.lr {LEARNING_RATE} --optimizer.schedule constant".split()
+    results = pools(case.ranks).run(jobs.train, _flags(case, want.folder, *optimizer))
+    got = results[0]
+    assert all(result["replicas_equal"] for result in results)
+    assert got["losses"] == pytest.approx(want.adamw_losses, rel=1e-5)
+    assert got["norms"] == pytest.approx(want.adamw_norms, rel=1e-4)
+    update = {name: want.after[name] - want.before[name] for name in want.after}
+    wrong = {name: torch.from_numpy(got["weights"][name]) - want.after[name] for name in want.after}
+    assert _norm(wrong) <= 1e-3 * _norm(update)

@@ -1,0 +1,129 @@
+"""Random small models and data sets on disk, as a user has them."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from megatron_hetero.tools.demo_model import mrope_section, train_tokenizer, write_processor
+
+CORPUS = ["What is in the picture? A red disc on the left.", "Describe it. Two blue squares, system user assistant\n"] * 4
+WORDS = "red green blue disc square left right above two pictures describe what is it in the".split()
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """What differs between the random models of the tests."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 12
+    vision_heads: int = 4
+    vision_head_dim: int = 8
+    vision_ffn: int = 52
+    text_ffn: int = 74
+    vision_layers: int = 3
+    text_layers: int = 2
+    full_layers: tuple[int, ...] = (1,)
+    tied: bool = False
+    window: int = 56
+    seed: int = 0
+
+
+def write_model(folder: Path, choice: ModelChoice) -> Path:
+    """A model with random weights everywhere: biases, norms, embeddings; a vocabulary that tp does not divide."""
+    tokenizer = train_tokenizer(CORPUS, vocab_size=300)
+    token_id = tokenizer.convert_tokens_to_ids
+    hidden = choice.heads * choice.head_dim
+    config = Qwen2_5_VLConfig(
+        vision_config={
+            "depth": choice.vision_layers,
+            "hidden_size": choice.vision_heads * choice.vision_head_dim,
+            "intermediate_size": choice.vision_ffn,
+            "num_heads": choice.vision_heads,
+            "out_hidden_size": hidden,
+            "patch_size": 14,
+            "window_size": choice.window,
+            "fullatt_block_indexes": list(choice.full_layers),
+        },
+        text_config={
+            "vocab_size": len(tokenizer) + 3,
+            "hidden_size": hidden,
+            "intermediate_size": choice.text_ffn,
+            "num_hidden_layers": choice.text_layers,
+            "num_attention_heads": choice.heads,
+            "num_key_value_heads": choice.kv_heads,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": mrope_section(choice.head_dim),
+            },
+            "bos_token_id": token_id("<|endoftext|>"),
+            "eos_token_id": token_id("<|im_end|>"),
+            "pad_token_id": token_id("<|endoftext|>"),
+        },
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        tie_word_embeddings=choice.tied,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(choice.seed)
+        model = Qwen2_5_VLForConditionalGeneration(config)
+        randomise(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_processor(folder)
+    return folder
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> None:
+    """Weights such that every parameter matters and activations stay of order one."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.normal_(std=0.2)
+            continue
+        parameter.normal_(std=(1.0 / parameter[0].numel()) ** 0.5)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "ln_q" in name:
+            parameter.add_(1.0)
+
+
+def write_data(folder: Path, samples: int, seed: int = 0, pictures: tuple[int, ...] = (1, 2, 0, 1), turns: int = 1) -> Path:
+    """`folder/data.jsonl` and `folder/images`: sample i has `pictures[i % len]` noise pictures of several sizes."""
+    rng = random.Random(seed)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    records = []
+    for i in range(samples):
+        images = []
+        for k in range(pictures[i % len(pictures)]):
+            size = rng.choice([(56, 56), (84, 56), (140, 84), (112, 196), (61, 200)])
+            picture = Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
+            picture.save(folder / "images" / f"{i}_{k}.png")
+            images.append(f"{i}_{k}.png")
+        records.append(_record(images, turns, rng))
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def _record(images: list[str], turns: int, rng: random.Random) -> dict[str, object]:
+    def say(low: int, high: int) -> str:
+        return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high)))
+
+    conversations = []
+    for turn in range(turns):
+        marks = "<image>\n" * (len(images) if turn == 0 else 0)
+        conversations += [{"from": "human", "value": marks + say(2, 6)}, {"from": "gpt", "value": say(1, 8)}]
+    record: dict[str, object] = {"conversations": conversations}
+    if images:
+        record["image"] = images if len(images) > 1 else images[0]
+    return record

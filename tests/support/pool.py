@@ -1,0 +1,76 @@
+"""A pool of gloo workers, spawned once, that run functions of the tests on real process groups."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 120.0
+
+
+class Pool:
+    """`ranks` processes with an initialised default process group."""
+
+    def __init__(self, ranks: int, folder: Path):
+        context = multiprocessing.get_context("spawn")
+        self.ranks = ranks
+        self._jobs = [context.Queue() for _ in range(ranks)]
+        self._results = context.Queue()
+        store = str(folder / f"store-{ranks}")
+        self._workers = [
+            context.Process(target=_serve, args=(rank, ranks, store, self._jobs[rank], self._results), daemon=True)
+            for rank in range(ranks)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """`function(*args)` on every rank; results by rank. A failure on any rank is raised here with its trace."""
+        for jobs in self._jobs:
+            jobs.put((function, args))
+        results: dict[int, Any] = {}
+        while len(results) < self.ranks:
+            try:
+                rank, result, failure = self._results.get(timeout=timeout_s)
+            except queue.Empty:
+                self.close()
+                raise TimeoutError(f"ranks {set(range(self.ranks)) - results.keys()} hang in {function.__name__}") from None
+            if failure is not None:
+                self.close()
+                raise AssertionError(f"rank {rank}: {failure}")
+            results[rank] = result
+        return [results[rank] for rank in range(self.ranks)]
+
+    @property
+    def alive(self) -> bool:
+        """Whether all workers can take jobs."""
+        return all(worker.is_alive() for worker in self._workers)
+
+    def close(self) -> None:
+        """Stop all workers."""
+        for worker in self._workers:
+            worker.terminate()
+            worker.join()
+
+
+def _serve(rank: int, ranks: int, store: str, jobs: Any, results: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    while True:
+        function, args = jobs.get()
+        try:
+            results.put((rank, function(*args), None))
+        except BaseException:
+            results.put((rank, None, traceback.format_exc()))

@@ -1,0 +1,75 @@
+"""The command that shows what the model is trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+from rich.console import Console
+
+from megatron_hetero.data import Processor, Record, inspect
+
+
+@pytest.fixture
+def config_file(model_folder: Path, tmp_path: Path) -> Path:
+    """A configuration and its data; paths are relative to the file's folder."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (280, 56)).save(tmp_path / "images" / "a.jpg", exif=exif)
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A [b]disc\x1b[31m."}]
+    text_only = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}] * 2
+    records = [{"image": "a.jpg", "conversations": turns}, {"conversations": text_only}]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    registry = {"shapes": {"annotations": "train.jsonl", "images": "images"}}
+    data = {"registry": registry, "datasets": ["shapes"], "shuffle": False, "max_seq_length": 60}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"model": {"hf_path": str(model_folder)}, "data": data}))
+    return file
+
+
+def test_shows_text_supervision_and_images(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect.main(["--config", str(config_file), "-n", "3"]) == 0
+    output = capsys.readouterr().out
+    assert "train.jsonl:1" in output and "train.jsonl:2" in output
+    assert "<|im_start|>user\n<|vision_start|><|image_pad|>×20<|vision_end|>\nWhat?<|im_end|>" in output
+    assert "<|im_start|>assistant\n⟦A [b]disc\\x1b[31m.<|im_end|>⟧\n" in output
+    assert output.count("⟦Hello.<|im_end|>⟧") == 2
+    assert "image 0: a.jpg, 56×280 px → 56×280 px, grid (1, 20, 4) (t, h, w), 20 tokens" in output
+    assert "longer than data.max_seq_length" in output
+    assert "2 samples per epoch from shapes (2 records)" in output
+    assert "\x1b" not in output
+
+
+def test_flags_win_over_the_file(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "-n",
+        "1",
+        "--config",
+        str(config_file),
+        "--data.max_pixels",
+        str(28 * 28 * 4),
+        "--data.min_pixels",
+        "784",
+    ]
+    assert inspect.main(arguments) == 0
+    assert "→ 28×112 px, grid (1, 8, 2)" in capsys.readouterr().out
+
+
+def test_supervised_text_is_coloured_on_a_terminal(processor: Processor, make_record: Callable[..., Record]) -> None:
+    console = Console(file=StringIO(), force_terminal=True, color_system="standard", _environ={})
+    inspect.show_sample(console, processor, processor.tokenize(make_record("Hi?", "Hello.")), None)
+    assert "\x1b[1;32m⟦Hello.<|im_end|>⟧\x1b[0m" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_bad_input_is_one_message(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (config_file.parent / "images" / "a.jpg").unlink()
+    assert inspect.main(["--config", str(config_file)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert "train.jsonl:1: image" in captured.err and "no such file" in captured.err

@@ -1,0 +1,133 @@
+"""The stream of samples: shares, permutations, wrapping, and messages."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hetero.data import Mixture, RegistryEntry
+from megatron_hetero.data.mixture import Share
+from megatron_hetero.errors import UserError
+
+SIZES = {"a": 1, "b": 4, "c": 7}
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RegistryEntry]:
+    folder = tmp_path_factory.mktemp("sets")
+    entries = {}
+    for name, size in SIZES.items():
+        turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": name}]
+        (folder / name).write_text((json.dumps({"conversations": turns}) + "\n") * size)
+        entries[name] = RegistryEntry(folder / name)
+    return entries
+
+
+def epoch(mixture: Mixture, number: int) -> list[tuple[str, int]]:
+    start = number * len(mixture)
+    records = [mixture[i] for i in range(start, start + len(mixture))]
+    return [(record.dataset, record.index) for record in records]
+
+
+rates = st.sampled_from(["", "%10", "%33.3", "%50", "%100", "%130", "%250"])
+entries = st.lists(st.tuples(st.sampled_from(sorted(SIZES)), rates), min_size=1, max_size=4)
+
+
+def rate_of(text: str) -> Fraction:
+    return Fraction(text[1:]) / 100 if text else Fraction(1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(chosen=entries, seed=st.integers(-3, 2**40), number=st.integers(0, 5))
+def test_every_shuffled_epoch_has_the_right_shares(
+    registry: dict[str, RegistryEntry], chosen: list[tuple[str, str]], seed: int, number: int
+) -> None:
+    mixture = Mixture.parse([name + rate for name, rate in chosen], registry, shuffle=True, seed=seed)
+    assert len(mixture) == sum(math.ceil(rate_of(rate) * SIZES[name]) for name, rate in chosen)
+    counts = Counter(epoch(mixture, number))
+    for name, size in SIZES.items():
+        wanted = [math.ceil(rate_of(rate) * size) for other, rate in chosen if other == name]
+        per_record = [counts[name, k] for k in range(size)]
+        assert sum(per_record) == sum(wanted)
+        # Each entry takes every record as often as any other, or once more.
+        low, high = sum(n // size for n in wanted), sum(-(-n // size) for n in wanted)
+        assert all(low <= n <= high for n in per_record)
+
+
+@given(chosen=entries, i=st.integers(0, 10**9))
+def test_without_shuffle_the_stream_is_the_first_records_again_and_again(
+    registry: dict[str, RegistryEntry], chosen: list[tuple[str, str]], i: int
+) -> None:
+    mixture = Mixture.parse([name + rate for name, rate in chosen], registry, shuffle=False, seed=0)
+    expected = []
+    for name, rate in chosen:
+        count = math.ceil(rate_of(rate) * SIZES[name])
+        expected += [(name, k % SIZES[name]) for k in range(count)]
+    assert epoch(mixture, 0) == expected
+    record = mixture[i]
+    assert (record.dataset, record.index) == expected[i % len(expected)]
+
+
+def test_the_order_depends_on_seed_and_epoch_alone(registry: dict[str, RegistryEntry]) -> None:
+    def make(seed: int) -> Mixture:
+        return Mixture.parse(["b", "c%50"], registry, shuffle=True, seed=seed)
+
+    ascending = [epoch(make(1), k) for k in range(6)]
+    mixture = make(1)
+    assert [epoch(mixture, k) for k in (5, 0, 3)] == [ascending[k] for k in (5, 0, 3)]
+    assert len({tuple(order) for order in ascending}) == 6
+    assert epoch(make(2), 0) != ascending[0]
+    # A share is drawn anew: over six epochs more than half of c is seen.
+    assert len({key for order in ascending for key in order if key[0] == "c"}) > 4
+
+
+def test_whole_data_sets_are_permuted_and_mixed(registry: dict[str, RegistryEntry]) -> None:
+    mixture = Mixture.parse(["b", "c"], registry, shuffle=True, seed=0)
+    orders = [epoch(mixture, k) for k in range(20)]
+    assert len({tuple(order) for order in orders}) == 20
+    assert {order[0][0] for order in orders} == {"b", "c"}
+    assert len({order[0] for order in orders}) > 5
+
+
+def test_neighbouring_epochs_are_kept_and_no_more(registry: dict[str, RegistryEntry]) -> None:
+    mixture = Mixture.parse(["c"], registry, shuffle=True, seed=0)
+    for i in (0, 7, 6, 7, 14):
+        mixture[i]
+    assert sorted(mixture._epochs) == [1, 2]
+
+
+def test_negative_samples_and_iteration_are_refused(registry: dict[str, RegistryEntry]) -> None:
+    mixture = Mixture.parse(["a"], registry, shuffle=False, seed=0)
+    with pytest.raises(IndexError):
+        mixture[-1]
+    with pytest.raises(TypeError):
+        iter(mixture)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("text", ["shapes", "shapes%50", "shapes%12.5", "shapes%250"])
+def test_shares_round_trip(text: str) -> None:
+    assert str(Share.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["c%", "c%0", "c%0.0", "c%-5", "c%half", "c%nan", "c%1e3", "%50", "c%50%"])
+def test_bad_rates_are_named(registry: dict[str, RegistryEntry], text: str) -> None:
+    with pytest.raises(UserError, match=r"data\.datasets: found '.*a rate above 0 in percent.*%50") as caught:
+        Mixture.parse([text], registry, shuffle=False, seed=0)
+    assert repr(text) in str(caught.value)
+
+
+def test_unknown_names_get_a_suggestion(tmp_path: Path) -> None:
+    registry = {"shapes": RegistryEntry(tmp_path / "x"), "captions": RegistryEntry(tmp_path / "y")}
+    with pytest.raises(UserError, match=r"unknown data set 'shape'.*\(shapes, captions\).*Did you mean 'shapes'\?$"):
+        Mixture.parse(["shape%50"], registry, shuffle=False, seed=0)
+    with pytest.raises(UserError, match=r"unknown data set 'zzz'.*Add it to data\.registry"):
+        Mixture.parse(["zzz"], registry, shuffle=False, seed=0)
+    with pytest.raises(UserError, match=r"data\.datasets: found an empty list"):
+        Mixture.parse([], registry, shuffle=False, seed=0)

@@ -1,0 +1,97 @@
+"""Packing: nothing crosses samples, nothing is lost, padding is inert."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hetero.data import PackedBatch, Processor, Record, TokenizedSample, check_length, pack
+from megatron_hetero.data.positions import rope_positions
+from megatron_hetero.errors import UserError
+
+MakeRecord = Callable[..., Record]
+IMAGE, PAD = 7, 99
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> TokenizedSample:
+    """A sample with random text, supervision and up to two images."""
+    ids, starts, grids = [draw(st.integers(10, 20))], [], []
+    for height, width in draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), max_size=2)):
+        starts.append(len(ids))
+        grids.append((1, 2 * height, 2 * width))
+        ids += [IMAGE] * (height * width)
+        ids += draw(st.lists(st.integers(10, 20), min_size=1, max_size=4))
+    input_ids = np.array(ids, dtype=np.int64)
+    is_text = input_ids != IMAGE
+    supervised = np.array(draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))) & is_text
+    supervised[0] = False
+    grid_array = np.array(grids, dtype=np.int64).reshape(-1, 3)
+    positions = rope_positions(len(ids), np.array(starts, dtype=np.int64), grid_array, 2)
+    record = Record("test", 0, "train.jsonl:1", ())
+    return TokenizedSample(input_ids, supervised, grid_array, positions, np.flatnonzero(~is_text), 2, record)
+
+
+def stretches(batch: PackedBatch) -> list[slice]:
+    return [slice(a, b) for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
+
+
+@settings(deadline=None)
+@given(st.lists(samples(), min_size=1, max_size=4), st.integers(1, 16))
+def test_packs_hold_every_sample_unchanged(parts: list[TokenizedSample], multiple: int) -> None:
+    batch = pack(parts, multiple, PAD)
+    size = len(batch.input_ids)
+    assert size % multiple == 0 and batch.length <= size < batch.length + multiple
+    assert batch.length == sum(map(len, parts)) == batch.cu_seqlens[-1] and batch.cu_seqlens[0] == 0
+    assert batch.position_ids.shape == (3, size) and batch.labels.shape == (size,)
+    assert batch.supervised_tokens == sum(int(part.supervised.sum()) for part in parts)
+    for stretch, part in zip(stretches(batch), parts, strict=True):
+        np.testing.assert_array_equal(batch.input_ids[stretch], part.input_ids)
+        np.testing.assert_array_equal(batch.position_ids[:, stretch], part.position_ids)
+        expected = [*np.where(part.supervised, part.input_ids, -100)[1:], -100]
+        assert batch.labels[stretch].tolist() == expected
+    assert (batch.input_ids[batch.length :] == PAD).all() and (batch.labels[batch.length :] == -100).all()
+    assert batch.image_positions.tolist() == np.flatnonzero(batch.input_ids == IMAGE).tolist()
+    np.testing.assert_array_equal(batch.grids, np.concatenate([part.grids for part in parts]))
+    for array in (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens, batch.image_positions):
+        assert array.dtype == np.int64
+
+
+def test_packs_of_real_samples(processor: Processor, make_record: MakeRecord, pictures: Path) -> None:
+    with_image = make_record("<image>What?", "A disc.", images=["200x140.png"], folder=pictures)
+    text_only = make_record("Hello?", "Hello.", "Sure?", "Yes.")
+    parts = [processor.tokenize(record) for record in (with_image, text_only)]
+    batch = pack(parts, 64, processor.pad_token_id)
+    trained = processor.tokenizer.decode(batch.labels[batch.labels >= 0])
+    assert trained == "A disc.<|im_end|>Hello.<|im_end|>Yes.<|im_end|>"
+    assert (batch.labels != processor.image_token_id).all()
+    assert (batch.input_ids[batch.image_positions] == processor.image_token_id).all()
+
+
+def test_a_pack_without_images_has_empty_arrays(processor: Processor, make_record: MakeRecord) -> None:
+    batch = pack([processor.tokenize(make_record("Hello?", ""))], 1, 0)
+    assert batch.grids.shape == (0, 3) and batch.image_positions.shape == (0,)
+    assert batch.supervised_tokens == 1
+
+
+def test_image_tokens_must_match_grids(processor: Processor, make_record: MakeRecord, pictures: Path) -> None:
+    sample = processor.tokenize(make_record("<image>", "x", images=["56x56.png"], folder=pictures))
+    wrong = dataclasses.replace(sample, grids=np.array([[1, 4, 6]]))
+    with pytest.raises(UserError, match=r"train\.jsonl:1.*found 4 image tokens, expected 6"):
+        pack([sample, wrong], 1, 0)
+
+
+def test_too_long_is_an_error_or_skipped(processor: Processor, make_record: MakeRecord) -> None:
+    sample = processor.tokenize(make_record("Hello?", "Hello."))
+    assert check_length(sample, len(sample)) and check_length(sample, len(sample), "skip")
+    assert not check_length(sample, len(sample) - 1, "skip")
+    with pytest.raises(
+        UserError, match=r"train\.jsonl:1: found a sample of \d+ tokens.*data\.max_seq_length = 3.*skip"
+    ):
+        check_length(sample, 3)

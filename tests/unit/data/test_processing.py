@@ -1,0 +1,340 @@
+"""Tokens, supervision, positions and patches, against `transformers` where it has the same."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import unicodedata
+import warnings
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import AutoImageProcessor
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+
+from megatron_hetero.data import Processor, Record, TokenizedSample, chat
+from megatron_hetero.data.positions import rope_positions
+from megatron_hetero.errors import UserError
+
+MakeRecord = Callable[..., Record]
+
+
+def supervised_texts(processor: Processor, sample: TokenizedSample) -> list[str]:
+    """The decoded supervised runs."""
+    texts, position = [], 0
+    for supervised, run in groupby(sample.supervised.tolist()):
+        size = sum(1 for _ in run)
+        if supervised:
+            texts.append(processor.tokenizer.decode(sample.input_ids[position : position + size]))
+        position += size
+    return texts
+
+
+def reference_ids(processor: Processor, record: Record, grids: np.ndarray) -> list[int]:
+    """What `transformers` makes of the record: the whole text rendered, image tokens repeated, tokenized at once."""
+    text = processor.tokenizer.apply_chat_template(chat.to_messages(record), tokenize=False)
+    stretches = text.split("<|image_pad|>")
+    for k, grid in enumerate(grids):
+        stretches[k] += "<|image_pad|>" * (int(grid.prod()) // 4)
+    return processor.tokenizer("".join(stretches), add_special_tokens=False)["input_ids"]
+
+
+CONVERSATIONS = {
+    "one turn": (("What?", "A disc."), None),
+    "several turns": (("What?", "A disc.", "Which colour?", " It is red. ", "Sure?", "assistant\nYes"), None),
+    "system": (("What?", "A disc."), "Be brief."),
+    "unicode": (("日本語?", "naïve café 🎨👩‍👩‍👧 — 数"), "🎨"),
+    "empty answer": (("What?", "", "And?", "x"), ""),
+    "blank answer": (("What?", " ", "And?", "\t", "", "y"), None),
+    "line breaks at the end": (("What?\n", "A disc.\n\n", "\nWhat?", "x\r\n"), None),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_supervised_are_the_answers_and_their_ends(processor: Processor, make_record: MakeRecord, name: str) -> None:
+    texts, system = CONVERSATIONS[name]
+    record = make_record(*texts, system=system)
+    sample = processor.tokenize(record)
+    assert supervised_texts(processor, sample) == [answer + "<|im_end|>" for answer in texts[1::2]]
+    if "\t" not in texts:  # a tab before the line break of the prompt is one token with it
+        assert sample.input_ids.tolist() == reference_ids(processor, record, sample.grids)
+
+
+@settings(deadline=None, max_examples=200)
+@given(texts=st.lists(st.text(max_size=12), min_size=1, max_size=3), system=st.none() | st.text(max_size=8))
+def test_supervision_is_exact_for_any_text(
+    processor: Processor, make_record: MakeRecord, texts: list[str], system: str | None
+) -> None:
+    texts = [unicodedata.normalize("NFC", text.replace("<image>", "")) for text in texts]
+    record = make_record(*[text for answer in texts for text in ("What?", answer)], system=system)
+    sample = processor.tokenize(record)
+    assert supervised_texts(processor, sample) == [answer + "<|im_end|>" for answer in texts]
+    if not any(answer[:1].isspace() for answer in texts):
+        assert sample.input_ids.tolist() == reference_ids(processor, record, sample.grids)
+
+
+def test_an_answer_that_begins_with_a_line_break_is_supervised_whole(
+    processor: Processor, make_record: MakeRecord
+) -> None:
+    sample = processor.tokenize(make_record("What?", "\n\nA disc."))
+    assert supervised_texts(processor, sample) == ["\n\nA disc.<|im_end|>"]
+
+
+def test_images_become_tokens(processor: Processor, make_record: MakeRecord, pictures: Path) -> None:
+    names = ["200x140.png", "33x90.png", "100x40.png"]
+    record = make_record(
+        "<image>\nFirst?", "One.", "And <image><image>?", "Two.", images=names, folder=pictures, system="Look."
+    )
+    sample = processor.tokenize(record)
+    assert sample.input_ids.dtype == sample.position_ids.dtype == sample.grids.dtype == np.int64
+    assert sample.supervised.dtype == bool
+    assert sample.input_ids.tolist() == reference_ids(processor, record, sample.grids)
+    assert supervised_texts(processor, sample) == ["One.<|im_end|>", "Two.<|im_end|>"]
+    assert len(sample.image_positions) == sample.grids.prod(axis=1).sum() // 4
+    assert set(sample.input_ids[sample.image_positions]) == {processor.image_token_id}
+
+
+def test_positions_equal_transformers(processor: Processor, make_record: MakeRecord, pictures: Path) -> None:
+    model = _rope_model()
+    for count in range(4):
+        names = ["640x480.png", "33x90.png", "100x40.png"][:count]
+        record = make_record("a <image> b " * count + "What?", "One.", images=names, folder=pictures)
+        sample = processor.tokenize(record)
+        is_image = sample.input_ids == processor.image_token_id
+        expected = _reference_positions(model, is_image, sample.grids)
+        np.testing.assert_array_equal(sample.position_ids, expected)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6)), max_size=4),
+    st.integers(0, 5),
+)
+def test_positions_equal_transformers_for_any_grids(images: list[tuple[int, int, int]], tail: int) -> None:
+    kinds: list[bool] = []
+    starts = []
+    for text, height, width in images:
+        kinds += [False] * text
+        starts.append(len(kinds))
+        kinds += [True] * (height * width)
+    kinds += [False] * (tail or not images)
+    grids = np.array([(1, 2 * h, 2 * w) for _, h, w in images], dtype=np.int64).reshape(-1, 3)
+    positions = rope_positions(len(kinds), np.array(starts, dtype=np.int64), grids, 2)
+    np.testing.assert_array_equal(positions, _reference_positions(_rope_model(), np.array(kinds), grids))
+
+
+def _rope_model() -> Any:
+    """`get_rope_index` needs the configuration alone; building the weights would take seconds."""
+    from transformers import Qwen2_5_VLConfig
+
+    class Stub:
+        config = Qwen2_5_VLConfig()
+        get_rope_index = Qwen2_5_VLModel.get_rope_index
+        get_vision_position_ids = Qwen2_5_VLModel.get_vision_position_ids
+
+    return Stub()
+
+
+def _reference_positions(model: Any, is_image: np.ndarray, grids: np.ndarray) -> np.ndarray:
+    kinds = torch.from_numpy(is_image.astype(np.int64))[None]
+    positions, _ = model.get_rope_index(
+        input_ids=torch.zeros_like(kinds), mm_token_type_ids=kinds, image_grid_thw=torch.from_numpy(grids)
+    )
+    return positions[:, 0].numpy()
+
+
+def test_patches_equal_transformers(processor: Processor, make_record: MakeRecord, pictures: Path, model_folder: Path):
+    reference = AutoImageProcessor.from_pretrained(model_folder, backend="pil")
+    for path in sorted(pictures.iterdir()):
+        record = make_record("<image>", "x", images=[path.name], folder=pictures)
+        grid = processor.tokenize(record).grids[0]
+        patches = processor.patches(record, 0, grid)
+        expected = reference(images=[Image.open(path).convert("RGB")], return_tensors="np")
+        assert grid.tolist() == expected["image_grid_thw"][0].tolist()
+        assert patches.dtype == np.float32 and patches.shape == (grid.prod(), 3 * 2 * 14 * 14)
+        np.testing.assert_array_equal(patches, expected["pixel_values"])
+
+
+def test_pixel_limits_override_the_folder(model_folder: Path, make_record: MakeRecord, pictures: Path) -> None:
+    record = make_record("<image>", "x", images=["640x480.png"], folder=pictures)
+    small = Processor.from_folder(model_folder, None, 28 * 28 * 4)
+    large = Processor.from_folder(model_folder, 28 * 28 * 500, 28 * 28 * 600)
+    assert small.tokenize(record).grids.prod() // 4 <= 4
+    assert 500 <= large.tokenize(record).grids.prod() // 4 <= 600
+    for processor in (small, large):
+        processor.patches(record, 0, processor.tokenize(record).grids[0])
+
+
+@pytest.mark.parametrize("limits", [(0, 100), (-1, None), (200, 100), (10**9, None)])
+def test_bad_pixel_limits_are_named(model_folder: Path, limits: tuple[int, int | None]) -> None:
+    with pytest.raises(UserError, match=r"data\.min_pixels and data\.max_pixels: found an area of"):
+        Processor.from_folder(model_folder, *limits)
+
+
+def test_rotated_pictures_have_rotated_grids(processor: Processor, make_record: MakeRecord, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (280, 56)).save(tmp_path / "a.jpg", exif=exif)
+    record = make_record("<image>", "x", images=["a.jpg"], folder=tmp_path)
+    sample = processor.tokenize(record)
+    assert sample.grids.tolist() == [[1, 20, 4]]
+    assert processor.patches(record, 0, sample.grids[0]).shape[0] == 80
+
+
+@pytest.mark.parametrize("size", [{"min_pixels": 3136, "max_pixels": 9999}, None])
+def test_older_processor_files_load_without_a_warning(model_folder: Path, tmp_path: Path, size: Any) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "older")
+    options = json.loads((folder / "preprocessor_config.json").read_text())
+    options |= {"min_pixels": 3136, "max_pixels": 9999} if size is None else {}
+    options["size"] = size
+    (folder / "preprocessor_config.json").write_text(json.dumps(options))
+    (folder / "chat_template.json").write_text(
+        json.dumps({"chat_template": (folder / "chat_template.jinja").read_text()})
+    )
+    (folder / "chat_template.jinja").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        processor = Processor.from_folder(folder, None, None)
+    assert (processor.min_pixels, processor.max_pixels) == (3136, 9999)
+    assert processor.tokenizer.chat_template
+
+
+def test_the_package_does_not_import_torch() -> None:
+    code = "import sys, megatron_hetero.data; raise SystemExit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_loading_says_nothing(model_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Processor.from_folder(model_folder, None, None)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_processor_survives_pickling(processor: Processor, make_record: MakeRecord) -> None:
+    record = make_record("What?", "A disc.")
+    copy = pickle.loads(pickle.dumps(processor))
+    assert copy.tokenize(record).input_ids.tolist() == processor.tokenize(record).input_ids.tolist()
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", "<|image_pad|>", "<|endoftext|>", "<|vision_start|>", "<|video_pad|>"])
+@pytest.mark.parametrize("turn", range(3))
+def test_special_tokens_in_the_text_are_refused(
+    processor: Processor, make_record: MakeRecord, token: str, turn: int
+) -> None:
+    texts = ["Be brief.", "What?", "A disc."]
+    texts[turn] += f" {token}!"
+    with pytest.raises(UserError, match=rf"^train\.jsonl:1: field 'conversations\[{turn}\]'.*{re.escape(token)}"):
+        processor.tokenize(make_record(*texts[1:], system=texts[0]))
+
+
+def test_marks_of_boxes_are_content(processor: Processor, make_record: MakeRecord) -> None:
+    sample = processor.tokenize(make_record("Where?", "<|box_start|>(1,2)<|box_end|>"))
+    assert supervised_texts(processor, sample) == ["<|box_start|>(1,2)<|box_end|><|im_end|>"]
+
+
+def test_bad_pictures_name_record_and_file(processor: Processor, make_record: MakeRecord, tmp_path: Path) -> None:
+    record = make_record("<image>", "x", images=["a.png"], folder=tmp_path)
+    with pytest.raises(UserError, match=r"^train\.jsonl:1: image .*a\.png: found no such file"):
+        processor.tokenize(record)
+    Image.new("RGB", (3000, 10)).save(tmp_path / "a.png")
+    with pytest.raises(
+        UserError, match=r"^train\.jsonl:1: image .*a\.png: found a picture of 3000 x 10 .*Crop or split"
+    ):
+        processor.tokenize(record)
+    Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
+    grid = processor.tokenize(record).grids[0]
+    Image.new("RGB", (112, 56)).save(tmp_path / "a.png")
+    with pytest.raises(UserError, match=r"a\.png: found a decoded picture of \[1, 4, 8\] .*expected \[1, 4, 4\]"):
+        processor.patches(record, 0, grid)
+
+
+def test_the_limit_on_pixels_reaches_both_ways(model_folder: Path, make_record: MakeRecord, pictures: Path) -> None:
+    processor = Processor.from_folder(model_folder, max_image_pixels=1000)
+    record = make_record("<image>", "x", images=["56x56.png"], folder=pictures)
+    with pytest.raises(UserError, match="at most 1000 pixels"):
+        processor.tokenize(record)
+    with pytest.raises(UserError, match="at most 1000 pixels"):
+        processor.load_image(pictures / "56x56.png", "train.jsonl:1")
+
+
+TEMPLATES = {
+    "{{ raise_exception('no system turn') }}": "fails (TemplateError: no system turn)",
+    "{% for m in messages %}{{ m.role }}{% endfor %}": "generation prompt, the text, and <|im_end|>",
+    "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "generation prompt",
+    "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "1 image tokens",
+    "{% if %}": "fails (TemplateSyntaxError",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_unfit_chat_templates_are_named(
+    processor: Processor, make_record: MakeRecord, pictures: Path, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor.tokenizer, "chat_template", template)
+    record = make_record("<image>", "x", images=["56x56.png"], folder=pictures)
+    with pytest.raises(UserError, match="^train.jsonl:1: chat template of model.hf_path") as caught:
+        processor.tokenize(record)
+    wanted = TEMPLATES[template].replace("1 image tokens", "0 image tokens")
+    assert wanted in str(caught.value) and "Use the chat template of Qwen2.5-VL" in str(caught.value)
+
+
+def test_missing_folder_and_files_are_named(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^model\.hf_path: Qwen/Qwen2\.5-VL-7B.* no such folder.*hf download"):
+        Processor.from_folder(Path("Qwen/Qwen2.5-VL-7B-Instruct"))
+    for name in ("config.json", "tokenizer.json", "preprocessor_config.json"):
+        folder = shutil.copytree(model_folder, tmp_path / name)
+        (folder / name).unlink()
+        with pytest.raises(UserError, match=rf"^{re.escape(str(folder / name))}: found no such file"):
+            Processor.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"])
+def test_broken_files_are_named(model_folder: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    content = (folder / name).read_text()
+    (folder / name).write_text(content[: len(content) // 2])
+    with pytest.raises(UserError, match=rf"^{re.escape(str(folder / name))}:\d+: found broken JSON"):
+        Processor.from_folder(folder)
+    (folder / name).write_text("[1]")
+    with pytest.raises(UserError, match=rf"^model\.hf_path: {re.escape(str(folder))}"):
+        Processor.from_folder(folder)
+
+
+MISFITS = {
+    "config.json": ({"model_type": "qwen2"}, "model_type 'qwen2'"),
+    "config.json ": ({"image_token_id": 5}, r"token <\|image_pad\|> with id \d+ in the tokenizer, expected id 5"),
+    "config.json  ": ({"model_type": "none_such"}, "a config.json that does not load"),
+    "preprocessor_config.json": ({"patch_size": 16}, "patch_size 16, expected 14"),
+    "preprocessor_config.json ": (
+        {"image_processor_type": "Mine", "auto_map": {"AutoImageProcessor": "m.M"}},
+        "does not load",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_files_that_do_not_belong_together_are_named(model_folder: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    change, message = MISFITS[name]
+    file = folder / name.strip()
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=message):
+        Processor.from_folder(folder)
+
+
+def test_a_tokenizer_without_template_is_named(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match=r"a tokenizer without a chat template.*chat_template\.jinja"):
+        Processor.from_folder(folder)

@@ -1,0 +1,203 @@
+"""Annotation files: both formats, and a clear message for every malformed input."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hetero.data import Annotations, Turn
+from megatron_hetero.data.reading import read_records
+from megatron_hetero.errors import UserError
+
+Write = Callable[[Sequence[Any]], Path]
+
+GOOD = {"conversations": [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}]}
+PICTURE = {
+    "image": "a.png",
+    "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A disc."}],
+}
+
+
+def turns(*pairs: tuple[Any, Any]) -> dict[str, Any]:
+    return {"conversations": [{"from": speaker, "value": value} for speaker, value in pairs]}
+
+
+def test_loads_records_of_both_formats(write_annotations: Write, tmp_path: Path) -> None:
+    chat = turns(("system", "Be brief."), ("user", "日本 <image> <image>"), ("assistant", "naïve 🎨"))
+    path = write_annotations([GOOD, PICTURE, chat | {"image": ["b/c.png", "a.png"]}])
+    data = Annotations.load("shapes", path, tmp_path)
+    assert len(data) == 3
+    assert data[0].turns == (Turn("user", "Hello?"), Turn("assistant", "Hello.")) and data[0].images == ()
+    assert data[1].images == ("a.png",)
+    assert data[2].turns == (
+        Turn("system", "Be brief."),
+        Turn("user", "日本 <image> <image>"),
+        Turn("assistant", "naïve 🎨"),
+    )
+    assert data[-1] == data[2] and data[2].index == 2 and data[2].dataset == "shapes"
+    assert data[2].where == (f"{path}:3" if path.suffix == ".jsonl" else f"{path} record 3")
+    assert data[1].image_path(0) == (tmp_path / "a.png").resolve()
+    with pytest.raises(IndexError):
+        data[3]
+
+
+def test_a_record_is_small_and_survives_pickling(write_annotations: Write) -> None:
+    data = Annotations.load("chat", write_annotations([GOOD] * 1000), None)
+    pickled = pickle.dumps(data)
+    assert len(pickled) < 1000 * 100
+    assert pickle.loads(pickled)[999] == data[999]
+
+
+def test_blank_lines_byte_order_mark_and_suffix_do_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "lines.json"
+    path.write_bytes(b"\xef\xbb\xbf\n" + json.dumps(GOOD).encode() + b"\r\n\n" + json.dumps(GOOD).encode())
+    data = Annotations.load("chat", path, None)
+    assert [record.where for record in data] == [f"{path}:2", f"{path}:4"]
+
+
+@given(
+    st.lists(st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
+)
+def test_lists_are_read_as_json_reads_them(tmp_path_factory: pytest.TempPathFactory, values: list[Any]) -> None:
+    path = tmp_path_factory.getbasetemp() / "values.json"
+    for indent in (None, 2):
+        path.write_text(json.dumps(values, indent=indent), encoding="utf-8")
+        assert [raw.value for raw in read_records(path)] == values
+
+
+@pytest.mark.parametrize("image", [None, []])
+def test_null_and_empty_image_mean_no_image(write_annotations: Write, image: Any) -> None:
+    path = write_annotations([GOOD | {"image": image, "video": None}])
+    assert Annotations.load("chat", path, None)[0].images == ()
+
+
+HUMAN, GPT = ("human", "What?"), ("gpt", "That.")
+BAD_RECORDS = {
+    "not an object": ([1], "a list", "a JSON object"),
+    "no conversations": ({"id": 3}, "field 'conversations'", "no such field"),
+    "no turns": ({"conversations": []}, "field 'conversations'", "an empty list"),
+    "conversations a string": ({"conversations": "Hi"}, "field 'conversations'", "a string"),
+    "turn a string": ({"conversations": ["Hi"]}, "conversations[0]", "an object with 'from' and 'value'"),
+    "unknown speaker": (turns(HUMAN, ("bot", "x")), "conversations[1]", "'bot'", "human, gpt or system"),
+    "speaker not a string": (turns(([], "x"), GPT), "conversations[0]", "a list for 'from'"),
+    "value missing": ({"conversations": [{"from": "human"}]}, "conversations[0]", "null for 'value'"),
+    "value a number": (turns(HUMAN, ("gpt", 3)), "conversations[1]", "a number for 'value'"),
+    "lone surrogate": (turns(("human", "\ud83d"), GPT), "conversations[0]", "surrogate", "\\ud83d"),
+    "no answer": (turns(HUMAN), "conversations[0]", "ends with human"),
+    "ends with human": (turns(HUMAN, GPT, HUMAN), "conversations[2]", "ends with human"),
+    "two humans": (turns(HUMAN, HUMAN, GPT), "conversations[1]", "a turn of human", "a turn of gpt"),
+    "starts with gpt": (turns(GPT, HUMAN, GPT), "conversations[0]", "a turn of gpt", "a turn of human"),
+    "late system": (turns(HUMAN, GPT, ("system", "x")), "conversations[2]", "a turn of system"),
+    "system only": (turns(("system", "x")), "conversations[0]", "ends with system"),
+    "too few placeholders": (GOOD | {"image": "a.png"}, "'image'", "0 <image> placeholders for 1 images"),
+    "too many placeholders": (PICTURE | {"image": None}, "'image'", "1 <image> placeholders for 0 images"),
+    "placeholder in the answer": (turns(HUMAN, ("gpt", "<image>")) | {"image": "a.png"}, "conversations[1]", "gpt"),
+    "video": (GOOD | {"video": "a.mp4"}, "field 'video'", "not supported", "extract frames"),
+    "videos": (GOOD | {"videos": ["a.mp4"]}, "field 'videos'", "not supported"),
+    "video placeholder": (turns(("human", "<video>\nWhat?"), GPT), "conversations[0]", "<video>", "not supported"),
+    "images": (GOOD | {"images": ["a.png"]}, "field 'images'", "Rename"),
+    "image a number": (PICTURE | {"image": 7}, "field 'image'", "a number"),
+    "image list of numbers": (PICTURE | {"image": [7]}, "field 'image'[0]", "a number"),
+    "image empty": (PICTURE | {"image": ""}, "field 'image'", "''"),
+    "image with NUL": (PICTURE | {"image": "a\0.png"}, "field 'image'"),
+    "image absolute": (PICTURE | {"image": "/etc/passwd"}, "'/etc/passwd'", "leaves the image folder"),
+    "image above": (PICTURE | {"image": "../a.png"}, "'../a.png'", "leaves the image folder"),
+    "image above, hidden": (PICTURE | {"image": "x/../../a.png"}, "leaves the image folder"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RECORDS)
+def test_malformed_records_are_named(write_annotations: Write, tmp_path: Path, case: str) -> None:
+    record, *parts = BAD_RECORDS[case]
+    path = write_annotations([GOOD, record])
+    place = f"{path}:2" if path.suffix == ".jsonl" else f"{path} record 2"
+    with pytest.raises(UserError, match=f"^{re.escape(place)}: ") as caught:
+        Annotations.load("shapes", path, tmp_path)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_broken_jsonl_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n\n" + json.dumps(GOOD)[:-9] + "\n" + json.dumps(GOOD))
+    with pytest.raises(UserError, match=rf"{re.escape(str(path))}:3: found broken JSON at column \d+ .*Mend or remove"):
+        Annotations.load("shapes", path, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[\n{},\n{,}\n]", 3),
+        ("[\n{},\n{}\n", 4),
+        ("[\n{}\n{}]", 3),
+        ("[\n{},\n]", 3),
+        ("[{}]\n[{}]", 2),
+        ("[", 1),
+        ('[{"a": "' + "x" * 50, 1),
+        ("[" * 100_000, 1),
+        ("[\n" + "9" * 5000 + "]", 2),
+        ('{"a":' * 100_000, 1),
+        ("hello", 1),
+        ('{\n"conversations": []\n}', 1),
+    ],
+)
+def test_broken_json_names_the_line(tmp_path: Path, text: str, line: int) -> None:
+    path = tmp_path / "train.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        for _ in read_records(path):
+            pass
+    message = str(caught.value)
+    assert message.startswith(f"{path}:{line}: found broken JSON") and "JSONL with one record on each line" in message
+
+
+@pytest.mark.parametrize("start", ["[\n{},\n", "{}\n\n"])
+def test_text_that_is_not_utf8_names_the_line(tmp_path: Path, start: str) -> None:
+    path = tmp_path / "train.json"
+    path.write_bytes(start.encode() + b'{"a": "caf\xe9"}')
+    with pytest.raises(UserError, match=rf"{re.escape(str(path))}:3: found byte 0xe9, which is not UTF-8.*iconv"):
+        list(read_records(path))
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", "[]", " [ ] "])
+def test_an_empty_data_set_is_an_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "train.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=rf"{re.escape(str(path))}: found no records for data set 'shapes'"):
+        Annotations.load("shapes", path, None)
+
+
+def test_missing_files_and_folders_are_named(tmp_path: Path, write_annotations: Write) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.json: found no such file.*data\.registry"):
+        Annotations.load("shapes", tmp_path / "nowhere.json", None)
+    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}: found an unreadable file"):
+        Annotations.load("shapes", tmp_path, None)
+    path = write_annotations([PICTURE])
+    with pytest.raises(UserError, match=r"data\.registry\.shapes\.images: found .*nowhere, which is not a folder"):
+        Annotations.load("shapes", path, tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"'a\.png', but the data set has no image folder.*Set `images`"):
+        Annotations.load("shapes", path, None)
+
+
+def test_links_must_not_leave_the_image_folder(tmp_path: Path, write_annotations: Write) -> None:
+    folder, outside = tmp_path / "images", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    (folder / "link").symlink_to(outside)
+    (folder / "inner").symlink_to(folder)
+    alias = tmp_path / "alias"
+    alias.symlink_to(folder)
+    path = write_annotations([PICTURE | {"image": name} for name in ("link/a.png", "inner/a.png", "x/../a.png")])
+    for images in (folder, alias):
+        data = Annotations.load("shapes", path, images)
+        with pytest.raises(UserError, match=r"'link/a\.png', which leads to .*outside/a\.png, expected a file inside"):
+            data[0].image_path(0)
+        assert data[1].image_path(0) == data[2].image_path(0) == (folder / "a.png").resolve()

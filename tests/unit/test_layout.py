@@ -1,0 +1,308 @@
+"""Layouts: the text and its round trip, coordinates, groups, and checks whose suggestions pass."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout import AXES, Coordinate, Layout, ModuleShape, require_supported, resolve, validate
+
+VISION = ModuleShape("vision", 16, 16, 1280, 32, "encoder")
+TEXT = ModuleShape("text", 28, 4, 3584, 28, "text")
+# How long an example takes depends on what else the machine does.
+unhurried = settings(deadline=None)
+
+SHAPES = {"vision": VISION, "text": TEXT}
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    degrees = [draw(st.sampled_from([1, 1, 2, 3, 4])) for _ in AXES]
+    while prod(degrees) > 96:
+        degrees[degrees.index(max(degrees))] = 1
+    size = prod(degrees)
+    first = draw(st.integers(0, 5))
+    gaps = draw(st.sets(st.integers(first, first + size + 5), max_size=4))
+    ranks = [rank for rank in range(first, first + size + 5) if rank not in gaps][:size]
+    ranks += range(first + size + 6, first + 2 * size + 6 - len(ranks))
+    return Layout(*degrees, ranks=tuple(ranks))
+
+
+@st.composite
+def shapes(draw: st.DrawFn, name: str = "text") -> ModuleShape:
+    kv = draw(st.integers(1, 8))
+    heads = kv * draw(st.integers(1, 6))
+    return ModuleShape(
+        name, heads, kv, 8 * heads, draw(st.integers(1, 8)), "text" if name == "text" else "encoder"
+    )
+
+
+def suggestion(error: pytest.ExceptionInfo[UserError]) -> tuple[str, str]:
+    """The module and layout that a message suggests."""
+    found = re.search(r"[Tt]ry `--(\S+)-parallel (\S+)`", str(error.value))
+    assert found, str(error.value)
+    return found[1], found[2]
+
+
+# ----------------------------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "expected"),
+    [
+        ("sp:8", 8, Layout(1, 8, 1, 1, 1, tuple(range(8)))),
+        ("tp:2", 8, Layout(2, 1, 1, 4, 1, tuple(range(8)))),
+        ("tp:4,pp:2@8-15", 16, Layout(4, 1, 1, 1, 2, tuple(range(8, 16)))),
+        ("pp:2,tp:4@8-15", None, Layout(4, 1, 1, 1, 2, tuple(range(8, 16)))),
+        ("dp:2,tp:4@0-3,8-11", 12, Layout(4, 1, 1, 2, 1, (0, 1, 2, 3, 8, 9, 10, 11))),
+        ("cp:1@3", 4, Layout(1, 1, 1, 1, 1, (3,))),
+        (" sp : 2 , dp : 2 @ 0 - 2 , 3 ", 4, Layout(1, 2, 1, 2, 1, (0, 1, 2, 3))),
+    ],
+)
+def test_parse(text: str, world: int | None, expected: Layout) -> None:
+    assert Layout.parse(text, world) == expected
+
+
+@unhurried
+@given(layouts())
+def test_texts_round_trip(layout: Layout) -> None:
+    world = layout.ranks[-1] + 1
+    assert Layout.parse(str(layout), world) == Layout.parse(str(layout)) == layout
+    assert Layout.parse(layout.short(world), world) == layout
+    assert eval(repr(layout)) == layout  # The other text: for machines.
+
+
+def test_short_text_leaves_out_the_whole_world() -> None:
+    layout = Layout.parse("tp:2", 4)
+    assert (str(layout), layout.short(4), layout.short(8)) == ("tp:2,dp:2@0-3", "tp:2,dp:2", "tp:2,dp:2@0-3")
+    assert str(Layout.parse("tp:1", 1)) == "dp:1@0"
+
+
+FAULTY = [
+    ("xp:2", "axis `xp`"),
+    ("tpp:2", "did you mean `tp`?"),
+    ("TP:2", "did you mean `tp`?"),
+    ("tp:0", "degree `0` for tp"),
+    ("tp:-2", "degree `-2` for tp"),
+    ("tp:2.5", "degree `2.5` for tp"),
+    ("tp:two", "degree `two` for tp"),
+    ("tp:", "degree `` for tp"),
+    ("tp:²", "degree `²` for tp"),
+    ("tp:2,tp:4", "tp twice (tp:2 and tp:4)"),
+    ("tp", "found `tp`"),
+    ("tp=2", "found `tp=2`"),
+    ("tp:2,", "found ``"),
+    ("", "found ``"),
+    ("@0-3", "found ``"),
+    ("tp:2@", "ranks ``"),
+    ("tp:2@a-b", "ranks `a-b`"),
+    ("tp:2@-1", "ranks `-1`"),
+    ("tp:2@3-0", "the lower rank first"),
+    ("tp:2@0-3,3", "ranks `3` after rank 3"),
+    ("tp:2@4-7,0-3", "each rank once, ascending"),
+    ("tp:2@0-99999999", "no world is that large"),
+    ("tp:2@4-11", "ranks 8-11"),
+    ("tp:3", "degrees that multiply to 3 on 8 ranks (0-7)"),
+    ("tp:16", "a divisor of 8"),
+    ("tp:2,dp:2", "expected 8"),
+    ("tp:4@0-5", "on 6 ranks (0-5)"),
+]
+
+
+@pytest.mark.parametrize(("text", "part"), FAULTY)
+def test_faulty_text_is_an_error_whose_suggestion_passes(text: str, part: str) -> None:
+    with pytest.raises(UserError) as error:
+        Layout.parse(text, 8, module="text", shape=TEXT)
+    assert part in str(error.value)
+    assert "text layout" in str(error.value) and "--text-parallel" in str(error.value)
+    module, better = suggestion(error)
+    assert module == "text"
+    require_suits(TEXT, Layout.parse(better, 8), 8)
+
+
+def require_suits(shape: ModuleShape, layout: Layout, world: int) -> None:
+    """The layout passes the checks, beside a module that covers the ranks which it leaves."""
+    validate({"text": shape, "rest": shape}, {"text": layout, "rest": Layout.parse(f"dp:{world}", world)}, world)
+
+
+@unhurried
+@given(st.text(alphabet="tpscd:,@-0123456789x ", max_size=20), st.integers(1, 64), shapes())
+@example("tp:9999999,pp:9999999@9", 3, TEXT)
+def test_any_text_parses_or_suggests_what_does(text: str, world: int, shape: ModuleShape) -> None:
+    try:
+        layout = Layout.parse(text, world, module="text", shape=shape)
+    except UserError as error:
+        found = re.search(r"Try `--text-parallel (\S+)`", str(error))
+        assert found
+        layout = Layout.parse(found[1], world)
+        require_suits(shape, layout, world)
+    assert Layout.parse(str(layout), world) == layout
+
+
+def test_without_a_world_ranks_are_needed() -> None:
+    with pytest.raises(UserError, match="found no ranks") as error:
+        Layout.parse("tp:2,pp:2")
+    assert Layout.parse(suggestion(error)[1]) == Layout(2, 1, 1, 1, 2, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks", "part"),
+    [
+        ((0, 1, 1, 1, 1), (), "degrees tp:0"),
+        ((True, 1, 1, 1, 1), (0,), "degrees tp:True"),
+        ((2, 1, 1, 1, 1), (1, 0), "sort the ranks"),
+        ((2, 1, 1, 1, 1), (-1, 0), "larger than the last"),
+        ((2, 1, 1, 1, 1), (0,), "expected 2"),
+    ],
+)
+def test_impossible_values_are_errors(degrees: tuple[int, ...], ranks: tuple[int, ...], part: str) -> None:
+    with pytest.raises(UserError, match=re.escape(part).replace("sort", "[Ss]ort")):
+        Layout(*degrees, ranks=ranks)
+
+
+# ---------------------------------------------------------------- coordinates and groups
+
+
+def test_the_table_in_the_source() -> None:
+    layout = Layout.parse("tp:2,dp:2,pp:2@4-11")
+    assert [layout.coordinate(rank) for rank in layout.ranks] == [
+        Coordinate(tp=tp, dp=dp, pp=pp) for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)
+    ]
+    assert layout.groups("tp") == ((4, 5), (6, 7), (8, 9), (10, 11))
+    assert layout.groups("dp") == ((4, 6), (5, 7), (8, 10), (9, 11))
+    assert layout.groups("pp") == ((4, 8), (5, 9), (6, 10), (7, 11))
+    assert layout.groups("tp", "dp") == layout.groups("dp", "tp") == ((4, 5, 6, 7), (8, 9, 10, 11))
+    assert [layout.replica_of(rank) for rank in layout.ranks] == [0, 0, 1, 1] * 2
+
+
+@unhurried
+@given(layouts())
+def test_coordinates_are_a_bijection(layout: Layout) -> None:
+    coordinates = [layout.coordinate(rank) for rank in layout.ranks]
+    assert len(set(coordinates)) == layout.size
+    assert [layout.rank_at(**c._asdict()) for c in coordinates] == list(layout.ranks)
+    # The first axis varies fastest: reading the indices backwards counts up.
+    assert sorted(coordinates, key=lambda c: c[::-1]) == coordinates
+
+
+@unhurried
+@given(layouts(), st.sets(st.sampled_from(AXES)))
+def test_groups_part_the_ranks(layout: Layout, axes: set[str]) -> None:
+    groups = layout.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(layout.ranks)
+    assert {len(group) for group in groups} == {prod(layout.degrees[axis] for axis in axes)}
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+    for group in groups:
+        assert list(group) == sorted(group)
+        assert {layout.group_of(rank, *axes) for rank in group} == {group}
+        fixed = {tuple(i for a, i in layout.coordinate(r)._asdict().items() if a not in axes) for r in group}
+        assert len(fixed) == 1
+
+
+def test_unknown_ranks_axes_and_indices_are_errors() -> None:
+    layout = Layout.parse("tp:2@2-3,6-7")
+    assert 6 in layout and 5 not in layout
+    with pytest.raises(UserError, match="found rank 5"):
+        layout.coordinate(5)
+    with pytest.raises(UserError, match="tp index 2, expected 0 to 1"):
+        layout.rank_at(tp=2)
+    with pytest.raises(UserError, match="axis `ttp`"):
+        layout.groups("ttp")
+
+
+# ------------------------------------------------------------------- checks across modules
+
+
+def test_resolve_fills_in_data_parallelism() -> None:
+    assert resolve({"text": "tp:4"}, SHAPES, 8) == {
+        "vision": Layout.parse("dp:8", 8),
+        "text": Layout.parse("tp:4,dp:2", 8),
+    }
+
+
+def test_fewer_key_value_heads_than_ranks_are_legal() -> None:
+    shape = ModuleShape("text", 16, 2, 2048, 36, "text")
+    assert resolve({"text": "tp:8"}, {"text": shape}, 8)["text"].tp == 8
+
+
+@pytest.mark.parametrize(
+    ("texts", "parts"),
+    [
+        (
+            {"text": "tp:8"},
+            ["28 attention heads and tp:8", "axis tp", "Use one of tp: 1, 2, 4;", "--text-parallel tp:4,dp:2"],
+        ),
+        ({"text": "tp:4,sp:2"}, ["28 attention heads, tp:4 and sp:2", "axis sp", "sp: 1;"]),
+        ({"visoin": "sp:8"}, ["module `visoin` (did you mean `vision`?)", "--visoin-parallel"]),
+        ({"vision": "sp:4@0-3", "text": "tp:2@2-5"}, ["ranks 6-7", "start 6 ranks only", "--text-parallel"]),
+        ({"vision": "sp:4@2-5", "text": "tp:2@2-5"}, ["ranks 0-1,6-7"]),
+    ],
+)
+def test_unfit_layouts_are_errors(texts: dict[str, str], parts: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        resolve(texts, SHAPES, 8)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_more_stages_than_layers_is_an_error() -> None:
+    shape = ModuleShape("text", 8, 8, 64, 3, "text")
+    with pytest.raises(UserError, match="3 layers and pp:4") as error:
+        resolve({"text": "pp:4"}, {"text": shape}, 4)
+    assert suggestion(error)[1] == "dp:2,pp:2"
+
+
+def test_a_module_without_layout_and_ranks_outside_the_world_are_errors() -> None:
+    with pytest.raises(UserError, match="module text: found no layout"):
+        validate(SHAPES, {"vision": Layout.parse("dp:4", 4)}, 4)
+    with pytest.raises(UserError, match="ranks 4-7") as error:
+        validate(SHAPES, {"vision": Layout.parse("sp:8", 8), "text": Layout.parse("dp:4", 4)}, 4)
+    assert suggestion(error) == ("vision", "sp:4")
+
+
+@unhurried
+@given(shapes("vision"), shapes("text"), layouts(), layouts(), st.integers(0, 3))
+def test_following_the_suggestions_ends_at_a_legal_pair(
+    vision: ModuleShape, text: ModuleShape, first: Layout, second: Layout, more: int
+) -> None:
+    modules = {"vision": vision, "text": text}
+    found = {"vision": first, "text": second}
+    world = max(first.ranks[-1], second.ranks[-1]) + 1 + more
+    for _ in range(4):  # Both modules' shapes, idle ranks; then all is well.
+        try:
+            validate(modules, found, world)
+            return
+        except UserError as error:
+            match = re.search(r"[Tt]ry `--(\w+)-parallel (\S+)`", str(error))
+            assert match, error
+            found[match[1]] = Layout.parse(match[2], world)
+    raise AssertionError("the suggestions do not lead anywhere")
+
+
+@pytest.mark.parametrize(
+    ("texts", "part", "better"),
+    [
+        ({"vision": "sp:4@0-3"}, "ranks 0-3 of a world of 8", ("vision", "sp:4,dp:2")),
+        ({"vision": "sp:2,cp:2,pp:2"}, "cp:2 and pp:2", ("vision", "sp:2,dp:4")),
+        ({"text": "sp:2,tp:2"}, "found sp:2", ("text", "tp:2,dp:4")),
+    ],
+)
+def test_what_this_version_does_not_run_is_an_error(texts: dict[str, str], part: str, better: tuple[str, str]) -> None:
+    layouts = resolve(texts, SHAPES, 8)
+    with pytest.raises(UserError, match="this version") as error:
+        require_supported(layouts, 8)
+    assert part in str(error.value)
+    assert suggestion(error) == better
+    require_supported(resolve({better[0]: better[1]}, SHAPES, 8), 8)
+
+
+def test_large_worlds_are_quick() -> None:
+    layout = Layout.parse("tp:8,pp:16,dp:128", 16384)
+    assert len(layout.groups("dp")) == 128
+    with pytest.raises(UserError, match="28 attention heads and tp:8"):
+        resolve({"text": "tp:8,pp:16,dp:128"}, SHAPES, 16384)

@@ -1,0 +1,240 @@
+"""The configuration: where values come from, round trips, and messages about what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.training.config import Config, DatasetConfig, load_config, require_modules, to_yaml
+
+MINIMAL = """
+model: {hf_path: model}
+data: {registry: {demo: {annotations: train.json, images: /pictures}}, datasets: [demo]}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes a YAML file, by default over the minimal one, and returns the arguments that load it."""
+
+    def write(text: str, base: str = MINIMAL) -> list[str]:
+        file = tmp_path / "config.yaml"
+        file.write_text(base + text)
+        return ["--config", str(file)]
+
+    return write
+
+
+def test_defaults_and_the_minimal_file(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    config = load_config(write(""))
+    assert config.model.hf_path == tmp_path / "model"
+    assert config.data.registry == {
+        "demo": DatasetConfig(annotations=tmp_path / "train.json", images=Path("/pictures"))
+    }
+    assert config.data.datasets == ("demo",)
+    assert config.parallel == {}
+    assert (config.model.dtype, config.optimizer.clip_grad, config.data.shuffle) == ("bfloat16", 1.0, True)
+    assert config.export.hf_dir is None
+    assert config.log.dir == Path("/runs")
+
+
+def test_flags_win_over_the_file(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path / "..")
+    file = write("train: {iters: 7, seed: 3}\nparallel: {vision: 'sp:2', text: 'tp:2'}\noptimizer: {lr: 1e-4}\n")
+    flags = "--train.iters 20 --text-parallel tp:4 --data.shuffle false --optimizer.betas 0.9 0.95 --eval.limit 5"
+    paths = "--export.hf_dir=out --data.registry.more.annotations a.json --data.datasets demo more%50"
+    config = load_config([*file, *flags.split(), *paths.split()])
+    assert (config.train.iters, config.train.seed) == (20, 3)
+    assert config.parallel == {"vision": "sp:2", "text": "tp:4"}
+    assert (config.optimizer.lr, config.optimizer.betas) == (1e-4, (0.9, 0.95))
+    assert config.data.shuffle is False
+    assert config.eval.limit == 5
+    # Paths in flags start from the current directory, those in the file from its folder.
+    assert config.export.hf_dir == tmp_path.parent / "out"
+    assert config.data.registry["more"] == DatasetConfig(annotations=tmp_path.parent / "a.json")
+    assert config.data.registry["demo"].annotations == tmp_path / "train.json"
+    assert config.data.datasets == ("demo", "more%50")
+
+
+def test_mappings_merge_by_name(write) -> None:
+    file = write(
+        "", MINIMAL.replace("model: {", "model: {recompute: {vision: full}, sequence_parallel: {text: false}, ")
+    )
+    config = load_config([*file, "--model.recompute.text", "full", "--model.sequence_parallel.text", "true"])
+    assert config.model.recompute == {"vision": "full", "text": "full"}
+    assert config.model.sequence_parallel == {"text": True}
+
+
+def test_without_a_file(tmp_path: Path) -> None:
+    flags = "--model.hf_path m --data.registry.a.annotations x --data.registry.a.images y --data.datasets a"
+    assert load_config(flags.split()).data.datasets == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1e-4", 1e-4), ("1.0e-4", 1e-4), ("3", 3.0), ("'2e-5'", 2e-5), ("0.5", 0.5)]
+)
+def test_numbers_as_people_write_them(write, text: str, expected: float) -> None:
+    assert load_config(write(f"optimizer: {{lr: {text}}}")).optimizer.lr == expected
+
+
+def test_empty_sections_and_none(write) -> None:
+    config = load_config([*write("train:\neval: {limit: null}\n"), "--model.freeze", "--eval.limit", "none"])
+    assert config.model.freeze == ()
+    assert config.eval.limit is None
+
+
+def test_the_resolved_configuration_reads_back(write, tmp_path: Path) -> None:
+    more = (
+        "optimizer: {lr: 1e-4, lr_vision: 2e-5, eps: 1e-10}\nparallel: {vision: 'sp:2@0-1'}\neval: {datasets: [demo]}"
+    )
+    config = load_config([*write(more), "--model.freeze", "text", "vision", "--data.datasets", "demo%12.5"])
+    saved = tmp_path / "elsewhere" / "saved.yaml"
+    saved.parent.mkdir()
+    saved.write_text(to_yaml(config))
+    assert load_config(["--config", str(saved)]) == config
+
+
+# ----------------------------------------------------------------------- what is wrong
+
+IN_FILE = [
+    ("trian: {}", ["config.yaml", "`trian` (did you mean `train`?)"]),
+    ("train: {iter: 3}", ["`train.iter` (did you mean `iters`?)", "micro_batch_size"]),
+    ("eval: {datasets: [dem]}", ["eval.datasets", "`dem` (did you mean `demo`?)"]),
+    ("train: {iters: three}", ["train.iters", "config.yaml", "the text `three`", "an integer"]),
+    ("train: {iters: 1.5}", ["train.iters", "the number `1.5`", "an integer"]),
+    ("train: {iters: true}", ["train.iters", "the boolean `true`"]),
+    ("train: {iters: null}", ["train.iters", "found nothing"]),
+    ("train: {iters: [3]}", ["train.iters", "the list `[3]`"]),
+    ("train: {iters: {a: 3}}", ["train.iters", "a dict"]),
+    ("train: 3", ["train (", "the integer `3`", "a mapping"]),
+    ("log: {tensorboard: maybe}", ["log.tensorboard", "true or false"]),
+    ("log: {dir: 7}", ["log.dir", "a path"]),
+    ("parallel: {vision: 8}", ["parallel.vision", "the integer `8`", "text"]),
+    ("parallel: {1: 'sp:8'}", ["parallel", "the integer `1` as a name", '"1"']),
+    ("eval: {datasets: demo}", ["eval.datasets", "the text `demo`", "a list of text"]),
+    ("optimizer: {name: adam}", ["optimizer.name", "did you mean `adamw`?", "adamw, sgd"]),
+    ("optimizer: {betas: [0.9]}", ["optimizer.betas", "1 values", "expected 2"]),
+    ("optimizer: {betas: [0.9, 1]}", ["optimizer.betas", "1.0"]),
+    ("optimizer: {lr: .nan}", ["optimizer.lr", "a finite number"]),
+    ("optimizer: {lr: 0}", ["optimizer.lr", "more than 0"]),
+    ("optimizer: {lr: 1e-4, min_lr: 1e-3}", ["optimizer.min_lr", "at most optimizer.lr"]),
+    ("optimizer: {warmup_iters: 200}", ["optimizer.warmup_iters", "Try `--optimizer.warmup_iters 100`"]),
+    ("optimizer: {clip_grad: -1}", ["optimizer.clip_grad", "0 or more"]),
+    ("optimizer: {name: sgd, weight_decay: 0.1}", ["optimizer.weight_decay", "optimizer.name is sgd"]),
+    ("optimizer: {schedule: constant, min_lr: 1e-6}", ["optimizer.min_lr", "optimizer.schedule is constant"]),
+    ("train: {iters: 0}", ["train.iters", "1 or more"]),
+    ("train: {micro_batch_size: 3}", ["train.micro_batch_size", "Try `--train.micro_batch_size 2`"]),
+    ("train: {iters: 1, iters: 2}", ["line 4, column 19", "`iters` twice"]),
+    ("train: {}\ntrain: {}", ["line 5, column 1", "`train` twice"]),
+    ("train: [1", ["line 4", "broken YAML"]),
+    ("train:\n\titers: 3", ["line 5, column 1"]),
+    ("- 1", ["line 4, column 1"]),
+    ("log: {dir: 2024-13-45}", ["config.yaml", "month"]),
+    ("log: {dir: ~nobody-here/x}", ["log.dir", "home folder"]),
+    ('log: {dir: "a\\0b"}', ["log.dir", "a path"]),
+    ("train: " + "[" * 5000, ["config.yaml", "recursion"]),
+    ("? [a]\n: 3", ["line 4", "unhashable"]),
+    ("train: !!python/object:os.system {}", ["line 4", "could not determine a constructor"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), IN_FILE)
+def test_what_is_wrong_in_a_file(write, text: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(write(text))
+    for part in parts:
+        assert part in str(error.value)
+
+
+IN_DATA = [
+    ("datasets: []", ["data.datasets", "an empty list"]),
+    ("datasets: [dmeo]", ["`dmeo` (did you mean `demo`?)", "data.registry.dmeo"]),
+    ("datasets: [demo%0]", ["demo%0"]),
+    ("datasets: [demo%x]", ["demo%x"]),
+    ("datasets: [demo], min_pixels: 9, max_pixels: 8", ["data.min_pixels", "data.max_pixels, 8"]),
+    ("datasets: [demo], workers: -1", ["data.workers"]),
+    ("datasets: [demo], too_long: cut", ["data.too_long", "error, skip"]),
+    ("datasets: [demo], registry: {demo: {images: b}}", ["twice"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), IN_DATA)
+def test_what_is_wrong_with_data(write, text: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(write("", MINIMAL.replace("datasets: [demo]", text)))
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_names_with_a_rate_are_refused_in_the_registry(write) -> None:
+    with pytest.raises(UserError, match="a name without `%`"):
+        load_config(write("", MINIMAL.replace("demo", "demo%5")))
+
+
+IN_FLAGS = [
+    ("--train.iter 3", ["--train.iter", "did you mean `iters`?"]),
+    ("--iters 3", ["did you mean `--train.iters`?"]),
+    ("--train.iters", ["--train.iters: found no value"]),
+    ("--train.iters 3 4", ["found 2 values (3 4)"]),
+    ("--train.iters x", ["train.iters (--train.iters)", "the text `x`"]),
+    ("--train.iters 3 --train.iters 4", ["--train.iters: found it twice"]),
+    ("--parallel.vision sp:2 --vision-parallel sp:2", ["a second flag for parallel.vision"]),
+    ("--train 3", ["it has --train.iters"]),
+    ("--train.iters.x 3", ["does not exist"]),
+    ("--train. 3", ["does not exist"]),
+    ("-- 3", ["does not exist"]),
+    ("--data.registry x", ["--data.registry.NAME.annotations"]),
+    ("--data.registry.x.imgs q", ["did you mean `images`?"]),
+    ("--data.registry.x.images q", ["data.registry.x.annotations: found nothing"]),
+    ("--data.shuffle yes", ["true or false"]),
+    ("--model.freeze vision text projector", ["model.freeze", "nothing is left to train"]),
+    ("--model.freeze text text", ["model.freeze", "each part once"]),
+    ("--model.freeze head", ["model.freeze", "vision, projector, text"]),
+    ("--model.recompute.vision ful", ["model.recompute.vision", "did you mean `full`?"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "parts"), IN_FLAGS)
+def test_what_is_wrong_in_flags(write, flags: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        load_config([*write(""), *flags.split()])
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_stray_words_and_missing_values() -> None:
+    with pytest.raises(UserError, match="command line: found `foo`"):
+        load_config(["foo", "--config", "x"])
+    with pytest.raises(UserError, match=r"model.hf_path, data.registry, data.datasets: found nothing"):
+        load_config([])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    missing, binary, listed = tmp_path / "missing.yaml", tmp_path / "binary.yaml", tmp_path / "list.yaml"
+    binary.write_bytes(b"\xff\xfe\x00a")
+    listed.write_text("- 1\n")
+    for file, part in (
+        (missing, "no such file"),
+        (tmp_path, "is a directory"),
+        (binary, "UTF-8"),
+        (listed, "a mapping"),
+    ):
+        with pytest.raises(UserError) as error:
+            load_config(["--config", str(file)])
+        assert part in str(error.value) and str(file) in str(error.value)
+
+
+def test_settings_by_module_name_modules_of_the_model(write) -> None:
+    config = load_config([*write(""), "--model.recompute.visoin", "full"])
+    with pytest.raises(UserError, match=r"model.recompute.visoin: found module `visoin` \(did you mean `vision`\?\)"):
+        require_modules(config, ["vision", "text"])
+    require_modules(load_config([*write(""), "--text-parallel", "tp:2"]), ["vision", "text"])
+
+
+def test_values_are_checked_however_they_are_made(write) -> None:
+    config = load_config(write(""))
+    with pytest.raises(UserError, match="train.micro_batch_size"):
+        Config(model=config.model, data=config.data, train=type(config.train)(global_batch_size=4, micro_batch_size=3))

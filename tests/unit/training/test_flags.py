@@ -1,0 +1,41 @@
+"""The documentation of the flags names every field, with its default."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_hetero.training.config import Config, flag_table_markdown, load_config
+from megatron_hetero.training.flags import flag_rows
+
+FIELDS = """
+model.hf_path model.dtype model.freeze model.recompute.MODULE model.sequence_parallel.MODULE model.backend
+data.registry.NAME.annotations data.registry.NAME.images data.datasets data.shuffle data.max_seq_length data.too_long
+data.min_pixels data.max_pixels data.workers train.iters train.global_batch_size train.micro_batch_size train.seed
+optimizer.name optimizer.lr optimizer.min_lr optimizer.lr_vision optimizer.lr_projector optimizer.betas optimizer.eps
+optimizer.weight_decay optimizer.clip_grad optimizer.schedule optimizer.warmup_iters log.dir log.tensorboard
+export.hf_dir eval.datasets eval.limit eval.max_new_tokens
+"""
+
+
+def test_every_setting_has_a_flag_and_a_sentence() -> None:
+    rows = flag_rows(Config)
+    assert {row.flag for row in rows} == {"--config", "--MODULE-parallel", *(f"--{name}" for name in FIELDS.split())}
+    assert all(row.text.endswith(".") and row.values and row.default for row in rows)
+
+
+def test_the_markdown_table_has_a_row_per_flag() -> None:
+    lines = flag_table_markdown().splitlines()
+    assert len(lines) == 2 + len(flag_rows(Config))
+    assert "| `--model.dtype` | float32\\|bfloat16 | `bfloat16` |" in flag_table_markdown()
+    assert all(line.replace("\\|", "").count("|") == 5 for line in lines)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--train.iters", "3", "--help"]])
+def test_help_shows_every_flag_and_exits(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        load_config(argv)
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    for row in flag_rows(Config):
+        assert f"{row.flag}  [{row.values}]  (default: {row.default})" in shown
+        assert row.text in shown

@@ -1,0 +1,139 @@
+"""Metrics: the file, the line, TensorBoard, and the silent writer."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.training.metrics import MetricsWriter, NullWriter, StepMetrics
+
+
+def metrics(step: int = 1, **changes: object) -> StepMetrics:
+    values = dict(step=step, loss=2.5, grad_norm=0.75, lr=1e-4, tokens=1000, images=4, step_time_s=0.5)
+    more = dict(peak_memory_bytes=3 * 2**29, data_time_s=0.05, boundary_time_s=0.1)
+    return StepMetrics(**values | more | changes)  # pyright: ignore[reportArgumentType]
+
+
+def plain() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False)
+
+
+def test_the_file_has_one_object_per_step(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "on the way"
+    with MetricsWriter(folder, 2, console=plain()) as writer:
+        writer.write(metrics(1))
+        # Readers see a step as soon as it is done.
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
+        writer.write(metrics(2, extra={"idle": 0.25}, mfu=0.4))
+    first, second = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    assert first == {
+        "step": 1,
+        "loss": 2.5,
+        "grad_norm": 0.75,
+        "lr": 1e-4,
+        "tokens": 1000,
+        "images": 4,
+        "step_time_s": 0.5,
+        "tokens_per_s": 2000.0,
+        "images_per_s": 8.0,
+        "peak_memory_bytes": 3 * 2**29,
+        "data_share": 0.1,
+        "boundary_share": 0.2,
+        "mfu": None,
+    }
+    assert (second["idle"], second["mfu"]) == (0.25, 0.4)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_json_without_nan(tmp_path: Path, value: float) -> None:
+    with MetricsWriter(tmp_path, 1, console=plain()) as writer:
+        writer.write(metrics(loss=value, extra={"x": value}))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert record["loss"] is None and record["x"] is None
+
+
+def test_no_time_is_no_division_by_zero() -> None:
+    record = metrics(step_time_s=0.0).record()
+    assert (record["tokens_per_s"], record["data_share"]) == (0.0, 0.0)
+
+
+def test_extras_do_not_hide_metrics() -> None:
+    with pytest.raises(AssertionError, match="loss"):
+        metrics(extra={"loss": 1.0}).record()
+
+
+def test_the_line() -> None:
+    assert metrics(7, mfu=0.415).line(100) == (
+        "step   7/100 | loss 2.5000 | norm 0.750 | lr 1.00e-04 | 2,000 tokens/s | 8.0 images/s | 0.500 s | data 10% | "
+        "boundary 20% | memory 1.50 GiB | MFU 41.5%"
+    )
+    assert "MFU" not in metrics().line(1)
+
+
+def test_off_a_terminal_there_are_plain_lines_only(tmp_path: Path) -> None:
+    console = plain()
+    with MetricsWriter(tmp_path, 1, console=console) as writer:
+        writer.print("[started]")
+        writer.write(metrics())
+    assert console.file.getvalue() == f"[started]\n{metrics().line(1)}\n"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_on_a_terminal_there_is_a_bar_too(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    with MetricsWriter(tmp_path, 4, console=console) as writer:
+        writer.write(metrics(2))
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "loss 2.5000" in shown and "2/4" in shown and "training" in shown
+
+
+def test_an_earlier_run_is_replaced(tmp_path: Path) -> None:
+    for _ in range(2):
+        with MetricsWriter(tmp_path, 1, console=plain()) as writer:
+            writer.write(metrics())
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with MetricsWriter(tmp_path, 2, tensorboard=True, console=plain()) as writer:
+        writer.write(metrics(1))
+        writer.write(metrics(2, loss=1.5))
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 2.5), (2, 1.5)]
+    assert "train/mfu" not in events.Tags()["scalars"]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"log\.dir.*found (not a directory|file exists)"):
+        MetricsWriter(tmp_path / "file" / "folder", 1)
+    with pytest.raises(UserError, match=r"log\.dir"):
+        MetricsWriter(tmp_path / "file", 1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    writer = MetricsWriter(tmp_path, 1, console=plain())
+    with pytest.raises(UserError, match="no space left on device"):
+        writer.write(metrics())
+    writer.close()
+
+
+def test_the_silent_writer_takes_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    with NullWriter() as writer:
+        writer.write(metrics())
+        writer.print("text")
+    writer.close()
+    assert capsys.readouterr().out == ""
