@@ -8,8 +8,9 @@
 import sys
 from collections.abc import Sequence
 
-from megatron_hetero.launch import guarded, process_group
+from megatron_hetero.launch import guarded, process_group, rank
 from megatron_hetero.training.config import load_config
+from megatron_hetero.training.evaluation import evaluate_export
 from megatron_hetero.training.report import describe, describe_boundary
 from megatron_hetero.training.run import Run
 
@@ -27,6 +28,8 @@ def main(argv: Sequence[str]) -> None:
                 writer.write(run.train_step(step, batch, waited))
         if config.export.hf_dir is not None:
             run.export(config.export.hf_dir)
+    if config.eval.datasets and rank() == 0:
+        evaluate_export(config, platform)
 
 
 if __name__ == "__main__":

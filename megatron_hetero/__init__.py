@@ -2,5 +2,6 @@
 
 import warnings
 
-# Megatron-Core says at every import, on every rank, which optional packages it does without.
-warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|TransformerEngine).*", module=r"megatron\.core")
+# What Megatron-Core says on every rank, at import and from inside its own calls, is not for our users.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+warnings.filterwarnings("ignore", message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated")

@@ -54,7 +54,8 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     Exit status: 1 for an error, 130 for Ctrl-C.
     """
     try:
-        main(argv)
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if _repeats_help(argv) else sys.stdout):
+            main(argv)
     except SystemExit:
         raise
     except KeyboardInterrupt:
@@ -67,6 +68,11 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
         if any(sign in str(error) for sign in _LOST_PEER):
             time.sleep(10.0)  # somebody else's error; torchrun ends this process before it speaks
         _leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
+
+
+def _repeats_help(argv: Sequence[str]) -> bool:
+    """Whether this rank would print the help text that rank 0 prints."""
+    return rank() != 0 and "--help" in argv
 
 
 def _leave(message: str, status: int) -> None:

@@ -37,7 +37,7 @@ class Topology:
     """Layouts, this process's rank and its process groups.
 
     `layouts` maps module to layout; `world` spans all ranks on the device's backend, `host` spans them with gloo for
-    integers and messages that never leave the host.
+    integers and messages that never leave the host, and is not `world`, so that another thread can use it meanwhile.
     """
 
     platform: Platform
@@ -64,7 +64,8 @@ class Topology:
                     group = by_ranks.get(ranks) or by_ranks.setdefault(ranks, dist.new_group(ranks, sort_ranks=False))
                     if rank in ranks:
                         mine[module, axes] = group
-        host = dist.new_group(backend="gloo") if platform.backend != "gloo" else dist.group.WORLD
+        # A group of its own even where `world` is gloo too: the loader's thread uses it while the training thread uses `world`.
+        host = dist.new_group(backend="gloo")
         _self_check(by_ranks, rank, platform)
         return cls(
             platform, rank, world_size, MappingProxyType(dict(layouts)), dist.group.WORLD, host, MappingProxyType(mine)

@@ -43,8 +43,9 @@ class Ownership:
         """For each id below `total`: the group that holds it (-1 for none), and its place in that group's order."""
         group, place = np.full(total, -1, np.int64), np.zeros(total, np.int64)
         for index, rows in enumerate(self.rows):
-            if np.any(group[rows] >= 0) or len(np.unique(rows)) != len(rows):
-                raise ValueError(f"rows {rows[group[rows] >= 0][:5]} of group {self.groups[index]} are held twice")
+            twice = rows[(group[rows] >= 0) | (np.bincount(rows, minlength=total)[rows] > 1)]
+            if len(twice):
+                raise ValueError(f"rows {np.unique(twice)[:5]} of group {self.groups[index]} are held twice")
             group[rows], place[rows] = index, np.arange(len(rows))
         return group, place
 

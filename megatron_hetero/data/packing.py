@@ -41,32 +41,32 @@ class PackedBatch:
 
 
 def pack(samples: Sequence[TokenizedSample], pad_multiple: int, pad_token_id: int) -> PackedBatch:
-    """Packs samples in the order given.
+    """Packs samples in the order given. Without samples the pack is padding alone, so that a model has something to read.
 
     Args:
-        samples: at least one.
-        pad_multiple: S is the least multiple of it that holds the samples.
+        samples: may be empty (all were too long and skipped).
+        pad_multiple: S is the least multiple of it, above 0, that holds the samples.
         pad_token_id: what the tail is filled with.
 
     Raises:
         UserError: a sample's image tokens do not match its grids.
     """
-    assert samples and pad_multiple > 0, "a pack needs a sample and a positive multiple"
+    assert pad_multiple > 0, "a pack needs a positive multiple"
     for sample in samples:
         _check_rows(sample)
     cu_seqlens = np.cumsum([0] + [len(sample) for sample in samples], dtype=np.int64)
     length = int(cu_seqlens[-1])
-    padding = -length % pad_multiple
-    labels = _pad(np.concatenate([_labels(sample) for sample in samples]), padding, IGNORED)
+    padding = max(length, 1) + -max(length, 1) % pad_multiple - length
+    labels = _pad(_joined([_labels(sample) for sample in samples]), padding, IGNORED)
     images = [start + sample.image_positions for start, sample in zip(cu_seqlens[:-1], samples, strict=True)]
     return PackedBatch(
-        input_ids=_pad(np.concatenate([sample.input_ids for sample in samples]), padding, pad_token_id),
+        input_ids=_pad(_joined([sample.input_ids for sample in samples]), padding, pad_token_id),
         labels=labels,
-        position_ids=_pad(np.concatenate([sample.position_ids for sample in samples], axis=1), padding, 0),
+        position_ids=_pad(_joined([sample.position_ids for sample in samples], 3), padding, 0),
         cu_seqlens=cu_seqlens,
         length=length,
-        grids=np.concatenate([sample.grids for sample in samples]),
-        image_positions=np.concatenate(images),
+        grids=np.concatenate([np.zeros((0, 3), np.int64), *(sample.grids for sample in samples)]),
+        image_positions=_joined(images),
         supervised_tokens=int((labels != IGNORED).sum()),
     )
 
@@ -94,6 +94,11 @@ def _labels(sample: TokenizedSample) -> np.ndarray:
     labels = np.full(len(sample), IGNORED, dtype=np.int64)
     labels[:-1] = np.where(sample.supervised[1:], sample.input_ids[1:], IGNORED)
     return labels
+
+
+def _joined(parts: Sequence[np.ndarray], *dims: int) -> np.ndarray:
+    """The parts, int64 [*dims, n], one after the other along the last dim."""
+    return np.concatenate([np.zeros((*dims, 0), np.int64), *parts], axis=-1)
 
 
 def _pad(values: np.ndarray, padding: int, fill: int) -> np.ndarray:

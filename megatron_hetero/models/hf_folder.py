@@ -104,7 +104,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
                     raise UserError(f"{index}: found the file name {file!r}, expected one inside the folder")
                 files.setdefault(folder / file, set()).add(name)  # pyright: ignore[reportOptionalMemberAccess]
             return files
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index}: found an index that cannot be read ({error}); download it again") from error
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: None}
@@ -152,7 +152,9 @@ class FolderWriter:
         shard = self._shard_of[name]
         self._waiting[shard][name] = tensor.to(self.dtype).contiguous()
         if len(self._waiting[shard]) == len(self.shards[shard]):
-            save_file(self._waiting[shard], self.partial / self.file_name(shard), metadata={"format": "pt"})
+            path = self.partial / self.file_name(shard)
+            save_file(self._waiting[shard], path, metadata={"format": "pt"})
+            path.chmod(0o666 & ~_umask())  # safetensors makes files that nobody else can read
             self._waiting[shard].clear()
 
     def file_name(self, shard: int) -> str:
@@ -209,6 +211,12 @@ def require_writable(folder: Path) -> None:
             f"{folder}: found something that is not an exported model, expected nothing, an empty folder or an earlier export; "
             "it would be replaced: choose another export.hf_dir"
         )
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from tokenizers import pre_tokenizers
@@ -19,16 +20,21 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
+from megatron_hetero.errors import UserError
+
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
 SYSTEM_PROMPT = "You are a helpful assistant."
 
-CHAT_TEMPLATE = """\
+CHAT_TEMPLATE = (
+    """\
 {%- for message in messages -%}
 {%- if loop.first and message['role'] != 'system' -%}
-{{- '<|im_start|>system\\n""" + SYSTEM_PROMPT + """<|im_end|>\\n' -}}
+{{- '<|im_start|>system\\n"""
+    + SYSTEM_PROMPT
+    + """<|im_end|>\\n' -}}
 {%- endif -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
 {%- if message['content'] is string -%}
@@ -50,6 +56,7 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
+)
 
 
 @dataclass(frozen=True)
@@ -63,9 +70,32 @@ class ModelShape:
     text_hidden: int = 96
     text_heads: int = 4
     text_kv_heads: int = 2
-    # Small models learn in fewer steps from larger weights than the 0.02 of the real ones.
-    initializer_range: float = 0.12
+    # Small models learn in fewer steps from larger weights than the real ones' 0.02, and in pictures of a few tokens
+    # they tell positions apart by faster rotations than theirs, which serve thousands.
+    initializer_range: float = 0.1
     rope_theta: float = 8.0
+
+    def __post_init__(self) -> None:
+        for name, size in asdict(self).items():
+            if size <= 0:
+                _refuse(name, f"{size}", "more than 0", "raise it")
+        _check_divides("vision_hidden", self.vision_hidden, 4 * self.vision_heads, "4 x vision_heads")
+        _check_divides("text_hidden", self.text_hidden, 2 * self.text_heads, "2 x text_heads")
+        _check_divides("text_heads", self.text_heads, self.text_kv_heads, "text_kv_heads")
+
+
+def _check_divides(name: str, size: int, divisor: int, what: str) -> None:
+    if size % divisor:
+        fix = f"try {_flag(name)} {-(-size // divisor) * divisor}"
+        _refuse(name, f"{size}", f"a multiple of {what} = {divisor}", fix)
+
+
+def _refuse(name: str, found: str, expected: str, fix: str) -> NoReturn:
+    raise UserError.at(_flag(name), found=found, expected=expected, because="heads are cut evenly", fix=fix)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def write_model(folder: Path, corpus: Iterable[str], shape: ModelShape, seed: int) -> None:
@@ -86,9 +116,10 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int = 384) -> Qwen2Tokeni
     bpe.train_from_iterator(corpus, trainer)
     learned = json.loads(bpe.to_str())["model"]
     learned["vocab"].pop(END_OF_TEXT, None)
+    merges: Any = [tuple(pair) for pair in learned["merges"]]
     return Qwen2Tokenizer(
         vocab=learned["vocab"],
-        merges=[tuple(pair) for pair in learned["merges"]],
+        merges=merges,
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
         extra_special_tokens=list(SPECIAL_TOKENS[1:]),
@@ -99,21 +130,21 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int = 384) -> Qwen2Tokeni
 
 def model_config(shape: ModelShape, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
     """The configuration of a model of this shape with this tokenizer."""
-    token_id = tokenizer.convert_tokens_to_ids
-    end_of_text, turn_end = token_id(END_OF_TEXT), token_id(TURN_END)
+    ids = tokenizer.get_vocab()
+    end_of_text, turn_end = ids[END_OF_TEXT], ids[TURN_END]
     return Qwen2_5_VLConfig(
         vision_config=_vision_config(shape),
         text_config=_text_config(shape, len(tokenizer))
         | {"bos_token_id": end_of_text, "eos_token_id": turn_end, "pad_token_id": end_of_text},
-        image_token_id=token_id(IMAGE_PAD),
-        video_token_id=token_id(VIDEO_PAD),
-        vision_start_token_id=token_id(VISION_START),
-        vision_end_token_id=token_id(VISION_END),
+        image_token_id=ids[IMAGE_PAD],
+        video_token_id=ids[VIDEO_PAD],
+        vision_start_token_id=ids[VISION_START],
+        vision_end_token_id=ids[VISION_END],
         tie_word_embeddings=True,
     )
 
 
-def _vision_config(shape: ModelShape) -> dict:
+def _vision_config(shape: ModelShape) -> dict[str, Any]:
     return {
         "depth": shape.vision_layers,
         "hidden_size": shape.vision_hidden,
@@ -128,7 +159,7 @@ def _vision_config(shape: ModelShape) -> dict:
     }
 
 
-def _text_config(shape: ModelShape, tokens: int) -> dict:
+def _text_config(shape: ModelShape, tokens: int) -> dict[str, Any]:
     head_size = shape.text_hidden // shape.text_heads
     return {
         "vocab_size": math.ceil(tokens / 128) * 128,
@@ -138,7 +169,11 @@ def _text_config(shape: ModelShape, tokens: int) -> dict:
         "num_attention_heads": shape.text_heads,
         "num_key_value_heads": shape.text_kv_heads,
         "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta, "mrope_section": mrope_section(head_size)},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": shape.rope_theta,
+            "mrope_section": mrope_section(head_size),
+        },
         "initializer_range": shape.initializer_range,
     }
 
@@ -150,17 +185,16 @@ def mrope_section(head_size: int) -> list[int]:
     return [frequencies - 2 * space, space, space]
 
 
-def build_model(
-    config: Qwen2_5_VLConfig, tokenizer: Qwen2Tokenizer, seed: int
-) -> Qwen2_5_VLForConditionalGeneration:
+def build_model(config: Qwen2_5_VLConfig, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:
     """The model with random weights; leaves the caller's random state as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2_5_VLForConditionalGeneration(config)
+    ids = tokenizer.get_vocab()
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
-        eos_token_id=tokenizer.convert_tokens_to_ids([TURN_END, END_OF_TEXT]),
-        pad_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+        bos_token_id=ids[END_OF_TEXT],
+        eos_token_id=[ids[TURN_END], ids[END_OF_TEXT]],
+        pad_token_id=ids[END_OF_TEXT],
         do_sample=False,
     )
     return model

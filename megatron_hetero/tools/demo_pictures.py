@@ -36,7 +36,7 @@ POSITIONS: dict[str, tuple[float, float]] = {
     "bottom right": (0.75, 0.75),
 }
 SHAPES = ("disc", "square", "triangle", "ring")
-# Multiples of the merged patch (28 pixels): 16 to 64 patches of 14 pixels, flat, tall and square; two are
+# Multiples of the merged patch (28 pixels): 16 to 64 patches of 14 pixels, flat, tall and square; one is
 # longer than an attention window (112 pixels).
 SIZES = ((56, 56), (84, 56), (56, 84), (84, 84), (112, 56), (56, 112), (112, 84), (84, 112), (168, 56), (112, 112))
 
@@ -92,7 +92,7 @@ def draw(scene: Scene) -> Image.Image:
     picture = Image.new("RGB", scene.size, (scene.brightness,) * 3)
     x, y = POSITIONS[scene.position]
     centre = ((x + scene.shift[0]) * width, (y + scene.shift[1]) * height)
-    # Long pictures get a larger shape, but never one that leaves its quadrant.
+    # Long pictures get a larger shape, as far as their short side allows; a shape is never smaller than a patch.
     radius = scene.radius * min(max(width, height) / 1.5, min(width, height))
     _draw_shape(ImageDraw.Draw(picture), scene.shape, centre, max(radius, 9.0), COLOURS[scene.colour])
     return picture

@@ -139,7 +139,9 @@ def _load_model(hf_dir: Path, device: str) -> Any:
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     try:
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(hf_dir, local_files_only=True, use_safetensors=True)
+        model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            hf_dir, local_files_only=True, use_safetensors=True
+        )
     except Exception as error:  # safetensors, json and transformers raise exceptions of their own
         raise UserError.at(
             hf_dir,
@@ -252,7 +254,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
+    from transformers.utils.logging import disable_progress_bar
+
     options = vars(_parser().parse_args(arguments))
+    disable_progress_bar()
     try:
         result = exact_match(options.pop("hf_dir"), options.pop("annotations"), options.pop("images"), **options)
     except UserError as error:

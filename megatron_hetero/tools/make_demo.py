@@ -1,13 +1,13 @@
 """Make everything that a first training run needs: a small model, drawn pictures with questions, a configuration.
 
-    python -m megatron_hetero.tools.make_demo DIR [--seed N] [--train-pictures N] [--heldout-questions N] [--force]
+python -m megatron_hetero.tools.make_demo DIR [--seed N] [--train-pictures N] [--heldout-questions N] [--force]
 
-    DIR/model/               Qwen2.5-VL in `transformers` format with random weights, tokenizer and image processor
-    DIR/data/train.jsonl     questions about pictures, LLaVA-style
-    DIR/data/heldout.jsonl   questions about combinations of properties that training never shows
-    DIR/data/images/*.png
-    DIR/config.yaml          the configuration of the run
-    DIR/demo.json            the options it was made with
+DIR/model/               Qwen2.5-VL in `transformers` format with random weights, tokenizer and image processor
+DIR/data/train.jsonl     questions about pictures, LLaVA-style
+DIR/data/heldout.jsonl   questions about combinations of properties that training never shows
+DIR/data/images/*.png
+DIR/config.yaml          the configuration of the run
+DIR/demo.json            the options it was made with
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import yaml
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.tools.demo_config import run_config
@@ -32,6 +33,9 @@ from megatron_hetero.tools.demo_records import Sample, held_out_samples, trainin
 # Moved into place in this order: the marker comes last, so a folder that has it is complete.
 MARKER = "demo.json"
 PARTS = ("model", "data", "config.yaml", MARKER)
+# To be raised when the same options come to mean other bytes.
+FORMAT = 1
+WORK = ".making-"
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class DemoOptions:
     """What decides every byte of the demo."""
 
     seed: int = 0
-    train_pictures: int = 4000
+    train_pictures: int = 8000
     heldout_questions: int = 320
     shape: ModelShape = field(default_factory=ModelShape)
 
@@ -51,7 +55,7 @@ class DemoOptions:
 
     def to_json(self) -> str:
         """The text of the marker file."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        return json.dumps({"format": FORMAT} | asdict(self), indent=2) + "\n"
 
 
 def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool = False) -> bool:
@@ -83,14 +87,15 @@ def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool =
 
 
 def _holds(folder: Path, options: DemoOptions) -> bool:
-    marker = folder / MARKER
-    return marker.is_file() and marker.read_text() == options.to_json()
+    complete = all((folder / part).exists() for part in PARTS)
+    return complete and (folder / MARKER).read_text() == options.to_json()
 
 
 def _refuse_other_content(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError.at(folder, found="a file", expected="a folder", fix="choose another DIR")
-    others = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    others = [name for name in names if not name.startswith(WORK)]
     if others:
         raise UserError.at(
             folder,
@@ -104,7 +109,7 @@ def _refuse_other_content(folder: Path) -> None:
 def _write_all(folder: Path, options: DemoOptions) -> None:
     """Writes beside the destination and then moves, so that a run cut short leaves no half of a demo."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as name:
+    with tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as name:
         made = Path(name)
         _write_parts(made, options)
         (folder / MARKER).unlink(missing_ok=True)
@@ -174,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(_parser().parse_args(arguments))
     folder, force = given.pop("folder"), given.pop("force")
     sizes = {name: given.pop(name) for name in asdict(ModelShape()) if name in given}
+    disable_progress_bar()
     try:
         written = make_demo(folder, DemoOptions(**given, shape=ModelShape(**sizes)), force=force)
     except UserError as error:

@@ -62,7 +62,7 @@ class DataConfig:
     min_pixels: int | None = option(None, "Fewest pixels of an image; smaller ones are enlarged.", "the model's")
     max_pixels: int | None = option(None, "Most pixels of an image; larger ones are reduced.", "the model's")
     workers: int = option(
-        2, "Processes per rank that decode images in the background; 0 decodes in the training process."
+        2, "Threads per rank that tokenise and decode the next step in the background; 0 does it between the steps."
     )
 
 
@@ -144,6 +144,7 @@ class Config:
         _check_numbers(self)
         _check_model(self.model)
         _check_data(self.data, self.eval)
+        _check_evaluation(self.eval, self.export)
         _check_batch(self.train)
         _check_optimizer(self.optimizer, self.train.iters)
 
@@ -266,6 +267,12 @@ def _check_data(data: DataConfig, evaluation: EvalConfig) -> None:
     if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
         expected, why = f"at most data.max_pixels, {data.max_pixels}", "no image could have so many and so few"
         raise _wrong("data.min_pixels", data.min_pixels, expected, why, "lower it, or raise the other")
+
+
+def _check_evaluation(evaluation: EvalConfig, export: ExportConfig) -> None:
+    if evaluation.datasets and export.hf_dir is None:
+        why = "the exported model is what answers"
+        raise _wrong("eval.datasets", ", ".join(evaluation.datasets), "none without export.hf_dir", why, "set export.hf_dir")
 
 
 def _check_registered(where: str, names: Sequence[str], registry: Mapping[str, object]) -> None:

@@ -41,7 +41,7 @@ def export_model(
         with folder_writer(target, stored_shapes(shapes), dtype, companions) as writer:
             for name, tensor in assemble(parts, stored_shapes(shapes)):
                 writer.put(name, tensor)
-    dist.barrier(topology.host)
+    dist.barrier(topology.world)
 
 
 def gather_parameters(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_hetero.errors import UserError
 from megatron_hetero.models.hf_folder import StoredWeights
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
-from megatron_hetero.models.qwen2_5_vl.weights import group_of, weight_map
+from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, group_of, weight_map
 from megatron_hetero.models.weight_map import Held, WeightMap, held, lay_into
 from megatron_hetero.topology import Topology
 
@@ -91,6 +92,27 @@ def load_parameters(model: torch.nn.Module, own_map: WeightMap, weights: StoredW
     assert parameters.keys() == own_map.keys(), f"weight map: {parameters.keys() ^ own_map.keys()}"
     for name, pieces in own_map.items():
         lay_into(parameters[name], pieces, [weights.read(piece) for piece in pieces])
+    _require_equal_copies(own_map, weights)
+
+
+def _require_equal_copies(own_map: WeightMap, weights: StoredWeights) -> None:
+    """Check what a folder of a tied model stores twice, in the rows that this rank holds. Raises `UserError`."""
+    pieces = {piece for of_parameter in own_map.values() for piece in of_parameter}
+    used = {piece.name for piece in pieces}
+    for copy, original in TIED_COPIES.items():
+        if copy in used or copy not in weights.shapes or original not in used:
+            continue
+        same = weights.shapes[copy] == weights.shapes[original] and all(
+            torch.equal(weights.read(piece), weights.read(replace(piece, name=copy)))
+            for piece in pieces
+            if piece.name == original
+        )
+        if not same:
+            raise UserError(
+                f"{weights.folder}: found a {copy} that differs from {original}, expected equal ones, because config.json "
+                "says that they are tied (tie_word_embeddings) and one of them would be lost; set tie_word_embeddings to "
+                f"false in config.json, or remove {copy} from the weights"
+            )
 
 
 def _freeze(module: str, model: torch.nn.Module, freeze: Collection[str]) -> None:

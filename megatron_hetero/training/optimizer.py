@@ -52,7 +52,9 @@ def build_optimizer(module: TrainedModule, config: OptimizerConfig, dtype: torch
 
 def _overrides(module: TrainedModule, config: OptimizerConfig) -> dict[ParamKey, Any]:
     one_dimensional = ParamPredicate("one-dimensional", lambda p: p.dim() == 1)
-    overrides: dict[ParamKey, Any] = {ParamKey(name="*.bias", predicate=one_dimensional): {"wd_mult": 0.0}}
+    # `wd_mult` alone does nothing: only Megatron's own scheduler, which is not used here, applies it.
+    exempt = {"wd_mult": 0.0, "weight_decay": 0.0}
+    overrides: dict[ParamKey, Any] = {ParamKey(name="*.bias", predicate=one_dimensional): exempt}
     for group, peak in (("vision", config.lr_vision), ("projector", config.lr_projector)):
         if peak is not None:
             members = {id(p) for name, p in module.model.named_parameters() if group_of(module.name, name) == group}
@@ -64,11 +66,11 @@ def _overrides(module: TrainedModule, config: OptimizerConfig) -> dict[ParamKey,
 def set_learning_rates(optimizer: Any, step: int, config: OptimizerConfig, total: int) -> None:
     """Give each parameter group its rate of `step` (from 1) of `total`."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(
-            step,
-            peak=group["max_lr"],
-            minimum=group["min_lr"],
-            schedule=config.schedule,
-            warmup=config.warmup_iters,
-            total=total,
-        )
+        group["lr"] = rate_of(group["max_lr"], group["min_lr"], step, config, total)
+
+
+def rate_of(peak: float, minimum: float, step: int, config: OptimizerConfig, total: int) -> float:
+    """The rate of `step` of `total` under the schedule of `config`, from `peak` to `minimum`."""
+    return learning_rate(
+        step, peak=peak, minimum=minimum, schedule=config.schedule, warmup=config.warmup_iters, total=total
+    )

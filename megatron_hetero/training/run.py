@@ -22,7 +22,7 @@ from megatron_hetero.megatron_adapter import prepare_globals
 from megatron_hetero.models.backend import spec_provider
 from megatron_hetero.models.hf_folder import StoredWeights, require_writable
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
+from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, canonical_name, stored_shapes
 from megatron_hetero.platform import Platform
 from megatron_hetero.schedule.colocated import Stopwatch, run_step
 from megatron_hetero.topology import Topology
@@ -31,7 +31,7 @@ from megatron_hetero.training.export import export_model
 from megatron_hetero.training.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients
 from megatron_hetero.training.metrics import MetricsWriter, NullWriter, StepMetrics
 from megatron_hetero.training.modules import MODULES, TrainedModule, build_module
-from megatron_hetero.training.optimizer import build_optimizer, set_learning_rates
+from megatron_hetero.training.optimizer import build_optimizer, rate_of, set_learning_rates
 from megatron_hetero.training.step_flops import utilisation
 from megatron_hetero.training.step_loader import BatchShape, StepBatch, StepLoader
 from megatron_hetero.training.to_device import to_device
@@ -62,7 +62,7 @@ class Run:
         """
         shapes, layouts, batch = checked(config, dist.get_world_size())
         weights = StoredWeights.open(config.model.hf_path, canonical_name)
-        weights.require(stored_shapes(shapes), frozenset({"lm_head.weight"}) if shapes.text.tied else frozenset())
+        weights.require(stored_shapes(shapes), frozenset(TIED_COPIES) if shapes.text.tied else frozenset())
         processor = Processor.from_folder(config.model.hf_path, config.data.min_pixels, config.data.max_pixels)
         registry = {n: RegistryEntry(e.annotations, e.images) for n, e in config.data.registry.items()}
         mixture = Mixture.parse(config.data.datasets, registry, config.data.shuffle, config.train.seed)
@@ -137,9 +137,10 @@ class Run:
 
     def gradients(self, batch: StepBatch) -> GradientSummary:
         """Forward and backward of all micro-batches, then the sums over ranks; gradients are not scaled by 1/N yet."""
-        for module in self.modules:
+        for module, optimizer in zip(self.modules, self.optimizers, strict=True):
             if module.ddp is not None:
                 module.ddp.zero_grad_buffer()
+                optimizer.zero_grad()  # Megatron's fp32 optimizer leaves the last step's gradients on the parameters
         dtype = dtype_of(self.config)
         micro_batches = (to_device(m, self.platform, dtype) for m in batch.micro_batches)
         vision, text = self._by_name["vision"], self._by_name["text"]
@@ -148,13 +149,14 @@ class Run:
         return reduce_gradients(self.modules, loss_sum, first_of_tp, self.optimizers, self.topology)
 
     def _update(self, step: int) -> float:
+        """Step all optimizers. Returns the learning rate of `optimizer.lr` (parts may have rates of their own)."""
+        config, total = self.config.optimizer, self.config.train.iters
         with self.platform.megatron_scope():
             for optimizer in self.optimizers:
                 if optimizer is not None:
-                    set_learning_rates(optimizer, step, self.config.optimizer, self.config.train.iters)
+                    set_learning_rates(optimizer, step, config, total)
                     optimizer.step()
-        groups = [g for o in self.optimizers if o is not None for g in o.param_groups]
-        return groups[-1]["lr"]
+        return rate_of(config.lr, config.min_lr, step, config, total)
 
     def _refuse_faults(self, step: int, summary: GradientSummary) -> None:
         if not summary.faults:
@@ -179,12 +181,18 @@ class Run:
             tokens=batch.tokens,
             images=len(batch.grids),
             step_time_s=seconds,
-            peak_memory_bytes=self.platform.peak_memory_bytes(),
+            peak_memory_bytes=self._highest(self.platform.peak_memory_bytes()),
             data_time_s=waited,
             boundary_time_s=self.watch.read().get("boundary", 0.0),
             mfu=utilisation(self.shapes, self.config.model.freeze, batch, seconds, self.topology),
             extra={"patches": sum(prod(grid) for grid in batch.grids), "supervised_tokens": batch.supervised},
         )
+
+    def _highest(self, number: int) -> int:
+        """The highest of all ranks' numbers."""
+        highest = torch.tensor(number, dtype=torch.int64, device=self.platform.device)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.topology.world)
+        return int(highest)
 
     def export(self, target: Path) -> None:
         """Write the model to `target` in `transformers` format."""

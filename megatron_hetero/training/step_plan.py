@@ -58,7 +58,7 @@ class EncoderShare:
 
     `parts`: its images' patches, in order; `padding`: patches of zeros after them. `positions`: int64 [2, n] for the n real
     patches of the rank's shard (that its tp group shares). `windows`: lengths of the shard's windows. `sequences`, `shard_lengths`: of
-    the whole replica. All lengths in patches. `rows`: rows that come out, padding included.
+    the whole replica. All lengths in patches.
     """
 
     parts: tuple[PatchPart, ...]

@@ -19,7 +19,7 @@ def train(flags: list[str]) -> dict[str, Any] | None:
     """Run the configured number of steps as the program does; rank 0 returns losses, norms and the final weights."""
     run = _build(flags)
     metrics = [run.train_step(step, batch) for step, batch, _ in run.batches()]
-    weights = _stored(run, lambda p: p.detach())
+    weights = _stored(run, lambda p: p.detach().float())
     replicas_equal = _replicas_equal(run)
     return {
         "losses": [m.loss for m in metrics],

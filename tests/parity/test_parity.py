@@ -12,11 +12,15 @@ import torch
 
 from tests.parity import jobs
 from tests.support.folders import ModelChoice, write_data, write_model
-from tests.support.oracle import Oracle
+from tests.support.oracle import Oracle, stored_name
 from tests.support.pool import Pool
 
 GLOBAL_BATCH = 8
-LEARNING_RATE = 1e-3
+RATES = {"adamw": 1e-3, "sgd": 1e-1}
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=RATES["adamw"], weight_decay=0.0),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=RATES["sgd"]),
+}
 BASE = ModelChoice()
 MODELS = {
     "untied": BASE,
@@ -73,16 +77,23 @@ CASES = [
 
 
 @dataclass
+class Trained:
+    """Three steps of one optimizer by the oracle."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+@dataclass
 class Expected:
     """What the oracle found for one model: the folder, and per kind of run the numbers."""
 
     folder: Path
     loss: float
     gradients: dict[str, torch.Tensor]
-    adamw_losses: list[float]
-    adamw_norms: list[float]
     before: dict[str, torch.Tensor]
-    after: dict[str, torch.Tensor]
+    runs: dict[str, Trained]
 
 
 @pytest.fixture(scope="module")
@@ -103,22 +114,21 @@ def _ask_oracle(folder: Path, choice: ModelChoice) -> Expected:
     oracle = Oracle.load(folder / "model", data)
     loss, gradients = oracle.step(range(GLOBAL_BATCH))
     before = oracle.weights()
-    adamw = torch.optim.AdamW(oracle.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    return Expected(folder, loss, gradients, before, {name: _train(folder, data, name) for name in OPTIMIZERS})
+
+
+def _train(folder: Path, data: Path, name: str) -> Trained:
+    oracle = Oracle.load(folder / "model", data)
+    optimizer = OPTIMIZERS[name](oracle.model.parameters())
     losses, norms = [], []
     for step in range(3):
-        step_loss, step_gradients = oracle.step(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
-        for name, parameter in oracle.model.named_parameters():
-            parameter.grad = step_gradients[_stored(name)]
+        loss, gradients = oracle.step(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
+        for parameter_name, parameter in oracle.model.named_parameters():
+            parameter.grad = gradients[stored_name(parameter_name)]
         norms.append(float(torch.nn.utils.clip_grad_norm_(oracle.model.parameters(), 1.0)))
-        adamw.step()
-        losses.append(step_loss)
-    return Expected(folder, loss, gradients, losses, norms, before, oracle.weights())
-
-
-def _stored(name: str) -> str:
-    from tests.support.oracle import stored_name
-
-    return stored_name(name)
+        optimizer.step()
+        losses.append(loss)
+    return Trained(losses, norms, oracle.weights())
 
 
 def _flags(case: Case, folder: Path, *more: str) -> list[str]:
@@ -149,15 +159,23 @@ def test_gradients(case: Case, expected: Callable[[str], Expected], pools: Calla
     assert got["norm"] == pytest.approx(everything, rel=1e-4)
 
 
+def three_steps(case: Case, optimizer: str, want: Expected, pool: Pool) -> None:
+    flags = f"--train.iters 3 --optimizer.lr {RATES[optimizer]} --optimizer.schedule constant --optimizer.name {optimizer}"
+    results = pool.run(jobs.train, _flags(case, want.folder, *flags.split()))
+    got, trained = results[0], want.runs[optimizer]
+    assert all(result["replicas_equal"] for result in results)
+    assert got["losses"] == pytest.approx(trained.losses, rel=1e-5)
+    assert got["norms"] == pytest.approx(trained.norms, rel=1e-4)
+    update = {name: trained.weights[name] - want.before[name] for name in want.before}
+    wrong = {name: torch.from_numpy(got["weights"][name]) - trained.weights[name] for name in want.before}
+    assert _norm(wrong) <= 1e-3 * _norm(update)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_three_adamw_steps(case: Case, expected: Callable[[str], Expected], pools: Callable[[int], Pool]) -> None:
-    want = expected(case.model)
-    optimizer = f"--train.iters 3 --optimizer.lr {LEARNING_RATE} --optimizer.schedule constant".split()
-    results = pools(case.ranks).run(jobs.train, _flags(case, want.folder, *optimizer))
-    got = results[0]
-    assert all(result["replicas_equal"] for result in results)
-    assert got["losses"] == pytest.approx(want.adamw_losses, rel=1e-5)
-    assert got["norms"] == pytest.approx(want.adamw_norms, rel=1e-4)
-    update = {name: want.after[name] - want.before[name] for name in want.after}
-    wrong = {name: torch.from_numpy(got["weights"][name]) - want.after[name] for name in want.after}
-    assert _norm(wrong) <= 1e-3 * _norm(update)
+    three_steps(case, "adamw", expected(case.model), pools(case.ranks))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.model == "tied"], ids=str)
+def test_three_sgd_steps(case: Case, expected: Callable[[str], Expected], pools: Callable[[int], Pool]) -> None:
+    three_steps(case, "sgd", expected(case.model), pools(case.ranks))

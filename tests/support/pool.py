@@ -1,4 +1,4 @@
-"""A pool of gloo workers, spawned once, that run functions of the tests on real process groups."""
+"""A pool of gloo workers, started once, that run functions of the tests on real process groups."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120.0
+PRELOADED = [
+    "torch.distributed",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+]
+"""Imported once by the server that workers are forked from: imports cost seconds per process otherwise."""
 
 
 class Pool:
     """`ranks` processes with an initialised default process group."""
 
     def __init__(self, ranks: int, folder: Path):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.ranks = ranks
         self._jobs = [context.Queue() for _ in range(ranks)]
         self._results = context.Queue()
@@ -40,7 +48,9 @@ class Pool:
                 rank, result, failure = self._results.get(timeout=timeout_s)
             except queue.Empty:
                 self.close()
-                raise TimeoutError(f"ranks {set(range(self.ranks)) - results.keys()} hang in {function.__name__}") from None
+                raise TimeoutError(
+                    f"ranks {set(range(self.ranks)) - results.keys()} hang in {function.__name__}"
+                ) from None
             if failure is not None:
                 self.close()
                 raise AssertionError(f"rank {rank}: {failure}")
@@ -57,6 +67,13 @@ class Pool:
         for worker in self._workers:
             worker.terminate()
             worker.join()
+
+
+def world() -> Any:
+    """The group of all workers, to the functions that they run."""
+    import torch.distributed as dist
+
+    return dist.group.WORLD
 
 
 def _serve(rank: int, ranks: int, store: str, jobs: Any, results: Any) -> None:

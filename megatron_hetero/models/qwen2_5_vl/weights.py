@@ -8,6 +8,10 @@ from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, TextShape, 
 from megatron_hetero.models.weight_map import Interval, Piece, WeightMap, share, stack
 
 
+TIED_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
+"""What a folder of a tied model may store a second time, and the tensor that it must equal."""
+
+
 def canonical_name(stored: str) -> str:
     """The name that published folders use. Newer versions of transformers may nest both modules under `model.`."""
     for nested, flat in (("model.visual.", "visual."), ("model.language_model.", "model.")):

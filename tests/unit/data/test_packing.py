@@ -80,6 +80,17 @@ def test_a_pack_without_images_has_empty_arrays(processor: Processor, make_recor
     assert batch.supervised_tokens == 1
 
 
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_an_empty_pack_is_padding(multiple: int) -> None:
+    batch = pack([], multiple, PAD)
+    assert batch.input_ids.tolist() == [PAD] * multiple and batch.labels.tolist() == [-100] * multiple
+    assert batch.position_ids.shape == (3, multiple) and not batch.position_ids.any()
+    assert batch.cu_seqlens.tolist() == [0] and batch.length == batch.supervised_tokens == 0
+    assert batch.grids.shape == (0, 3) and batch.image_positions.shape == (0,)
+    for array in (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens, batch.grids):
+        assert array.dtype == np.int64
+
+
 def test_image_tokens_must_match_grids(processor: Processor, make_record: MakeRecord, pictures: Path) -> None:
     sample = processor.tokenize(make_record("<image>", "x", images=["56x56.png"], folder=pictures))
     wrong = dataclasses.replace(sample, grids=np.array([[1, 4, 6]]))

@@ -1,0 +1,74 @@
+# make train   the demo: a small model learns to answer questions about pictures, on any machine
+# make test    lint, types, unit tests, functional tests
+# Each makes what it needs, .venv included. PYTHON=python3.12 make ... takes another interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+EXTRAS := dev,tensorboard,bench
+RANKS ?= 2
+
+# One thread per process: the ranks of a run and the workers of the tests share the cores.
+export OMP_NUM_THREADS := 1
+# Nothing is fetched while programs run.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help venv test lint types unit functional format readme train demo-clean bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+# ---------------------------------------------------------------------------------------- environment
+
+venv: $(INSTALLED)
+
+$(INSTALLED): setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-input -q -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+# ---------------------------------------------------------------------------------------------- tests
+
+# One run of pytest for everything, after the checks that are quick to fail.
+test: lint types
+	$(BIN)/python -m pytest tests
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/pyright
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest tests/unit
+
+functional: $(INSTALLED)
+	$(BIN)/python -m pytest tests --ignore tests/unit
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The table of flags in the README, from the code.
+readme: $(INSTALLED)
+	$(BIN)/python -m tests.unit.test_readme
+
+# --------------------------------------------------------------------------------------------- programs
+
+train: demo/demo.json
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) pretrain_vlm.py --config demo/config.yaml
+
+demo/demo.json: | $(INSTALLED)
+	$(BIN)/python -m megatron_hetero.tools.make_demo demo
+
+demo-clean:
+	rm -rf demo
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks.step
+
+clean: demo-clean
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,95 @@
+"""Processes that take orders: each system under test lives in its own, so that its memory is its own."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import queue
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 1800.0
+
+
+class Crew:
+    """`ranks` processes with a process group; in each an object, made by `build(platform, *args)`, takes orders."""
+
+    def __init__(self, ranks: int, store: Path, build: Callable[..., Any], *args: Any):
+        # Heavy modules are imported once and shared; nothing in them starts threads or touches a GPU.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["benchmarks.systems"])
+        self.ranks = ranks
+        self._orders = [context.Queue() for _ in range(ranks)]
+        self._results = context.Queue()
+        self._workers = [
+            context.Process(
+                target=_serve,
+                args=(rank, ranks, str(store), build, args, self._orders[rank], self._results),
+                daemon=True,
+            )
+            for rank in range(ranks)
+        ]
+        for worker in self._workers:
+            worker.start()
+        self._collect()
+
+    def run(self, name: str, *args: Any) -> list[Any]:
+        """Call method `name` on every rank; results by rank. A failure on any rank is raised here with its trace."""
+        for orders in self._orders:
+            orders.put((name, args))
+        return self._collect()
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.terminate()
+            worker.join()
+
+    def _collect(self) -> list[Any]:
+        results: dict[int, Any] = {}
+        while len(results) < self.ranks:
+            try:
+                rank, result, failure = self._results.get(timeout=TIMEOUT_S)
+            except queue.Empty:
+                self.close()
+                raise TimeoutError(f"ranks {set(range(self.ranks)) - results.keys()} do not answer") from None
+            if failure is not None:
+                self.close()
+                raise RuntimeError(f"rank {rank}: {failure}")
+            results[rank] = result
+        return [results[rank] for rank in range(self.ranks)]
+
+
+def _serve(rank: int, ranks: int, store: str, build: Any, args: Any, orders: Any, results: Any) -> None:
+    try:
+        worker = build(_join(rank, ranks, store), *args)
+        results.put((rank, None, None))
+        while True:
+            name, values = orders.get()
+            result = getattr(worker, name)(*values)
+            # Systems that wait must not sit on the memory that the others need; all start their next order alike.
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+            results.put((rank, result, None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+
+
+def _join(rank: int, ranks: int, store: str) -> Any:
+    """The platform of this rank, with the default process group: a GPU each where there are enough, else the CPU."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_hetero.platform import CPU, Platform
+
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(ranks)
+    torch.set_num_threads(1)
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+    platform = Platform.detect(rank) if enough else Platform(CPU, "gloo")
+    platform.init_process_group(
+        store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    return platform

@@ -1,0 +1,294 @@
+"""Tables, requirements and plots from what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.material import Case, ModelSize
+
+COMMUNICATING = 0.35
+"""Share of uniform tp's encoder time from which `sp` must be `FASTER`."""
+FASTER = 1.26
+COMPUTING = 0.10
+"""Share of uniform tp's encoder time below which arithmetic dominates, and `sp` must be at least `NOT_SLOWER`."""
+NOT_SLOWER = 0.97
+TRAFFIC = 0.25
+"""Largest share of tp's traffic that `sp` may have."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of times of the same round: median, smallest and largest over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, slower: Sequence[float], faster: Sequence[float]) -> Ratio:
+        """How many times longer `slower` takes than `faster`, round by round."""
+        ratios = [a / b for a, b in zip(slower, faster, strict=True)]
+        return cls(median(ratios), min(ratios), max(ratios))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def _table(header: str, rows: Sequence[str]) -> str:
+    columns = header.count("|") + 1
+    return "\n".join([f"| {header} |", "|---" * columns + "|", *(f"| {row} |" for row in rows)])
+
+
+def _verdict(passed: bool | None, text: str) -> str:
+    return f"{'NOT SHOWN' if passed is None else 'PASS' if passed else 'FAIL'}: {text}"
+
+
+def _write(folder: Path, name: str, text: str, numbers: Any, figure: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+    (folder / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    figure.savefig(folder / f"{name}.png", dpi=90)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The encoder alone
+# ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class EncoderReport:
+    """The sweep over widths and image sizes. `points` as `EncoderBench.measure` returns them, plus what follows."""
+
+    layers: int
+    ranks: int
+    points: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def add(self, point: dict[str, Any]) -> None:
+        """Take a point, and find tp at its best in it."""
+        seconds, traffic = point["seconds"], point["traffic"]
+        best = min((name for name in seconds if name != "sp"), key=lambda name: median(seconds[name]))
+        point |= {
+            "best_tp": best,
+            "ratio": asdict(Ratio.of(seconds[best], seconds["sp"])),
+            "shares": {name: traffic[name]["seconds"] / median(seconds[name]) for name in seconds},
+            "traffic_ratio": traffic["sp"]["bytes"] / min(traffic[n]["bytes"] for n in seconds if n != "sp"),
+        }
+        self.points.append(point)
+
+    def text(self, last_only: bool = False) -> str:
+        """The table, and whether the requirements are met."""
+        points = self.points[-1:] if last_only else self.points
+        table = _table(
+            "width | patches | tp at its best | tp communicates | sp communicates | sp sends | tp sends | "
+            "collectives sp, tp | saved activations sp, tp | tp / sp time: median [min, max]",
+            [self._row(p) for p in points],
+        )
+        if last_only:
+            return table.splitlines()[-1]
+        head = f"Vision encoder, {self.layers} layers, {self.ranks} ranks, forward and backward; per rank."
+        skipped = [f"Skipped as too long for this machine: {s}." for s in self.skipped]
+        return "\n\n".join([head, table, *skipped, "\n".join(f"- {v}" for v in self.verdicts())])
+
+    def _row(self, p: dict[str, Any]) -> str:
+        best, traffic = p["best_tp"], p["traffic"]
+        sp, tp = traffic["sp"], traffic[best]
+        saved = f"{sp['saved_activation_bytes'] / 2**20:.0f}, {tp['saved_activation_bytes'] / 2**20:.0f} MiB"
+        return (
+            f"{p['hidden']} | {p['patches']} | {best} | {p['shares'][best]:.0%} | {p['shares']['sp']:.0%} | "
+            f"{sp['bytes'] / 2**20:.2f} MiB | {tp['bytes'] / 2**20:.2f} MiB | "
+            f"{sp['collectives']}, {tp['collectives']} | {saved} | {Ratio(**p['ratio'])}"
+        )
+
+    def verdicts(self) -> list[str]:
+        """The requirements, each with what was found."""
+        if not self.points:
+            return []
+        busy = [p for p in self.points if p["shares"][p["best_tp"]] >= COMMUNICATING]
+        calm = [p for p in self.points if p["shares"][p["best_tp"]] < COMPUTING]
+        slowest = min((p["ratio"]["median"] for p in busy), default=None)
+        worst = min((p["ratio"]["median"] for p in calm), default=None)
+        share = max(p["traffic_ratio"] for p in self.points)
+        return [
+            _verdict(
+                all(p["as_predicted"] for p in self.points), "sp sends what the shapes predict, on every rank and point"
+            ),
+            _verdict(share <= TRAFFIC, f"sp sends at most {TRAFFIC:.0%} of tp's bytes; found {share:.1%} at most"),
+            _verdict(
+                None if slowest is None else slowest >= FASTER,
+                f"where tp communicates {COMMUNICATING:.0%} of its time or more ({len(busy)} points), sp is at least "
+                f"{FASTER} times faster; found {_number(slowest)} at least",
+            ),
+            _verdict(
+                None if worst is None else worst >= NOT_SLOWER,
+                f"where tp communicates less than {COMPUTING:.0%} of its time ({len(calm)} points), sp is at least "
+                f"{NOT_SLOWER} times as fast; found {_number(worst)} at least",
+            ),
+        ]
+
+    def write(self, folder: Path) -> None:
+        """Table, numbers and plot."""
+        _write(folder, "encoder", self.text(), asdict(self), self._figure())
+
+    def _figure(self) -> Any:
+        figure, axes = _axes("tp's share of time communicating", "time of tp / time of sp")
+        for patches in sorted({p["patches"] for p in self.points}):
+            points = sorted(
+                (p["shares"][p["best_tp"]], p["ratio"], p["hidden"]) for p in self.points if p["patches"] == patches
+            )
+            x, y = [p[0] for p in points], [p[1]["median"] for p in points]
+            spread = [[r["median"] - r["low"] for _, r, _ in points], [r["high"] - r["median"] for _, r, _ in points]]
+            axes.errorbar(x, y, yerr=spread, marker="o", capsize=3, label=f"{patches} patches")
+            for share, ratio, hidden in points:
+                axes.annotate(f" {hidden}", (share, ratio["median"]))
+        axes.axhline(1.0, color="grey", linewidth=1)
+        axes.legend()
+        axes.set_title("Encoder, widths at the points")
+        figure.tight_layout()
+        return figure
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f}"
+
+
+def _axes(x: str, y: str) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    return figure, axes
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Whole steps
+# ---------------------------------------------------------------------------------------------------------
+
+OURS, UNIFORM = "sp|tp", "tp|tp"
+"""What names of systems begin with; of several of a kind, the fastest in a case stands for it."""
+
+
+@dataclass
+class StepReport:
+    """Whole training steps of all systems."""
+
+    size: ModelSize
+    ranks: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    same_loss: bool = True
+
+    def add(
+        self, case: Case, steps: dict[str, list[Any]], traffic: dict[str, list[Any]], peaks: dict[str, list[int]]
+    ) -> None:
+        """Take one case: steps by system, round and rank; traffic and peak memory by system and rank."""
+        seconds = {name: [max(r.seconds for r in ranks) for ranks in rounds] for name, rounds in steps.items()}
+        losses = [rounds[0][0].loss for rounds in steps.values()]
+        self.same_loss = self.same_loss and max(losses) - min(losses) <= 1e-3 * max(losses)
+        ours = min((s for name, s in seconds.items() if name.startswith(OURS)), key=median, default=None)
+        for name, rounds in steps.items():
+            self.rows.append({
+                "case": str(case),
+                "patches": case.patches,
+                "images": case.images,
+                "system": name,
+                "tokens_per_s": rounds[0][0].tokens / median(seconds[name]),
+                "seconds": seconds[name],
+                "peak_bytes": max(peaks[name]),
+                "ratio": asdict(Ratio.of(seconds[name], ours)) if ours else None,
+                **_traffic(rounds, traffic[name]),
+            })  # fmt: skip
+
+    def text(self, last_only: bool = False) -> str:
+        """The table, and what was checked. With `last_only` the rows of the latest case."""
+        latest = self.rows[-1]["case"] if self.rows else ""
+        rows = [self._row(r) for r in self.rows if not last_only or r["case"] == latest]
+        table = _table(
+            "data | system | tokens/s | peak memory per rank | sent in a step | collectives | vision sends | "
+            "vision collectives | vision's share communicating | time / time of ours at its best",
+            rows,
+        )
+        if last_only:
+            return "\n".join(table.splitlines()[2:])
+        size = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in asdict(self.size).items())
+        head = f"Whole training steps, {self.ranks} ranks, global batch of 4 samples, fp32. Model: {size}."
+        notes = (
+            "Ours: sp, tp (vision, text). `whole`: activations not split over tp. Ratio: median [min, max] over rounds. "
+            "Memory: resident (of the allocator on a GPU), above what the process held before the model was built."
+        )
+        return "\n\n".join([head, table, notes, "\n".join(f"- {v}" for v in self.verdicts())])
+
+    def _row(self, r: dict[str, Any]) -> str:
+        vision = ("—", "—", "—")
+        if r["vision_bytes"] is not None:
+            vision = (f"{r['vision_bytes'] / 2**20:.1f} MiB", f"{r['vision_collectives']}", f"{r['vision_share']:.0%}")
+        name = r["system"].replace("|", ", ")
+        return " | ".join([
+            r["case"], name, f"{r['tokens_per_s']:.0f}", f"{r['peak_bytes'] / 2**20:.0f} MiB",
+            f"{r['bytes'] / 2**20:.1f} MiB", f"{r['collectives']}", *vision,
+            str(Ratio(**r["ratio"])) if r["ratio"] else "—",
+        ])  # fmt: skip
+
+    def verdicts(self) -> list[str]:
+        """What was required of whole steps, and what is reported."""
+        lines = [_verdict(self.same_loss, "all systems compute the same loss on the same data")]
+        for case in dict.fromkeys(r["case"] for r in self.rows):
+            rows = {r["system"]: r for r in self.rows if r["case"] == case}
+            ours, uniform = ([r for name, r in rows.items() if name.startswith(kind)] for kind in (OURS, UNIFORM))
+            if not ours:
+                continue
+            against = {"fsdp": rows.get("fsdp"), "ddp": rows.get("ddp")}
+            if uniform:
+                best = min(uniform, key=lambda r: median(r["seconds"]))
+                against = {f"best uniform tp ({best['system'].replace('|', ', ')})": best, **against}
+                share = max(r["vision_bytes"] for r in ours) / min(r["vision_bytes"] for r in uniform)
+                lines.append(_verdict(share <= TRAFFIC, f"{case}: sp's vision traffic is {share:.1%} of tp's"))
+            found = [f"{name} {Ratio(**row['ratio'])}" for name, row in against.items() if row]
+            lines.append(f"REPORT: {case}: time over that of ours: {'; '.join(found)}")
+        return lines
+
+    def write(self, folder: Path) -> None:
+        """Table, numbers and plot."""
+        _write(folder, "step", self.text(), asdict(self), self._figure())
+
+    def _figure(self) -> Any:
+        figure, axes = _axes("", "tokens / s, over ours")
+        cases, systems = (list(dict.fromkeys(r[key] for r in self.rows)) for key in ("case", "system"))
+        for i, name in enumerate(systems):
+            ratios = [Ratio(**r["ratio"]) for r in self.rows if r["system"] == name and r["ratio"]]
+            height = [1 / r.median for r in ratios]
+            spread = [[1 / r.median - 1 / r.high for r in ratios], [1 / r.low - 1 / r.median for r in ratios]]
+            places = [k + 0.8 * i / len(systems) - 0.4 for k in range(len(ratios))]
+            axes.bar(places, height, 0.8 / len(systems), yerr=spread, capsize=2, label=name.replace("|", ", "))
+        axes.set_xticks(range(len(cases)), [case.replace(" in ", "\n") for case in cases], fontsize=8)
+        axes.axhline(1.0, color="grey", linewidth=1)
+        axes.legend(fontsize=8)
+        figure.tight_layout()
+        return figure
+
+
+def _traffic(rounds: list[list[Any]], ranks: list[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "bytes": max(t.bytes for t in ranks),
+        "collectives": max(t.collectives for t in ranks),
+        "seconds_communicating": mean(t.seconds for t in ranks),
+        "vision_bytes": None,
+        "vision_collectives": None,
+        "vision_share": None,
+    }
+    if ranks[0].vision_bytes is not None:
+        vision_seconds = median(mean(rank.vision_seconds for rank in one) for one in rounds)
+        found |= {
+            "vision_bytes": max(t.vision_bytes for t in ranks),
+            "vision_collectives": max(t.vision_collectives for t in ranks),
+            "vision_share": mean(t.vision_seconds for t in ranks) / vision_seconds,
+        }
+    return found

@@ -1,0 +1,124 @@
+"""Compares layouts and rivals: `python -m benchmarks.step [--encoder-only] [--help]`.
+
+Starts its own ranks, runs all systems in turn within each round, and compares times of the same round only, so that
+a machine that others use too disturbs numerator and denominator alike. Writes a table, the numbers and a plot to
+`benchmarks/results`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from benchmarks.crew import Crew  # noqa: E402  (after the number of threads is set)
+from benchmarks.material import Case, ModelSize, write_material  # noqa: E402
+from benchmarks.report import EncoderReport, StepReport  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = _options()
+    with tempfile.TemporaryDirectory() as folder:
+        report = _encoder_sweep(options, Path(folder)) if options.encoder_only else _whole_steps(options, Path(folder))
+    print(report.text())
+    if options.results is not None:
+        report.write(options.results)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
+    parser.add_argument("--encoder-only", action="store_true", help="time the vision encoder over a sweep of widths")
+    parser.add_argument("--patches", type=_numbers, default=[1024, 4096, 16384], help="patches per step")
+    parser.add_argument("--images", type=_numbers, default=[4, 1], help="images per step that these are spread over")
+    parser.add_argument("--rounds", type=int, default=5, help="times that every system runs")
+    parser.add_argument(
+        "--systems", type=lambda t: t.split(","), default=list(_SYSTEMS), help=f"of {', '.join(_SYSTEMS)}"
+    )
+    parser.add_argument(
+        "--hidden", type=_numbers, default=[64, 128, 256, 512, 1280], help="widths of the encoder's sweep"
+    )
+    parser.add_argument("--layers", type=int, default=8, help="layers in the encoder's sweep")
+    parser.add_argument("--gflop", type=float, default=1500.0, help="skip points of the sweep that cost more per pass")
+    parser.add_argument("--ranks", type=int, default=4, help="processes")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where to write")
+    for size in fields(ModelSize):
+        flag = "--" + size.name.replace("_", "-")
+        parser.add_argument(flag, type=int, default=size.default, help="of the model of whole steps")
+    return parser.parse_args()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+_SYSTEMS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "sp|tp": ("Ours", ("sp:{n}", "tp:{n}", True)),
+    "sp|tp whole": ("Ours", ("sp:{n}", "tp:{n}", False)),
+    "tp|tp": ("Ours", ("tp:{n}", "tp:{n}", True)),
+    "tp|tp whole": ("Ours", ("tp:{n}", "tp:{n}", False)),
+    "fsdp": ("Plain", ("fsdp",)),
+    "ddp": ("Plain", ("ddp",)),
+}
+"""Name to class of `benchmarks.systems` and what it is made with. `whole`: activations are not split over tp."""
+
+
+def _whole_steps(options: argparse.Namespace, folder: Path) -> StepReport:
+    import benchmarks.systems
+
+    cases = [Case(patches, images) for images in options.images for patches in options.patches]
+    size = ModelSize(**{f.name: getattr(options, f.name) for f in fields(ModelSize)})
+    write_material(folder, size, cases)
+    crews: dict[str, Crew] = {}
+    for number, name in enumerate(options.systems):
+        kind, values = _SYSTEMS[name]
+        values = tuple(v.format(n=options.ranks) if isinstance(v, str) else v for v in values)
+        build = getattr(benchmarks.systems, kind)
+        crews[name] = Crew(options.ranks, folder / f"store-{number}", build, folder, len(cases), *values)
+    report = StepReport(size, options.ranks)
+    for number, case in enumerate(cases):
+        report.add(case, *_measure_case(crews, number, options.rounds))
+        print(report.text(last_only=True), flush=True)
+    for crew in crews.values():
+        crew.close()
+    return report
+
+
+def _measure_case(crews: dict[str, Crew], case: int, rounds: int) -> tuple[dict[str, list[Any]], ...]:
+    """Steps of every system, by round and rank; its traffic and its peak memory, by rank."""
+    peaks = {name: crew.run("peak_bytes", case) for name, crew in crews.items()}
+    steps: dict[str, list[Any]] = {name: [] for name in crews}
+    for turn in range(rounds):
+        for name in list(crews)[:: 1 if turn % 2 == 0 else -1]:
+            steps[name].append(crews[name].run("step", case))
+    return steps, {name: crew.run("traffic", case) for name, crew in crews.items()}, peaks
+
+
+def _encoder_sweep(options: argparse.Namespace, folder: Path) -> EncoderReport:
+    from benchmarks.encoder import EncoderBench, encoder_shape
+    from megatron_hetero.models.qwen2_5_vl.vision import encoding_cost
+
+    crew = Crew(options.ranks, folder / "store", EncoderBench)
+    report = EncoderReport(options.layers, options.ranks)
+    for hidden in options.hidden:
+        for patches in options.patches:
+            side = round(patches**0.5)
+            gflop = 3e-9 * encoding_cost((1, side, side), encoder_shape(hidden, options.layers))
+            if gflop > options.gflop:
+                report.skipped.append(f"width {hidden}, {patches} patches: {gflop:.0f} GFLOP a pass")
+                continue
+            report.add(crew.run("measure", hidden, options.layers, (1, side, side), options.rounds)[0])
+            print(report.text(last_only=True), flush=True)
+    crew.close()
+    return report
+
+
+if __name__ == "__main__":
+    main()

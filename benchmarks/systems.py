@@ -1,0 +1,252 @@
+"""The systems that are compared. Each takes the same orders: `step` and `traffic` of a case, by its number."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.material import SAMPLES
+from benchmarks.meter import CollectiveMeter, total_bytes, total_seconds
+from megatron_hetero.data.mixture import Mixture, RegistryEntry
+from megatron_hetero.data.processing import Processor
+from megatron_hetero.platform import Platform
+from megatron_hetero.schedule.colocated import Stopwatch
+from megatron_hetero.training.config import load_config
+from megatron_hetero.training.run import Run
+
+LEARNING_RATE = 1e-4
+MAX_PIXELS = 4_000_000
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One rank's step: seconds of all of it and of the vision module's two passes (None where they are not told apart),
+    the loss of the global batch, and its tokens."""
+
+    seconds: float
+    vision_seconds: float | None
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One rank's collectives: of the step, and of the vision module's passes (None where they are not told apart)."""
+
+    bytes: float
+    collectives: int
+    seconds: float
+    vision_bytes: float | None = None
+    vision_collectives: int | None = None
+    vision_seconds: float | None = None
+
+
+class Memory:
+    """Peak memory of this process above its baseline: of the allocator on a GPU, resident on a CPU."""
+
+    def __init__(self, platform: Platform):
+        self._platform = platform
+        self._baseline = self._status("VmRSS") if not platform.is_cuda else 0
+
+    def peak(self, work: Callable[[], Any]) -> int:
+        """The peak during `work`, in bytes."""
+        if self._platform.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            work()
+            return torch.cuda.max_memory_allocated()
+        Path("/proc/self/clear_refs").write_text("5")
+        work()
+        return self._status("VmHWM") - self._baseline
+
+    def _status(self, field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+class PhaseWatch(Stopwatch):
+    """The program's own stopwatch, which also tells a meter what is running, and keeps its last reading."""
+
+    def __init__(self, platform: Platform):
+        super().__init__(platform)
+        self.meter: CollectiveMeter | None = None
+        self.last: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        if self.meter is not None:
+            self.meter.phase = name
+        with super().part(name):
+            yield
+        if self.meter is not None:
+            self.meter.phase = ""
+
+    def read(self) -> dict[str, float]:
+        self.last = super().read()
+        return self.last
+
+
+class Ours:
+    """`Run`, as `pretrain_vlm.py` runs it; batches are prepared beforehand."""
+
+    def __init__(self, platform: Platform, folder: Path, cases: int, vision: str, text: str, sequence_parallel: bool):
+        self.memory = Memory(platform)
+        flags = (
+            f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
+        )
+        flags += f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false --data.workers 0 "
+        flags += f"--data.max_seq_length 32768 --data.max_pixels {MAX_PIXELS} --train.iters 100000 "
+        flags += f"--train.global_batch_size {SAMPLES} --train.micro_batch_size {SAMPLES} --log.dir {folder}/log "
+        flags += f"--optimizer.lr {LEARNING_RATE} --optimizer.schedule constant "
+        flags += f"--vision-parallel {vision} --text-parallel {text} "
+        if not sequence_parallel:
+            flags += "--model.sequence_parallel.vision false --model.sequence_parallel.text false"
+        run = Run.build(load_config(flags.split()), platform)
+        self.watch = PhaseWatch(platform)
+        self.run = replace(run, watch=self.watch)
+        self.batches = [self.run.loader.load(i + 1, map) for i in range(cases)]
+
+    def step(self, case: int) -> StepResult:
+        """Train once on a case."""
+        dist.barrier()
+        start = time.perf_counter()
+        metrics = self.run.train_step(1, self.batches[case])
+        seconds = time.perf_counter() - start
+        return StepResult(seconds, self.watch.last.get("vision", 0.0), metrics.loss, metrics.tokens)
+
+    def peak_bytes(self, case: int) -> int:
+        """Train once on a case; the peak memory of that."""
+        return self.memory.peak(lambda: self.step(case))
+
+    def traffic(self, case: int) -> Traffic:
+        """Train once on a case, with every collective timed."""
+        meter = self.watch.meter = CollectiveMeter(timed=True)
+        with meter:
+            self.run.train_step(1, self.batches[case])
+        self.watch.meter = None
+        vision = meter.of("vision")
+        return Traffic(
+            *_totals(meter.records),
+            vision_bytes=total_bytes(vision),
+            vision_collectives=len(vision),
+            vision_seconds=total_seconds(vision),
+        )
+
+
+class Plain:
+    """`transformers` with SDPA, data parallel, one sample per rank: `wrap` shards or replicates it.
+
+    A rank whose sample has no picture encodes a dummy of four patches, as data-parallel trainers must: one that left
+    the encoder out would not take part in its collectives.
+    """
+
+    def __init__(self, platform: Platform, folder: Path, cases: int, wrap: str):
+        from transformers import Qwen2_5_VLForConditionalGeneration
+
+        self.platform, self.memory = platform, Memory(platform)
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            folder / "model", dtype=torch.float32, attn_implementation="sdpa"
+        )
+        self.model = {"fsdp": _fully_shard, "ddp": _replicate}[wrap](LossOf(model).to(platform.device), platform)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        registry = {"d": RegistryEntry(folder / "data.jsonl", folder / "images")}
+        mixture = Mixture.parse(("d",), registry, False, 0)
+        processor = Processor.from_folder(folder / "model", None, MAX_PIXELS)
+        self.batches = [plain_batch(mixture, processor, i, platform.device) for i in range(cases)]
+
+    def step(self, case: int) -> StepResult:
+        """Train once on a case."""
+        dist.barrier()
+        start = time.perf_counter()
+        loss = self._train(case)
+        self.platform.synchronize()
+        seconds = time.perf_counter() - start
+        return StepResult(seconds, None, loss, self.batches[case]["tokens"])
+
+    def peak_bytes(self, case: int) -> int:
+        """Train once on a case; the peak memory of that."""
+        return self.memory.peak(lambda: self.step(case))
+
+    def traffic(self, case: int) -> Traffic:
+        """Train once on a case, with every collective timed."""
+        meter = CollectiveMeter(timed=True)
+        with meter:
+            self._train(case)
+        return Traffic(*_totals(meter.records))
+
+    def _train(self, case: int) -> float:
+        self.optimizer.zero_grad()
+        loss = self.model(**self.batches[case]["inputs"])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
+
+class LossOf(torch.nn.Module):
+    """A model and its loss in one module, so that wrappers see one forward pass."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, dummy: Tensor | None, dummy_grid: Tensor | None, **inputs: Any) -> Tensor:
+        """The loss, scaled so that its mean over ranks is the mean over the supervised tokens of the global batch."""
+        if dummy is None:
+            return self.model(**inputs).loss
+        # Before the text, as on the ranks with a picture: collectives must come in the same order on all.
+        nothing = 0.0 * self.model.model.visual(dummy, grid_thw=dummy_grid).pooler_output.sum()
+        return self.model(**inputs).loss + nothing
+
+
+def plain_batch(mixture: Mixture, processor: Processor, case: int, device: torch.device) -> dict[str, Any]:
+    """This rank's sample of a case as `transformers` takes it, and the tokens of the global batch."""
+    samples = [processor.tokenize(mixture[case * SAMPLES + k]) for k in range(SAMPLES)]
+    mine = samples[dist.get_rank()]
+    ids = torch.from_numpy(mine.input_ids)
+    supervised = sum(int(sample.supervised.sum()) for sample in samples)
+    inputs = {
+        "input_ids": ids[None],
+        "attention_mask": torch.ones_like(ids)[None],
+        "mm_token_type_ids": (ids == processor.image_token_id).int()[None],
+        "labels": torch.where(torch.from_numpy(mine.supervised), ids, -100)[None],
+        "num_items_in_batch": torch.tensor(supervised / dist.get_world_size()),
+        "dummy": None,
+        "dummy_grid": None,
+    }
+    if len(mine.grids):
+        pixels = processor.patches(mine.record, 0, mine.grids[0])
+        inputs |= {"pixel_values": torch.from_numpy(pixels), "image_grid_thw": torch.from_numpy(mine.grids)}
+    else:
+        width = 3 * processor.temporal_patch_size * processor.patch_size**2
+        inputs |= {"dummy": torch.zeros(4, width), "dummy_grid": torch.tensor([[1, 2, 2]])}
+    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    return {"inputs": moved, "tokens": sum(map(len, samples))}
+
+
+def _fully_shard(module: LossOf, platform: Platform) -> Any:
+    """ZeRO-3: each layer of both modules is a unit, what is left is the root's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(platform.device.type, (dist.get_world_size(),))
+    for layer in [*module.model.model.visual.blocks, *module.model.model.language_model.layers]:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def _replicate(module: LossOf, platform: Platform) -> torch.nn.Module:
+    return torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+
+
+def _totals(records: list[Any]) -> tuple[float, int, float]:
+    return total_bytes(records), len(records), total_seconds(records)

@@ -1,0 +1,39 @@
+"""Packaging. Settings of tools are in pyproject.toml; the exact versions that are tested are in constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="megatron-hetero",
+    version="0.1.0",
+    description="Heterogeneous parallelism for multimodal training on Megatron-Core: each module in its own layout.",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_hetero", "megatron_hetero.*"]),
+    package_data={"megatron_hetero": ["py.typed"]},
+    install_requires=[
+        "torch>=2.6",
+        # Exactly this one: the models and optimizers rest on its internal interfaces.
+        "megatron-core==0.16.1",
+        # 5.23 has the image processor that needs no torchvision.
+        "transformers>=5.23,<6",
+        "tokenizers>=0.22",
+        "safetensors>=0.6",
+        # Chat templates; transformers does not ask for it by itself.
+        "jinja2>=3.1",
+        "numpy>=1.26",
+        "pillow>=11",
+        "pyyaml>=6",
+        "rich>=13.8",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]", "flash-attn"],
+        "tensorboard": ["tensorboard>=2.17"],
+        "bench": ["matplotlib>=3.9"],
+        # pyright runs on node, which its extra brings along.
+        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12", "pyright[nodejs]>=1.1.400", "pre-commit>=4"],
+    },
+)

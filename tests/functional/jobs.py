@@ -1,0 +1,19 @@
+"""What the workers of the pool run for the tests of bad input."""
+
+from __future__ import annotations
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.platform import CPU, Platform
+from megatron_hetero.training.config import load_config
+from megatron_hetero.training.run import Run
+
+
+def refusal(flags: list[str]) -> str | None:
+    """The message with which a run of these flags ends on this rank; None where it trains to its end."""
+    try:
+        run = Run.build(load_config(flags), Platform(CPU, "gloo"))
+        for step, batch, _ in run.batches():
+            run.train_step(step, batch)
+    except UserError as error:
+        return str(error)
+    return None

@@ -1,0 +1,192 @@
+"""Bad input ends on every rank with the same message, which names the file or field and says what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.functional import jobs
+from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.pool import Pool
+
+Damage = Callable[[Path], list[str]]
+"""Damages a copy of a good folder; returns more flags."""
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    write_model(folder / "model", ModelChoice(vision_layers=2, text_layers=1))
+    write_data(folder, 8)
+    return folder
+
+
+@pytest.fixture
+def copy(good: Path, tmp_path: Path) -> Iterator[Path]:
+    shutil.copytree(good, tmp_path / "run")
+    yield tmp_path / "run"
+
+
+def flags(folder: Path) -> list[str]:
+    text = f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
+    text += f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false "
+    text += f"--train.global_batch_size 4 --train.micro_batch_size 2 --train.iters 2 --log.dir {folder}/log "
+    text += "--vision-parallel sp:2 --text-parallel tp:2"
+    return text.split()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Damages
+# ---------------------------------------------------------------------------------------------------------
+
+
+def missing_folder(folder: Path) -> list[str]:
+    shutil.rmtree(folder / "model")
+    return []
+
+
+def change_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    def damage(folder: Path) -> list[str]:
+        path = folder / "model/model.safetensors"
+        weights = load_file(path)
+        change(weights)
+        save_file(weights, path, metadata={"format": "pt"})
+        return []
+
+    return damage
+
+
+def truncated(folder: Path) -> list[str]:
+    path = folder / "model/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    return []
+
+
+def change_line(number: int, change: Callable[[dict], object]) -> Damage:
+    def damage(folder: Path) -> list[str]:
+        path = folder / "data.jsonl"
+        lines = path.read_text().splitlines()
+        record = json.loads(lines[number - 1])
+        change(record)
+        lines[number - 1] = json.dumps(record)
+        path.write_text("\n".join(lines) + "\n")
+        return []
+
+    return damage
+
+
+def broken_json(folder: Path) -> list[str]:
+    path = folder / "data.jsonl"
+    lines = path.read_text().splitlines()
+    lines[4] = lines[4][:-7]
+    path.write_text("\n".join(lines) + "\n")
+    return []
+
+
+def missing_image(folder: Path) -> list[str]:
+    (folder / "images/0_0.png").unlink()
+    return []
+
+
+def unreadable_image(folder: Path) -> list[str]:
+    path = folder / "images/4_0.png"
+    path.write_bytes(path.read_bytes()[:60] + b"garbage" * 20)
+    return []
+
+
+def huge_image(folder: Path) -> list[str]:
+    """A valid header of 100,000 x 100,000 pixels in a file of a few bytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+    image = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    (folder / "images/0_0.png").write_bytes(image)
+    return []
+
+
+def empty_data(folder: Path) -> list[str]:
+    (folder / "data.jsonl").write_text("")
+    return []
+
+
+def nan_weights(weights: dict[str, torch.Tensor]) -> None:
+    weights["visual.merger.mlp.2.bias"][0] = float("nan")
+
+
+def also(*more: str) -> Damage:
+    return lambda folder: list(more)
+
+
+CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
+    "missing folder": (missing_folder, ("model.hf_path", "/run/model", "config.json")),
+    "missing weight": (
+        change_weights(lambda w: w.pop("model.norm.weight")),
+        ("/run/model", "1 missing", "model.norm.weight"),
+    ),
+    "extra weight": (
+        change_weights(lambda w: w.update({"visual.extra.weight": torch.zeros(3)})),
+        ("/run/model", "1 unexpected", "visual.extra.weight"),
+    ),
+    "misshaped weight": (
+        change_weights(lambda w: w.update({"model.norm.weight": torch.zeros(5)})),
+        ("/run/model", "1 of another shape", "model.norm.weight is (5,), not (48,)"),
+    ),
+    "truncated safetensors": (truncated, ("model.safetensors", "truncated", "again")),
+    "broken JSON": (broken_json, ("data.jsonl:5",)),
+    "missing image": (missing_image, ("data.jsonl:1", "0_0.png")),
+    "unreadable image": (unreadable_image, ("data.jsonl:5", "4_0.png")),
+    "one <image> too many": (
+        change_line(2, lambda r: r["conversations"][0].update(value="<image><image><image> what?")),
+        ("data.jsonl:2", "<image>"),
+    ),
+    "path that leaves the folder": (
+        change_line(1, lambda r: r.update(image="../data.jsonl")),
+        ("data.jsonl:1", "../data.jsonl"),
+    ),
+    "huge image": (huge_image, ("data.jsonl:1", "0_0.png", "100000")),
+    "empty data set": (empty_data, ("data.jsonl",)),
+    "video": (change_line(3, lambda r: r.update(video="film.mp4")), ("data.jsonl:3", "video")),
+    "batch not divisible": (
+        also("--text-parallel", "dp:2", "--train.global_batch_size", "6"),
+        ("train.global_batch_size", "multiple of 4", "--train.global_batch_size 8"),
+    ),
+    "bad layout": (also("--vision-parallel", "sp:3"), ("--vision-parallel", "Try `--vision-parallel sp:2`")),
+    "layout of a later version": (also("--text-parallel", "pp:2"), ("--text-parallel", "pp:2", "try")),
+    "unknown field": (also("--train.itres", "3"), ("--train.itres", "did you mean", "iters")),
+    "wrong type": (also("--train.iters", "many"), ("train.iters", "many", "integer")),
+    "too long a sample": (also("--data.max_seq_length", "8"), ("data.jsonl:1", "max_seq_length")),
+    "NaN": (change_weights(nan_weights), ("step 1", "loss", "NaN", "rank 0")),
+    "Transformer Engine without CUDA": (also("--model.backend", "te"), ("model.backend", "--model.backend torch")),
+}
+REPLACED = ("--text-parallel", "--vision-parallel", "--train.global_batch_size", "--train.iters")
+
+
+def merged(base: list[str], more: list[str]) -> list[str]:
+    """`base` with the flags in `more` given once only."""
+    pairs = dict(zip(base[::2], base[1::2], strict=True)) | dict(zip(more[::2], more[1::2], strict=True))
+    return [part for pair in pairs.items() for part in pair]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(name: str, copy: Path, pools: Callable[[int], Pool]) -> None:
+    damage, parts = CASES[name]
+    more = damage(copy)
+    messages = pools(2).run(jobs.refusal, merged(flags(copy), more), timeout_s=30)
+    assert messages[0] is not None, "the run trained to its end"
+    assert messages[0] == messages[1]
+    for part in parts:
+        assert part in messages[0]
+
+
+def test_good_input_trains(copy: Path, pools: Callable[[int], Pool]) -> None:
+    assert pools(2).run(jobs.refusal, flags(copy)) == [None, None]

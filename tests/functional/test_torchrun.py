@@ -1,0 +1,162 @@
+"""Whole runs of pretrain_vlm.py under torchrun: what comes out, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from tests.functional.test_bad_input import unreadable_image
+from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.oracle import Oracle
+
+PROGRAM = Path(__file__).parents[2] / "pretrain_vlm.py"
+LEARNING_RATE = 0.02
+CONFIG = """\
+model: {hf_path: model, dtype: float32}
+parallel: {vision: "sp:2", text: "tp:2"}
+data:
+  registry: {d: {annotations: data.jsonl, images: images}}
+  datasets: [d]
+  shuffle: false
+train: {iters: 2, global_batch_size: 4, micro_batch_size: 2}
+optimizer: {name: sgd, lr: %s, schedule: constant, clip_grad: 0}
+log: {dir: log, tensorboard: true}
+export: {hf_dir: out}
+""" % LEARNING_RATE
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=1))
+    write_data(tmp_path, 8)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+@contextmanager
+def started(folder: Path, *flags: str, ranks: int = 2) -> Iterator[subprocess.Popen[str]]:
+    """torchrun with the folder's configuration; whatever is left of it at the end is killed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, str(PROGRAM), "--config", str(folder / "config.yaml"), *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    try:
+        yield process
+    finally:
+        for child in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+def run(folder: Path, *flags: str, timeout_s: float = 90) -> tuple[int, str]:
+    with started(folder, *flags) as process:
+        output, _ = process.communicate(timeout=timeout_s)
+    return process.returncode, output
+
+
+def wait_for_step(process: subprocess.Popen[str], text: str) -> None:
+    """Read what the run prints up to a line with `text`."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"the run ended before it printed {text!r}")
+
+
+def test_sgd_run_equals_transformers(folder: Path) -> None:
+    status, output = run(folder)
+    assert status == 0, output
+    oracle = Oracle.load(folder / "model", folder / "data.jsonl")
+    losses, before = [], oracle.weights()
+    for step in range(2):
+        loss, gradients = oracle.step(range(4 * step, 4 * step + 4))
+        losses.append(loss)
+        with torch.no_grad():
+            for name, weight in zip(gradients, oracle.model.parameters(), strict=True):
+                weight -= LEARNING_RATE * gradients[name]
+    exported = load_file(folder / "out/model.safetensors")
+    assert exported.keys() == gradients.keys()
+    for name, weight in oracle.weights().items():
+        assert (exported[name] - weight).norm() <= 1e-3 * (weight - before[name]).norm() + 1e-6 * weight.norm(), name
+    records = [json.loads(line) for line in (folder / "log/metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+    assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-5)
+    required = {"loss", "grad_norm", "lr", "tokens", "images", "step_time_s", "tokens_per_s", "peak_memory_bytes"}
+    assert required <= records[0].keys()
+    assert list((folder / "log").glob("events.out.tfevents*"))
+    assert output.count("step 1/2") == 1, "one rank prints"
+
+
+def test_export_loads_without_a_warning(folder: Path) -> None:
+    status, output = run(folder, "--model.dtype", "bfloat16", "--train.iters", "1")
+    assert status == 0, output
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, info = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "out", output_loading_info=True)
+    assert not any(info.values())
+    assert model.dtype == torch.bfloat16
+
+
+def test_an_error_is_told_once(folder: Path) -> None:
+    unreadable_image(folder)
+    start = time.monotonic()
+    status, output = run(folder)
+    assert status != 0
+    assert output.count("error: ") == 1, output
+    assert "data.jsonl:5" in output and "4_0.png" in output
+    assert "step 1/2" in output, "the first step is not touched by an image of the second"
+    assert time.monotonic() - start < 60
+    assert not (folder / "out").exists()
+
+
+def test_a_killed_rank_takes_the_others_along(folder: Path) -> None:
+    with started(folder, "--train.iters", "100000") as process:
+        wait_for_step(process, "step      3/100000")
+        ranks = [c for c in psutil.Process(process.pid).children(recursive=True) if "pretrain_vlm" in " ".join(c.cmdline())]
+        assert len(ranks) == 2
+        ranks[1].kill()
+        start = time.monotonic()
+        process.communicate(timeout=60)
+        assert process.returncode != 0
+        assert time.monotonic() - start < 30
+        assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_ctrl_c_ends_all_ranks(folder: Path) -> None:
+    with started(folder, "--train.iters", "100000") as process:
+        wait_for_step(process, "step      3/100000")
+        ranks = [c for c in psutil.Process(process.pid).children(recursive=True) if "pretrain_vlm" in " ".join(c.cmdline())]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode != 0
+        assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_one_process_needs_no_torchrun(folder: Path) -> None:
+    flags = "--vision-parallel dp:1 --text-parallel dp:1 --train.iters 1".split()
+    command = [sys.executable, str(PROGRAM), "--config", str(folder / "config.yaml"), *flags]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    assert (folder / "out/config.json").is_file()

@@ -1,0 +1,348 @@
+"""Reading and writing `transformers` folders: strictly, a slice at a time, and all or nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from megatron_hetero.data import Processor
+from megatron_hetero.errors import UserError
+from megatron_hetero.models import hf_folder
+from megatron_hetero.models.hf_folder import INDEX, SINGLE, StoredWeights, folder_writer, plan_shards, require_writable
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
+from megatron_hetero.models.weight_map import Piece
+from megatron_hetero.training.modules import load_parameters
+from tests.support.folders import ModelChoice, write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untied model folder. Tests copy it before they change it."""
+    return write_model(tmp_path_factory.mktemp("untied") / "model", ModelChoice(text_layers=1, vision_layers=2))
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(
+        tmp_path_factory.mktemp("tied") / "model", ModelChoice(text_layers=1, vision_layers=1, tied=True)
+    )
+
+
+@pytest.fixture
+def copy(model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model, tmp_path / "copy"))
+
+
+def open_checked(folder: Path) -> StoredWeights:
+    weights = StoredWeights.open(folder, canonical_name)
+    weights.require(stored_shapes(Qwen25VLShapes.from_folder(folder)))
+    return weights
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / SINGLE)
+    edit(tensors)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+
+def shard(folder: Path, files: int = 3) -> dict[str, str]:
+    """Split the single file of a folder; returns the index's weight map."""
+    tensors = load_file(folder / SINGLE)
+    (folder / SINGLE).unlink()
+    where = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(where.values()):
+        save_file({n: t for n, t in tensors.items() if where[n] == file}, folder / file, metadata={"format": "pt"})
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return where
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("files", [0, 3], ids=["one file", "three files"])
+def test_slices_are_those_of_the_whole_tensors(copy: Path, files: int) -> None:
+    whole = {canonical_name(name): tensor for name, tensor in load_file(copy / SINGLE).items()}
+    if files:
+        shard(copy, files)
+    weights = open_checked(copy)
+    assert weights.shapes == {name: tuple(tensor.shape) for name, tensor in whole.items()}
+    for name, tensor in whole.items():
+        rows = (len(tensor) // 3, len(tensor) // 2)
+        matrix = tensor.flatten(1) if tensor.dim() > 1 else tensor
+        assert torch.equal(weights.read(Piece(name, rows)), matrix[slice(*rows)])
+        assert len(weights.read(Piece(name, (1, 1)))) == 0
+        if tensor.dim() == 2:
+            columns = (tensor.shape[1] // 4, tensor.shape[1])
+            assert torch.equal(weights.read(Piece(name, rows, columns=columns)), tensor[slice(*rows), slice(*columns)])
+
+
+def refused(folder: Path, match: str) -> None:
+    with pytest.raises(UserError, match=match) as error:
+        open_checked(folder)
+    assert str(folder) in str(error.value)
+
+
+def test_missing_weights(copy: Path) -> None:
+    (copy / SINGLE).rename(copy / "pytorch_model.bin")
+    refused(copy, r"found no safetensors weights, expected model\.safetensors or .*pickles.*never loaded")
+    refused(copy / "nowhere", "found no safetensors weights|found no .*nowhere")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -10])
+def test_a_truncated_file(copy: Path, keep: int) -> None:
+    content = (copy / SINGLE).read_bytes()
+    (copy / SINGLE).write_bytes(content[:keep])
+    refused(copy, r"model\.safetensors: found a file that is truncated or not safetensors .*download it again")
+
+
+def test_a_missing_shard(copy: Path) -> None:
+    file = next(iter(shard(copy).values()))
+    (copy / file).unlink()
+    refused(copy, rf"{file}: found no such file, expected it because {INDEX} names it")
+
+
+def test_a_truncated_shard(copy: Path) -> None:
+    file = copy / next(iter(shard(copy).values()))
+    file.write_bytes(file.read_bytes()[:-4])
+    refused(copy, rf"{file.name}: found a file that is truncated")
+
+
+def test_faults_are_counted_and_listed(copy: Path) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("norm1.weight")]:
+            del tensors[name]
+        tensors["visual.blocks.7.norm1.weight"] = torch.zeros(3)
+        head = tensors["lm_head.weight"]
+        tensors["lm_head.weight"] = head[:-1].clone()
+
+    change(copy, edit)
+    rows, width = stored_shapes(Qwen25VLShapes.from_folder(copy))["lm_head.weight"]
+    refused(
+        copy,
+        r"\(2 missing: visual\.blocks\.0\.norm1\.weight, visual\.blocks\.1\.norm1\.weight; "
+        r"1 unexpected: visual\.blocks\.7\.norm1\.weight; "
+        rf"1 of another shape: lm_head\.weight is \({rows - 1}, {width}\), not \({rows}, {width}\)\)",
+    )
+
+
+def test_long_lists_are_cut(copy: Path) -> None:
+    change(copy, lambda tensors: [tensors.pop(name) for name in list(tensors) if "blocks" in name])
+    refused(copy, r"24 missing: (\S+, ){4}\S+ and 19 more")
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", ".."])
+def test_an_index_that_leaves_the_folder(copy: Path, name: str) -> None:
+    shard(copy)
+    index = json.loads((copy / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = name
+    (copy / INDEX).write_text(json.dumps(index))
+    refused(copy, "expected one inside the folder|found no such file")
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b"{}", b'{"weight_map": [1]}', b'{"weight_map": {"a": 1}}', b"\xff\xfe{"]
+)
+def test_a_broken_index(copy: Path, content: bytes) -> None:
+    (copy / INDEX).write_bytes(content)
+    refused(copy, r"index\.json: found an index that cannot be read .*download it again")
+
+
+def test_an_index_that_names_a_tensor_that_is_not_there(copy: Path) -> None:
+    where = shard(copy)
+    index = json.loads((copy / INDEX).read_text())
+    index["weight_map"]["visual.more"] = where["lm_head.weight"]
+    (copy / INDEX).write_text(json.dumps(index))
+    refused(copy, r"found no tensor visual\.more, expected it because")
+
+
+def test_a_tensor_stored_twice(copy: Path) -> None:
+    change(copy, lambda tensors: tensors.update({"model.visual.merger.ln_q.weight": torch.zeros(1)}))
+    if "visual.merger.ln_q.weight" not in load_file(copy / SINGLE):
+        change(copy, lambda tensors: tensors.update({"visual.merger.ln_q.weight": torch.zeros(1)}))
+    refused(copy, r"found visual\.merger\.ln_q\.weight a second time")
+
+
+def test_a_tensor_in_two_shards(copy: Path) -> None:
+    where = shard(copy)
+    name = "lm_head.weight"
+    other = copy / next(file for file in where.values() if file != where[name])
+    save_file(load_file(other) | {name: torch.zeros(2)}, other)
+    refused(copy, r"found lm_head\.weight a second time, expected it once; remove stale files")
+
+
+# ------------------------------------------------------------------------------------------ tied folders
+
+
+def load_embedding(folder: Path, rows: tuple[int, int]) -> None:
+    """What a rank that holds these rows of the embedding does."""
+    weights = StoredWeights.open(folder, canonical_name)
+    name = "model.embed_tokens.weight"
+    weights.require(stored_shapes(Qwen25VLShapes.from_folder(folder)), frozenset({"lm_head.weight"}))
+    layer = torch.nn.Linear(weights.shapes[name][1], rows[1] - rows[0], bias=False)
+    load_parameters(layer, {"weight": (Piece(name, rows),)}, weights)
+
+
+def store_head(folder: Path, edit: Callable[[Tensor], Tensor]) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+        tensors["lm_head.weight"] = edit(tensors[name].clone())
+
+    change(folder, add)
+
+
+def test_a_tied_folder_may_store_its_head_again(tied: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tied, tmp_path / "copy"))
+    load_embedding(folder, (0, 10))
+    store_head(folder, lambda embedding: embedding)
+    load_embedding(folder, (0, 10))
+
+
+def test_a_tied_folder_with_another_head_is_refused(tied: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tied, tmp_path / "copy"))
+
+    def change_row_12(embedding: Tensor) -> Tensor:
+        embedding[12, 3] += 1e-3
+        return embedding
+
+    store_head(folder, change_row_12)
+    load_embedding(folder, (0, 10))  # this rank reads other rows; the one that holds row 12 refuses
+    message = r"found a lm_head\.weight that differs from model\.embed_tokens\.weight.*tie_word_embeddings"
+    with pytest.raises(UserError, match=message):
+        load_embedding(folder, (10, 20))
+    store_head(folder, lambda embedding: embedding[:-1])
+    with pytest.raises(UserError, match=message):
+        load_embedding(folder, (0, 10))
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= {canonical_name(name): tensor for name, tensor in load_file(path).items()}
+    return found
+
+
+def write(source: Path, target: Path, dtype: torch.dtype = torch.float32, limit: int = 10**9) -> dict[str, Tensor]:
+    shapes = stored_shapes(Qwen25VLShapes.from_folder(source))
+    tensors = tensors_of(source)
+    with folder_writer(target, shapes, dtype, source, limit) as writer:
+        for name in reversed(shapes):
+            writer.put(name, tensors[name])
+    return tensors
+
+
+@pytest.mark.parametrize("which", ["model", "tied"])
+@pytest.mark.parametrize("limit", [10**9, 40_000], ids=["one file", "shards"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_loads_without_a_warning(
+    which: str, limit: int, dtype: torch.dtype, request: pytest.FixtureRequest, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    source = request.getfixturevalue(which)
+    target = tmp_path / "deep" / "export"
+    tensors = write(source, target, dtype, limit)
+    capfd.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded, info = Qwen2_5_VLForConditionalGeneration.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+            target, dtype="auto", output_loading_info=True, local_files_only=True
+        )
+        Processor.from_folder(target)
+    assert not any(info.values()), info
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert "warn" not in capfd.readouterr().err.lower()
+    assert loaded.dtype == dtype and json.loads((target / "config.json").read_text())["dtype"] == str(dtype)[6:]
+    state = {canonical_name(name.replace("model.visual", "visual")): t for name, t in loaded.state_dict().items()}
+    for name, tensor in tensors.items():
+        assert torch.equal(state[name], tensor.to(dtype)), name
+    files = sorted(target.glob("*.safetensors"))
+    assert (len(files) > 3) == (limit < 10**9) and (target / INDEX).exists() == (len(files) > 1)
+    for path in files:
+        with safe_open(path, framework="pt") as handle:
+            assert path.stat().st_size <= limit + 10_000 or len(list(handle.keys())) == 1
+    names = {path.name for path in source.iterdir()} - {SINGLE}
+    assert names <= {path.name for path in target.iterdir()}
+    assert not [path for path in target.parent.iterdir() if path.name != "export"]
+
+
+def test_shards_are_filled_in_order() -> None:
+    shapes = {"a": (2, 5), "b": (10,), "c": (100,), "d": (1,), "e": (3,)}
+    assert plan_shards(shapes, 4, 80) == [["a", "b"], ["c"], ["d", "e"]]
+    assert plan_shards({}, 4, 80) == [[]]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a bug"), KeyboardInterrupt()])
+@pytest.mark.parametrize("when", ["put", "finish"])
+def test_a_failure_midway_leaves_the_old_export(model: Path, tmp_path: Path, error: BaseException, when: str) -> None:
+    target = tmp_path / "export"
+    write(model, target)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    name = {"put": "save_file", "finish": "_set_dtype"}[when]
+    expected = UserError if isinstance(error, OSError) else type(error)
+    with mock.patch.object(hf_folder, name, side_effect=error), pytest.raises(expected) as raised:
+        write(model, target, torch.bfloat16, 40_000)
+    if expected is UserError:
+        assert str(target) in str(raised.value) and "No space left" in str(raised.value)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_an_earlier_export_is_replaced_whole(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    write(model, target, limit=40_000)
+    write(model, target)
+    assert [path.name for path in target.glob("*.safetensors")] == [SINGLE] and not (target / INDEX).exists()
+
+
+@pytest.fixture(params=["file", "folder"])
+def not_a_model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    target = tmp_path / "precious"
+    if request.param == "file":
+        target.write_text("thesis")
+    else:
+        target.mkdir()
+        (target / "thesis.txt").write_text("thesis")
+    yield target
+
+
+def test_what_is_not_a_model_is_not_replaced(not_a_model: Path, model: Path) -> None:
+    for attempt in (lambda: require_writable(not_a_model), lambda: write(model, not_a_model)):
+        with pytest.raises(UserError, match=r"precious: found something that is not an exported model.*hf_dir"):
+            attempt()
+    content = not_a_model if not_a_model.is_file() else not_a_model / "thesis.txt"
+    assert content.read_text() == "thesis"
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for target in (tmp_path / "file" / "export", tmp_path / "file" / "deep" / "export"):
+        with pytest.raises(UserError, match=r"export: found that it cannot be written .*export\.hf_dir"):
+            require_writable(target)
+
+
+def test_an_empty_folder_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    require_writable(tmp_path / "export")
+    assert list((tmp_path / "export").iterdir()) == []
+
+
+def test_shapes_of_untied_and_tied(model: Path, tied: Path) -> None:
+    untied_shapes, tied_shapes = (Qwen25VLShapes.from_folder(folder) for folder in (model, tied))
+    assert not untied_shapes.text.tied and tied_shapes.text.tied
+    same = replace(untied_shapes, text=replace(untied_shapes.text, tied=True))
+    assert stored_shapes(untied_shapes).keys() - stored_shapes(same).keys() == {"lm_head.weight"}

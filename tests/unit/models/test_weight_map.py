@@ -1,0 +1,188 @@
+"""Weight maps cover every stored element, hold copies only where expected, and scatter and assemble bit by bit."""
+
+from __future__ import annotations
+
+import re
+from math import lcm
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, TextShape, VisionShape
+from megatron_hetero.models.qwen2_5_vl.weights import (
+    canonical_name,
+    group_of,
+    parameter_count,
+    stored_shapes,
+    weight_map,
+)
+from megatron_hetero.models.weight_map import Piece, WeightMap, held, lay_into, share, stack, take_out
+from megatron_hetero.training.export import assemble
+
+KEY_OR_VALUE = re.compile(r"\.[kv]_proj\.")
+REPLICATED = re.compile(r"norm|ln_q|patch_embed|attn\.proj\.bias|down_proj\.bias|mlp\.2\.bias")
+
+
+@st.composite
+def shapes_and_tp(draw: st.DrawFn) -> tuple[Qwen25VLShapes, int]:
+    tp = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    heads = tp * draw(st.integers(1, 3))
+    kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    head_dim, size = draw(st.integers(1, 3)), st.integers(1, 13)
+    vision_heads = tp * draw(st.integers(1, 2))
+    text = TextShape(
+        layers=draw(st.integers(1, 2)), hidden=heads * head_dim, heads=heads, kv_heads=kv_heads, ffn=draw(size),
+        vocab=draw(size), tied=draw(st.booleans()), rope_theta=1e4, mrope_section=(1,), norm_eps=1e-6, max_positions=64,
+    )  # fmt: skip
+    vision = VisionShape(
+        layers=draw(st.integers(1, 2)), hidden=vision_heads * draw(st.integers(1, 2)), heads=vision_heads,
+        ffn=draw(size), channels=3, patch=2, temporal_patch=1, merge=draw(st.integers(1, 2)), window=4,
+        full_layers=frozenset({0}), out_hidden=text.hidden, rope_theta=1e4,
+    )  # fmt: skip
+    return Qwen25VLShapes(vision, text, 0), tp
+
+
+some = settings(max_examples=60, deadline=None)
+MODULES = ("vision", "text")
+
+
+def maps_of(shapes: Qwen25VLShapes, module: str, tp: int) -> list[WeightMap]:
+    return [weight_map(module, shapes, rank, tp) for rank in range(tp)]
+
+
+def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    return shape[0], int(np.prod(shape[1:]))
+
+
+def times_held(shapes: Qwen25VLShapes, tp: int) -> dict[str, np.ndarray]:
+    """For each stored element, how many pieces of the tensor-parallel group hold it."""
+    counts = {name: np.zeros(matrix(shape), int) for name, shape in stored_shapes(shapes).items()}
+    for module in MODULES:
+        for own_map in maps_of(shapes, module, tp):
+            for pieces in own_map.values():
+                for piece in pieces:
+                    counts[piece.name][piece.source] += 1
+    return counts
+
+
+@some
+@given(shapes_and_tp())
+def test_every_stored_element_is_held_as_often_as_expected(case: tuple[Qwen25VLShapes, int]) -> None:
+    shapes, tp = case
+    for name, counts in times_held(shapes, tp).items():
+        copies = shapes.text.kv_copies(tp) if KEY_OR_VALUE.search(name) else tp if REPLICATED.search(name) else 1
+        assert (counts == copies).all(), name
+    assert shapes.text.kv_copies(tp) == lcm(shapes.text.kv_heads, tp) // shapes.text.kv_heads
+
+
+@some
+@given(shapes_and_tp())
+def test_held_counts_what_is_held(case: tuple[Qwen25VLShapes, int]) -> None:
+    shapes, tp = case
+    counts = times_held(shapes, tp)
+    for module in MODULES:
+        maps = maps_of(shapes, module, tp)
+        for own_map, own_held in zip(maps, held(maps), strict=True):
+            assert own_map.keys() == own_held.keys()
+            for name, how in own_held.items():
+                pieces = own_map[name]
+                assert how.sharded == any(other[name] != maps[0][name] for other in maps)
+                for piece, copies in zip(pieces, how.copies, strict=True):
+                    assert piece.empty or (counts[piece.name][piece.source] == copies).all()
+                doubled = any(n > 1 for n, piece in zip(how.copies, pieces, strict=True) if not piece.empty)
+                assert how.replicated_pieces == (how.sharded and doubled)
+
+
+@some
+@given(shapes_and_tp())
+def test_scatter_then_assemble_is_exact(case: tuple[Qwen25VLShapes, int]) -> None:
+    shapes, tp = case
+    generator = torch.Generator().manual_seed(0)
+    stored = {name: torch.randn(shape, generator=generator) for name, shape in stored_shapes(shapes).items()}
+    parts = []
+    for module in MODULES:
+        maps = maps_of(shapes, module, tp)
+        for name in maps[0]:
+            shape = local_shape([own_map[name] for own_map in maps], stored)
+            for own_map in maps:
+                parameter = torch.full(shape, torch.nan)
+                lay_into(parameter, own_map[name], [read(stored, piece) for piece in own_map[name]])
+                assert not parameter.isnan().any(), "padding is not zero"
+                parts.append((own_map[name], parameter))
+    assembled = dict(assemble(parts, stored_shapes(shapes)))
+    assert assembled.keys() == stored.keys()
+    assert all(torch.equal(assembled[name], stored[name]) for name in stored)
+
+
+def local_shape(pieces_of_ranks: list[tuple[Piece, ...]], stored: dict[str, Tensor]) -> tuple[int, ...]:
+    """The shape that a parameter has on every rank: what its largest share needs."""
+    pieces = [piece for pieces in pieces_of_ranks for piece in pieces]
+    rows = max(piece.at + piece.rows[1] - piece.rows[0] for piece in pieces)
+    tensor = stored[pieces[0].name]
+    if tensor.dim() == 1:
+        return (rows,)
+    widths = [piece.columns[1] - piece.columns[0] for piece in pieces if piece.columns is not None]
+    return rows, max(widths, default=int(np.prod(tensor.shape[1:])))
+
+
+def read(stored: dict[str, Tensor], piece: Piece) -> Tensor:
+    tensor = stored[piece.name]
+    return tensor[slice(*piece.rows)] if tensor.dim() == 1 else tensor.flatten(1)[piece.source]
+
+
+@some
+@given(shapes_and_tp())
+def test_query_heads_lie_with_their_key_and_value_heads(case: tuple[Qwen25VLShapes, int]) -> None:
+    shapes, tp = case
+    text = shapes.text
+    ratio, found = text.heads // text.kv_heads, []
+    for rank in range(tp):
+        pieces = weight_map("text", shapes, rank, tp)["decoder.layers.0.self_attention.linear_qkv.weight"]
+        for q, k, v in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
+            queries = range(q.rows[0] // text.head_dim, q.rows[1] // text.head_dim)
+            assert k.rows == v.rows and tuple(p.name.split(".")[-2] for p in (q, k, v)) == (
+                "q_proj",
+                "k_proj",
+                "v_proj",
+            )
+            assert {head // ratio for head in queries} == {k.rows[0] // text.head_dim}
+            found += list(queries)
+    assert found == list(range(text.heads))
+
+
+@pytest.mark.parametrize(
+    "size, tp, expected", [(10, 4, [(0, 3), (3, 6), (6, 9), (9, 10)]), (2, 4, [(0, 1), (1, 2), (2, 2), (2, 2)])]
+)
+def test_shares(size: int, tp: int, expected: list[tuple[int, int]]) -> None:
+    assert [share(size, rank, tp)[0] for rank in range(tp)] == expected
+
+
+def test_stack_take_out_and_padding() -> None:
+    pieces = stack(("a", (2, 4)), ("b", (0, 0)), ("a", (0, 1)))
+    parameter = torch.full((4, 2), 7.0)
+    a = torch.arange(10.0).view(5, 2)
+    lay_into(parameter, pieces, [a[2:4], a[0:0], a[0:1]])
+    assert parameter.tolist() == [[4, 5], [6, 7], [0, 1], [0, 0]]
+    assert torch.equal(take_out(parameter, pieces[0]), a[2:4]) and pieces[1].empty and not pieces[2].empty
+
+
+def test_names() -> None:
+    assert canonical_name("model.visual.blocks.0.norm1.weight") == "visual.blocks.0.norm1.weight"
+    assert canonical_name("model.language_model.norm.weight") == "model.norm.weight"
+    assert canonical_name("model.embed_tokens.weight") == "model.embed_tokens.weight"
+    assert (
+        group_of("vision", "merger.ln_q.weight") == "projector" and group_of("vision", "patch_embed.weight") == "vision"
+    )
+    assert group_of("text", "merger.x") == "text"
+
+
+def test_parameter_count() -> None:
+    vision = VisionShape(1, 4, 2, 3, 3, 2, 1, 1, 4, frozenset({0}), 4, 1e4)
+    text = TextShape(1, 4, 2, 1, 3, 5, True, 1e4, (1,), 1e-6, 64)
+    shapes = Qwen25VLShapes(vision, text, 0)
+    assert parameter_count(shapes) == sum(int(np.prod(s)) for s in stored_shapes(shapes).values())
+    assert "lm_head.weight" not in stored_shapes(shapes)

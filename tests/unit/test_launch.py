@@ -1,0 +1,106 @@
+"""How processes start and end: one message on one rank, the right status, and nobody left waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+import os, sys, threading, time
+import torch, torch.distributed as dist
+from megatron_hetero.errors import UserError
+from megatron_hetero.launch import guarded, process_group, rank, world_size
+"""
+TORCHRUN = [
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "2",
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    "localhost:0",
+]
+
+
+def program(body: str) -> str:
+    main = "".join(f"    {line}\n" for line in body.splitlines())
+    return f"{HEAD}def main(argv):\n{main}if __name__ == '__main__':\n    guarded(main, sys.argv[1:])\n"
+
+
+def start(body: str, *argv: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program(body), *argv], env=clean | (environment or {}), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=90)
+    return process.returncode, out, err
+
+
+def test_a_process_alone_needs_no_launcher() -> None:
+    body = """with process_group() as platform:
+    total = torch.ones(1, device=platform.device)
+    dist.all_reduce(total)
+    print(rank(), world_size(), dist.get_world_size(), total.item(), argv)
+print(dist.is_initialized())"""
+    assert outcome(start(body, "--x"))[:2] == (0, "0 1 1 1.0 ['--x']\nFalse\n")
+
+
+def test_users_errors_are_told_in_one_line() -> None:
+    assert outcome(start("raise UserError('found X, expected Y')")) == (1, "", "error: found X, expected Y\n")
+
+
+def test_our_errors_come_with_their_trace() -> None:
+    status, _, err = outcome(start("raise RuntimeError('a bug')"))
+    assert status == 1 and err.startswith("rank 0 failed:\nTraceback") and err.endswith("RuntimeError: a bug\n\n")
+
+
+def test_exits_pass_through() -> None:
+    assert outcome(start("print('help'); raise SystemExit(3)")) == (3, "help\n", "")
+
+
+def test_ctrl_c_ends_at_once_with_130() -> None:
+    process = start("print('ready', flush=True)\ntime.sleep(60)")
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert outcome(process) == (130, "", "interrupted; nothing more is written\n")
+
+
+def test_threads_keep_nobody_alive() -> None:
+    start_s = time.monotonic()
+    status, _, err = outcome(start("threading.Thread(target=time.sleep, args=(80,)).start()\nraise UserError('no')"))
+    assert (status, err) == (1, "error: no\n") and time.monotonic() - start_s < 70
+
+
+def test_other_ranks_let_the_first_one_tell() -> None:
+    begin = time.monotonic()
+    status, _, err = outcome(start("raise UserError('no')", environment={"RANK": "3", "WORLD_SIZE": "4"}))
+    assert (status, err) == (1, "error: no\n") and time.monotonic() - begin > 3.5
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_rank_that_fails_ends_the_other_that_waits(failing: int, tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    body = f"""with process_group():
+    if rank() == {failing}:
+        raise UserError('only rank {failing} found this')
+    dist.barrier()"""
+    path.write_text(program(body))
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *TORCHRUN, path], capture_output=True, text=True, timeout=90,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert done.returncode == 1 and time.monotonic() - begin < 60
+    assert done.stderr.count(f"error: only rank {failing} found this") == 1
+    assert f"rank {1 - failing} failed" not in done.stderr, "the other rank spoke of a lost peer"

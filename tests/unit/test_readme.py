@@ -1,0 +1,105 @@
+"""README and docs agree with the code: flags, commands, links, examples.
+
+`python -m tests.unit.test_readme` writes the table of flags into the README.
+"""
+
+from __future__ import annotations
+
+import doctest
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_hetero.data.validation import validate_record
+from megatron_hetero.training.config import flag_table_markdown, load_config
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BEGIN, END = "<!-- flags:begin -->\n", "<!-- flags:end -->"
+FIX = "run `make readme`"
+
+
+def _with_table(text: str) -> str:
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + flag_table_markdown() + END + after
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def _named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def test_the_table_of_flags_is_what_the_code_says() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text.count(BEGIN) == text.count(END) == 1
+    assert text == _with_table(text), FIX
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_named)
+def test_flags_named_in_the_text_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8").replace(flag_table_markdown(), "")
+    known = re.findall(r"`--([a-zA-Z_.]+)`", flag_table_markdown())
+    patterns = [
+        re.escape(flag).replace("NAME", r"[\w-]+").replace("MODULE", r"(vision|text|MODULE)")
+        for flag in [*known, "parallel.MODULE", "MODULE-parallel"]
+    ]
+    named = set(re.findall(r"(?<![\w-])--((?:[a-z_]+\.)[a-zA-Z_.-]+|[a-zA-Z]+-parallel)", text))
+    assert not [flag for flag in named if not any(re.fullmatch(pattern, flag.rstrip(".")) for pattern in patterns)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_named)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert target.removeprefix("#") in anchors if target[0] == "#" else (page.parent / target).exists(), target
+    for path in re.findall(r"(?:examples|docs|tests|megatron_hetero)/[\w/.]*\w", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_make_targets_named_in_the_text_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    for page in PAGES:
+        named = set(re.findall(r"(?:`|^ +)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.M))
+        assert named <= targets, page
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    assert "\n    make test\n" in README.read_text(encoding="utf-8")
+    assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_records_in_the_text_are_valid() -> None:
+    found = [json.loads(block) for page in PAGES for block in _blocks(page, "json")]
+    records = [record for item in found for record in (item if isinstance(item, list) else [item])]
+    assert records
+    for record in records:
+        validate_record(record, "README", has_image_folder=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_named)
+def test_yaml_in_the_text_loads(page: Path, tmp_path: Path) -> None:
+    for block in _blocks(page, "yaml"):
+        file = tmp_path / "config.yaml"
+        file.write_text(block)
+        assert load_config(["--config", str(file), "--model.hf_path", "model"]).data.registry.keys() == (
+            yaml.safe_load(block)["data"]["registry"].keys()
+        )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_named)
+def test_sessions_in_the_text_run(page: Path) -> None:
+    assert doctest.testfile(str(page), module_relative=False).failed == 0
+
+
+if __name__ == "__main__":
+    README.write_text(_with_table(README.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,59 @@
+"""Process groups of layouts: who is in them, in which order, and what happens where they are not as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megatron_hetero.layout import Layout
+from tests.support.pool import Pool
+from tests.unit import jobs_topology as jobs
+
+PAIRS = [
+    ("sp:4", "tp:4"),
+    ("dp:4", "tp:2,dp:2"),
+    ("sp:2,dp:2", "tp:4"),
+    ("tp:2,sp:2", "dp:4"),
+    ("tp:2,dp:2", "tp:2,dp:2"),
+    ("sp:2,cp:2", "tp:2,pp:2"),
+    ("dp:2@0,2", "tp:2@1,3"),
+]
+
+
+@pytest.mark.parametrize("vision, text", PAIRS)
+def test_groups_have_the_ranks_of_the_layout(vision: str, text: str, pools: Callable[[int], Pool]) -> None:
+    texts = {"vision": vision, "text": text}
+    for rank, found in enumerate(pools(4).run(jobs.members, texts)):
+        for (module, axes), ranks in found.items():
+            assert ranks == Layout.parse(texts[module], 4).group_of(rank, *axes)
+
+
+def test_groups_of_eight_ranks(pools: Callable[[int], Pool]) -> None:
+    texts = {"vision": "tp:2,sp:2,dp:2", "text": "tp:4,dp:2"}
+    for rank, found in enumerate(pools(8).run(jobs.members, texts)):
+        for (module, axes), ranks in found.items():
+            assert ranks == Layout.parse(texts[module], 8).group_of(rank, *axes)
+
+
+def test_megatrons_collection(pools: Callable[[int], Pool]) -> None:
+    for found in pools(8).run(jobs.collection, {"vision": "tp:2,sp:2,dp:2", "text": "tp:8"}, "vision"):
+        assert found == {
+            "tp": 2, "cp": 2, "dp": 2, "pp": 1, "dp_cp": 4, "mp": 2, "tp_cp": 4, "tp_ep_pp": 2, "expt_dp": 4,
+            "intra_dist_opt": 8, "ep": 1, "embd": None, "pos_embd": None,
+        }  # fmt: skip
+
+
+def test_equal_sets_share_a_group_but_the_loader_has_its_own(pools: Callable[[int], Pool]) -> None:
+    assert set(pools(4).run(jobs.shared)) == {(True, True, True)}
+
+
+def test_the_self_check_finds_wrong_groups(pools: Callable[[int], Pool]) -> None:
+    pool = pools(4)
+    for rank, message in enumerate(pool.run(jobs.check, "sum")):
+        ranks, expected = ((0, 1), 3) if rank < 2 else ((2, 3), 7)
+        assert message.startswith(f"process group of ranks {ranks}: found sum 10 and position {rank}")
+        assert f"expected {expected} and {rank % 2} on rank {rank}" in message and "different orders" in message
+    by_rank = pool.run(jobs.check, "order")
+    assert "position 0, expected 10 and 1 on rank 0" in by_rank[0] and by_rank[2] == by_rank[3] == ""
+    assert set(pool.run(jobs.check, "right")) == {""}

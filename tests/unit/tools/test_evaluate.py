@@ -1,0 +1,113 @@
+"""The demo's model in plain `transformers`, and the exact-match rate."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.tools.evaluate import Answer, EvaluationResult, exact_match, main, result_table
+
+
+@pytest.fixture
+def data(demo: Path) -> tuple[Path, Path]:
+    return demo / "data" / "heldout.jsonl", demo / "data" / "images"
+
+
+def test_the_folder_loads_with_plain_transformers_without_a_warning(demo: Path, caplog: pytest.LogCaptureFixture):
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+    from transformers.utils.logging import disable_propagation, enable_propagation
+
+    enable_propagation()  # transformers' messages do not reach the root logger otherwise
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
+        warnings.simplefilter("error")
+        AutoTokenizer.from_pretrained(demo / "model")
+        AutoImageProcessor.from_pretrained(demo / "model", backend="pil")
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(demo / "model", output_loading_info=True)
+    disable_propagation()
+    model, info = loaded
+    assert not any(info.values())
+    assert [record.message for record in caplog.records] == []
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+
+
+def test_a_sample_goes_through_processor_template_and_model(demo: Path, data: tuple[Path, Path]):
+    from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+    tokenizer = AutoTokenizer.from_pretrained(demo / "model")
+    model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(demo / "model")
+    record = json.loads(data[0].read_text().splitlines()[0])
+    with Image.open(data[1] / record["image"]) as picture:
+        images = AutoImageProcessor.from_pretrained(demo / "model", backend="pil")(picture, return_tensors="pt")
+    content = [{"type": "image"}, {"type": "text", "text": "\nWhere is the shape?"}]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+        "<|vision_start|><|image_pad|><|vision_end|>\nWhere is the shape?<|im_end|>\n"
+    )
+    rows = int(images["image_grid_thw"].prod()) // 4
+    ids = tokenizer(text.replace("<|image_pad|>", rows * "<|image_pad|>"), return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        logits = model(input_ids=ids, mm_token_type_ids=(ids == model.config.image_token_id).int(), **images).logits
+    assert logits.shape == (1, ids.shape[1], model.config.text_config.vocab_size)
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("blank", [False, True])
+def test_an_untrained_model_knows_nothing(demo: Path, data: tuple[Path, Path], blank: bool):
+    result = exact_match(demo / "model", *data, limit=24, blank=blank)
+    assert result.questions == 24
+    assert result.rate <= 0.25
+    assert {answer.expected for answer in result.answers} > {"top left", "top right"}
+
+
+def test_answers_do_not_depend_on_the_batch(demo: Path, data: tuple[Path, Path]):
+    one = exact_match(demo / "model", *data, limit=6, batch_size=1)
+    assert one == exact_match(demo / "model", *data, limit=6, batch_size=4)
+
+
+def test_samples_with_two_pictures_and_none_are_answered_together(demo: Path):
+    train = demo / "data" / "train.jsonl"
+    result = exact_match(demo / "model", train, demo / "data" / "images", limit=80, max_new_tokens=1)
+    assert any("opposite" in question for question in result.by_question())
+    assert any("shapes" in question for question in result.by_question())
+
+
+def test_the_result_counts_and_groups():
+    answers = (Answer("a?", "x", "x"), Answer("b?", "y", "x"), Answer("a?", "x", "y"), Answer("a?", "z", "z"))
+    result = EvaluationResult(answers)
+    assert (result.correct, result.questions, result.rate) == (2, 4, 0.5)
+    assert list(result.by_question()) == ["a?", "b?"]
+    assert result.by_question()["a?"].correct == 2
+    assert str(result) == "50.0 % exact match (2 of 4, pictures shown)"
+
+
+def test_the_table_gathers_rare_questions():
+    result = EvaluationResult(tuple(Answer(f"{k}?", "x", "x") for k in range(20)))
+    assert list(result_table(result).columns[0].cells)[-2:] == ["(8 other questions)", "all"]
+
+
+def test_the_command_prints_a_table(demo: Path, data: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):
+    arguments = ["--annotations", str(data[0]), "--images", str(data[1]), "--limit", "4", "--blank"]
+    assert main([str(demo / "model"), *arguments]) == 0
+    assert "pictures blanked" in capsys.readouterr().out
+
+
+def test_missing_weights_are_named(demo: Path, data: tuple[Path, Path], tmp_path: Path):
+    for file in (demo / "model").iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(UserError, match="weights that do not load"):
+        exact_match(tmp_path, *data)
+
+
+def test_a_missing_folder_ends_with_one_message(data: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):
+    assert main(["/nowhere", "--annotations", str(data[0]), "--images", str(data[1])]) == 1
+    assert capsys.readouterr().err.startswith("error: ")

@@ -1,0 +1,129 @@
+"""The demo's folder: what is in it, that it can be read, and when it is refused."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.tools import make_demo as module
+from megatron_hetero.tools.demo_model import ModelShape, model_config, mrope_section, train_tokenizer
+from megatron_hetero.tools.make_demo import PARTS, DemoOptions, main, make_demo
+from megatron_hetero.training.config import load_config
+
+TINY = DemoOptions(seed=1, train_pictures=30, heldout_questions=8)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_the_same_seed_makes_the_same_bytes_and_another_seed_others(tmp_path: Path):
+    for name, options in {"a": TINY, "b": TINY, "c": DemoOptions(2, 30, 8)}.items():
+        make_demo(tmp_path / name, options)
+    a, b, c = (digests(tmp_path / name) for name in "abc")
+    assert a == b
+    for name in ("model/model.safetensors", "data/train.jsonl", "data/images/heldout-00000.png"):
+        assert a[name] != c[name]
+
+
+def test_nothing_but_the_parts_is_left(demo: Path):
+    assert {path.name for path in demo.iterdir()} == set(PARTS)
+
+
+def test_the_configuration_is_valid_and_its_files_are_there(demo: Path):
+    load_config(["--config", str(demo / "config.yaml")])
+    config = yaml.safe_load((demo / "config.yaml").read_text())
+    assert (demo / config["model"]["hf_path"] / "config.json").is_file()
+    for dataset in config["data"]["registry"].values():
+        assert (demo / dataset["annotations"]).is_file() and (demo / dataset["images"]).is_dir()
+    assert config["parallel"] == {"vision": "sp:2", "text": "tp:2"}
+
+
+def test_making_it_again_changes_nothing(demo: Path, small: DemoOptions):
+    before = {path: path.stat().st_mtime_ns for path in demo.rglob("*")}
+    assert make_demo(demo, small) is False
+    assert before == {path: path.stat().st_mtime_ns for path in demo.rglob("*")}
+
+
+def test_a_part_that_is_gone_is_noticed(tmp_path: Path):
+    make_demo(tmp_path, TINY)
+    (tmp_path / "config.yaml").unlink()
+    with pytest.raises(UserError, match="--force"):
+        make_demo(tmp_path, TINY)
+    assert make_demo(tmp_path, TINY, force=True) is True
+
+
+def test_what_an_interrupted_run_left_is_no_obstacle(tmp_path: Path):
+    (tmp_path / ".making-x" / "data").mkdir(parents=True)
+    assert make_demo(tmp_path, TINY) is True
+
+
+def test_other_content_is_refused_and_with_force_only_the_parts_are_replaced(tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "old").touch()
+    (tmp_path / "trained").mkdir()
+    with pytest.raises(UserError, match="data, trained.*--force"):
+        make_demo(tmp_path, TINY)
+    assert make_demo(tmp_path, TINY, force=True) is True
+    assert {path.name for path in tmp_path.iterdir()} == {*PARTS, "trained"}
+    assert not (tmp_path / "data" / "old").exists()
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="found a file, expected a folder"):
+        make_demo(tmp_path / "file", TINY)
+
+
+def test_a_run_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_space(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(module, "write_model", no_space)
+    with pytest.raises(UserError, match="no space left"):
+        make_demo(tmp_path / "demo", TINY)
+    assert list((tmp_path / "demo").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--train-pictures", "0"], ["--seed", "-1"], ["--vision-hidden", "66"], ["--text-heads", "5"]],
+)
+def test_bad_options_end_with_one_message(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main([str(tmp_path / "demo"), *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "found" in error and "expected" in error
+    assert not (tmp_path / "demo").exists()
+
+
+def test_heads_divide_by_four_and_the_model_is_small():
+    tokenizer = train_tokenizer(["What colour is the shape?"])
+    config: Any = model_config(ModelShape(), tokenizer)
+    assert config.vision_config.num_heads % 4 == config.text_config.num_attention_heads % 4 == 0
+    assert config.text_config.vocab_size >= len(tokenizer)
+    assert config.tie_word_embeddings
+
+
+def test_mrope_sections_are_those_of_the_real_model():
+    assert mrope_section(128) == [16, 24, 24]
+    assert sum(mrope_section(24)) == 12
+
+
+def test_the_tokenizer_restores_text_it_has_not_seen():
+    tokenizer = train_tokenizer(["What colour is the shape?", "red"])
+    for text in ("Où est le disque ?\n", "red  blue", "猫 🐈"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer("<|vision_start|><|image_pad|><|vision_end|>")["input_ids"]) == 3
+
+
+def test_pictures_are_plain_rgb(demo: Path):
+    for file in (demo / "data" / "images").iterdir():
+        with Image.open(file) as picture:
+            assert picture.mode == "RGB"

@@ -1,0 +1,219 @@
+"""What the workers of the pool run for the tests of gradients, optimizers, the loader and whole steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.platform import CPU, Platform
+from megatron_hetero.training import run as run_module
+from megatron_hetero.training.config import load_config
+from megatron_hetero.training.export import assemble, gather_parameters
+from megatron_hetero.training.gradients import scale_gradients
+from megatron_hetero.training.run import Run
+
+Arrays = dict[str, np.ndarray]
+MakeFlags = Callable[..., list[str]]
+"""The fixture `make_flags`."""
+
+
+def build(flags: list[str]) -> Run:
+    """The run that the program would build."""
+    return Run.build(load_config(flags), Platform(CPU, "gloo"))
+
+
+def stored(run: Run, value: Callable[[Any], torch.Tensor] = lambda p: p.detach().float()) -> Arrays:
+    """A value of every parameter by stored name, on rank 0."""
+    parts = gather_parameters(run.modules, run.topology, value)
+    return {name: tensor.numpy().copy() for name, tensor in assemble(parts, stored_shapes(run.shapes))}
+
+
+def gradient(run: Run) -> Arrays:
+    """The gradients in the buffers, zero where a parameter is frozen."""
+    return stored(run, lambda p: p.main_grad if p.requires_grad else torch.zeros(p.shape))
+
+
+def step(flags: list[str]) -> dict[str, Any]:
+    """One training step: weights before and after, the gradient that was applied, and what was reported."""
+    run = build(flags)
+    before = stored(run)
+    _, batch, _ = next(iter(run.batches()))
+    metrics = run.train_step(1, batch)
+    return {
+        "before": before,
+        "after": stored(run),
+        "gradient": gradient(run),
+        "loss": metrics.loss,
+        "norm": metrics.grad_norm,
+        "lr": metrics.lr,
+        "tokens": metrics.tokens,
+        "images": metrics.images,
+    }
+
+
+def gradients_of_steps(flags: list[str]) -> list[dict[str, Any]]:
+    """Loss and gradients (scaled by 1/N, not clipped) of each configured step; nothing is updated."""
+    run, results = build([*flags, "--optimizer.name", "sgd"]), []
+    for _, batch, _ in run.batches():
+        summary = run.gradients(batch)
+        scale_gradients(run.modules, 1.0 / batch.supervised)
+        results.append(
+            {
+                "loss": summary.loss_sum / batch.supervised,
+                "norm": summary.norm / batch.supervised,
+                "gradient": gradient(run),
+                "tokens": batch.tokens,
+                "lengths": batch.sample_lengths,
+            }
+        )
+    return results
+
+
+def losses(flags: list[str]) -> list[float]:
+    """Train all configured steps."""
+    run = build(flags)
+    return [run.train_step(number, batch).loss for number, batch, _ in run.batches()]
+
+
+def error_of(flags: list[str]) -> tuple[int, str]:
+    """How many steps were trained before the data or the numbers stopped the run, and what it said."""
+    done = 0
+    try:
+        run = build(flags)
+        for number, batch, _ in run.batches():
+            run.train_step(number, batch)
+            done = number
+    except UserError as error:
+        return done, str(error)
+    return done, ""
+
+
+# ----------------------------------------------------------------------------------------------- faults
+
+
+@contextmanager
+def _after_backward(edit: Callable[[Any, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Let `edit(text model, loss)` change gradients or loss between the backward pass and the reduction."""
+    real = run_module.run_step
+
+    def edited(vision: Any, text: Any, *rest: Any) -> torch.Tensor:
+        return edit({"vision": vision, "text": text}, real(vision, text, *rest))
+
+    with mock.patch.object(run_module, "run_step", edited):
+        yield
+
+
+def fault(flags: list[str], where: str, on_rank: int, value: float) -> dict[str, Any]:
+    """Put `value` into one gradient of module `where` (or into the loss) on one rank; then try a step."""
+    run = build(flags)
+
+    def edit(models: dict[str, Any], loss: torch.Tensor) -> torch.Tensor:
+        if run.topology.rank != on_rank:
+            return loss
+        if where == "loss":
+            return loss + value
+        next(p for p in models[where].parameters() if p.requires_grad).main_grad.view(-1)[3] = value
+        return loss
+
+    _, batch, _ = next(iter(run.batches()))
+    before = stored(run)
+    message = ""
+    with _after_backward(edit):
+        faults = run.gradients(batch).faults
+        try:
+            run.train_step(5, batch)
+        except UserError as error:
+            message = str(error)
+    after = stored(run)
+    return {"faults": faults, "message": message, "unchanged": all((before[n] == after[n]).all() for n in before)}
+
+
+# -------------------------------------------------------------------------------------------- optimizers
+
+
+def groups_of_step(flags: list[str], number: int) -> list[tuple[float, float, float]]:
+    """(lr, weight decay, smallest lr) of every parameter group after step `number`."""
+    run = build(flags)
+    run._update(number)
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    return sorted({(g["lr"], g["weight_decay"] * g.get("wd_mult", 1.0), g["min_lr"]) for g in groups})
+
+
+def reported_rate(flags: list[str], number: int) -> float:
+    """The learning rate that step `number` reports."""
+    return build(flags)._update(number)
+
+
+def precision(flags: list[str]) -> dict[str, Any]:
+    """Types of parameters, gradients and masters after one step, and whether parameters are rounded masters."""
+    run = build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    run.train_step(1, batch)
+    masters, rounded = [], True
+    for optimizer in run.optimizers:
+        inner = optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
+        if hasattr(inner, "shard_fp32_from_float16_groups"):
+            pairs = zip(inner.shard_float16_groups, inner.shard_fp32_from_float16_groups, strict=True)
+        else:
+            pairs = zip(inner.float16_groups, inner.fp32_from_float16_groups, strict=True)
+        for models, wide in pairs:
+            for parameter, master in zip(models, wide, strict=True):
+                masters.append(master.dtype)
+                rounded = rounded and bool(torch.equal(parameter.view(-1), master.view(-1).to(parameter.dtype)))
+    parameters = [p for module in run.modules for p in module.model.parameters()]
+    return {
+        "parameters": {str(p.dtype) for p in parameters},
+        "gradients": {str(p.main_grad.dtype) for p in parameters},  # pyright: ignore[reportAttributeAccessIssue]
+        "masters": {str(dtype) for dtype in masters},
+        "rounded": rounded,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ loader
+
+
+def decoded(flags: list[str]) -> list[dict[str, Any]]:
+    """Per step: which images this rank decoded, and which ones it encodes part of."""
+    run = build(flags)
+    seen: list[tuple[str, int]] = []
+    processor, results = run.loader.processor, []
+    real = processor.patches
+
+    def spy(record: Any, place: int, grid: Any) -> np.ndarray:
+        seen.append((record.where, place))
+        return real(record, place, grid)
+
+    with mock.patch.object(processor, "patches", spy):
+        for _, batch, _ in run.batches():
+            shares = [m.plan.encoder for m in batch.micro_batches if m.plan.encoder is not None]
+            sources = [part.source for share in shares for part in share.parts]
+            wanted = [(run.loader.mixture[source.sample].where, source.place) for source in sources]
+            results.append({"decoded": sorted(seen), "encoded": sorted(wanted), "images": len(batch.grids)})
+            seen.clear()
+    return results
+
+
+def batches(flags: list[str]) -> list[list[tuple[list[int], bytes, int]]]:
+    """Tokens, pixels and supervised tokens of every micro-batch of every step."""
+    run = build(flags)
+    return [
+        [(m.pack.input_ids.tolist(), m.pixels.tobytes(), b.supervised) for m in b.micro_batches]
+        for _, b, _ in run.batches()
+    ]
+
+
+def export_of(flags: list[str], target: Path) -> Arrays:
+    """Train one step and export; returns the weights as they were."""
+    run = build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    run.train_step(1, batch)
+    run.export(target)
+    return stored(run)

@@ -1,0 +1,179 @@
+"""Gradients of whole steps on real groups: faults, freezing, micro-batches without images or without samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_hetero.training.gradients import GradientSummary, clip_factor
+from tests.support.folders import write_data
+from tests.support.oracle import Oracle
+from tests.support.pool import Pool
+from tests.unit.training import jobs_run as jobs
+from tests.unit.training.jobs_run import MakeFlags
+
+Pools = Callable[[int], Pool]
+LAYOUTS = [("sp:2,dp:2", "tp:4"), ("tp:2,dp:2", "tp:2,dp:2")]
+PARTS = {"vision": "visual.", "projector": "visual.merger.", "text": ("model.", "lm_head.")}
+
+
+def part_of(name: str) -> str:
+    """The parameter group of a stored tensor."""
+    return "projector" if name.startswith(PARTS["projector"]) else "vision" if name.startswith("visual.") else "text"
+
+
+def assert_equal_gradients(got: jobs.Arrays, expected: dict[str, torch.Tensor] | jobs.Arrays) -> None:
+    """The bound of the parity tests."""
+    wide = {name: np.asarray(gradient, np.float64) for name, gradient in expected.items()}
+    everything = np.sqrt(sum((gradient**2).sum() for gradient in wide.values()))
+    assert got.keys() == wide.keys()
+    for name, gradient in wide.items():
+        assert np.linalg.norm(got[name] - gradient) <= 1e-4 * np.linalg.norm(gradient) + 1e-7 * everything, name
+
+
+# ---------------------------------------------------------------------------------------------- clipping
+
+
+def test_clip_factor() -> None:
+    assert clip_factor(5.0, 0.0) == clip_factor(1.0, 1.0) == clip_factor(0.0, 1.0) == clip_factor(9.0, -1.0) == 1.0
+    assert clip_factor(4.0, 1.0) == pytest.approx(0.25, rel=1e-6) and clip_factor(4.0, 1.0) * 4.0 <= 1.0
+
+
+def test_the_norm_is_over_all_modules() -> None:
+    assert GradientSummary(0.0, {"vision": 3.0, "text": 4.0}, ()).norm == 5.0
+
+
+def test_clipping_scales_all_modules_alike(make_flags: MakeFlags, pools: Pools) -> None:
+    flags = make_flags("sp:2,dp:2", "tp:4", "--optimizer.name sgd --optimizer.lr 0.1")
+    whole = pools(4).run(jobs.step, flags)[0]
+    limit = whole["norm"] / 3
+    clipped = pools(4).run(
+        jobs.step, make_flags("sp:2,dp:2", "tp:4", f"--optimizer.name sgd --optimizer.clip_grad {limit}")
+    )[0]
+    assert clipped["norm"] == pytest.approx(whole["norm"], rel=1e-6), "what is reported is the norm before clipping"
+    total = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in clipped["gradient"].values()))
+    assert total == pytest.approx(limit, rel=1e-4)
+    for name, gradient in whole["gradient"].items():
+        np.testing.assert_allclose(clipped["gradient"][name], gradient / 3, rtol=1e-3, atol=1e-6 * limit)
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+@pytest.mark.parametrize(
+    "where, rank, value",
+    [("vision", 2, np.nan), ("text", 3, np.inf), ("text", 0, -np.inf), ("loss", 1, np.nan), ("loss", 2, np.inf)],
+)
+def test_faults_name_module_rank_and_step(
+    where: str, rank: int, value: float, make_flags: MakeFlags, pools: Pools
+) -> None:
+    flags = make_flags("sp:4", "tp:2,dp:2", "--optimizer.name adamw")
+    kind = "loss" if where == "loss" else f"gradient of module {where}"
+    for found in pools(4).run(jobs.fault, flags, where, rank, value):
+        assert found["faults"] == ((where, rank),)
+        assert found["unchanged"], "weights were updated"
+        assert found["message"].startswith(f"step 5: found a {kind} that is NaN or infinite on rank {rank}, expected")
+
+
+# ---------------------------------------------------------------------------------------------- freezing
+
+
+@pytest.mark.parametrize("vision, text", LAYOUTS)
+def test_frozen_parts_stay_and_the_others_do_not_notice(
+    vision: str, text: str, make_flags: MakeFlags, pools: Pools
+) -> None:
+    common = "--optimizer.name sgd --optimizer.lr 0.1 --train.micro_batch_size 2"
+    whole = pools(4).run(jobs.step, make_flags(vision, text, common, batch=8))[0]
+    for frozen in ("vision", "projector", "text", "vision projector", "vision text", "projector text"):
+        got = pools(4).run(jobs.step, make_flags(vision, text, f"{common} --model.freeze {frozen}", batch=8))[0]
+        trained = {n: g for n, g in whole["gradient"].items() if part_of(n) not in frozen.split()}
+        assert_equal_gradients({n: got["gradient"][n] for n in trained}, trained)
+        norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in trained.values()))
+        assert got["norm"] == pytest.approx(norm, rel=1e-5) and got["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+        for name, before in got["before"].items():
+            assert (got["after"][name] == before).all() == (name not in trained), (frozen, name)
+
+
+def test_freezing_with_adamw_and_recomputation(make_flags: MakeFlags, pools: Pools) -> None:
+    common = "--optimizer.name adamw --optimizer.lr 0.01 --model.recompute.vision full --model.recompute.text full"
+    for frozen in ("vision", "text", "vision projector"):
+        got = pools(4).run(jobs.step, make_flags("sp:4", "tp:2,dp:2", f"{common} --model.freeze {frozen}"))[0]
+        for name, before in got["before"].items():
+            assert (got["after"][name] == before).all() == (part_of(name) in frozen.split()), (frozen, name)
+
+
+# --------------------------------------------------------------------------------- nothing to encode, or to read
+
+
+def steps_of_oracle(model: Path, data: Path, steps: list[list[int]]) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    oracle = Oracle.load(model, data)
+    return [oracle.step(numbers) for numbers in steps]  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("pictures", [(0, 1), (0, 0, 2, 0), (0,)], ids=str)
+@pytest.mark.parametrize("vision, text", [*LAYOUTS, ("dp:4", "dp:4")])
+def test_micro_batches_without_images(
+    pictures: tuple[int, ...], vision: str, text: str, make_flags: MakeFlags, pools: Pools, small_model: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    data = write_data(tmp_path, 8, seed=4, pictures=pictures)
+    flags = make_flags(vision, text, "--train.iters 2", data=data)
+    expected = steps_of_oracle(small_model, data, [list(range(4)), list(range(4, 8))])
+    got = pools(4).run(jobs.gradients_of_steps, flags)[0]
+    for step, (loss, gradients) in zip(got, expected, strict=True):
+        assert step["loss"] == pytest.approx(loss, rel=1e-5)
+        assert_equal_gradients(step["gradient"], gradients)
+        if pictures == (0,):
+            assert all(not g.any() for n, g in step["gradient"].items() if n.startswith("visual."))
+
+
+def test_a_step_without_images_updates_no_vision_weight(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
+    data = write_data(tmp_path, 4, pictures=(0,))
+    for frozen in ("", "--model.freeze text", "--model.freeze vision projector"):
+        flags = make_flags("sp:4", "tp:2,dp:2", f"--optimizer.name adamw --optimizer.lr 0.01 {frozen}", data=data)
+        got = pools(4).run(jobs.step, flags)[0]
+        assert got["images"] == 0
+        changed = {part_of(n) for n, before in got["before"].items() if (got["after"][n] != before).any()}
+        assert changed == (set() if frozen == "--model.freeze text" else {"text"})
+
+
+def write_long(data: Path, long: set[int]) -> None:
+    """Make the questions of these samples long."""
+    records = [json.loads(line) for line in data.read_text().splitlines()]
+    for i in long:
+        records[i]["conversations"][0]["value"] += " what is it" * 100
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+# Micro-batches of 1: {0, 2} leaves every pack of the first replica empty, {0, 1} all packs of the first micro-batch.
+@pytest.mark.parametrize("long, micro", [({0, 2}, 1), ({0, 1}, 1), ({1, 3}, 2), ({0, 1}, 2)], ids=str)
+@pytest.mark.parametrize("vision, text, more", [
+    ("sp:2,dp:2", "tp:2,dp:2", ""),
+    ("dp:4", "tp:2,dp:2", "--model.sequence_parallel.text false"),
+    ("tp:4", "tp:2,dp:2", "--model.recompute.text full"),
+])  # fmt: skip
+def test_long_samples_are_skipped_and_packs_may_be_empty(
+    long: set[int], micro: int, vision: str, text: str, more: str, make_flags: MakeFlags, pools: Pools,
+    small_model: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    data = write_data(tmp_path, 4, seed=8, pictures=(2, 1, 0, 1))
+    write_long(data, long)
+    kept = [i for i in range(4) if i not in long]
+    more += f" --data.max_seq_length 200 --data.too_long skip --train.micro_batch_size {micro}"
+    got = pools(4).run(jobs.gradients_of_steps, make_flags(vision, text, more, data=data))[0][0]
+    [(loss, gradients)] = steps_of_oracle(small_model, data, [kept])
+    assert got["loss"] == pytest.approx(loss, rel=1e-5)
+    assert len(got["lengths"]) == 2 and got["tokens"] == sum(got["lengths"])
+    assert_equal_gradients(got["gradient"], gradients)
+
+
+def test_a_step_without_a_supervised_token_is_refused(make_flags: MakeFlags, pools: Pools) -> None:
+    flags = make_flags("sp:4", "tp:2,dp:2", "--data.max_seq_length 3 --data.too_long skip")
+    for _, message in pools(4).run(jobs.error_of, flags):
+        assert message.startswith("step 1: found no supervised token in the global batch, expected some")
+        assert "data.max_seq_length" in message

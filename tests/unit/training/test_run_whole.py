@@ -1,0 +1,68 @@
+"""Whole runs: what is checked before they start, and what they leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.qwen2_5_vl.weights import canonical_name
+from megatron_hetero.training.config import load_config
+from megatron_hetero.training.run import checked
+from tests.support.pool import Pool
+from tests.unit.training import jobs_run as jobs
+from tests.unit.training.jobs_run import MakeFlags
+
+Pools = Callable[[int], Pool]
+
+
+@pytest.mark.parametrize("batch, text, micro, message", [
+    (6, "dp:4", 1, r"found 6, expected a multiple of 4, .*4 replicas .*of 1; try --train\.global_batch_size 8"),
+    (6, "tp:2,dp:2", 2, r"found 6, expected a multiple of 4, .*2 replicas .*of 2; try --train\.global_batch_size 8"),
+    (2, "dp:4", 2, r"try --train\.global_batch_size 8"),
+])  # fmt: skip
+def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: str, make_flags: MakeFlags) -> None:
+    flags = make_flags("dp:4", text, f"--train.micro_batch_size {micro}", batch=batch)
+    with pytest.raises(UserError, match=message):
+        checked(load_config(flags), 4)
+    _, layouts, shape = checked(load_config(make_flags("dp:4", text, f"--train.micro_batch_size {micro}", batch=8)), 4)
+    assert shape.step_samples == 8 and shape.replicas == layouts["text"].dp
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--vision-parallel cp:4", "cp"),
+    ("--text-parallel sp:4", "sp:4"),
+    ("--text-parallel tp:3", "tp"),
+    ("--parallel.audio dp:4", "audio"),
+    ("--model.recompute.visoin full", "vision"),
+])  # fmt: skip
+def test_what_cannot_run_is_refused_before_any_group_is_made(flags: str, message: str, make_flags: MakeFlags) -> None:
+    with pytest.raises(UserError, match=message):
+        checked(load_config(make_flags("dp:4", "dp:4", flags)), 4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("vision, text", [("sp:2,dp:2", "tp:4"), ("tp:4", "tp:2,dp:2")])
+def test_what_is_exported_is_what_was_trained(
+    dtype: str, vision: str, text: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path
+) -> None:
+    flags = make_flags(vision, text, f"--optimizer.name adamw --optimizer.lr 1e-3 --model.dtype {dtype}")
+    weights = pools(4).run(jobs.export_of, flags, tmp_path / "export")[0]
+    exported = {canonical_name(n): t for n, t in load_file(tmp_path / "export" / "model.safetensors").items()}
+    assert exported.keys() == weights.keys()
+    for name, tensor in exported.items():
+        assert str(tensor.dtype) == f"torch.{dtype}"
+        np.testing.assert_array_equal(tensor.float().numpy(), weights[name], err_msg=name)
+
+
+def test_an_export_can_be_trained_again_in_another_layout(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
+    more = "--optimizer.name adamw --optimizer.lr 1e-3 --train.micro_batch_size 2"
+    straight = pools(4).run(jobs.losses, make_flags("sp:4", "tp:4", f"{more} --train.iters 2", batch=8))[0]
+    pools(4).run(jobs.export_of, make_flags("sp:4", "tp:4", more, batch=8), tmp_path / "export")
+    again = make_flags("dp:4", "tp:2,dp:2", f"{more} --model.hf_path {tmp_path / 'export'}", batch=8)
+    assert pools(4).run(jobs.losses, again)[0] == [pytest.approx(straight[1], rel=1e-5)]
+    assert straight[1] < straight[0]
