@@ -34,6 +34,13 @@ setup(
         "tensorboard": ["tensorboard>=2.17"],
         "bench": ["matplotlib>=3.9"],
         # pyright runs on node, which its extra brings along.
-        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12", "pyright[nodejs]>=1.1.400", "pre-commit>=4"],
+        "dev": [
+            "pytest>=8",
+            "hypothesis>=6.100",
+            "psutil>=6",
+            "ruff>=0.12",
+            "pyright[nodejs]>=1.1.400",
+            "pre-commit>=4",
+        ],
     },
 )

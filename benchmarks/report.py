@@ -221,7 +221,7 @@ class StepReport:
         size = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in asdict(self.size).items())
         head = f"Whole training steps, {self.ranks} ranks, global batch of 4 samples, fp32. Model: {size}."
         notes = (
-            "Ours: sp, tp (vision, text). `whole`: activations not split over tp. Ratio: median [min, max] over rounds. "
+            "Ours: sp, tp (vision, text). `whole`: activations not split over tp. Ratio: median [min, max] of rounds. "
             "Memory: resident (of the allocator on a GPU), above what the process held before the model was built."
         )
         return "\n\n".join([head, table, notes, "\n".join(f"- {v}" for v in self.verdicts())])

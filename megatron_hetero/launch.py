@@ -1,7 +1,7 @@
 """Start and end of a process under torchrun (or alone): the default process group, and errors told once.
 
-However a run ends, one rank says why and all ranks go: a rank that fails exits without waiting for anyone, and torchrun stops the
-others.
+However a run ends, one rank says why and all ranks go: a rank that fails exits without waiting for anyone, and
+torchrun stops the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.platform import Platform
 
 INTERRUPTED = 130
-_LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "NCCL communicator was aborted", "Socket closed")
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "NCCL communicator was aborted",
+    "Socket closed",
+)
 
 
 def rank() -> int:
@@ -54,7 +60,10 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     Exit status: 1 for an error, 130 for Ctrl-C.
     """
     try:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if _repeats_help(argv) else sys.stdout):
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere if _repeats_help(argv) else sys.stdout),
+        ):
             main(argv)
     except SystemExit:
         raise

@@ -19,5 +19,6 @@ def prepare_globals(seed: int) -> None:
         parallel_state._set_global_memory_buffer()
     megatron_random.initialize_rng_tracker()
     tracker = megatron_random.get_cuda_rng_tracker()
+    assert tracker is not None, "initialised above"
     tracker.reset()
     tracker.add(MODEL_PARALLEL_STREAM, seed)

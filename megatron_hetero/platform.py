@@ -44,6 +44,11 @@ class Platform:
         """The marketing name of the accelerator, or `cpu`."""
         return torch.cuda.get_device_name(self.device) if self.is_cuda else "cpu"
 
+    @property
+    def prefers_all_reduce(self) -> bool:
+        """Whether an all-reduce is faster than a reduce-scatter of the same tensor, as it is with gloo."""
+        return self.backend == "gloo"
+
     def init_process_group(self, **options: Any) -> None:
         """`torch.distributed.init_process_group` for this platform."""
         if self.is_cuda:
@@ -64,7 +69,8 @@ class Platform:
 
     def prepare_megatron(self) -> None:
         """Make the places of Megatron-Core that take CUDA for granted work on this platform. Idempotent."""
-        # Megatron's linears start a collective before a matrix product and rely on one hardware queue to keep the order.
+        # Megatron's linears start a collective before a matrix product and rely on one hardware queue to keep the
+        # order.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if self.is_cuda:
             return

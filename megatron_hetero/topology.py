@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,8 @@ class Topology:
         Raises `RuntimeError` where a group does not reduce to the value that its ranks imply.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world_size)): dist.group.WORLD}
+        world: Any = dist.group.WORLD
+        by_ranks: dict[tuple[int, ...], Any] = {tuple(range(world_size)): world}
         mine: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
         for module, layout in layouts.items():
             for axes in GROUP_AXES:
@@ -64,12 +66,11 @@ class Topology:
                     group = by_ranks.get(ranks) or by_ranks.setdefault(ranks, dist.new_group(ranks, sort_ranks=False))
                     if rank in ranks:
                         mine[module, axes] = group
-        # A group of its own even where `world` is gloo too: the loader's thread uses it while the training thread uses `world`.
-        host = dist.new_group(backend="gloo")
+        # A group of its own even where `world` is gloo too: the loader's thread uses it while the training thread uses
+        # `world`.
+        host: Any = dist.new_group(backend="gloo")
         _self_check(by_ranks, rank, platform)
-        return cls(
-            platform, rank, world_size, MappingProxyType(dict(layouts)), dist.group.WORLD, host, MappingProxyType(mine)
-        )
+        return cls(platform, rank, world_size, MappingProxyType(dict(layouts)), world, host, MappingProxyType(mine))
 
     def group(self, module: str, *axes: str) -> dist.ProcessGroup:
         """The group of this rank along `axes` of `module`'s layout. `KeyError` where the rank is not in the module."""

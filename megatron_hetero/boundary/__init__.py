@@ -1,1 +1,3 @@
-"""Boundaries: who holds which rows (ownership), the moves between two ownerships (plan), and their execution (communicator)."""
+"""Boundaries: who holds which rows (ownership), the moves between two ownerships (plan), and their execution
+(communicator).
+"""

@@ -1,4 +1,6 @@
-"""Executes a boundary plan: packs rows by index, one uneven all-to-all per stage, unpacks by index. No decisions here."""
+"""Executes a boundary plan: packs rows by index, one uneven all-to-all per stage, unpacks by index. No decisions
+here.
+"""
 
 from __future__ import annotations
 

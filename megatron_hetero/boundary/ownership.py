@@ -17,9 +17,9 @@ import numpy as np
 class Ownership:
     """One side of a boundary.
 
-    `groups`: disjoint replica groups, each a tuple of ranks (a single rank where nothing is replicated). `rows`: for each
-    group an int64 array of the ids that each of its ranks holds, in the order in which they are stored. No row may be
-    held by two groups.
+    `groups`: disjoint replica groups, each a tuple of ranks (a single rank where nothing is replicated). `rows`: for
+    each group an int64 array of the ids that each of its ranks holds, in the order in which they are stored. No row
+    may be held by two groups.
     """
 
     groups: tuple[tuple[int, ...], ...]

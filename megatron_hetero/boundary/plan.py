@@ -2,10 +2,12 @@
 
 Two stages, each one all-to-all with uneven splits:
 
-  1. *scatter*: every row that no member of its destination group holds crosses once, to one member of that group. Where the
-     source is replicated over n ranks, each sends about 1/n of the rows; where the destination is replicated over n ranks, each
-     receives about 1/n of them.
-  2. *gather* (only where some destination is replicated): inside each destination group, each member passes on its portion
+  1. *scatter*: every row that no member of its destination group holds crosses once, to one member of that group.
+  Where the
+     source is replicated over n ranks, each sends about 1/n of the rows; where the destination is replicated over n
+     ranks, each receives about 1/n of them.
+  2. *gather* (only where some destination is replicated): inside each destination group, each member passes on its
+  portion
      to the members that do not hold those rows.
 
 Cases, for a row r with source group S and destination group D:
@@ -15,8 +17,8 @@ Cases, for a row r with source group S and destination group D:
      they share none, |D| > 1       one member of S sends r to one member of D, which passes it on to the rest
 
 Nobody receives a row that it does not need or already holds, so that received bytes are the minimum for the pair of
-ownerships. The backward pass is the adjoint. All replicas hold the whole gradient (it is invariant), so that the gradient of r
-travels once from D to S and is then passed on inside S: the same plan with the sides exchanged.
+ownerships. The backward pass is the adjoint. All replicas hold the whole gradient (it is invariant), so that the
+gradient of r travels once from D to S and is then passed on inside S: the same plan with the sides exchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from megatron_hetero.boundary.ownership import Ownership
 class Moves:
     """One all-to-all as one rank sees it, in row indices of its buffers.
 
-    `send`: int64, indices into the rank's source buffer, ordered by receiver; `send_counts`: rows for each rank of the world.
+    `send`: int64, indices into the rank's source buffer, ordered by receiver; `send_counts`: rows for each rank of the
+    world.
     `receive`: int64, indices into its destination buffer at which the rows that arrive are put, ordered by sender;
     `receive_counts`: rows from each rank.
     """
@@ -107,7 +110,9 @@ def _plan_direction(source: Ownership, destination: Ownership, rank: int, world_
     scatter, gather = _Collector(rank, world_size), _Collector(rank, world_size)
     for members, rows in zip(destination.groups, needed, strict=True):
         if np.any(source_group[rows] < 0):
-            raise ValueError(f"rows {rows[source_group[rows] < 0][:5]} are needed by ranks {members}, but held by nobody")
+            raise ValueError(
+                f"rows {rows[source_group[rows] < 0][:5]} are needed by ranks {members}, but held by nobody"
+            )
         for index in np.unique(source_group[rows]):
             part = rows[source_group[rows] == index]
             _route(part, source.groups[index], members, source_place, destination_place, scatter, gather)

@@ -32,7 +32,7 @@ def check_folder(path: Path) -> None:
             f"model.hf_path: {path}",
             found="no such folder",
             expected="a Qwen2.5-VL folder in transformers format",
-            fix="correct the path; models are not downloaded, so fetch one first with `hf download MODEL --local-dir DIR`",
+            fix="correct the path; models are not downloaded: fetch one first with `hf download MODEL --local-dir DIR`",
         )
     needed = [("config.json",), ("tokenizer.json", "vocab.json"), ("preprocessor_config.json", "processor_config.json")]
     for names in needed:

@@ -41,7 +41,8 @@ class PackedBatch:
 
 
 def pack(samples: Sequence[TokenizedSample], pad_multiple: int, pad_token_id: int) -> PackedBatch:
-    """Packs samples in the order given. Without samples the pack is padding alone, so that a model has something to read.
+    """Packs samples in the order given. Without samples the pack is padding alone, so that a model has something to
+    read.
 
     Args:
         samples: may be empty (all were too long and skipped).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -163,7 +164,7 @@ class Processor:
         """
         return pictures.load_picture(path, where, self.max_image_pixels)
 
-    def patches(self, record: Record, image_index: int, grid: np.ndarray) -> np.ndarray:
+    def patches(self, record: Record, image_index: int, grid: Sequence[int] | np.ndarray) -> np.ndarray:
         """Decodes one image into the patches that the vision encoder takes.
 
         Args:

@@ -2,8 +2,8 @@
 
 Shape suffixes: n tokens of this rank without padding, S tokens with padding, H heads of this rank, D elements per head.
 
-`PackedSelfAttention` is Megatron's `SelfAttention` with a `forward` of its own: rotary embedding by a table with one entry
-per token (Megatron's own handles neither 2-D nor multimodal positions of packed samples), padding that never
+`PackedSelfAttention` is Megatron's `SelfAttention` with a `forward` of its own: rotary embedding by a table with one
+entry per token (Megatron's own handles neither 2-D nor multimodal positions of packed samples), padding that never
 enters attention, and the exchange of heads for tokens under `sp` (Ulysses; Jacobs et al. 2023, arXiv 2309.14509).
 """
 
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 try:  # optional: pip install megatron-hetero[gpu]
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 except ImportError:
     flash_attn_varlen_func = None
 
@@ -35,28 +37,31 @@ except ImportError:
 class Segments(PackedSeqParams):
     """Lengths of the sequences in a pack: tokens attend within their own only.
 
-    A Megatron `PackedSeqParams` (what Transformer Engine and flash-attn read), with `buckets` for plain PyTorch:
-    (length, index) for each distinct length, where index selects the tokens of all sequences of that length.
+    A Megatron `PackedSeqParams` (what Transformer Engine and flash-attn read), with what plain PyTorch needs to run all
+    sequences of one length in one batch: `buckets`, (length, tokens of all sequences of that length) for each distinct
+    length, and `order`, int64 indices that bring tokens into the order of the buckets, None where they are in it.
     """
 
     lengths: tuple[int, ...] = ()
-    buckets: tuple[tuple[int, slice | Tensor], ...] = ()
+    buckets: tuple[tuple[int, int], ...] = ()
+    order: Tensor | None = None
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
         """Sequences of `lengths` tokens, one after the other. Empty ones are dropped."""
         lengths = tuple(int(n) for n in lengths if n)
-        cu_seqlens = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0)], dtype=torch.int32)
-        on_device = cu_seqlens.to(device)
+        cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
         longest = max(lengths, default=0)
+        counts = Counter(lengths)
         return cls(
             qkv_format="thd",
-            cu_seqlens_q=on_device,
-            cu_seqlens_kv=on_device,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=lengths,
-            buckets=tuple(_buckets(lengths, device)),
+            buckets=tuple((length, length * count) for length, count in counts.items()),
+            order=_bucket_order(lengths, tuple(counts), device),
         )
 
     @property
@@ -65,27 +70,20 @@ class Segments(PackedSeqParams):
         return sum(self.lengths)
 
 
-def _buckets(lengths: tuple[int, ...], device: torch.device) -> list[tuple[int, slice | Tensor]]:
-    starts: dict[int, list[int]] = {}
-    position = 0
-    for length in lengths:
-        starts.setdefault(length, []).append(position)
-        position += length
-    return [(length, _select(first, length, device)) for length, first in starts.items()]
-
-
-def _select(starts: list[int], length: int, device: torch.device) -> slice | Tensor:
-    if starts[-1] - starts[0] == (len(starts) - 1) * length:  # neighbours: a view will do
-        return slice(starts[0], starts[-1] + length)
-    return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten().to(device)
+def _bucket_order(lengths: tuple[int, ...], distinct: tuple[int, ...], device: torch.device) -> Tensor | None:
+    bucket = {length: index for index, length in enumerate(distinct)}
+    of_token = np.repeat([bucket[length] for length in lengths], lengths)
+    if np.all(np.diff(of_token) >= 0):
+        return None
+    return torch.from_numpy(np.argsort(of_token, kind="stable")).to(device)
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
     """What Megatron's layers carry as `packed_seq_params` to `PackedSelfAttention`.
 
-    `full` are the sequences over the whole context-parallel group, `shard_lengths` the tokens without padding of each of
-    its members, and `windows` the sequences of this member's shard for layers that attend locally.
+    `full` are the sequences over the whole context-parallel group, `shard_lengths` the tokens without padding of each
+    of its members, and `windows` the sequences of this member's shard for layers that attend locally.
     """
 
     full: Segments
@@ -105,7 +103,9 @@ def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:
 
 
 class TorchAttention(torch.nn.Module):
-    """Core attention on plain PyTorch (or flash-attn where it is installed and applies), a Megatron `core_attention`."""
+    """Core attention on plain PyTorch (or flash-attn where it is installed and applies), a Megatron
+    `core_attention`.
+    """
 
     def __init__(
         self,
@@ -127,14 +127,13 @@ class TorchAttention(torch.nn.Module):
         """Attention inside each sequence of `packed_seq_params`; returns [n, H * D]."""
         if flash_attn_varlen_func is not None and q_nHD.is_cuda and q_nHD.dtype in (torch.bfloat16, torch.float16):
             return self._flash(q_nHD, k_nHD, v_nHD, packed_seq_params).flatten(1)
-        parts = [self._bucket(q_nHD[i], k_nHD[i], v_nHD[i], n) for n, i in packed_seq_params.buckets]
-        if len(parts) == 1:
-            return parts[0].flatten(1)
-        out = torch.zeros_like(q_nHD)
-        for (_, index), part in zip(packed_seq_params.buckets, parts, strict=True):
-            out = out.slice_scatter(part, 0, index.start, index.stop) if isinstance(index, slice) else (
-                out.index_copy(0, index, part))  # fmt: skip
-        return out.flatten(1)
+        order, sizes = packed_seq_params.order, [tokens for _, tokens in packed_seq_params.buckets]
+        qkv = (q_nHD, k_nHD, v_nHD) if order is None else (x.index_select(0, order) for x in (q_nHD, k_nHD, v_nHD))
+        q_parts, k_parts, v_parts = (x.split(sizes) for x in qkv)
+        lengths = [length for length, _ in packed_seq_params.buckets]
+        parts = [self._bucket(*part) for part in zip(q_parts, k_parts, v_parts, lengths, strict=True)]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (out if order is None else torch.empty_like(out).index_copy(0, order, out)).flatten(1)
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
         cu, longest = segments.cu_seqlens_q, segments.max_seqlen_q
@@ -189,12 +188,13 @@ class PackedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention on `hidden_states` [S, 1, hidden] ([S / tp, 1, hidden] with sequence-parallel activations).
 
-        `rotary_pos_emb`: [2, n, D] cosines and sines. Returns the output in the shape of the input, and the bias that the
-        layer adds.
+        `rotary_pos_emb`: [2, n, D] cosines and sines. Returns the output in the shape of the input, and the bias that
+        the layer adds.
         """
         plan, table_2nD = packed_seq_params, rotary_pos_emb
         tokens = table_2nD.shape[1]
-        q, k, v = (x.squeeze(1)[:tokens] for x in self.get_query_key_value_tensors(hidden_states))
+        qkv: Any = self.get_query_key_value_tensors(hidden_states)
+        q, k, v = (x.squeeze(1)[:tokens] for x in qkv)
         padding = self._padded_length(hidden_states) - tokens
         q, k = rotate(q, table_2nD), rotate(k, table_2nD)
         if self.windowed:
@@ -213,7 +213,7 @@ class PackedSelfAttention(SelfAttention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
         if not len(q):  # an empty shard: no kernel accepts it, but gradients (of zero) flow
             return q.flatten(1)
-        return self.core_attention(
+        return self.core_attention(  # pyright: ignore[reportCallIssue]
             q, k, v, None, attn_mask_type=self.attn_mask_type, packed_seq_params=segments
         ).flatten(1)  # fmt: skip
 
@@ -225,7 +225,8 @@ def _without_context(groups: ProcessGroupCollection | None) -> ProcessGroupColle
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Ulysses. A member of a group of m holds n_i tokens with all H heads; afterwards all N = sum n_i tokens with H / m heads.
+# Ulysses. A member of a group of m holds n_i tokens with all H heads; afterwards all N = sum n_i tokens with H / m
+# heads.
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -276,5 +277,3 @@ class _AllToAll(torch.autograd.Function):
 
 def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     return _AllToAll.apply(x, sent, received, group)  # pyright: ignore[reportReturnType]
-
-

@@ -22,9 +22,11 @@ from megatron_hetero.platform import Platform
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in fp32, that knows sequence parallelism.
+    """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in fp32, that knows sequence
+    parallelism.
 
-    Megatron's own `WrappedTorchNorm` refuses sequence-parallel activations; all that they need is the mark on the weight.
+    Megatron's own `WrappedTorchNorm` refuses sequence-parallel activations; all that they need is the mark on the
+    weight.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
@@ -54,15 +56,18 @@ class TorchSpecProvider(LocalSpecProvider):
 
 
 def spec_provider(choice: str, platform: Platform) -> BackendSpecProvider:
-    """The provider for `model.backend`: `torch`, `te` (Transformer Engine), or `auto` (TE where it is installed, on CUDA).
+    """The provider for `model.backend`: `torch`, `te` (Transformer Engine), or `auto` (TE where it is installed, on
+    CUDA).
 
     Raises `UserError` where `te` is asked for and cannot be had.
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
     if choice == "te" and not (installed and platform.is_cuda):
         raise UserError(
-            f"model.backend: found 'te', but Transformer Engine is {'installed' if installed else 'not installed'} and the "
-            f"device is {platform.device.type}; expected it installed on CUDA; pip install 'megatron-hetero[gpu]' or use "
+            f"model.backend: found 'te', but Transformer Engine is "
+            f"{'installed' if installed else 'not installed'} and the "
+            f"device is {platform.device.type}; expected it installed on CUDA; pip install "
+            f"'megatron-hetero[gpu]' or use "
             "--model.backend torch"
         )
     if choice == "torch" or not (installed and platform.is_cuda):
@@ -87,10 +92,10 @@ def layer_spec(provider: BackendSpecProvider, mask: AttnMaskType, *, windowed: b
                     linear_qkv=column, core_attention=provider.core_attention(), linear_proj=row
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
 
@@ -123,7 +128,9 @@ def transformer_config(platform: Platform, **shape: Any) -> TransformerConfig:
 
 
 def padded(size: int, tp: int) -> int:
-    """`size` rounded up to a multiple of tp, so that it can be split. What pads is zero and keeps a gradient of zero."""
+    """`size` rounded up to a multiple of tp, so that it can be split. What pads is zero and keeps a gradient of
+    zero.
+    """
     return -(-size // tp) * tp
 
 

@@ -52,18 +52,23 @@ class StoredWeights:
         found = set(handle.keys())
         if expected is not None and not expected <= found:
             raise UserError(
-                f"{path}: found no tensor {_listed(expected - found)}, expected it because {INDEX} says that it is here; "
+                f"{path}: found no tensor {_listed(expected - found)}, expected it because {INDEX} says that it "
+                f"is here; "
                 "download the folder again"
             )
         for stored in found:
             name = self.canonical(stored)
             if name in self._where:
-                raise UserError(f"{path}: found {name} a second time, expected it once; remove stale files from the folder")
+                raise UserError(
+                    f"{path}: found {name} a second time, expected it once; remove stale files from the folder"
+                )
             self._where[name] = (path, stored)
             self.shapes[name] = tuple(handle.get_slice(stored).get_shape())
 
     def require(self, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
-        """Check that the folder holds exactly the `expected` tensors in their shapes. Raises `UserError` listing all faults."""
+        """Check that the folder holds exactly the `expected` tensors in their shapes. Raises `UserError` listing all
+        faults.
+        """
         missing = expected.keys() - self.shapes.keys()
         extra = self.shapes.keys() - expected.keys() - optional
         wrong = {n for n, shape in expected.items() if n in self.shapes and self.shapes[n] != shape}
@@ -75,7 +80,8 @@ class StoredWeights:
         ] if wrong else []  # fmt: skip
         if faults:
             raise UserError(
-                f"{self.folder}: found weights that do not fit its config.json ({'; '.join(faults)}), expected exactly the "
+                f"{self.folder}: found weights that do not fit its config.json ({'; '.join(faults)}), expected "
+                f"exactly the "
                 f"{len(expected)} tensors of the model; config.json and weights must come from the same model"
             )
 
@@ -109,7 +115,8 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: None}
     raise UserError(
-        f"{folder}: found no safetensors weights, expected {SINGLE} or {INDEX} with its shards; other formats (pickles) "
+        f"{folder}: found no safetensors weights, expected {SINGLE} or {INDEX} with its shards; other formats "
+        f"(pickles) "
         "are never loaded: convert with save_pretrained(..., safe_serialization=True)"
     )
 
@@ -121,7 +128,8 @@ def _open_file(path: Path) -> Any:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"{path}: found a file that is truncated or not safetensors ({error}), expected a whole one; download it again"
+            f"{path}: found a file that is truncated or not safetensors ({error}), expected a whole one; "
+            f"download it again"
         ) from error
 
 
@@ -136,7 +144,9 @@ class FolderWriter:
     `shapes`: every tensor to come, with its shape. Use `put` for each, in any order, then `finish`.
     """
 
-    def __init__(self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int = SHARD_BYTES):
+    def __init__(
+        self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int = SHARD_BYTES
+    ):
         self.target = target
         self.dtype = dtype
         self.partial = target.with_name(f".{target.name}.partial")
@@ -163,7 +173,9 @@ class FolderWriter:
         return SINGLE if total == 1 else f"model-{shard + 1:05d}-of-{total:05d}.safetensors"
 
     def finish(self, companions: Path) -> None:
-        """Add index, configuration, tokenizer and processor files (from the folder `companions`), and move into place."""
+        """Add index, configuration, tokenizer and processor files (from the folder `companions`), and move into
+        place.
+        """
         if len(self.shards) > 1:
             self._write_index()
         for pattern in COMPANIONS:
@@ -203,12 +215,14 @@ def require_writable(folder: Path) -> None:
         probe.rmdir()
     except OSError as error:
         raise UserError(
-            f"{folder}: found that it cannot be written ({error.strerror or error}), expected a place for the exported model; "
+            f"{folder}: found that it cannot be written ({error.strerror or error}), expected a place for the "
+            f"exported model; "
             "choose another export.hf_dir or mend its permissions"
         ) from error
     if folder.exists() and not ((folder / "config.json").is_file() or folder.is_dir() and not any(folder.iterdir())):
         raise UserError(
-            f"{folder}: found something that is not an exported model, expected nothing, an empty folder or an earlier export; "
+            f"{folder}: found something that is not an exported model, expected nothing, an empty folder or an "
+            f"earlier export; "
             "it would be replaced: choose another export.hf_dir"
         )
 
@@ -249,6 +263,8 @@ def folder_writer(
         yield writer
         writer.finish(companions)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{target}: found that the model cannot be written ({error}); free space or choose another export.hf_dir") from error
+        raise UserError(
+            f"{target}: found that the model cannot be written ({error}); free space or choose another export.hf_dir"
+        ) from error
     finally:
         shutil.rmtree(writer.partial, ignore_errors=True)

@@ -46,7 +46,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Cross entropy per token, fp32 [tokens], whole on every rank of `group`.
 
-    `logits`: [tokens, local vocabulary], of which the first `valid` columns stand for the vocabulary ids from `first` on
-    and the rest is padding. `targets`: int64 [tokens], global ids, the same on every rank.
+    `logits`: [tokens, local vocabulary], of which the first `valid` columns stand for the vocabulary ids from `first`
+    on and the rest is padding. `targets`: int64 [tokens], global ids, the same on every rank.
     """
     return _VocabParallelCrossEntropy.apply(logits, targets, first, valid, group)  # pyright: ignore

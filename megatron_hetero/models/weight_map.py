@@ -20,7 +20,8 @@ Interval = tuple[int, int]
 class Piece:
     """Rows (and columns) [start, stop) of the stored tensor `name`, placed from row `at` of the parameter on.
 
-    Stored tensors of more than two dims count as matrices: all dims but the first are columns. `columns` None means all.
+    Stored tensors of more than two dims count as matrices: all dims but the first are columns. `columns` None means
+    all.
     """
 
     name: str

@@ -2,8 +2,8 @@
 
     encoder forward, boundary, text forward, text backward, boundary, encoder backward
 
-so that activations of one micro-batch live at a time. The boundary is crossed explicitly rather than by autograd: every rank takes
-part in both directions whether or not it holds a row, and a rank without images hangs nobody.
+so that activations of one micro-batch live at a time. The boundary is crossed explicitly rather than by autograd:
+every rank takes part in both directions whether or not it holds a row, and a rank without images hangs nobody.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class DeviceMicroBatch:
 
 
 class Stopwatch:
-    """Seconds spent in named parts of a step: of the device's stream on a GPU (without waiting for it), of the host on a CPU."""
+    """Seconds spent in named parts of a step: of the device's stream on a GPU (without waiting for it), of the host on
+    a CPU.
+    """
 
     def __init__(self, platform: Platform):
         self._platform = platform
@@ -73,7 +75,9 @@ def run_step(
     micro_batches: Iterable[DeviceMicroBatch],
     watch: Stopwatch,
 ) -> Tensor:
-    """Forward and backward of all micro-batches; gradients accumulate. Returns this rank's sum of token losses, fp32 scalar."""
+    """Forward and backward of all micro-batches; gradients accumulate. Returns this rank's sum of token losses, fp32
+    scalar.
+    """
     total = torch.zeros((), dtype=torch.float32, device=communicator.device)
     for batch in micro_batches:
         total += _run_micro_batch(vision, text, communicator, batch, watch)
@@ -87,10 +91,9 @@ def _run_micro_batch(
     batch: DeviceMicroBatch,
     watch: Stopwatch,
 ) -> Tensor:
-    encodes = batch.vision is not None and batch.boundary is not None
-    trains_vision = encodes and any(p.requires_grad for p in vision.parameters())
+    trains_vision = batch.boundary is not None and any(p.requires_grad for p in vision.parameters())
     encoded = rows = _no_rows(text, communicator)
-    if encodes:
+    if batch.boundary is not None:
         with watch.part("vision"), torch.set_grad_enabled(trains_vision):
             encoded = vision(batch.vision)
         with watch.part("boundary"):
@@ -100,7 +103,7 @@ def _run_micro_batch(
         loss = text(batch.text, rows)
         if loss.requires_grad:
             loss.backward()
-    if trains_vision:
+    if batch.boundary is not None and rows.grad is not None:
         with watch.part("boundary"):
             grads = communicator.backward(batch.boundary, rows.grad)
         with watch.part("vision"):

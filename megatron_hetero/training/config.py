@@ -144,6 +144,7 @@ class Config:
         _check_numbers(self)
         _check_model(self.model)
         _check_data(self.data, self.eval)
+        _check_export(self.export, self.model)
         _check_evaluation(self.eval, self.export)
         _check_batch(self.train)
         _check_optimizer(self.optimizer, self.train.iters)
@@ -269,10 +270,21 @@ def _check_data(data: DataConfig, evaluation: EvalConfig) -> None:
         raise _wrong("data.min_pixels", data.min_pixels, expected, why, "lower it, or raise the other")
 
 
+def _check_export(export: ExportConfig, model: ModelConfig) -> None:
+    if export.hf_dir is None:
+        return
+    target, source = export.hf_dir.resolve(), model.hf_path.resolve()
+    if target == source or target in source.parents or source in target.parents:
+        expected, why = "a folder apart from model.hf_path", "the export replaces its folder, and with it the model"
+        raise _wrong("export.hf_dir", export.hf_dir, expected, why, f"try `--export.hf_dir {source}-trained`")
+
+
 def _check_evaluation(evaluation: EvalConfig, export: ExportConfig) -> None:
     if evaluation.datasets and export.hf_dir is None:
         why = "the exported model is what answers"
-        raise _wrong("eval.datasets", ", ".join(evaluation.datasets), "none without export.hf_dir", why, "set export.hf_dir")
+        raise _wrong(
+            "eval.datasets", ", ".join(evaluation.datasets), "none without export.hf_dir", why, "set export.hf_dir"
+        )
 
 
 def _check_registered(where: str, names: Sequence[str], registry: Mapping[str, object]) -> None:

@@ -16,7 +16,8 @@ FILE_NAME = "evaluation.json"
 
 
 def evaluate_export(config: Config, platform: Platform) -> None:
-    """Ask the questions of `eval.datasets`, with their pictures and with blanked ones; print tables, write `evaluation.json`.
+    """Ask the questions of `eval.datasets`, with their pictures and with blanked ones; print tables, write
+    `evaluation.json`.
 
     For one process, once all others are done: it takes all cores. Raises `UserError` as `exact_match` does.
     """

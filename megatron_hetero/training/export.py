@@ -30,8 +30,8 @@ def export_model(
 ) -> None:
     """Write `target` from the weights of the first replica of each module. Every rank calls it; rank 0 writes.
 
-    `companions`: the folder that configuration, tokenizer and processor files are copied from. Raises `UserError` on rank 0 where
-    the folder cannot be written.
+    `companions`: the folder that configuration, tokenizer and processor files are copied from. Raises `UserError` on
+    rank 0 where the folder cannot be written.
     """
     parts = gather_parameters(modules, topology)
     if topology.rank != WRITER:
@@ -62,7 +62,9 @@ def gather_parameters(
 
 
 def _fetch(parameter: Tensor, holder: int, topology: Topology) -> Tensor | None:
-    """The values of a parameter of `holder` on the writer's host. Shards of a parameter have the same shape on all ranks."""
+    """The values of a parameter of `holder` on the writer's host. Shards of a parameter have the same shape on all
+    ranks.
+    """
     if topology.rank == WRITER == holder:
         return parameter.detach().cpu()
     if topology.rank == holder:

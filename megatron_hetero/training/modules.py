@@ -1,4 +1,6 @@
-"""A module of the model as it is trained: weights, data-parallel buffers, optimizer, and what it holds in common with others."""
+"""A module of the model as it is trained: weights, data-parallel buffers, optimizer, and what it holds in common with
+others.
+"""
 
 from __future__ import annotations
 
@@ -109,9 +111,10 @@ def _require_equal_copies(own_map: WeightMap, weights: StoredWeights) -> None:
         )
         if not same:
             raise UserError(
-                f"{weights.folder}: found a {copy} that differs from {original}, expected equal ones, because config.json "
-                "says that they are tied (tie_word_embeddings) and one of them would be lost; set tie_word_embeddings to "
-                f"false in config.json, or remove {copy} from the weights"
+                f"{weights.folder}: found a {copy} that differs from {original}, expected equal ones, because "
+                "config.json says that they are tied (tie_word_embeddings) and one of them would be lost; set "
+                "tie_word_embeddings "
+                f"to false in config.json, or remove {copy} from the weights"
             )
 
 

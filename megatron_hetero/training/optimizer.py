@@ -1,8 +1,8 @@
 """The optimizer of a module: Megatron's, with the learning rates of our parameter groups.
 
-AdamW is Megatron's distributed optimizer: each rank of the module's data- and context-parallel group keeps the fp32 master
-weights and moments of an equal share (ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054). Biases and all other
-one-dimensional parameters (norms) are exempt from weight decay. SGD is plain: w -= lr * g, replicated.
+AdamW is Megatron's distributed optimizer: each rank of the module's data- and context-parallel group keeps the fp32
+master weights and moments of an equal share (ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054). Biases and all
+other one-dimensional parameters (norms) are exempt from weight decay. SGD is plain: w -= lr * g, replicated.
 """
 
 from __future__ import annotations
@@ -41,13 +41,23 @@ def build_optimizer(module: TrainedModule, config: OptimizerConfig, dtype: torch
         use_distributed_optimizer=adamw,
     )
     with platform.megatron_scope():
-        return get_megatron_optimizer(
+        optimizer = get_megatron_optimizer(
             megatron,
             [module.ddp],  # pyright: ignore[reportArgumentType]
             _overrides(module, config),
             use_gloo_process_groups=False,
             pg_collection=module.groups,
         )
+    _fuse(optimizer)
+    return optimizer
+
+
+def _fuse(optimizer: Any) -> None:
+    """Let PyTorch's AdamW, which Megatron uses without Transformer Engine and Apex, run as one kernel."""
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
 
 
 def _overrides(module: TrainedModule, config: OptimizerConfig) -> dict[ParamKey, Any]:

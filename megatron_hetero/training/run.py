@@ -42,7 +42,9 @@ REPORTER = 0
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Everything that lives as long as a run, on one rank. Modules and optimizers are in the same order: vision, text."""
+    """Everything that lives as long as a run, on one rank. Modules and optimizers are in the same order: vision,
+    text.
+    """
 
     config: Config
     shapes: Qwen25VLShapes
@@ -56,7 +58,8 @@ class Run:
 
     @classmethod
     def build(cls, config: Config, platform: Platform) -> Run:
-        """Check the configuration against the model and the world, then make groups, modules, optimizers and the loader.
+        """Check the configuration against the model and the world, then make groups, modules, optimizers and the
+        loader.
 
         Raises `UserError` for anything that the user can mend; nothing has been written by then.
         """
@@ -123,7 +126,8 @@ class Run:
         start = time.perf_counter()
         if batch.supervised == 0:
             raise UserError(
-                f"step {step}: found no supervised token in the global batch, expected some, because the loss divides by their "
+                f"step {step}: found no supervised token in the global batch, expected some, because the loss "
+                f"divides by their "
                 "number; raise data.max_seq_length or the batch size, or mend the data"
             )
         summary = self.gradients(batch)
@@ -165,7 +169,8 @@ class Run:
         others = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
         kind = "loss" if what == "loss" else f"gradient of module {what}"
         raise UserError(
-            f"step {step}: found a {kind} that is NaN or infinite on rank {rank}{others}, expected finite numbers; the weights "
+            f"step {step}: found a {kind} that is NaN or infinite on rank {rank}{others}, expected finite "
+            f"numbers; the weights "
             "have not been updated. Lower optimizer.lr, add warm-up, or look for broken samples in this step"
         )
 
@@ -196,9 +201,7 @@ class Run:
 
     def export(self, target: Path) -> None:
         """Write the model to `target` in `transformers` format."""
-        export_model(
-            self.modules, self.shapes, self.topology, target, self.config.model.hf_path, dtype_of(self.config)
-        )
+        export_model(self.modules, self.shapes, self.topology, target, self.config.model.hf_path, dtype_of(self.config))
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -207,7 +210,9 @@ def dtype_of(config: Config) -> torch.dtype:
 
 
 def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, Layout], BatchShape]:
-    """The shapes of the model, the layouts that fit it and the world, and how the batch is shared out. Raises `UserError`."""
+    """The shapes of the model, the layouts that fit it and the world, and how the batch is shared out. Raises
+    `UserError`.
+    """
     shapes = Qwen25VLShapes.from_folder(config.model.hf_path)
     require_modules(config, MODULES)
     layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
@@ -220,7 +225,8 @@ def _batch_shape(config: Config, text: Layout) -> BatchShape:
     if total % (text.dp * micro):
         share = text.dp * micro
         raise UserError(
-            f"train.global_batch_size (--train.global_batch_size): found {total}, expected a multiple of {share}, because "
+            f"train.global_batch_size (--train.global_batch_size): found {total}, expected a multiple of "
+            f"{share}, because "
             f"{text.dp} replicas of the text module train micro-batches of {micro}; "
             f"try --train.global_batch_size {-(-total // share) * share}"
         )

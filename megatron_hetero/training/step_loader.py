@@ -34,7 +34,7 @@ from megatron_hetero.training.step_plan import (
     plan_micro_batch,
 )
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class BatchShape:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One micro-batch on the host: the pack of this rank's text replica, the plan, and the pixels of this rank's patches."""
+    """One micro-batch on the host: the pack of this rank's text replica, the plan, and the pixels of this rank's
+    patches.
+    """
 
     pack: PackedBatch
     plan: MicroBatchPlan
@@ -67,8 +69,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step on the host. `supervised`, `tokens`, `images` and `sequences` count over all replicas, `sequences` giving the length of
-    each sample and `grids` the patches of each image for the cost model."""
+    """One step on the host. `supervised`, `tokens`, `images` and `sequences` count over all replicas, `sequences`
+    giving the length of each sample and `grids` the patches of each image for the cost model."""
 
     micro_batches: tuple[MicroBatch, ...]
     supervised: int

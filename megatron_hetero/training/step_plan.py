@@ -1,7 +1,7 @@
 """What each rank encodes and reads in a micro-batch, from integers that all ranks know. Pure.
 
-Words of this file: a *pack* is the micro-batch of one replica of the text module. Images are numbered over the packs of all
-replicas in turn; so are the rows, image by image in raster order of their units.
+Words of this file: a *pack* is the micro-batch of one replica of the text module. Images are numbered over the packs
+of all replicas in turn; so are the rows, image by image in raster order of their units.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class ImageSource:
 
 @dataclass(frozen=True, eq=False)
 class PackMetadata:
-    """What other ranks need to know of a pack: its padded length, and per image the grid, source, and positions of its rows.
+    """What other ranks need to know of a pack: its padded length, and per image the grid, source, and positions of its
+    rows.
 
-    `positions`: int64 [rows of the pack], where rows go in the pack. `supervised`: number of supervised tokens. `length`: tokens
-    without padding.
+    `positions`: int64 [rows of the pack], where rows go in the pack. `supervised`: number of supervised tokens.
+    `length`: tokens without padding.
     """
 
     length: int
@@ -56,9 +57,9 @@ class PatchPart:
 class EncoderShare:
     """What one rank encodes in one micro-batch.
 
-    `parts`: its images' patches, in order; `padding`: patches of zeros after them. `positions`: int64 [2, n] for the n real
-    patches of the rank's shard (that its tp group shares). `windows`: lengths of the shard's windows. `sequences`, `shard_lengths`: of
-    the whole replica. All lengths in patches.
+    `parts`: its images' patches, in order; `padding`: patches of zeros after them. `positions`: int64 [2, n] for the n
+    real patches of the rank's shard (that its tp group shares). `windows`: lengths of the shard's windows. `sequences`,
+    `shard_lengths`: of the whole replica. All lengths in patches.
     """
 
     parts: tuple[PatchPart, ...]
@@ -73,8 +74,8 @@ class EncoderShare:
 class MicroBatchPlan:
     """Everything that ranks agree on about one micro-batch, as one rank sees it.
 
-    `encoder` is None where no pack of the micro-batch has an image: then nobody encodes and nothing crosses. `rows_at`: int64, where
-    the rows that reach this rank go in its shard of the embedding, in their order of arrival.
+    `encoder` is None where no pack of the micro-batch has an image: then nobody encodes and nothing crosses.
+    `rows_at`: int64, where the rows that reach this rank go in its shard of the embedding, in their order of arrival.
     """
 
     encoder: EncoderShare | None
@@ -90,7 +91,9 @@ def plan_micro_batch(
     rank: int,
     world_size: int,
 ) -> MicroBatchPlan:
-    """Deal the images of `packs` (one per replica of the text module) to encoders, and plan the boundary, for `rank`."""
+    """Deal the images of `packs` (one per replica of the text module) to encoders, and plan the boundary, for
+    `rank`.
+    """
     grids = [grid for pack in packs for grid in pack.grids]
     if not grids:
         return MicroBatchPlan(None, None, np.zeros(0, np.int64))
@@ -176,7 +179,9 @@ class EncoderShards:
         return parts
 
     def ownership(self) -> Ownership:
-        """Which rows each rank holds once it has encoded. Ranks of a tp group hold the same without sequence-parallel activations."""
+        """Which rows each rank holds once it has encoded. Ranks of a tp group hold the same without sequence-parallel
+        activations.
+        """
         first_row = np.cumsum([0, *(int(np.prod(grid)) // self.shape.unit for grid in self.grids)])
         holders = {}
         replicated = not self.sequence_parallel

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -25,18 +26,18 @@ from tests.support.oracle import Oracle
 
 PROGRAM = Path(__file__).parents[2] / "pretrain_vlm.py"
 LEARNING_RATE = 0.02
-CONFIG = """\
-model: {hf_path: model, dtype: float32}
-parallel: {vision: "sp:2", text: "tp:2"}
+CONFIG = f"""\
+model: {{hf_path: model, dtype: float32}}
+parallel: {{vision: "sp:2", text: "tp:2"}}
 data:
-  registry: {d: {annotations: data.jsonl, images: images}}
+  registry: {{d: {{annotations: data.jsonl, images: images}}}}
   datasets: [d]
   shuffle: false
-train: {iters: 2, global_batch_size: 4, micro_batch_size: 2}
-optimizer: {name: sgd, lr: %s, schedule: constant, clip_grad: 0}
-log: {dir: log, tensorboard: true}
-export: {hf_dir: out}
-""" % LEARNING_RATE
+train: {{iters: 2, global_batch_size: 4, micro_batch_size: 2}}
+optimizer: {{name: sgd, lr: {LEARNING_RATE}, schedule: constant, clip_grad: 0}}
+log: {{dir: log, tensorboard: true}}
+export: {{hf_dir: out}}
+"""
 
 
 @pytest.fixture
@@ -112,7 +113,9 @@ def test_export_loads_without_a_warning(folder: Path) -> None:
     assert status == 0, output
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model, info = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "out", output_loading_info=True)
+        model, info = cast(Any, Qwen2_5_VLForConditionalGeneration).from_pretrained(
+            folder / "out", output_loading_info=True
+        )
     assert not any(info.values())
     assert model.dtype == torch.bfloat16
 
@@ -132,7 +135,9 @@ def test_an_error_is_told_once(folder: Path) -> None:
 def test_a_killed_rank_takes_the_others_along(folder: Path) -> None:
     with started(folder, "--train.iters", "100000") as process:
         wait_for_step(process, "step      3/100000")
-        ranks = [c for c in psutil.Process(process.pid).children(recursive=True) if "pretrain_vlm" in " ".join(c.cmdline())]
+        ranks = [
+            c for c in psutil.Process(process.pid).children(recursive=True) if "pretrain_vlm" in " ".join(c.cmdline())
+        ]
         assert len(ranks) == 2
         ranks[1].kill()
         start = time.monotonic()
@@ -145,7 +150,9 @@ def test_a_killed_rank_takes_the_others_along(folder: Path) -> None:
 def test_ctrl_c_ends_all_ranks(folder: Path) -> None:
     with started(folder, "--train.iters", "100000") as process:
         wait_for_step(process, "step      3/100000")
-        ranks = [c for c in psutil.Process(process.pid).children(recursive=True) if "pretrain_vlm" in " ".join(c.cmdline())]
+        ranks = [
+            c for c in psutil.Process(process.pid).children(recursive=True) if "pretrain_vlm" in " ".join(c.cmdline())
+        ]
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
         assert process.returncode != 0

@@ -30,7 +30,9 @@ def train(flags: list[str]) -> dict[str, Any] | None:
 
 
 def gradients(flags: list[str]) -> dict[str, Any]:
-    """One step's loss, gradient norm and every gradient, before clipping and update (plain SGD, so that gradients are whole)."""
+    """One step's loss, gradient norm and every gradient, before clipping and update (plain SGD, so that gradients are
+    whole).
+    """
     run = _build([*flags, "--optimizer.name", "sgd", "--train.iters", "1"])
     _, batch, _ = next(iter(run.batches()))
     summary = run.gradients(batch)

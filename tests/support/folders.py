@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -13,7 +14,10 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from megatron_hetero.tools.demo_model import mrope_section, train_tokenizer, write_processor
 
-CORPUS = ["What is in the picture? A red disc on the left.", "Describe it. Two blue squares, system user assistant\n"] * 4
+CORPUS = [
+    "What is in the picture? A red disc on the left.",
+    "Describe it. Two blue squares, system user assistant\n",
+] * 4
 WORDS = "red green blue disc square left right above two pictures describe what is it in the".split()
 
 
@@ -39,7 +43,7 @@ class ModelChoice:
 def write_model(folder: Path, choice: ModelChoice) -> Path:
     """A model with random weights everywhere: biases, norms, embeddings; a vocabulary that tp does not divide."""
     tokenizer = train_tokenizer(CORPUS, vocab_size=300)
-    token_id = tokenizer.convert_tokens_to_ids
+    token_id: Any = tokenizer.convert_tokens_to_ids
     hidden = choice.heads * choice.head_dim
     config = Qwen2_5_VLConfig(
         vision_config={
@@ -97,7 +101,9 @@ def randomise(model: torch.nn.Module) -> None:
             parameter.add_(1.0)
 
 
-def write_data(folder: Path, samples: int, seed: int = 0, pictures: tuple[int, ...] = (1, 2, 0, 1), turns: int = 1) -> Path:
+def write_data(
+    folder: Path, samples: int, seed: int = 0, pictures: tuple[int, ...] = (1, 2, 0, 1), turns: int = 1
+) -> Path:
     """`folder/data.jsonl` and `folder/images`: sample i has `pictures[i % len]` noise pictures of several sizes."""
     rng = random.Random(seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -24,8 +25,8 @@ class Oracle:
     """A model folder with a data set, and AdamW or SGD by hand."""
 
     model: Qwen2_5_VLForConditionalGeneration
-    tokenizer: object
-    images: Qwen2VLImageProcessorPil
+    tokenizer: Any
+    images: Any
     records: list[dict]
     folder: Path
 
@@ -72,7 +73,7 @@ class Oracle:
         loss = torch.nn.functional.cross_entropy(logits[:-1].float(), targets, ignore_index=-100, reduction="sum")
         return loss, int((targets != -100).sum())
 
-    def _tokens(self, record: dict, grids: object) -> Tensor:
+    def _tokens(self, record: dict, grids: Any) -> Tensor:
         messages = []
         for turn in record["conversations"]:
             parts = turn["value"].split("<image>")

@@ -37,9 +37,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 def shapes(draw: st.DrawFn, name: str = "text") -> ModuleShape:
     kv = draw(st.integers(1, 8))
     heads = kv * draw(st.integers(1, 6))
-    return ModuleShape(
-        name, heads, kv, 8 * heads, draw(st.integers(1, 8)), "text" if name == "text" else "encoder"
-    )
+    return ModuleShape(name, heads, kv, 8 * heads, draw(st.integers(1, 8)), "text" if name == "text" else "encoder")
 
 
 def suggestion(error: pytest.ExceptionInfo[UserError]) -> tuple[str, str]:

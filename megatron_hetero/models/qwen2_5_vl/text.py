@@ -1,9 +1,10 @@
-"""The language model: Megatron's `GPTModel` with multimodal rotary embedding, rows placed into its embedding, and a loss that
-looks at supervised positions only."""
+"""The language model: Megatron's `GPTModel` with multimodal rotary embedding, rows placed into its embedding, and a
+loss that looks at supervised positions only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.models.backends import BackendSpecProvider
@@ -29,7 +30,8 @@ from megatron_hetero.platform import Platform
 class TextInput:
     """What one rank's language model reads in one micro-batch: a pack of S tokens, padding included.
 
-    `tokens`: int64 [S]. `positions`: int64 [3, n] for the n real tokens. `supervised`: int64 [t], positions that predict, and
+    `tokens`: int64 [S]. `positions`: int64 [3, n] for the n real tokens. `supervised`: int64 [t], positions that
+    predict, and
     `targets`: int64 [t], what they must predict. `rows_at`: int64 [rows], where this rank's rows go in its shard of the
     embedding. `attention`: the samples of the pack.
     """
@@ -73,7 +75,8 @@ class TextModel(GPTModel):
             **recompute_options(recompute),
         )
         spec = layer_spec(provider, AttnMaskType.causal)
-        block = TransformerBlockSubmodules([spec] * shape.layers, provider.layer_norm(rms_norm=True))
+        norm: Any = provider.layer_norm(rms_norm=True)
+        block = TransformerBlockSubmodules([spec] * shape.layers, norm)
         super().__init__(
             config,
             ModuleSpec(module=TransformerBlock, submodules=block),  # pyright: ignore[reportArgumentType]

@@ -3,7 +3,8 @@
     pixels of own patches -> patch embedding -> transformer block (window and full attention) -> merger -> rows
 
 Everything runs on the patches that this rank's shard holds. With sequence-parallel activations over `tp` the shard is
-padded to whole units per rank and each rank embeds its own share; nothing that pads enters attention or leaves the module.
+padded to whole units per rank and each rank embeds its own share; nothing that pads enters attention or leaves the
+module.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from megatron_hetero.platform import Platform
 class VisionInput:
     """What one rank encodes in one micro-batch.
 
-    `pixels`: [patches of this rank, channels * temporal * patch * patch], padding included. `positions`: int64 [2, n], row
-    and column of the shard's n real patches. `attention`: windows of the shard, sequences of the replica.
+    `pixels`: [patches of this rank, channels * temporal * patch * patch], padding included. `positions`: int64 [2, n],
+    row and column of the shard's n real patches. `attention`: windows of the shard, sequences of the replica.
     """
 
     pixels: Tensor
@@ -43,8 +44,8 @@ class VisionInput:
 def padded_patches(patches: int, unit: int, sequence_shards: int) -> int:
     """Patches of a shard with padding: whole units for each of the ranks that share its activations, and never none.
 
-    `sequence_shards`: tp with sequence-parallel activations, else 1. An empty shard takes part in collectives, and Megatron's layers do
-    not accept tensors without elements.
+    `sequence_shards`: tp with sequence-parallel activations, else 1. An empty shard takes part in collectives, and
+    Megatron's layers do not accept tensors without elements.
     """
     share = unit * sequence_shards
     return max(1, -(-patches // share)) * share
@@ -108,7 +109,9 @@ class VisionModel(MegatronModule):
         )
         # Sequence-parallel activations: each rank embeds its own patches, so that gradients are to be added over tp.
         self.patch_embed.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore
-        self.decoder = TransformerBlock(config, _block_spec(shape, provider), post_layer_norm=False, pg_collection=groups)
+        self.decoder = TransformerBlock(
+            config, _block_spec(shape, provider), post_layer_norm=False, pg_collection=groups
+        )
         self.merger = PatchMerger(config, shape, provider, groups.tp)
 
     def forward(self, batch: VisionInput) -> Tensor:
@@ -128,7 +131,9 @@ def _block_spec(shape: VisionShape, provider: BackendSpecProvider) -> Transforme
 
 
 def rotary_table(positions_2n: Tensor, shape: VisionShape) -> Tensor:
-    """Cosines and sines of the 2-D rotary embedding, fp32 [2, n, head_dim]: half of the angles by row, half by column."""
+    """Cosines and sines of the 2-D rotary embedding, fp32 [2, n, head_dim]: half of the angles by row, half by
+    column.
+    """
     quarter = torch.arange(0, shape.head_dim // 2, 2, dtype=torch.float32) / (shape.head_dim // 2)
     frequencies = (1.0 / shape.rope_theta**quarter).to(positions_2n.device)
     angles = (positions_2n[..., None].float() * frequencies).transpose(0, 1).flatten(1)
@@ -139,7 +144,9 @@ def rotary_table(positions_2n: Tensor, shape: VisionShape) -> Tensor:
 def forward_flops_per_patch(shape: VisionShape) -> tuple[float, float]:
     """Cost model of encoding: (flops per patch, flops per patch and patch of its sequence in full-attention layers)."""
     window_patches = shape.window**2 * shape.unit
-    linear = shape.layers * (8 * shape.hidden**2 + 6 * shape.hidden * shape.ffn) + 2 * shape.patch_elements * shape.hidden
+    linear = (
+        shape.layers * (8 * shape.hidden**2 + 6 * shape.hidden * shape.ffn) + 2 * shape.patch_elements * shape.hidden
+    )
     merger = 2 * shape.hidden * (shape.hidden * shape.unit + shape.out_hidden)
     windowed = (shape.layers - len(shape.full_layers)) * 4 * shape.hidden * window_patches
     return float(linear + merger + windowed), float(len(shape.full_layers) * 4 * shape.hidden)

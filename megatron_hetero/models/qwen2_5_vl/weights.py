@@ -7,7 +7,6 @@ from math import prod
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, TextShape, VisionShape
 from megatron_hetero.models.weight_map import Interval, Piece, WeightMap, share, stack
 
-
 TIED_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 """What a folder of a tied model may store a second time, and the tensor that it must equal."""
 

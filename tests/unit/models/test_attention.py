@@ -71,7 +71,8 @@ def test_segments(lengths: list[int]) -> None:
     assert segments.cu_seqlens_q.dtype == torch.int32
     assert segments.max_seqlen_q == segments.max_seqlen_kv == max(kept, default=0)
     tokens = torch.arange(segments.total)
-    selected = [tokens[index] for _, index in segments.buckets]
+    ordered = tokens if segments.order is None else tokens[segments.order]
+    selected = ordered.split([size for _, size in segments.buckets])
     assert sorted(int(t) for part in selected for t in part) == tokens.tolist()
     starts = {sum(kept[:i]): n for i, n in enumerate(kept)}
     for (length, _), part in zip(segments.buckets, selected, strict=True):
@@ -81,8 +82,13 @@ def test_segments(lengths: list[int]) -> None:
             )
 
 
-def test_neighbouring_sequences_of_one_length_are_a_view() -> None:
-    assert Segments.of([4, 4, 4], CPU).buckets == ((4, slice(0, 12)),)
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [3, 5, 2], [2, 2, 7]])
+def test_sequences_in_the_order_of_their_buckets_are_not_moved(lengths: list[int]) -> None:
+    assert Segments.of(lengths, CPU).order is None
+
+
+def test_scattered_sequences_of_one_length_share_a_bucket() -> None:
+    assert Segments.of([4, 2, 4], CPU).buckets == ((4, 8), (2, 2))
 
 
 def test_rotary_embedding_is_that_of_transformers() -> None:
