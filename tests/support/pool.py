@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -88,6 +89,18 @@ def _serve(rank: int, ranks: int, store: str, jobs: Any, results: Any) -> None:
     while True:
         function, args = jobs.get()
         try:
-            results.put((rank, function(*args), None))
+            answer = (rank, function(*args), None)
         except BaseException:
-            results.put((rank, None, traceback.format_exc()))
+            answer = (rank, None, traceback.format_exc())
+        _destroy_groups()
+        results.put(answer)
+
+
+def _destroy_groups() -> None:
+    """Destroy the groups that a job made: the threads of hundreds of gloo groups would take the cores."""
+    import torch.distributed as dist
+
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
