@@ -7,6 +7,7 @@ import os
 
 import torch
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_hetero.platform import Platform
 from megatron_hetero.tools.evaluate import EvaluationResult, exact_match, result_table
@@ -21,6 +22,7 @@ def evaluate_export(config: Config, platform: Platform) -> None:
 
     For one process, once all others are done: it takes all cores. Raises `UserError` as `exact_match` does.
     """
+    disable_progress_bar()
     if not platform.is_cuda:
         torch.set_num_threads(os.cpu_count() or 1)
     results: dict[str, dict[str, object]] = {}

@@ -72,7 +72,10 @@ def test_every_picture_is_there_once_and_sizes_vary(demo: Path):
     named = [name for split in ("train", "heldout") for record in records(demo, split) for name in images(record)]
     files = list((demo / "data" / "images").iterdir())
     assert sorted(named) == sorted(file.name for file in files)
-    sizes = {Image.open(file).size for file in files}
+    sizes = set()
+    for file in files:
+        with Image.open(file) as picture:
+            sizes.add(picture.size)
     assert len(sizes) >= 6
     patches = {width * height // 14**2 for width, height in sizes}
     assert min(patches) == 16 and max(patches) == 64

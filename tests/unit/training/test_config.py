@@ -88,7 +88,8 @@ def test_empty_sections_and_none(write) -> None:
 
 def test_the_resolved_configuration_reads_back(write, tmp_path: Path) -> None:
     more = (
-        "optimizer: {lr: 1e-4, lr_vision: 2e-5, eps: 1e-10}\nparallel: {vision: 'sp:2@0-1'}\neval: {datasets: [demo]}"
+        "optimizer: {lr: 1e-4, lr_vision: 2e-5, eps: 1e-10}\nparallel: {vision: 'sp:2@0-1'}\n"
+        "eval: {datasets: [demo]}\nexport: {hf_dir: out}"
     )
     config = load_config([*write(more), "--model.freeze", "text", "vision", "--data.datasets", "demo%12.5"])
     saved = tmp_path / "elsewhere" / "saved.yaml"
