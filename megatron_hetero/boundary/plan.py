@@ -3,16 +3,14 @@
 Two stages, each one all-to-all with uneven splits:
 
   1. *scatter*: every row that no member of its destination group holds crosses once, to one member of that group.
-  Where the
-     source is replicated over n ranks, each sends about 1/n of the rows; where the destination is replicated over n
-     ranks, each receives about 1/n of them.
+     Where the source is replicated over n ranks, each sends about 1/n of the rows; where the destination is
+     replicated over n ranks, each receives about 1/n of them.
   2. *gather* (only where some destination is replicated): inside each destination group, each member passes on its
-  portion
-     to the members that do not hold those rows.
+     portion to the members that do not hold those rows.
 
 Cases, for a row r with source group S and destination group D:
 
-     S and D share ranks            the shared ranks keep r; the lowest-loaded of them passes it on to the rest of D
+     S and D share ranks            the shared ranks keep r; one of them passes it on to the rest of D
      they share none, |D| = 1       one member of S sends r to D
      they share none, |D| > 1       one member of S sends r to one member of D, which passes it on to the rest
 

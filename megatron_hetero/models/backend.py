@@ -67,8 +67,7 @@ def spec_provider(choice: str, platform: Platform) -> BackendSpecProvider:
             f"model.backend: found 'te', but Transformer Engine is "
             f"{'installed' if installed else 'not installed'} and the "
             f"device is {platform.device.type}; expected it installed on CUDA; pip install "
-            f"'megatron-hetero[gpu]' or use "
-            "--model.backend torch"
+            f"'megatron-hetero[gpu]' or use --model.backend torch"
         )
     if choice == "torch" or not (installed and platform.is_cuda):
         return TorchSpecProvider()

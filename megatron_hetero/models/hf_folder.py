@@ -53,8 +53,7 @@ class StoredWeights:
         if expected is not None and not expected <= found:
             raise UserError(
                 f"{path}: found no tensor {_listed(expected - found)}, expected it because {INDEX} says that it "
-                f"is here; "
-                "download the folder again"
+                f"is here; download the folder again"
             )
         for stored in found:
             name = self.canonical(stored)
@@ -116,8 +115,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
         return {folder / SINGLE: None}
     raise UserError(
         f"{folder}: found no safetensors weights, expected {SINGLE} or {INDEX} with its shards; other formats "
-        f"(pickles) "
-        "are never loaded: convert with save_pretrained(..., safe_serialization=True)"
+        f"(pickles) are never loaded: convert with save_pretrained(..., safe_serialization=True)"
     )
 
 
@@ -216,14 +214,12 @@ def require_writable(folder: Path) -> None:
     except OSError as error:
         raise UserError(
             f"{folder}: found that it cannot be written ({error.strerror or error}), expected a place for the "
-            f"exported model; "
-            "choose another export.hf_dir or mend its permissions"
+            f"exported model; choose another export.hf_dir or mend its permissions"
         ) from error
     if folder.exists() and not ((folder / "config.json").is_file() or folder.is_dir() and not any(folder.iterdir())):
         raise UserError(
             f"{folder}: found something that is not an exported model, expected nothing, an empty folder or an "
-            f"earlier export; "
-            "it would be replaced: choose another export.hf_dir"
+            f"earlier export; it would be replaced: choose another export.hf_dir"
         )
 
 

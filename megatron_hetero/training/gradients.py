@@ -4,8 +4,9 @@ Every rank has back-propagated the *sum* of its own tokens' losses. For each mod
 
   1. pieces of parameters that several tp ranks hold, and whose gradients are parts (parameters used on sequence-sharded
      activations; replicated key/value heads), are summed over `tp`;
-  2. everything is summed over the module's data- and context-parallel ranks (reduce-scatter under the distributed
-  optimizer); 3. squares are added up over all modules and ranks, each element of each parameter counted once;
+  2. everything is summed over the module's data- and context-parallel ranks (with the distributed optimizer each rank
+     uses its own share of the sums);
+  3. squares are added up over all modules and ranks, each element of each parameter counted once;
   4. all gradients are scaled by 1/N and by the clipping factor, the same on every rank.
 """
 

@@ -113,8 +113,7 @@ def _require_equal_copies(own_map: WeightMap, weights: StoredWeights) -> None:
             raise UserError(
                 f"{weights.folder}: found a {copy} that differs from {original}, expected equal ones, because "
                 "config.json says that they are tied (tie_word_embeddings) and one of them would be lost; set "
-                "tie_word_embeddings "
-                f"to false in config.json, or remove {copy} from the weights"
+                f"tie_word_embeddings to false in config.json, or remove {copy} from the weights"
             )
 
 

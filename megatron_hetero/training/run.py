@@ -127,8 +127,7 @@ class Run:
         if batch.supervised == 0:
             raise UserError(
                 f"step {step}: found no supervised token in the global batch, expected some, because the loss "
-                f"divides by their "
-                "number; raise data.max_seq_length or the batch size, or mend the data"
+                f"divides by their number; raise data.max_seq_length or the batch size, or mend the data"
             )
         summary = self.gradients(batch)
         self._refuse_faults(step, summary)
@@ -226,8 +225,7 @@ def _batch_shape(config: Config, text: Layout) -> BatchShape:
         share = text.dp * micro
         raise UserError(
             f"train.global_batch_size (--train.global_batch_size): found {total}, expected a multiple of "
-            f"{share}, because "
-            f"{text.dp} replicas of the text module train micro-batches of {micro}; "
+            f"{share}, because {text.dp} replicas of the text module train micro-batches of {micro}; "
             f"try --train.global_batch_size {-(-total // share) * share}"
         )
     return BatchShape(text.dp, total // (text.dp * micro), micro)

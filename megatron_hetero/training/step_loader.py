@@ -58,9 +58,7 @@ class BatchShape:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One micro-batch on the host: the pack of this rank's text replica, the plan, and the pixels of this rank's
-    patches.
-    """
+    """One micro-batch on the host: this rank's pack, its plan, and the pixels of the patches that it embeds."""
 
     pack: PackedBatch
     plan: MicroBatchPlan
@@ -69,8 +67,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step on the host. `supervised`, `tokens`, `images` and `sequences` count over all replicas, `sequences`
-    giving the length of each sample and `grids` the patches of each image for the cost model."""
+    """One step on the host.
+
+    Over all replicas: `supervised` and `tokens` (padding not counted), `grids`, the patches of each image, and
+    `sample_lengths`, the tokens of each sample.
+    """
 
     micro_batches: tuple[MicroBatch, ...]
     supervised: int
