@@ -38,8 +38,13 @@ def start(body: str, *argv: str, environment: dict[str, str] | None = None) -> s
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", program(body), *argv], env=clean | (environment or {}), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_hear_ctrl_c,
     )  # fmt: skip
+
+
+def _hear_ctrl_c() -> None:
+    """A process that a shell started in the background ignores Ctrl-C, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
