@@ -14,7 +14,7 @@ from benchmarks.material import Case, ModelSize
 COMMUNICATING = 0.35
 """Share of uniform tp's encoder time from which `sp` must be `FASTER`."""
 FASTER = 1.26
-COMPUTING = 0.10
+COMPUTING = 0.2
 """Share of uniform tp's encoder time below which arithmetic dominates, and `sp` must be at least `NOT_SLOWER`."""
 NOT_SLOWER = 0.97
 TRAFFIC = 0.25
