@@ -16,12 +16,12 @@ from megatron_hetero.layout import ModuleShape, resolve
 from megatron_hetero.megatron_adapter import prepare_globals
 from megatron_hetero.models.attention import AttentionPlan, Segments
 from megatron_hetero.models.backend import spec_provider
-from megatron_hetero.models.qwen2_5_vl.geometry import Grid, plan_encoder
+from megatron_hetero.models.qwen2_5_vl.geometry import Grid
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.qwen2_5_vl.vision import VisionInput, VisionModel, encoding_cost
 from megatron_hetero.platform import Platform
 from megatron_hetero.topology import Topology
-from megatron_hetero.training.step_plan import EncoderShards, ImageSource
+from megatron_hetero.training.step_plan import EncoderShards
 
 SYSTEMS = {"sp": ("sp", True), "tp": ("tp", True), "tp, whole activations": ("tp", False)}
 """What is compared: the axis that covers all ranks, and whether activations are split over tp."""
@@ -84,20 +84,21 @@ class Encoder:
             recompute="none",
         )
         _fill(model)
-        members = layouts["vision"].sp * layouts["vision"].cp
-        plan = plan_encoder(range(len(grids)), grids, members, shape.merge, shape.window)
-        shards = EncoderShards((plan,), grids, shape, layouts["vision"], sequence_parallel)
-        share = shards.share(topology.rank, [ImageSource(i, 0) for i in range(len(grids))])
-        patches = sum(len(part.patches) for part in share.parts) + share.padding
+        shards = EncoderShards(shape, layouts["vision"], sequence_parallel, grids, (tuple(range(len(grids))),))
+        share = shards.share(topology.rank)
+        patches = shards.ownership().rows_of(topology.rank) * shape.unit + share.padding
         device = platform.device
         batch = VisionInput(
             torch.randn(patches, shape.patch_elements, device=device),
             torch.from_numpy(share.positions).to(device),
             AttentionPlan(
-                Segments.of(share.sequences, device), share.shard_lengths, Segments.of(share.windows, device)
+                full=Segments.of_pieces(share.pieces, device, share.cp_lengths),
+                sp_lengths=share.sp_lengths,
+                cp_lengths=share.cp_lengths,
+                windows=Segments.of(share.windows, device),
             ),
         )
-        return cls(model, batch, share.shard_lengths, platform)
+        return cls(model, batch, share.sp_lengths, platform)
 
     def forward_backward(self) -> None:
         """One pass each way. The gradient of the rows is random, made once."""

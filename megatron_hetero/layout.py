@@ -256,26 +256,25 @@ def validate(modules: Mapping[str, ModuleShape], layouts: Mapping[str, Layout], 
 
 
 def require_supported(layouts: Mapping[str, Layout], world_size: int) -> None:
-    """Checks the layouts against what this version runs: colocated, no `pp` or `cp`, no `sp` for text.
+    """Checks the layouts against what this version runs: colocated, and no `pp`.
 
     Raises:
         UserError: a layout needs what is not there yet.
     """
     for name, layout in layouts.items():
-        barred = ("cp", "pp", "sp") if name == "text" else ("cp", "pp")
-        found = [f"{axis}:{layout.degrees[axis]}" for axis in barred if layout.degrees[axis] > 1]
+        found = [f"pp:{layout.pp}"] if layout.pp > 1 else []
         if not layout.covers(world_size):
             found.append(f"ranks {layout.ranks_text} of a world of {world_size}")
         if not found:
             continue
-        wanted = layout.degrees | dict.fromkeys(barred, 1)
+        wanted = layout.degrees | {"pp": 1}
         # Divisors of legal degrees are legal, so what is suggested here suits the module's shape too.
         suggestion = _closest(wanted, tuple(range(world_size)), None, only_divisors=True)
         raise UserError.at(
             f"{name} layout `{layout.short(world_size)}` (--{name}-parallel)",
             found=" and ".join(found),
-            expected=f"{', '.join(f'{axis}:1' for axis in barred)} and the whole world",
-            because="this version runs all modules on the same ranks, and not these axes",
+            expected="pp:1 and the whole world",
+            because="this version runs all modules on the same ranks, without pipeline stages",
             fix=f"try `--{name}-parallel {suggestion.short(world_size)}`",
         )
 

@@ -7,8 +7,8 @@ each group is checked once by summing a known value over it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -17,10 +17,12 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_hetero.layout import Layout
-from megatron_hetero.platform import Platform
+from megatron_hetero.platform import CPU, Platform
 
 GROUP_AXES: tuple[tuple[str, ...], ...] = (
     ("tp",),
+    ("sp",),
+    ("cp",),
     ("sp", "cp"),
     ("dp",),
     ("pp",),
@@ -33,12 +35,25 @@ GROUP_AXES: tuple[tuple[str, ...], ...] = (
 """The partitions that each module gets. `sp` and `cp` together are Megatron's context-parallel group."""
 
 
+@dataclass(init=False, repr=False)
+class ModuleGroups(ProcessGroupCollection):
+    """Megatron's collection of process groups, with the two axes of its context-parallel group `cp` by themselves.
+
+    `sp` is the axis `sp`, `context` the axis `cp`: among ranks `sp` varies faster, so that member i of `cp` is member
+    i mod sp of its `sp` group and member i // sp of its `context` group.
+    """
+
+    sp: dist.ProcessGroup = field(init=False)
+    context: dist.ProcessGroup = field(init=False)
+
+
 @dataclass(frozen=True)
 class Topology:
     """Layouts, this process's rank and its process groups.
 
     `layouts` maps module to layout; `world` spans all ranks on the device's backend, `host` spans them with gloo for
     integers and messages that never leave the host, and is not `world`, so that another thread can use it meanwhile.
+    `host_replicas`: for each module that decodes data, gloo groups of its replicas' ranks, for that other thread too.
     """
 
     platform: Platform
@@ -47,11 +62,13 @@ class Topology:
     layouts: Mapping[str, Layout]
     world: dist.ProcessGroup
     host: dist.ProcessGroup
+    host_replicas: Mapping[str, dist.ProcessGroup]
     _groups: Mapping[tuple[str, tuple[str, ...]], dist.ProcessGroup]
 
     @classmethod
-    def build(cls, layouts: Mapping[str, Layout], platform: Platform) -> Topology:
-        """Create all groups on the initialised default process group, and check them.
+    def build(cls, layouts: Mapping[str, Layout], platform: Platform, decoding: Collection[str] = ()) -> Topology:
+        """Create all groups on the initialised default process group, and check them. `decoding`: the modules whose
+        replicas share decoded data.
 
         Raises `RuntimeError` where a group does not reduce to the value that its ranks imply.
         """
@@ -69,19 +86,25 @@ class Topology:
         # A group of its own even where `world` is gloo too: the loader's thread uses it while the training thread uses
         # `world`.
         host: Any = dist.new_group(backend="gloo")
-        _self_check(by_ranks, rank, platform)
-        return cls(platform, rank, world_size, MappingProxyType(dict(layouts)), world, host, MappingProxyType(mine))
+        hosts: dict[tuple[int, ...], Any] = {tuple(range(world_size)): host}
+        replicas = {name: _host_replica(layouts[name], rank, hosts) for name in layouts if name in decoding}
+        _self_check(by_ranks, rank, platform.device)
+        _self_check(hosts, rank, CPU)
+        frozen = MappingProxyType(dict(layouts))
+        return cls(platform, rank, world_size, frozen, world, host, replicas, MappingProxyType(mine))
 
     def group(self, module: str, *axes: str) -> dist.ProcessGroup:
         """The group of this rank along `axes` of `module`'s layout. `KeyError` where the rank is not in the module."""
         return self._groups[module, axes]
 
-    def collection(self, module: str) -> ProcessGroupCollection:
-        """Megatron's collection of process groups for `module`, as this rank sees it."""
+    def collection(self, module: str) -> ModuleGroups:
+        """The process groups of `module`, as this rank sees them and as Megatron wants them."""
         group, alone = (lambda *axes: self.group(module, *axes)), self.group(module)
         # There are no experts: their groups are the dense ones where Megatron wants one, or this rank alone.
-        return ProcessGroupCollection(
+        return ModuleGroups(
             tp=group("tp"),
+            sp=group("sp"),
+            context=group("cp"),
             cp=group("sp", "cp"),
             dp=group("dp"),
             pp=group("pp"),
@@ -97,11 +120,19 @@ class Topology:
         )
 
 
-def _self_check(by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup], rank: int, platform: Platform) -> None:
+def _host_replica(layout: Layout, rank: int, hosts: dict[tuple[int, ...], Any]) -> Any:
+    """The group of this rank's replica in `hosts`, to which those that are missing are added; None outside."""
+    for ranks in layout.groups("tp", "sp", "cp"):
+        if ranks not in hosts:
+            hosts[ranks] = dist.new_group(list(ranks), backend="gloo")
+    return hosts[layout.group_of(rank, "tp", "sp", "cp")] if rank in layout else None
+
+
+def _self_check(by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup], rank: int, device: torch.device) -> None:
     for ranks, group in by_ranks.items():
         if rank not in ranks:
             continue
-        total = torch.tensor([rank + 1], dtype=torch.int64, device=platform.device)
+        total = torch.tensor([rank + 1], dtype=torch.int64, device=device)
         dist.all_reduce(total, group=group)
         expected = sum(r + 1 for r in ranks)
         if total.item() != expected or dist.get_rank(group) != ranks.index(rank):

@@ -1,55 +1,215 @@
-"""Which rank holds which rows. Pure.
+"""Which rank holds which rows, and how the gradient of a row is held. Pure.
 
-A row is one embedding that crosses a boundary; rows have global ids 0 .. rows - 1 in a micro-batch. Ranks that hold
-the same rows for the same reason (replicated over `tp` without sequence-parallel activations) form a replica group.
-Replicated rows are *invariant*: each holder has the whole gradient of the row, so that it counts once.
+A row is one embedding that crosses a boundary; rows have ids from 0. Ranks that hold the same rows for the same reason
+(replicated over `tp` without sequence-parallel activations) form a replica group.
+
+The gradient of a replicated row is held in one of two ways, which decides what ⟨x, y⟩ over all ranks means:
+
+    invariant   each holder has the whole gradient; a row counts once, whatever the number of its holders
+    partial     each holder has a part; the gradient is the sum over the holders
+
+Written down, an ownership is a list of groups and their rows in stored order, so that `Ownership.parse(str(x))` is `x`:
+
+    0: 0-3,8; 1: 4-7           rank 0 holds five rows, rank 1 four
+    0,1: 0-8                   both hold all nine, invariant
+    0,1: 0-8 partial           the same, and their gradients are to be added up
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
 
 import numpy as np
+
+from megatron_hetero.errors import UserError
+
+Gradient = Literal["invariant", "partial"]
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """The ranks of replica groups as arrays.
+
+    `ranks`: int64, those of all groups, one group after the other; `starts`: where each group begins in it, and its
+    end. `sorted_ranks`, `sorted_groups`: every rank, ascending, and its group.
+    """
+
+    ranks: np.ndarray
+    starts: np.ndarray
+    sorted_ranks: np.ndarray
+    sorted_groups: np.ndarray
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Ranks of each group."""
+        return np.diff(self.starts)
+
+    def group_of(self, rank: int) -> int:
+        """The group of `rank`, -1 where it is in none."""
+        return int(self.groups_of(np.array([rank]))[0])
+
+    def groups_of(self, ranks: np.ndarray) -> np.ndarray:
+        """The group of each of `ranks`, -1 where a rank is in none."""
+        if not len(self.sorted_ranks):
+            return np.full(len(ranks), -1, np.int64)
+        at = np.minimum(np.searchsorted(self.sorted_ranks, ranks), len(self.sorted_ranks) - 1)
+        return np.where(self.sorted_ranks[at] == ranks, self.sorted_groups[at], -1)
+
+
+@lru_cache(maxsize=64)
+def members_of(groups: Groups) -> Members:
+    """`groups` as arrays. Raises `ValueError` where a group is empty or a rank is in two."""
+    sizes = np.fromiter(map(len, groups), np.int64, len(groups))
+    ranks = np.fromiter((rank for group in groups for rank in group), np.int64, int(sizes.sum()))
+    order = np.argsort(ranks, kind="stable")
+    if np.any(np.diff(ranks[order]) == 0) or np.any(sizes == 0):
+        raise ValueError(f"replica groups: found {groups}, expected groups of one rank or more, each rank in one group")
+    of_rank = np.repeat(np.arange(len(groups)), sizes)
+    return Members(ranks, np.concatenate([[0], np.cumsum(sizes)]), ranks[order], of_rank[order])
 
 
 @dataclass(frozen=True, eq=False)
 class Ownership:
     """One side of a boundary.
 
-    `groups`: disjoint replica groups, each a tuple of ranks (a single rank where nothing is replicated). `rows`: for
-    each group an int64 array of the ids that each of its ranks holds, in the order in which they are stored. No row
-    may be held by two groups.
+    `groups`: disjoint replica groups of ranks (a single rank where nothing is replicated). `ids`: int64, the rows that
+    the ranks of each group hold, in the order in which they store them, one group after the other; `starts`: int64
+    [groups + 1], where each group's rows begin in `ids`. No row may be held by two groups.
+    `gradient`: see the head of this file.
+
+    Raises:
+        ValueError: a rank is in two groups, or a row is held twice.
     """
 
-    groups: tuple[tuple[int, ...], ...]
-    rows: tuple[np.ndarray, ...]
+    groups: Groups
+    ids: np.ndarray
+    starts: np.ndarray
+    gradient: Gradient = "invariant"
+
+    def __post_init__(self) -> None:
+        members_of(self.groups)
+        if len(self.ids) and (np.bincount(self.ids).max() > 1):
+            twice = np.flatnonzero(np.bincount(self.ids) > 1)
+            raise ValueError(f"ownership: found rows {_some(twice)} held by two groups, or twice, expected one holder")
 
     @classmethod
-    def of(cls, holders: Mapping[tuple[int, ...], Sequence[int] | np.ndarray]) -> Ownership:
-        """From a mapping of replica group to the ids that it holds."""
-        return cls(tuple(holders), tuple(np.asarray(rows, dtype=np.int64) for rows in holders.values()))
+    def of(
+        cls, holders: Mapping[tuple[int, ...], Sequence[int] | np.ndarray], gradient: Gradient = "invariant"
+    ) -> Ownership:
+        """From a mapping of replica group to the ids that each of its ranks holds, in stored order."""
+        rows = [np.asarray(ids, dtype=np.int64) for ids in holders.values()]
+        return cls._joined(tuple(holders), rows, gradient)
 
-    def group_index(self, rank: int) -> int | None:
-        """The replica group of `rank`, or None where it holds nothing."""
-        return next((i for i, ranks in enumerate(self.groups) if rank in ranks), None)
+    @classmethod
+    def _joined(cls, groups: Groups, rows: Sequence[np.ndarray], gradient: Gradient) -> Ownership:
+        ends = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        return cls(groups, np.concatenate([np.zeros(0, np.int64), *rows]), ends, gradient)
+
+    @classmethod
+    def dealt(cls, groups: Groups, group_of_row: np.ndarray, gradient: Gradient = "invariant") -> Ownership:
+        """From the group of each row (int64 [rows]); every group stores its rows in ascending order."""
+        counts = np.bincount(group_of_row, minlength=len(groups))
+        small = group_of_row.astype(np.uint16) if len(groups) <= 1 << 16 else group_of_row  # sorts ten times as fast
+        return cls(groups, np.argsort(small, kind="stable"), np.concatenate([[0], np.cumsum(counts)]), gradient)
+
+    def of_groups(self, first: int, last: int) -> Ownership:
+        """The groups from `first` to below `last`, with their rows."""
+        low, high = self.starts[first], self.starts[last]
+        return Ownership(
+            self.groups[first:last], self.ids[low:high], self.starts[first : last + 1] - low, self.gradient
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Ownership:
+        """The ownership that `text` describes (head of this file). Raises `UserError` where it is malformed."""
+        body = text.strip().removesuffix("partial")
+        gradient: Gradient = "invariant" if body == text.strip() else "partial"
+        try:
+            parts = [part.split(":") for part in body.split(";") if part.strip()]
+            groups = tuple(tuple(int(rank) for rank in ranks.split(",")) for ranks, _ in parts)
+            return cls._joined(groups, [_read_runs(rows) for _, rows in parts], gradient)
+        except ValueError as error:
+            raise UserError.at(
+                f"ownership `{text}`",
+                found=str(error),
+                expected="`RANK[,RANK…]: ROWS[; …][ partial]`, such as `0: 0-3,8; 1,2: 4-7`",
+                fix="mend the text",
+            ) from None
+
+    def __str__(self) -> str:
+        holders = (
+            f"{','.join(map(str, ranks))}: {_runs(rows)}".rstrip()
+            for ranks, rows in zip(self.groups, self.rows, strict=True)
+        )
+        return "; ".join(holders) + (" partial" if self.gradient == "partial" else "")
+
+    def __repr__(self) -> str:
+        return f"Ownership.parse({str(self)!r})"
+
+    @cached_property
+    def members(self) -> Members:
+        """The groups as arrays."""
+        return members_of(self.groups)
+
+    @property
+    def rows(self) -> tuple[np.ndarray, ...]:
+        """The ids of each group."""
+        return tuple(np.split(self.ids, self.starts[1:-1])) if self.groups else ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks on this side, ascending."""
+        return tuple(self.members.sorted_ranks.tolist())
 
     def held_by(self, rank: int) -> np.ndarray:
         """Ids that `rank` holds, in stored order; empty for a rank that is not on this side."""
-        index = self.group_index(rank)
-        return np.zeros(0, np.int64) if index is None else self.rows[index]
+        group = self.members.group_of(rank)
+        return self.ids[:0] if group < 0 else self.ids[self.starts[group] : self.starts[group + 1]]
 
-    def location(self, total: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each id below `total`: the group that holds it (-1 for none), and its place in that group's order."""
-        group, place = np.full(total, -1, np.int64), np.zeros(total, np.int64)
-        for index, rows in enumerate(self.rows):
-            twice = rows[(group[rows] >= 0) | (np.bincount(rows, minlength=total)[rows] > 1)]
-            if len(twice):
-                raise ValueError(f"rows {np.unique(twice)[:5]} of group {self.groups[index]} are held twice")
-            group[rows], place[rows] = index, np.arange(len(rows))
-        return group, place
+    def rows_of(self, rank: int) -> int:
+        """Number of rows that `rank` holds."""
+        return len(self.held_by(rank))
+
+    @cached_property
+    def group_of_entry(self) -> np.ndarray:
+        """The group of each entry of `ids`, int64."""
+        return np.repeat(np.arange(len(self.groups)), np.diff(self.starts))
 
     @property
-    def total(self) -> int:
-        """One more than the largest id held."""
-        return 1 + max((int(rows.max()) for rows in self.rows if len(rows)), default=-1)
+    def place_of_entry(self) -> np.ndarray:
+        """The place of each entry of `ids` in its group's order, int64."""
+        return np.arange(len(self.ids)) - self.starts[self.group_of_entry]
+
+    def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each of `ids` the group that holds it, -1 for none, and its place in that group's order."""
+        size = 1 + int(max(self.ids.max(initial=-1), ids.max(initial=-1)))
+        group, place = np.full(size, -1, np.int64), np.zeros(size, np.int64)
+        group[self.ids], place[self.ids] = self.group_of_entry, self.place_of_entry
+        return group[ids], place[ids]
+
+
+def _runs(rows: np.ndarray) -> str:
+    """Ids as ascending runs, such as ``0-3,8``."""
+    edges = np.flatnonzero(np.diff(rows) != 1) + 1
+    runs = np.split(rows, edges) if len(rows) else []
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _read_runs(text: str) -> np.ndarray:
+    def run(part: str) -> Iterable[int]:
+        first, dash, last = part.partition("-")
+        low, high = int(first), int(last if dash else first)
+        if high < low:
+            raise ValueError(f"the run {part.strip()!r}, which descends")
+        return range(low, high + 1)
+
+    return np.array([i for part in text.split(",") if part.strip() for i in run(part)], np.int64)
+
+
+def _some(ids: np.ndarray) -> str:
+    more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
+    return ", ".join(map(str, ids[:5].tolist())) + more

@@ -4,6 +4,9 @@
 
 so that activations of one micro-batch live at a time. The boundary is crossed explicitly rather than by autograd:
 every rank takes part in both directions whether or not it holds a row, and a rank without images hangs nobody.
+
+Crossings run beside other work: forward while the tokens are embedded, backward, from the moment at which the gradients
+of the rows are known, while the text module finishes its own (those of the embedding).
 """
 
 from __future__ import annotations
@@ -17,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hetero.boundary.communicator import BoundaryCommunicator
-from megatron_hetero.boundary.plan import BoundaryPlan
+from megatron_hetero.boundary.communicator import BoundaryCommunicator, Crossing, LoadedPlan
 from megatron_hetero.models.qwen2_5_vl.text import TextInput, TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionInput, VisionModel
 from megatron_hetero.platform import Platform
@@ -29,7 +31,7 @@ class DeviceMicroBatch:
     """A micro-batch on the device. `vision` and `boundary` are None where nobody has an image."""
 
     vision: VisionInput | None
-    boundary: BoundaryPlan | None
+    boundary: LoadedPlan | None
     text: TextInput
 
 
@@ -44,10 +46,11 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time inside towards `name`."""
+        """Count the time inside towards `name`, by which profilers show it too."""
         start = self._now()
         try:
-            yield
+            with torch.profiler.record_function(name):
+                yield
         finally:
             self._laps.append((name, start, self._now()))
 
@@ -92,23 +95,42 @@ def _run_micro_batch(
     watch: Stopwatch,
 ) -> Tensor:
     trains_vision = batch.boundary is not None and any(p.requires_grad for p in vision.parameters())
-    encoded = rows = _no_rows(text, communicator)
-    if batch.boundary is not None:
+    encoded = crossing = None
+    if batch.vision is not None and batch.boundary is not None:
         with watch.part("vision"), torch.set_grad_enabled(trains_vision):
             encoded = vision(batch.vision)
         with watch.part("boundary"):
-            rows = communicator.forward(batch.boundary, encoded.detach())
+            crossing = communicator.start_forward(batch.boundary, encoded.detach()[: batch.boundary.forward.held])
+    with watch.part("text embedding"):
+        embedded = text.embed(batch.text)
+    with watch.part("boundary"):
+        rows = _no_rows(text, communicator) if crossing is None else crossing.wait()
+    returning: list[Crossing] = []
+    if batch.boundary is not None and trains_vision:
+        _return_gradients(rows, batch.boundary, communicator, watch, returning)
     with watch.part("text"):
-        rows.requires_grad_(trains_vision)
-        loss = text(batch.text, rows)
+        loss = text(batch.text, embedded, rows)
         if loss.requires_grad:
             loss.backward()
-    if batch.boundary is not None and rows.grad is not None:
+    if returning:
         with watch.part("boundary"):
-            grads = communicator.backward(batch.boundary, rows.grad)
+            grads = returning[0].wait()
         with watch.part("vision"):
-            encoded.backward(_with_padding(grads, encoded))
+            encoded.backward(_with_padding(grads, encoded))  # pyright: ignore
     return loss.detach()
+
+
+def _return_gradients(
+    rows: Tensor, plan: LoadedPlan, communicator: BoundaryCommunicator, watch: Stopwatch, returning: list[Crossing]
+) -> None:
+    """Let the gradients of the rows start on their way back as soon as they are known."""
+    rows.requires_grad_()
+
+    def start(leaf: Tensor) -> None:
+        with watch.part("boundary"):
+            returning.append(communicator.start_backward(plan, leaf.grad))  # pyright: ignore[reportArgumentType]
+
+    rows.register_post_accumulate_grad_hook(start)
 
 
 def _no_rows(text: TextModel, communicator: BoundaryCommunicator) -> Tensor:

@@ -61,8 +61,20 @@ class DataConfig:
     too_long: Literal["error", "skip"] = option("error", "What happens to a sample that is longer; none is ever cut.")
     min_pixels: int | None = option(None, "Fewest pixels of an image; smaller ones are enlarged.", "the model's")
     max_pixels: int | None = option(None, "Most pixels of an image; larger ones are reduced.", "the model's")
+    balance: Literal["off", "replica"] = option(
+        "replica", "How images are dealt to the encoder's replicas: in order, or so that predicted work is even."
+    )
     workers: int = option(
         2, "Threads per rank that tokenise and decode the next step in the background; 0 does it between the steps."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryConfig:
+    """Section `boundary`."""
+
+    transport: Literal["exact", "bfloat16"] = option(
+        "exact", "What rows and their gradients are sent as between modules: as they are, or rounded to bfloat16."
     )
 
 
@@ -134,6 +146,7 @@ class Config:
         {}, "Layout of a module, such as `sp:8` or `tp:4,dp:2@0-7`.", "dp over all ranks"
     )
     data: DataConfig
+    boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     log: LogConfig = field(default_factory=LogConfig)

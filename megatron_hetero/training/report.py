@@ -31,11 +31,11 @@ def describe(run: Run) -> Table:
 
 def describe_boundary(run: Run, batch: StepBatch) -> Group | Table:
     """The boundary in the first step, as this rank sees it."""
-    row_bytes = run.shapes.text.hidden * run.modules[0].model.config.params_dtype.itemsize
+    row_bytes = run.communicator.row_bytes
     table = Table(title="boundary vision to text, step 1, this rank")
-    for column in ("direction", "rows held after", "rows received", "bytes received", "bytes sent", "collectives"):
+    for column in ("direction", "rows in place after", "rows received", "bytes received", "bytes sent", "collectives"):
         table.add_column(column, justify="left" if column == "direction" else "right")
-    plans = [m.plan.boundary for m in batch.micro_batches if m.plan.boundary is not None]
+    plans = [m.plan.vision.boundary for m in batch.micro_batches if m.plan.vision is not None]
     for name, directions in (("forward", [p.forward for p in plans]), ("backward", [p.backward for p in plans])):
         received, sent = sum(d.received_rows for d in directions), sum(d.sent_rows for d in directions)
         table.add_row(

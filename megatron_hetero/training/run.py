@@ -20,6 +20,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.layout import Layout, require_supported, resolve
 from megatron_hetero.megatron_adapter import prepare_globals
 from megatron_hetero.models.backend import spec_provider
+from megatron_hetero.models.balance import idle_share
 from megatron_hetero.models.hf_folder import StoredWeights, require_writable
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, canonical_name, stored_shapes
@@ -34,6 +35,7 @@ from megatron_hetero.training.modules import MODULES, TrainedModule, build_modul
 from megatron_hetero.training.optimizer import build_optimizer, rate_of, set_learning_rates
 from megatron_hetero.training.step_flops import utilisation
 from megatron_hetero.training.step_loader import BatchShape, StepBatch, StepLoader
+from megatron_hetero.training.step_plan import StepPlanner
 from megatron_hetero.training.to_device import to_device
 
 REPORTER = 0
@@ -74,27 +76,26 @@ class Run:
         torch.manual_seed(config.train.seed)
         platform.prepare_megatron()
         prepare_globals(config.train.seed)
-        topology = Topology.build(layouts, platform)
+        topology = Topology.build(layouts, platform, decoding=("vision",))
         modules = _build_modules(config, shapes, topology, weights)
-        sequence_parallel = {m.name: m.model.config.sequence_parallel for m in modules}
+        communicator = _communicator(config, shapes, topology)
+        planner = StepPlanner(
+            shapes.vision,
+            layouts,
+            {m.name: m.model.config.sequence_parallel for m in modules},
+            topology.rank,
+            communicator.row_bytes,
+            config.data.balance,
+        )
         return cls(
             config=config,
             shapes=shapes,
             topology=topology,
             modules=modules,
             optimizers=tuple(build_optimizer(m, config.optimizer, dtype_of(config), platform) for m in modules),
-            communicator=BoundaryCommunicator(topology.world, platform.device, shapes.text.hidden),
+            communicator=communicator,
             loader=StepLoader(
-                mixture,
-                processor,
-                topology,
-                shapes.vision,
-                batch,
-                sequence_parallel,
-                config.data.max_seq_length,
-                config.data.too_long,
-                pad_multiple=layouts["text"].tp if sequence_parallel["text"] else 1,
-                pad_token_id=processor.pad_token_id,
+                mixture, processor, topology, planner, batch, config.data.max_seq_length, config.data.too_long
             ),
             writer=_writer(config, topology.rank),
             watch=Stopwatch(platform),
@@ -177,6 +178,9 @@ class Run:
         self, step: int, batch: StepBatch, loss: float, norm: float, rate: float, start: float, waited: float
     ) -> StepMetrics:
         seconds = time.perf_counter() - start
+        parts = self.watch.read()
+        peak, _ = self._over_ranks(self.platform.peak_memory_bytes())
+        slowest, encoding = self._over_ranks(parts.get("vision", 0.0))
         return StepMetrics(
             step=step,
             loss=loss,
@@ -185,18 +189,24 @@ class Run:
             tokens=batch.tokens,
             images=len(batch.grids),
             step_time_s=seconds,
-            peak_memory_bytes=self._highest(self.platform.peak_memory_bytes()),
+            peak_memory_bytes=int(peak),
             data_time_s=waited,
-            boundary_time_s=self.watch.read().get("boundary", 0.0),
+            boundary_time_s=parts.get("boundary", 0.0),
             mfu=utilisation(self.shapes, self.config.model.freeze, batch, seconds, self.topology),
-            extra={"patches": sum(prod(grid) for grid in batch.grids), "supervised_tokens": batch.supervised},
+            extra={
+                "patches": sum(prod(grid) for grid in batch.grids),
+                "supervised_tokens": batch.supervised,
+                "encoder_idle_share": 1 - encoding / slowest if slowest else 0.0,
+                "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
+            },
         )
 
-    def _highest(self, number: int) -> int:
-        """The highest of all ranks' numbers."""
-        highest = torch.tensor(number, dtype=torch.int64, device=self.platform.device)
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.topology.world)
-        return int(highest)
+    def _over_ranks(self, number: float) -> tuple[float, float]:
+        """The highest and the mean of all ranks' numbers."""
+        numbers = torch.tensor([number], dtype=torch.float64, device=self.platform.device)
+        everyone = numbers.new_empty(self.topology.world_size)
+        dist.all_gather_into_tensor(everyone, numbers, group=self.topology.world)
+        return float(everyone.max()), float(everyone.mean())
 
     def export(self, target: Path) -> None:
         """Write the model to `target` in `transformers` format."""
@@ -249,6 +259,18 @@ def _build_modules(
             weights=weights,
         )
         for name in MODULES
+    )
+
+
+def _communicator(config: Config, shapes: Qwen25VLShapes, topology: Topology) -> BoundaryCommunicator:
+    return BoundaryCommunicator(
+        topology.world,
+        topology.platform.device,
+        shapes.text.hidden,
+        dtype_of(config),
+        transport={"exact": None, "bfloat16": torch.bfloat16}[config.boundary.transport],
+        # What crosses was counted when the step was planned, and an error then reached every rank.
+        check=False,
     )
 
 

@@ -4,8 +4,9 @@ Per step and rank, on one background thread with a pool of `data.workers` thread
 
   1. tokenise the samples of this rank's text replica, and pack them;
   2. tell all ranks the packs' integers (and any error), with one exchange on the host;
-  3. plan each micro-batch: who encodes which windows, which rows go where;
-  4. decode the images that this rank encodes, and no others.
+  3. plan each micro-batch: who decodes and encodes what, which rows go where;
+  4. decode this rank's share of its encoder replica's images, each once in the replica;
+  5. tell all ranks of any error, and hand each rank of the replica the patches that it embeds.
 
 An error of any rank reaches all ranks in the next exchange, so that all stop with the same message.
 """
@@ -18,20 +19,23 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
+from megatron_hetero.boundary.communicator import BoundaryCommunicator, load_plan
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.packing import IGNORED, PackedBatch, check_length, pack
+from megatron_hetero.data.packing import PackedBatch, check_length, pack
 from megatron_hetero.data.processing import Processor, TokenizedSample
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
+from megatron_hetero.platform import CPU
 from megatron_hetero.topology import Topology
 from megatron_hetero.training.step_plan import (
-    EncoderShare,
     ImageSource,
     MicroBatchPlan,
     PackMetadata,
-    plan_micro_batch,
+    PackShape,
+    StepPlanner,
+    VisionPlan,
 )
 
 T = TypeVar("T")
@@ -58,19 +62,22 @@ class BatchShape:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One micro-batch on the host: this rank's pack, its plan, and the pixels of the patches that it embeds."""
+    """One micro-batch on the host: this rank's pack, its plan, and the pixels of the patches that it embeds.
+
+    `pixels`: fp32 [patches of this rank, padding included, elements of a patch]; None where nobody has an image.
+    """
 
     pack: PackedBatch
     plan: MicroBatchPlan
-    pixels: np.ndarray
+    pixels: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class StepBatch:
     """One step on the host.
 
-    Over all replicas: `supervised` and `tokens` (padding not counted), `grids`, the patches of each image, and
-    `sample_lengths`, the tokens of each sample.
+    Over all replicas: `supervised` and `tokens`, `grids`, the patches of each image, `sample_lengths`, the tokens of
+    each sample, and `encoder_loads`, for each micro-batch the predicted forward flops of each encoder replica.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -78,22 +85,20 @@ class StepBatch:
     tokens: int
     grids: tuple[tuple[int, int, int], ...]
     sample_lengths: tuple[int, ...]
+    encoder_loads: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class StepLoader:
-    """Makes `StepBatch`es for one rank. `pad_multiple`: what padded packs are a multiple of."""
+    """Makes `StepBatch`es for one rank."""
 
     mixture: Mixture
     processor: Processor
     topology: Topology
-    shape: VisionShape
+    planner: StepPlanner
     batch: BatchShape
-    sequence_parallel: dict[str, bool]
     max_seq_length: int
     too_long: Any
-    pad_multiple: int
-    pad_token_id: int
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
         """The batches of steps `first` to `last`. With `workers` of 0 everything runs in the calling thread.
@@ -115,24 +120,25 @@ class StepLoader:
     def load(self, step: int, run: Callable[..., Iterable[Any]]) -> StepBatch:
         """Make the batch of `step` (from 1), with `run` in place of `map` where work can be done side by side."""
         packs, error = _attempt(lambda: self._packs(step, run))
-        metadata = [(pack_metadata(*p), p[0].cu_seqlens) for p in packs or []]
-        by_rank = self._exchange(step, metadata, error)
+        by_rank = self._exchange(step, [pack_metadata(*p) for p in packs or []], error)
         layout = self.topology.layouts["text"]
         first_ranks = [layout.rank_at(dp=replica) for replica in range(layout.dp)]
         told = [[by_rank[rank][m] for rank in first_ranks] for m in range(self.batch.micro_batches)]
-        plans = [self._plan([pack for pack, _ in packs_of]) for packs_of in told]
-        pixels, error = _attempt(lambda: list(run(self._pixels, [plan.encoder for plan in plans])))
-        self._exchange(step, [], error)
-        micro_batches = tuple(
-            MicroBatch(p[0], plan, px) for p, plan, px in zip(packs or [], plans, pixels or [], strict=True)
-        )
-        everything = [pack for packs_of in told for pack, _ in packs_of]
+        plans = [self.planner.plan([pack.shape for pack in packs_of], m) for m, packs_of in enumerate(told)]
+        decoded, error = _attempt(lambda: self._decode(plans, told, run))
+        self._exchange(step, None, error)
+        pixels = [self._share_out(plan.vision, patches) for plan, patches in zip(plans, decoded or [], strict=True)]
+        everything = [pack for packs_of in told for pack in packs_of]
         return StepBatch(
-            micro_batches=micro_batches,
+            micro_batches=tuple(
+                MicroBatch(packed, plan, mine)
+                for (packed, _), plan, mine in zip(packs or [], plans, pixels, strict=True)
+            ),
             supervised=sum(pack.supervised for pack in everything),
-            tokens=sum(pack.length for pack in everything),
-            grids=tuple(grid for pack in everything for grid in pack.grids),
-            sample_lengths=tuple(int(n) for packs_of in told for _, cu in packs_of for n in np.diff(cu)),
+            tokens=sum(pack.tokens for pack in everything),
+            grids=tuple(grid for pack in everything for grid in pack.shape.grids),
+            sample_lengths=tuple(n for pack in everything for n in pack.shape.lengths),
+            encoder_loads=tuple(plan.vision.loads for plan in plans if plan.vision is not None),
         )
 
     def _packs(self, step: int, run: Callable[..., Iterable[Any]]) -> list[tuple[PackedBatch, list[ImageSource]]]:
@@ -143,29 +149,42 @@ class StepLoader:
         for micro_batch in numbers:
             samples = [(n, sample) for n, sample in zip(micro_batch, tokenised, strict=False) if sample is not None]
             sources = [ImageSource(n, place) for n, sample in samples for place in range(len(sample.grids))]
-            packs.append((pack([s for _, s in samples], self.pad_multiple, self.pad_token_id), sources))
+            packs.append((pack([s for _, s in samples]), sources))
         return packs
 
     def _tokenise(self, number: int) -> TokenizedSample | None:
         sample = self.processor.tokenize(self.mixture[number])
         return sample if check_length(sample, self.max_seq_length, self.too_long) else None
 
-    def _plan(self, packs: Sequence[PackMetadata]) -> MicroBatchPlan:
-        topology = self.topology
-        return plan_micro_batch(
-            packs, self.shape, topology.layouts, self.sequence_parallel, topology.rank, topology.world_size
-        )
+    def _decode(
+        self, plans: Sequence[MicroBatchPlan], told: Sequence[Sequence[PackMetadata]], run: Callable[..., Iterable[Any]]
+    ) -> list[list[np.ndarray]]:
+        """For each micro-batch the patches of the images that this rank decodes, fp32 [patches, elements]."""
+        wanted = []
+        for m, (plan, packs) in enumerate(zip(plans, told, strict=True)):
+            images = [pair for pack in packs for pair in zip(pack.sources, pack.shape.grids, strict=True)]
+            wanted += [(m, *images[i]) for i in (plan.vision.decodes if plan.vision is not None else ())]
+        decoded: list[list[np.ndarray]] = [[] for _ in plans]
+        for (m, *_), patches in zip(wanted, run(self._patches, wanted), strict=True):
+            decoded[m].append(patches)
+        return decoded
 
-    def _pixels(self, share: EncoderShare | None) -> np.ndarray:
-        """Float32 [patches of this rank, padding included, elements of a patch]."""
-        width = self.shape.patch_elements
-        if share is None:
-            return np.zeros((0, width), np.float32)
-        blocks = [
-            self.processor.patches(self.mixture[part.source.sample], part.source.place, part.grid)[part.patches]
-            for part in share.parts
-        ]
-        return np.concatenate([*blocks, np.zeros((share.padding, width), np.float32)])
+    def _patches(self, wanted: tuple[int, ImageSource, tuple[int, int, int]]) -> np.ndarray:
+        _, source, grid = wanted
+        return self.processor.patches(self.mixture[source.sample], source.place, grid)
+
+    def _share_out(self, plan: VisionPlan | None, decoded: list[np.ndarray]) -> torch.Tensor | None:
+        """Patches of the images that this rank decoded to those that it embeds, with zeros for padding after them."""
+        if plan is None:
+            return None
+        shape = self.planner.shape
+        units = np.concatenate([np.zeros((0, shape.patch_elements), np.float32), *decoded])
+        communicator = BoundaryCommunicator(
+            self.topology.host_replicas["vision"], CPU, shape.unit * shape.patch_elements, torch.float32, check=False
+        )
+        mine = torch.from_numpy(units).view(-1, communicator.width)
+        embedded = communicator.forward(load_plan(plan.pixels, CPU), mine).view(-1, shape.patch_elements)
+        return torch.nn.functional.pad(embedded, (0, 0, 0, plan.share.padding))
 
     def _exchange(self, step: int, mine: Any, error: str | None) -> list[Any]:
         """Everybody's `mine`, by rank. Raises the first rank's error on every rank."""
@@ -179,19 +198,12 @@ class StepLoader:
 
 def pack_metadata(packed: PackedBatch, sources: Sequence[ImageSource]) -> PackMetadata:
     """What other ranks need to know of `packed`."""
-    return PackMetadata(
-        length=packed.length,
-        padded_length=len(packed.input_ids),
-        supervised=packed.supervised_tokens,
+    shape = PackShape(
+        lengths=tuple(np.diff(packed.cu_seqlens).tolist()),
         grids=tuple((int(t), int(h), int(w)) for t, h, w in packed.grids),
-        sources=tuple(sources),
-        positions=packed.image_positions,
+        image_positions=packed.image_positions.astype(np.int64).tobytes(),
     )
-
-
-def supervised_positions(packed: PackedBatch) -> np.ndarray:
-    """Positions of the pack that predict something, int64 [supervised tokens]."""
-    return np.flatnonzero(packed.labels != IGNORED)
+    return PackMetadata(shape, tuple(sources), packed.supervised_tokens)
 
 
 def _parallel(pool: Executor) -> Callable[..., Iterable[Any]]:

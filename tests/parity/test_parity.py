@@ -35,7 +35,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the matrix: layouts, model, samples per micro-batch, and what else is set."""
+    """One row of the matrix: layouts, model, samples per micro-batch, what else is set, and the global batch."""
 
     vision: str
     text: str
@@ -43,12 +43,17 @@ class Case:
     model: str = "untied"
     micro: int = 1
     flags: tuple[str, ...] = ()
+    batch: int = GLOBAL_BATCH
 
     def __str__(self) -> str:
-        extra = " whole activations" if self.flags == WHOLE else " recompute" if self.flags else ""
+        extra = (
+            " whole activations" if self.flags == WHOLE else f" {self.flags[-2].split('.')[1]}" if self.flags else ""
+        )
         return f"{self.vision}|{self.text} {self.model} micro {self.micro}{extra}"
 
 
+RECOMPUTE = ("--model.recompute.vision", "full", "--model.recompute.text", "full")
+IN_ORDER = ("--data.balance", "off")
 WHOLE = ("--model.sequence_parallel.vision", "false", "--model.sequence_parallel.text", "false")
 CASES = [
     Case("dp:1", "dp:1", 1, micro=2),
@@ -61,7 +66,7 @@ CASES = [
     Case("sp:4", "tp:4", 4, model="one-kv-head", micro=2),
     Case("tp:4", "tp:4", 4, micro=2),
     Case("tp:4", "tp:4", 4, model="one-kv-head", flags=WHOLE),
-    Case("tp:4", "tp:4", 4, model="tied", flags=("--model.recompute.vision", "full", "--model.recompute.text", "full")),
+    Case("tp:4", "tp:4", 4, model="tied", flags=RECOMPUTE),
     Case("dp:4", "tp:2,dp:2", 4, model="tied", micro=2),
     Case("dp:4", "tp:2,dp:2", 4, flags=WHOLE),
     Case("sp:2,dp:2", "tp:4", 4, model="one-kv-head"),
@@ -74,6 +79,25 @@ CASES = [
     Case("sp:4", "tp:2,dp:2", 4, flags=("--model.recompute.vision", "full")),
     Case("sp:2,tp:2", "tp:4", 4, micro=2),
     Case("sp:2,tp:2", "dp:4", 4, model="tied", flags=WHOLE),
+    Case("cp:2", "dp:2", 2, micro=2),
+    Case("sp:2", "cp:2", 2, micro=2),
+    Case("sp:2", "cp:2", 2, model="tied"),
+    Case("cp:2", "tp:2", 2, micro=4),
+    Case("sp:2", "sp:2", 2, micro=2),
+    Case("cp:4", "cp:2,tp:2", 4, micro=2),
+    Case("cp:4", "cp:2,tp:2", 4, model="one-kv-head", flags=WHOLE),
+    Case("sp:4", "sp:2,tp:2", 4, micro=2),
+    Case("sp:4", "sp:2,tp:2", 4, model="one-kv-head", flags=WHOLE),
+    Case("sp:2,cp:2", "cp:4", 4, micro=4),
+    Case("sp:2,cp:2", "cp:4", 4, model="tied", flags=RECOMPUTE),
+    Case("tp:2,cp:2", "sp:2,cp:2", 4, model="tied", micro=2),
+    Case("dp:4", "sp:4", 4, model="one-kv-head", micro=2),
+    Case("sp:2,dp:3", "tp:3,dp:2", 6, model="twelve-heads", micro=2),
+    Case("sp:2,dp:3", "cp:3,dp:2", 6, model="twelve-heads", micro=2),
+    Case("sp:6", "tp:2,dp:3", 6, model="twelve-heads", batch=6),
+    Case("tp:2,sp:2,cp:2", "dp:2,cp:2,sp:2", 8, micro=2),
+    Case("dp:4", "tp:2,dp:2", 4, micro=2, flags=IN_ORDER),
+    Case("sp:2,dp:2", "cp:2,dp:2", 4, micro=2, flags=IN_ORDER),
     Case("sp:3", "tp:3", 3, model="twelve-heads", micro=2),
     Case("dp:3", "tp:3", 3, model="twelve-heads", flags=WHOLE),
 ]
@@ -100,32 +124,33 @@ class Expected:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Expected]]:
-    found: dict[str, Expected] = {}
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], Expected]]:
+    found: dict[tuple[str, int], Expected] = {}
 
-    def get(name: str) -> Expected:
-        if name not in found:
-            found[name] = _ask_oracle(tmp_path_factory.mktemp(name), MODELS[name])
-        return found[name]
+    def get(case: Case) -> Expected:
+        key = case.model, case.batch
+        if key not in found:
+            found[key] = _ask_oracle(tmp_path_factory.mktemp(case.model), MODELS[case.model], case.batch)
+        return found[key]
 
     yield get
 
 
-def _ask_oracle(folder: Path, choice: ModelChoice) -> Expected:
+def _ask_oracle(folder: Path, choice: ModelChoice, batch: int) -> Expected:
     write_model(folder / "model", choice)
-    data = write_data(folder, 3 * GLOBAL_BATCH, seed=choice.seed, turns=2)
+    data = write_data(folder, 3 * batch, seed=choice.seed, turns=2)
     oracle = Oracle.load(folder / "model", data)
-    loss, gradients = oracle.step(range(GLOBAL_BATCH))
+    loss, gradients = oracle.step(range(batch))
     before = oracle.weights()
-    return Expected(folder, loss, gradients, before, {name: _train(folder, data, name) for name in OPTIMIZERS})
+    return Expected(folder, loss, gradients, before, {name: _train(folder, data, name, batch) for name in OPTIMIZERS})
 
 
-def _train(folder: Path, data: Path, name: str) -> Trained:
+def _train(folder: Path, data: Path, name: str, batch: int) -> Trained:
     oracle = Oracle.load(folder / "model", data)
     optimizer = OPTIMIZERS[name](oracle.model.parameters())
     losses, norms = [], []
     for step in range(3):
-        loss, gradients = oracle.step(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
+        loss, gradients = oracle.step(range(step * batch, (step + 1) * batch))
         for parameter_name, parameter in oracle.model.named_parameters():
             parameter.grad = gradients[stored_name(parameter_name)]
         norms.append(float(torch.nn.utils.clip_grad_norm_(oracle.model.parameters(), 1.0)))
@@ -137,7 +162,7 @@ def _train(folder: Path, data: Path, name: str) -> Trained:
 def _flags(case: Case, folder: Path, *more: str) -> list[str]:
     text = f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
     text += f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false --data.workers 0 "
-    text += f"--train.global_batch_size {GLOBAL_BATCH} --train.micro_batch_size {case.micro} --log.dir {folder}/log "
+    text += f"--train.global_batch_size {case.batch} --train.micro_batch_size {case.micro} --log.dir {folder}/log "
     text += f"--vision-parallel {case.vision} --text-parallel {case.text}"
     return [*text.split(), *case.flags, *more]
 
@@ -147,8 +172,8 @@ def _norm(tensors: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients(case: Case, expected: Callable[[str], Expected], pools: Callable[[int], Pool]) -> None:
-    want = expected(case.model)
+def test_gradients(case: Case, expected: Callable[[Case], Expected], pools: Callable[[int], Pool]) -> None:
+    want = expected(case)
     got = pools(case.ranks).run(jobs.gradients, _flags(case, want.folder))[0]
     assert got["loss"] == pytest.approx(want.loss, rel=1e-5)
     assert got["gradients"].keys() == want.gradients.keys()
@@ -176,11 +201,23 @@ def three_steps(case: Case, optimizer: str, want: Expected, pool: Pool) -> None:
     assert _norm(wrong) <= 1e-3 * _norm(update)
 
 
+def test_rounded_transport(expected: Callable[[Case], Expected], pools: Callable[[int], Pool]) -> None:
+    """Rows sent as bfloat16 give nearly the same gradients, and not the very same ones."""
+    case = Case("dp:2", "tp:2", 2)
+    want = expected(case)
+    found = [
+        pools(2).run(jobs.gradients, _flags(case, want.folder, "--boundary.transport", transport))[0]["gradients"]
+        for transport in ("exact", "bfloat16")
+    ]
+    difference = {name: torch.from_numpy(found[0][name] - found[1][name]) for name in found[0]}
+    assert 1e-5 < _norm(difference) / _norm(want.gradients) < 2e-2
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_three_adamw_steps(case: Case, expected: Callable[[str], Expected], pools: Callable[[int], Pool]) -> None:
-    three_steps(case, "adamw", expected(case.model), pools(case.ranks))
+def test_three_adamw_steps(case: Case, expected: Callable[[Case], Expected], pools: Callable[[int], Pool]) -> None:
+    three_steps(case, "adamw", expected(case), pools(case.ranks))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.model == "tied"], ids=str)
-def test_three_sgd_steps(case: Case, expected: Callable[[str], Expected], pools: Callable[[int], Pool]) -> None:
-    three_steps(case, "sgd", expected(case.model), pools(case.ranks))
+def test_three_sgd_steps(case: Case, expected: Callable[[Case], Expected], pools: Callable[[int], Pool]) -> None:
+    three_steps(case, "sgd", expected(case), pools(case.ranks))

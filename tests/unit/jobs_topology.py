@@ -33,7 +33,7 @@ def members(texts: dict[str, str]) -> dict[tuple[str, tuple[str, ...]], tuple[in
 def collection(texts: dict[str, str], module: str) -> dict[str, Any]:
     """Sizes of the groups of Megatron's collection."""
     groups = _build(texts).collection(module)
-    names = ("tp", "cp", "dp", "pp", "dp_cp", "mp", "tp_cp", "tp_ep_pp", "expt_dp", "intra_dist_opt", "ep")
+    names = "tp sp context cp dp pp dp_cp mp tp_cp tp_ep_pp expt_dp intra_dist_opt ep".split()
     return {name: getattr(groups, name).size() for name in names} | {"embd": groups.embd, "pos_embd": groups.pos_embd}
 
 
@@ -58,7 +58,7 @@ def check(kind: str) -> str:
         "right": {(0, 1, 2, 3): everybody},
     }[kind]
     try:
-        _self_check(by_ranks, rank, PLATFORM)
+        _self_check(by_ranks, rank, CPU)
     except RuntimeError as error:
         return str(error)
     return ""

@@ -286,8 +286,8 @@ def test_following_the_suggestions_ends_at_a_legal_pair(
     ("texts", "part", "better"),
     [
         ({"vision": "sp:4@0-3"}, "ranks 0-3 of a world of 8", ("vision", "sp:4,dp:2")),
-        ({"vision": "sp:2,cp:2,pp:2"}, "cp:2 and pp:2", ("vision", "sp:2,dp:4")),
-        ({"text": "sp:2,tp:2"}, "found sp:2", ("text", "tp:2,dp:4")),
+        ({"vision": "sp:2,cp:2,pp:2"}, "found pp:2", ("vision", "sp:2,cp:2,dp:2")),
+        ({"text": "pp:4,tp:2@0-7"}, "found pp:4", ("text", "tp:2,dp:4")),
     ],
 )
 def test_what_this_version_does_not_run_is_an_error(texts: dict[str, str], part: str, better: tuple[str, str]) -> None:

@@ -39,8 +39,8 @@ def test_groups_of_eight_ranks(pools: Callable[[int], Pool]) -> None:
 def test_megatrons_collection(pools: Callable[[int], Pool]) -> None:
     for found in pools(8).run(jobs.collection, {"vision": "tp:2,sp:2,dp:2", "text": "tp:8"}, "vision"):
         assert found == {
-            "tp": 2, "cp": 2, "dp": 2, "pp": 1, "dp_cp": 4, "mp": 2, "tp_cp": 4, "tp_ep_pp": 2, "expt_dp": 4,
-            "intra_dist_opt": 8, "ep": 1, "embd": None, "pos_embd": None,
+            "tp": 2, "sp": 2, "context": 1, "cp": 2, "dp": 2, "pp": 1, "dp_cp": 4, "mp": 2, "tp_cp": 4, "tp_ep_pp": 2,
+            "expt_dp": 4, "intra_dist_opt": 8, "ep": 1, "embd": None, "pos_embd": None,
         }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Where the patches of images go: windows, the cut over `sp`, and positions. Pure, on NumPy integers.
+"""Where the patches of images go: windows, the cut over `sp` and `cp`, and positions. Pure, on NumPy integers.
 
 Words: a *patch* is 14 x 14 pixels; a *unit* is the 2 x 2 patches that become one row; a *window* is 4 x 4 units
 (less at the lower and right edges). Pixel values arrive in unit order: unit u of an image, counted along its
@@ -7,14 +7,17 @@ window, then of the second, ... A shard is a contiguous run of whole windows, ov
 
     image 0: windows 0 1 2 3 | image 1: windows 4 5        sp = 2: rank 0 has 0 1 2, rank 1 has 3 4 5
 
-so that window attention stays on a rank, and the sequence that full attention sees is the shards in turn.
+so that window attention stays on a rank, and the sequence that full attention sees is the shards in turn. Shards are
+numbered with `sp` varying faster than `cp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -67,7 +70,7 @@ class ImageSlice:
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """What each `sp`/`cp` member of one vision replica encodes. Lengths are patches.
+    """What each member of one vision replica encodes: member cp_rank * sp + sp_rank. Lengths are patches.
 
     `slices`: per member, its parts of images. `windows`: per member, the lengths of its windows.
     `sequences`: the lengths of the segments of full attention (frames of images) over all members.
@@ -78,55 +81,71 @@ class EncoderPlan:
     sequences: tuple[int, ...]
     unit: int
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Patches of each member."""
         return tuple(sum(windows) for windows in self.windows)
 
 
-def plan_encoder(images: Sequence[int], grids: Sequence[Grid], members: int, merge: int, window: int) -> EncoderPlan:
-    """Cut the windows of a replica's `images` (their ids, with their `grids`) into `members` contiguous shards.
+def plan_encoder(
+    images: Sequence[int], grids: Sequence[Grid], sp: int, cp: int, merge: int, window: int, cost: tuple[float, float]
+) -> EncoderPlan:
+    """Cut the windows of a replica's `images` (their ids, with their `grids`) into cp * sp contiguous shards.
 
-    Shards hold whole windows and are as even in patches as these allow; they may be empty.
+    `cost`: flops per patch, and flops per patch and patch of its frame, as of `forward_flops_per_patch`. The runs of
+    the `cp` members are as even in these flops as whole windows allow: queries are theirs, and meet all keys of a
+    frame. Each run is cut over its `sp` members evenly in patches: in full attention these deal heads, evenly whatever
+    the cut, so that it decides on the work per patch only. Shards may be empty.
     """
     geometries = [image_geometry(grid, merge, window) for grid in grids]
-    lengths = np.concatenate([g.windows for g in geometries]) if geometries else np.zeros(0, np.int64)
-    owner = np.repeat(np.arange(len(geometries)), [len(g.windows) for g in geometries])
-    ends = np.cumsum(lengths)
-    cuts = _even_cuts(ends, members)
-    image_start = np.cumsum([0] + [len(g.units) for g in geometries])
-    slices, windows = [], []
-    for first, last in zip(cuts[:-1], cuts[1:], strict=True):
-        parts = []
-        for image in np.unique(owner[first:last]):
-            mine = np.flatnonzero(owner[first:last] == image) + first
-            start = ends[mine[0]] - lengths[mine[0]] - image_start[image]
-            parts.append(ImageSlice(images[image], int(start), int(ends[mine[-1]] - image_start[image])))
-        slices.append(tuple(parts))
-        windows.append(tuple(int(n) * merge * merge for n in lengths[first:last]))
-    sequences = tuple(rows * columns for frames, rows, columns in grids for _ in range(frames))
-    return EncoderPlan(tuple(slices), tuple(windows), sequences, merge * merge)
+    units = np.concatenate([np.zeros(0, np.int64), *(g.windows for g in geometries)])
+    ends, flops = _running(units), _running(units * _flops_per_patch(grids, geometries, cost))
+    cuts = _even_cuts(ends, _even_cuts(flops, np.array([0, len(units)]), cp), sp)
+    starts = [0, *accumulate(len(g.units) for g in geometries)]
+    patches = (units * merge**2).tolist()
+    return EncoderPlan(
+        slices=tuple(tuple(_parts(images, starts, first, last)) for first, last in pairwise(ends[cuts].tolist())),
+        windows=tuple(tuple(patches[first:last]) for first, last in pairwise(cuts.tolist())),
+        sequences=tuple(rows * columns for frames, rows, columns in grids for _ in range(frames)),
+        unit=merge**2,
+    )
 
 
-def _even_cuts(ends: np.ndarray, members: int) -> np.ndarray:
-    """Window indices [members + 1] at which running lengths `ends` come nearest to even shares."""
-    total = ends[-1] if len(ends) else 0
-    targets = np.arange(1, members) * (total / members)
-    boundaries = np.concatenate([[0], ends])
-    right = np.clip(np.searchsorted(boundaries, targets), 1, max(1, len(boundaries) - 1))
-    nearer_left = targets - boundaries[right - 1] < boundaries[np.minimum(right, len(boundaries) - 1)] - targets
-    return np.concatenate([[0], np.where(nearer_left, right - 1, np.minimum(right, len(ends))), [len(ends)]])
+def _flops_per_patch(
+    grids: Sequence[Grid], geometries: Sequence[ImageGeometry], cost: tuple[float, float]
+) -> np.ndarray:
+    """Of each window of the images in turn, float64 [windows]."""
+    linear, quadratic = cost
+    of_images = [linear + quadratic * rows * columns for _, rows, columns in grids]
+    return np.repeat(of_images, [len(g.windows) for g in geometries])
 
 
-def deal_images(costs: Sequence[float], replicas: int) -> list[list[int]]:
-    """Deal images to replicas so that the sums of `costs` are even: the largest first, each to the least loaded.
+def _running(lengths: np.ndarray) -> np.ndarray:
+    """The totals before each of `lengths`, and after the last."""
+    return np.concatenate([[0], np.cumsum(lengths)])
 
-    Returns the images of each replica, in ascending order. (Graham's rule: within 4/3 of the best.)
+
+def _even_cuts(ends: np.ndarray, runs: np.ndarray, parts: int) -> np.ndarray:
+    """Cut each run of windows into `parts`, at the windows where running totals come nearest to even shares of it.
+
+    `ends`: [windows + 1], the totals before each window and after the last. `runs`: window indices at which runs begin,
+    and where the last ends. Returns window indices [runs * parts + 1].
     """
-    loads = [0.0] * replicas
-    dealt: list[list[int]] = [[] for _ in range(replicas)]
-    for image in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        replica = min(range(replicas), key=lambda r: (loads[r], r))
-        loads[replica] += costs[image]
-        dealt[replica].append(image)
-    return [sorted(images) for images in dealt]
+    if parts == 1:
+        return runs
+    totals = ends[runs]
+    shares = np.diff(totals) / parts
+    targets = (totals[:-1, None] + shares[:, None] * np.arange(parts)).ravel()
+    right = np.searchsorted(ends, targets)
+    left = np.maximum(right - 1, 0)
+    nearest = np.where(targets - ends[left] < ends[right] - targets, left, right)
+    return np.append(nearest, runs[-1])
+
+
+def _parts(images: Sequence[int], starts: Sequence[int], first: int, last: int) -> Iterator[ImageSlice]:
+    """The units [first, last), counted over `images`, as parts of each. `starts`: where images begin, and the end."""
+    place = bisect_right(starts, first) - 1
+    while first < last:
+        stop = min(last, starts[place + 1])
+        yield ImageSlice(images[place], first - starts[place], stop - starts[place])
+        first, place = stop, place + 1

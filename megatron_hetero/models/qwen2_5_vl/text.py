@@ -28,12 +28,12 @@ from megatron_hetero.platform import Platform
 
 @dataclass(frozen=True)
 class TextInput:
-    """What one rank's language model reads in one micro-batch: a pack of S tokens, padding included.
+    """What one rank's language model reads in one micro-batch: S tokens of its replica's pack, padding included. The
+    ranks of a tp group read the same.
 
-    `tokens`: int64 [S]. `positions`: int64 [3, n] for the n real tokens. `supervised`: int64 [t], positions that
-    predict, and
-    `targets`: int64 [t], what they must predict. `rows_at`: int64 [rows], where this rank's rows go in its shard of the
-    embedding. `attention`: the samples of the pack.
+    `tokens`: int64 [S]. `positions`: int64 [3, n] for the n real tokens. `supervised`: int64 [t], which of the n
+    tokens predict, and `targets`: int64 [t], what they must predict. `rows_at`: int64 [rows], where this rank's rows go
+    in its shard of the embedding. `attention`: the samples of the pack.
     """
 
     tokens: Tensor
@@ -92,13 +92,20 @@ class TextModel(GPTModel):
         self.output_layer.allreduce_dgrad = False
         self.output_layer.disable_grad_reduce = True
 
-    def forward(self, batch: TextInput, rows: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The sum of the losses of all supervised tokens of the pack, fp32 scalar, equal on all tp ranks.
-
-        `rows`: [rows of this rank, hidden], in the order of `batch.rows_at`.
+    def embed(self, batch: TextInput) -> Tensor:
+        """The embedding of the tokens, [S, 1, hidden], or this rank's [S / tp, 1, hidden] with sequence-parallel
+        activations. Rows are not needed yet.
         """
-        hidden = self.embedding(input_ids=batch.tokens.unsqueeze(0), position_ids=None)
-        hidden = hidden.squeeze(1).index_copy(0, batch.rows_at, rows).unsqueeze(1)
+        return self.embedding(input_ids=batch.tokens.unsqueeze(0), position_ids=None)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, batch: TextInput, embedded: Tensor, rows: Tensor
+    ) -> Tensor:
+        """The sum of the losses of all supervised tokens of the shard, fp32 scalar, equal on all tp ranks.
+
+        `embedded`: what `embed` gave. `rows`: [rows of this rank, hidden], in the order of `batch.rows_at`.
+        """
+        hidden = embedded.squeeze(1).index_copy(0, batch.rows_at, rows).unsqueeze(1)
         hidden = self.decoder(
             hidden,
             None,

@@ -1,4 +1,4 @@
-"""Packing: nothing crosses samples, nothing is lost, padding is inert."""
+"""Packing: nothing crosses samples, nothing is lost or added."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_hetero.data.positions import rope_positions
 from megatron_hetero.errors import UserError
 
 MakeRecord = Callable[..., Record]
-IMAGE, PAD = 7, 99
+IMAGE = 7
 
 
 @st.composite
@@ -43,12 +43,11 @@ def stretches(batch: PackedBatch) -> list[slice]:
 
 
 @settings(deadline=None)
-@given(st.lists(samples(), min_size=1, max_size=4), st.integers(1, 16))
-def test_packs_hold_every_sample_unchanged(parts: list[TokenizedSample], multiple: int) -> None:
-    batch = pack(parts, multiple, PAD)
+@given(st.lists(samples(), min_size=1, max_size=4))
+def test_packs_hold_every_sample_unchanged(parts: list[TokenizedSample]) -> None:
+    batch = pack(parts)
     size = len(batch.input_ids)
-    assert size % multiple == 0 and batch.length <= size < batch.length + multiple
-    assert batch.length == sum(map(len, parts)) == batch.cu_seqlens[-1] and batch.cu_seqlens[0] == 0
+    assert size == sum(map(len, parts)) == batch.cu_seqlens[-1] and batch.cu_seqlens[0] == 0
     assert batch.position_ids.shape == (3, size) and batch.labels.shape == (size,)
     assert batch.supervised_tokens == sum(int(part.supervised.sum()) for part in parts)
     for stretch, part in zip(stretches(batch), parts, strict=True):
@@ -56,7 +55,6 @@ def test_packs_hold_every_sample_unchanged(parts: list[TokenizedSample], multipl
         np.testing.assert_array_equal(batch.position_ids[:, stretch], part.position_ids)
         expected = [*np.where(part.supervised, part.input_ids, -100)[1:], -100]
         assert batch.labels[stretch].tolist() == expected
-    assert (batch.input_ids[batch.length :] == PAD).all() and (batch.labels[batch.length :] == -100).all()
     assert batch.image_positions.tolist() == np.flatnonzero(batch.input_ids == IMAGE).tolist()
     np.testing.assert_array_equal(batch.grids, np.concatenate([part.grids for part in parts]))
     for array in (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens, batch.image_positions):
@@ -67,7 +65,7 @@ def test_packs_of_real_samples(processor: Processor, make_record: MakeRecord, pi
     with_image = make_record("<image>What?", "A disc.", images=["200x140.png"], folder=pictures)
     text_only = make_record("Hello?", "Hello.", "Sure?", "Yes.")
     parts = [processor.tokenize(record) for record in (with_image, text_only)]
-    batch = pack(parts, 64, processor.pad_token_id)
+    batch = pack(parts)
     trained = processor.tokenizer.decode(batch.labels[batch.labels >= 0])
     assert trained == "A disc.<|im_end|>Hello.<|im_end|>Yes.<|im_end|>"
     assert (batch.labels != processor.image_token_id).all()
@@ -75,17 +73,15 @@ def test_packs_of_real_samples(processor: Processor, make_record: MakeRecord, pi
 
 
 def test_a_pack_without_images_has_empty_arrays(processor: Processor, make_record: MakeRecord) -> None:
-    batch = pack([processor.tokenize(make_record("Hello?", ""))], 1, 0)
+    batch = pack([processor.tokenize(make_record("Hello?", ""))])
     assert batch.grids.shape == (0, 3) and batch.image_positions.shape == (0,)
     assert batch.supervised_tokens == 1
 
 
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_an_empty_pack_is_padding(multiple: int) -> None:
-    batch = pack([], multiple, PAD)
-    assert batch.input_ids.tolist() == [PAD] * multiple and batch.labels.tolist() == [-100] * multiple
-    assert batch.position_ids.shape == (3, multiple) and not batch.position_ids.any()
-    assert batch.cu_seqlens.tolist() == [0] and batch.length == batch.supervised_tokens == 0
+def test_a_pack_may_be_empty() -> None:
+    batch = pack([])
+    assert batch.input_ids.shape == batch.labels.shape == (0,) and batch.position_ids.shape == (3, 0)
+    assert batch.cu_seqlens.tolist() == [0] and batch.supervised_tokens == 0
     assert batch.grids.shape == (0, 3) and batch.image_positions.shape == (0,)
     for array in (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens, batch.grids):
         assert array.dtype == np.int64
@@ -95,7 +91,7 @@ def test_image_tokens_must_match_grids(processor: Processor, make_record: MakeRe
     sample = processor.tokenize(make_record("<image>", "x", images=["56x56.png"], folder=pictures))
     wrong = dataclasses.replace(sample, grids=np.array([[1, 4, 6]]))
     with pytest.raises(UserError, match=r"train\.jsonl:1.*found 4 image tokens, expected 6"):
-        pack([sample, wrong], 1, 0)
+        pack([sample, wrong])
 
 
 def test_too_long_is_an_error_or_skipped(processor: Processor, make_record: MakeRecord) -> None:

@@ -2,15 +2,245 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor
 
-from megatron_hetero.models.attention import heads_for_tokens, tokens_for_heads
+from benchmarks.meter import CollectiveMeter
+from megatron_hetero.layout import Layout
+from megatron_hetero.megatron_adapter import prepare_globals
+from megatron_hetero.models.attention import (
+    AttentionPlan,
+    PackedSelfAttention,
+    Segments,
+    TorchAttention,
+    attend_across,
+)
+from megatron_hetero.models.backend import TorchSpecProvider, layer_spec, transformer_config
+from megatron_hetero.models.context import contiguous_pieces, zigzag_pieces, zigzag_tokens
+from megatron_hetero.models.exchange import gather_keys, heads_for_tokens, padded_index, tokens_for_heads
 from megatron_hetero.models.loss import vocab_parallel_cross_entropy
+from megatron_hetero.platform import CPU, Platform
+from megatron_hetero.topology import ModuleGroups, Topology
 from tests.support.pool import world
+
+PLATFORM = Platform(CPU, "gloo")
+
+
+def naive(q_nHD: Tensor, k_nHD: Tensor, v_nHD: Tensor, lengths: tuple[int, ...], causal: bool) -> Tensor:
+    """Softmax over a full matrix of scores with everything masked that is not to be seen: [n, H * D]."""
+    copies = q_nHD.shape[1] // k_nHD.shape[1]
+    k, v = (x.repeat_interleave(copies, dim=1) for x in (k_nHD, v_nHD))
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
+    seen = owner[:, None] == owner[None, :]
+    if causal:
+        seen &= torch.ones_like(seen).tril()
+    scores = torch.einsum("qhd,khd->hqk", q_nHD, k) / q_nHD.shape[2] ** 0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+
+class Dealt(NamedTuple):
+    """What a rank holds: the positions of its tokens in the pack, the plan, and how its groups' members are filled."""
+
+    mine: np.ndarray
+    plan: AttentionPlan
+
+
+def deal(lengths: tuple[int, ...], groups: ModuleGroups, causal: bool, how: str) -> Dealt:
+    """Deal a pack to `cp` (zigzag where causal), then to `sp`; `how` as in `split`."""
+    sp, cp, member = groups.sp.size(), groups.context.size(), groups.context.rank()
+    if causal:
+        tokens, pieces = zigzag_tokens(lengths, cp), zigzag_pieces(lengths, cp, member)
+    else:
+        shares = split(sum(lengths), cp, how)
+        tokens = np.split(np.arange(sum(lengths)), np.cumsum(shares)[:-1])
+        pieces = contiguous_pieces(lengths, shares, member)
+    cp_lengths = tuple(len(part) for part in tokens)
+    sp_lengths = split(cp_lengths[member], sp, how)
+    mine = np.split(tokens[member], np.cumsum(sp_lengths)[:-1])[groups.sp.rank()]
+    return Dealt(mine, AttentionPlan(Segments.of_pieces(pieces, CPU, cp_lengths), sp_lengths, cp_lengths))
+
+
+def split(total: int, members: int, how: str) -> tuple[int, ...]:
+    """`total` as a sum of `members` terms: `even`, `ragged` (some are none), or `last` (all at the last member)."""
+    weights = {"even": [1] * members, "ragged": [3, 0, 1, 2, 1, 0, 5, 1][:members], "last": [0] * (members - 1) + [1]}
+    bounds = np.cumsum([0, *weights[how]]) * total // sum(weights[how])
+    return tuple(int(n) for n in np.diff(bounds))
+
+
+Case = tuple[tuple[int, ...], str, tuple[int, int]]
+"""Lengths of the samples, how they are dealt (`split`), and query and key/value heads."""
+
+
+def across(layout: str, causal: bool, cases: list[Case]) -> list[tuple[list[str], list[str], int]]:
+    """Attention and its gradients under `sp` and `cp` against one process. For each case the names of the collectives
+    each way, and the tokens of this rank.
+    """
+    groups = _groups(layout)
+    return [_across(groups, causal, *case) for case in cases]
+
+
+def _across(
+    groups: ModuleGroups, causal: bool, lengths: tuple[int, ...], how: str, heads: tuple[int, int]
+) -> tuple[list[str], list[str], int]:
+    mine, plan = deal(lengths, groups, causal, how)
+    total, dim = sum(lengths), 4
+    generator = torch.Generator().manual_seed(total)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q, k, v = (draw(total, h, dim).requires_grad_() for h in (heads[0], heads[1], heads[1]))
+    cotangent = draw(total, heads[0] * dim)
+    expected = naive(q, k, v, lengths, causal)
+    gradients = torch.autograd.grad((expected * cotangent).sum(), (q, k, v))
+
+    own_q, own_k, own_v = (x.detach()[mine].requires_grad_() for x in (q, k, v))
+    meter = CollectiveMeter(phase="forward")
+    with meter:
+        out = attend_across(_layer(causal)._attend, own_q, own_k, own_v, plan, groups.sp, groups.context)
+        meter.phase = "backward"
+        (out * cotangent[mine]).sum().backward()
+    torch.testing.assert_close(out, expected.detach()[mine])
+    for x, gradient in zip((own_q, own_k, own_v), gradients, strict=True):
+        torch.testing.assert_close(x.grad, gradient[mine])
+    forward, backward = ([record.name for record in meter.of(phase)] for phase in ("forward", "backward"))
+    return forward, backward, len(mine)
+
+
+def _layer(causal: bool) -> Any:
+    """A `PackedSelfAttention` that has only its core attention."""
+    layer: Any = PackedSelfAttention.__new__(PackedSelfAttention)
+    torch.nn.Module.__init__(layer)
+    layer.attn_mask_type = AttnMaskType.causal if causal else AttnMaskType.no_mask
+    layer.core_attention = TorchAttention(SimpleNamespace(), 1, layer.attn_mask_type, "self")  # pyright: ignore
+    return layer
+
+
+def _groups(layout: str) -> ModuleGroups:
+    world_size = dist.get_world_size()
+    return Topology.build({"text": Layout.parse(layout, world_size)}, PLATFORM).collection("text")
+
+
+def layer(layout: str, packs: list[tuple[int, ...]], kv_heads: int) -> None:
+    """A whole `PackedSelfAttention` under `layout` against the same weights under `tp` alone: output, gradient of the
+    input, and the sum of the gradients of the weights over `sp` and `cp`.
+    """
+    PLATFORM.prepare_megatron()
+    prepare_globals(seed=0)
+    tp = Layout.parse(layout, dist.get_world_size()).tp
+    groups = _groups(layout)
+    model = _self_attention(groups, kv_heads, sequence_parallel=tp > 1)
+    assert model.pg_collection.cp.size() == 1 and model.pg_collection.tp.size() == tp, (
+        "the exchanges are not Megatron's"
+    )
+    reference = _self_attention(_groups(f"tp:{tp}"), kv_heads, sequence_parallel=False)
+    for lengths in packs:
+        _compare_layers(model, reference, lengths, groups)
+
+
+def _compare_layers(model: Any, reference: Any, lengths: tuple[int, ...], groups: ModuleGroups) -> None:
+    total, hidden, dim = sum(lengths), 32, 4
+    generator = torch.Generator().manual_seed(1)
+    x, c = (torch.randn(total, 1, hidden, generator=generator) for _ in "xc")
+    angles = torch.randn(total, dim, generator=generator)
+    table = torch.stack((angles.cos(), angles.sin()))
+    x.requires_grad_()
+    whole = AttentionPlan(Segments.of(lengths, CPU), (total,), (total,))
+    expected, _ = reference(x, rotary_pos_emb=table, packed_seq_params=whole)
+    expected.backward(c)
+
+    mine, plan = deal(lengths, groups, True, "ragged")
+    tp = groups.tp.size()
+    share = max(1, -(-len(mine) // tp))  # rows of this shard on each tp rank, padding included
+    rows = slice(share * groups.tp.rank(), share * groups.tp.rank() + share)
+    own, own_c = (F.pad(full.detach()[mine], (0, 0, 0, 0, 0, share * tp - len(mine)))[rows] for full in (x, c))
+    out, _ = model(own.requires_grad_(), rotary_pos_emb=table[:, mine], packed_seq_params=plan)
+    out.backward(own_c)
+
+    kept = mine[rows]
+    assert own.grad is not None and x.grad is not None
+    torch.testing.assert_close(out[: len(kept)], expected.detach()[kept], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own.grad[: len(kept)], x.grad[kept], rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(ours.grad, group=groups.cp)
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+        ours.grad = theirs.grad = None
+
+
+class OtherAttention(TorchAttention):
+    """A core attention that a provider might bring along."""
+
+
+def core_attentions(layout: str) -> dict[str, str]:
+    """Which core attention layers of a provider with `OtherAttention` get, by mask."""
+    PLATFORM.prepare_megatron()
+    groups, found = _groups(layout), {}
+    for mask in (AttnMaskType.causal, AttnMaskType.no_mask):
+        submodules: Any = layer_spec(TorchSpecProvider(), mask).submodules
+        submodules.self_attention.submodules.core_attention = OtherAttention
+        config = _config(groups, kv_heads=8, sequence_parallel=False)
+        model = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
+        found[mask.name] = type(model.core_attention).__name__
+    return found
+
+
+def _self_attention(groups: ModuleGroups, kv_heads: int, *, sequence_parallel: bool) -> Any:
+    """Eight heads; weights depend on the tp rank only."""
+    submodules: Any = layer_spec(TorchSpecProvider(), AttnMaskType.causal).submodules
+    config = _config(groups, kv_heads, sequence_parallel=sequence_parallel)
+    model = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
+    generator = torch.Generator().manual_seed(groups.tp.rank())
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3, generator=generator)
+    return model
+
+
+def _config(groups: ModuleGroups, kv_heads: int, *, sequence_parallel: bool) -> Any:
+    return transformer_config(
+        PLATFORM,
+        params_dtype=torch.float32,
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=8,
+        num_query_groups=kv_heads,
+        ffn_hidden_size=32,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        tensor_model_parallel_size=groups.tp.size(),
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def gathered(lengths: tuple[int, ...]) -> None:
+    """Keys and values of all members, each of them twice: values, and the adjoint, exactly on integers."""
+    rank, group, total = dist.get_rank(), world(), sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randint(-9, 9, (total, 2, 3), generator=generator).double() for _ in "kv"]
+    own = [part.split(lengths)[rank].clone().requires_grad_() for part in whole]
+    order = np.tile(np.random.default_rng(rank).permutation(total), 2)
+    index = torch.from_numpy(padded_index(order, lengths))
+    ax = gather_keys(own[0], own[1], lengths, index, group)
+    assert all(torch.equal(got, part[order]) for got, part in zip(ax, whole, strict=True))
+    c = [torch.randint(-9, 9, part.shape, generator=torch.Generator().manual_seed(rank)).double() for part in ax]
+    assert_adjoint(own, list(ax), c, total)
+
+
+def assert_adjoint(x: list[Tensor], ax: list[Tensor], c: list[Tensor], total: int) -> None:
+    """<A x, c> = <x, A^T c>, summed over the ranks."""
+    products = torch.stack([(part * cotangent).sum() for part, cotangent in zip(ax, c, strict=True)])
+    products.sum().backward()
+    found = torch.stack([products.detach().sum(), sum((part * part.grad).sum() for part in x).detach()])  # pyright: ignore
+    dist.all_reduce(found)
+    assert found[0] == found[1] and (total == 0 or found[0] != 0)
 
 
 def ulysses(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> None:
@@ -40,11 +270,7 @@ def ulysses(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> No
     x = [part[mine].clone().requires_grad_() for part in integers]
     ax = heads_for_tokens(x[0], x[1], x[2], lengths, group)
     c = [torch.randint(-9, 9, part.shape, generator=torch.Generator().manual_seed(rank)).double() for part in ax]
-    products = torch.stack([(part * cotangent).sum() for part, cotangent in zip(ax, c, strict=True)])
-    products.sum().backward()
-    found = torch.stack([products.detach().sum(), sum((part * part.grad).sum() for part in x).detach()])  # pyright: ignore
-    dist.all_reduce(found)
-    assert found[0] == found[1] and (total == 0 or found[0] != 0)
+    assert_adjoint(x, list(ax), c, total)
 
 
 def cross_entropy(vocabulary: int, tokens: int) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
-from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
 from megatron_hetero.models.attention import Segments, TorchAttention, rotate
+from megatron_hetero.models.context import Pieces, zigzag_pieces, zigzag_tokens
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.qwen2_5_vl.vision import rotary_table
 from tests.support.pool import Pool
@@ -21,19 +22,6 @@ from tests.unit.models import jobs_attention as jobs
 
 CPU = torch.device("cpu")
 DIM = 4
-
-
-def naive(q_nHD: Tensor, k_nHD: Tensor, v_nHD: Tensor, lengths: list[int], causal: bool) -> Tensor:
-    """Softmax over a full matrix of scores with everything masked that is not to be seen."""
-    copies = q_nHD.shape[1] // k_nHD.shape[1]
-    k, v = (x.repeat_interleave(copies, dim=1) for x in (k_nHD, v_nHD))
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    seen = owner[:, None] == owner[None, :]
-    if causal:
-        seen &= torch.ones_like(seen).tril()
-    scores = torch.einsum("qhd,khd->hqk", q_nHD, k) / DIM**0.5
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -55,40 +43,91 @@ def test_torch_attention_equals_a_masked_softmax(
     attention = TorchAttention(SimpleNamespace(), 1, mask, "self")  # pyright: ignore[reportArgumentType]
     q, k, v = inputs
     got = attention(q, k, v, None, packed_seq_params=Segments.of(lengths, CPU))
-    expected = naive(q, k, v, lengths, causal)
+    expected = jobs.naive(q, k, v, tuple(lengths), causal)
     torch.testing.assert_close(got, expected)
     gradients = torch.autograd.grad((got * cotangent).sum(), inputs)
     torch.testing.assert_close(gradients, torch.autograd.grad((expected * cotangent).sum(), inputs))
 
 
+PIECES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), max_size=8)
+"""Queries, and how many keys there are more."""
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 5), max_size=10))
-def test_segments(lengths: list[int]) -> None:
-    segments = Segments.of(lengths, CPU)
-    kept = [n for n in lengths if n]
-    assert segments.lengths == tuple(kept) and segments.total == sum(lengths)
-    assert segments.cu_seqlens_q.tolist() == [sum(kept[:i]) for i in range(len(kept) + 1)]
-    assert segments.cu_seqlens_q.dtype == torch.int32
-    assert segments.max_seqlen_q == segments.max_seqlen_kv == max(kept, default=0)
-    tokens = torch.arange(segments.total)
-    ordered = tokens if segments.order is None else tokens[segments.order]
-    selected = ordered.split([size for _, size in segments.buckets])
-    assert sorted(int(t) for part in selected for t in part) == tokens.tolist()
-    starts = {sum(kept[:i]): n for i, n in enumerate(kept)}
-    for (length, _), part in zip(segments.buckets, selected, strict=True):
-        for sequence in part.view(-1, length):
-            assert starts[int(sequence[0])] == length and sequence.tolist() == list(
-                range(int(sequence[0]), int(sequence[0]) + length)
-            )
+@given(PIECES.filter(bool), st.booleans(), st.integers(0, 2**32 - 1))
+def test_pieces_end_with_their_last_query(shapes: list[tuple[int, int]], causal: bool, seed: int) -> None:
+    """The last queries of a sequence get what they would get if all of it attended."""
+    generator = torch.Generator().manual_seed(seed)
+    pieces = Pieces(tuple(q for q, _ in shapes), tuple(q + more for q, more in shapes))
+    draw = {"generator": generator, "dtype": torch.float64}
+    whole = [torch.randn(sum(pieces.keys), heads, DIM, **draw).requires_grad_() for heads in (4, 2, 2)]
+    ends = torch.tensor(pieces.keys).cumsum(0).tolist()
+    asked = torch.cat([torch.arange(end - q, end) for end, q in zip(ends, pieces.queries, strict=True)])
+    mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
+    attention = TorchAttention(SimpleNamespace(), 1, mask, "self")  # pyright: ignore[reportArgumentType]
+    q, k, v = whole
+    got = attention(q[asked], k, v, None, packed_seq_params=Segments.of_pieces(pieces, CPU))
+    expected = jobs.naive(q, k, v, pieces.keys, causal)[asked]
+    torch.testing.assert_close(got, expected)
+    cotangent = torch.randn(got.shape, **draw)
+    gradients = torch.autograd.grad((got * cotangent).sum(), whole)
+    torch.testing.assert_close(gradients, torch.autograd.grad((expected * cotangent).sum(), whole))
+
+
+@settings(max_examples=60, deadline=None)
+@given(PIECES)
+def test_segments(shapes: list[tuple[int, int]]) -> None:
+    queries, keys = [q for q, _ in shapes], [q + more for q, more in shapes]
+    segments = Segments.of_pieces(Pieces(tuple(queries), tuple(keys)), CPU)
+    for lengths, found, longest in (
+        (queries, segments.cu_seqlens_q, segments.max_seqlen_q),
+        (keys, segments.cu_seqlens_kv, segments.max_seqlen_kv),
+    ):
+        assert found.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        assert found.dtype == torch.int32 and longest == max(lengths, default=0)
+    # The order of the buckets brings together whole pieces of the shape that the bucket says.
+    expected = sorted(range(len(shapes)), key=lambda i: [b[:2] for b in segments.buckets].index((queries[i], keys[i])))
+    in_order = [piece for bucket in segments.buckets for piece in [bucket[:2]] * bucket.pieces]
+    assert in_order == [(queries[i], keys[i]) for i in expected]
+    for lengths, order in ((queries, segments.order), (keys, segments.key_order)):
+        tokens = torch.arange(sum(lengths))
+        moved = [t for i in expected for t in range(sum(lengths[:i]), sum(lengths[: i + 1]))]
+        assert (tokens if order is None else order).tolist() == moved
+
+
+def test_segments_of_whole_sequences_drop_empty_ones() -> None:
+    segments = Segments.of([3, 0, 2], CPU)
+    assert segments.cu_seqlens_q.tolist() == [0, 3, 5] and segments.cu_seqlens_kv is segments.cu_seqlens_q
+    assert segments.key_index is None
 
 
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [3, 5, 2], [2, 2, 7]])
 def test_sequences_in_the_order_of_their_buckets_are_not_moved(lengths: list[int]) -> None:
-    assert Segments.of(lengths, CPU).order is None
+    segments = Segments.of(lengths, CPU)
+    assert segments.order is None and segments.key_order is None
 
 
 def test_scattered_sequences_of_one_length_share_a_bucket() -> None:
-    assert Segments.of([4, 2, 4], CPU).buckets == ((4, 8), (2, 2))
+    assert Segments.of([4, 2, 4], CPU).buckets == ((4, 4, 2), (2, 2, 1))
+
+
+def test_keys_are_found_in_the_padded_gather() -> None:
+    lengths, cp = (8, 5, 1), 2
+    tokens = zigzag_tokens(lengths, cp)
+    cp_lengths = tuple(len(part) for part in tokens)
+    padded = [t for part in tokens for t in [*part.tolist(), *[-1] * (max(cp_lengths) - len(part))]]
+    seen = ([[0, 1], range(8), [8], range(8, 13), [13]], [range(6), range(8, 11)])
+    for member, keys in enumerate(seen):
+        segments = Segments.of_pieces(zigzag_pieces(lengths, cp, member), CPU, cp_lengths)
+        assert segments.key_index is not None
+        assert [padded[i] for i in segments.key_index.tolist()] == [key for of_piece in keys for key in of_piece]
+
+
+def test_a_mask_is_made_once() -> None:
+    segments = Segments.of_pieces(Pieces((2, 3, 2), (4, 3, 4)), CPU)
+    (rectangle, _), seen = segments.buckets, [[True, True, True, False], [True, True, True, True]]
+    assert segments.causal_mask(rectangle).tolist() == seen
+    assert segments.causal_mask(rectangle) is segments.causal_mask(rectangle)
 
 
 def test_rotary_embedding_is_that_of_transformers() -> None:
@@ -116,6 +155,57 @@ def test_heads_for_tokens_and_back(
     lengths: tuple[int, ...], heads: int, kv_heads: int, pools: Callable[[int], Pool]
 ) -> None:
     pools(4).run(jobs.ulysses, lengths, heads, kv_heads, 3)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(3, 3, 3, 3), (5, 1, 0, 2), (0, 0, 7, 0), (0, 0, 0, 0)], ids=["even", "ragged", "one", "empty"]
+)
+def test_gathered_keys_and_their_gradients(lengths: tuple[int, ...], pools: Callable[[int], Pool]) -> None:
+    pools(4).run(jobs.gathered, lengths)
+
+
+# Ranks, layout.
+LAYOUTS = [
+    (4, "sp:2,dp:2"),
+    (4, "cp:2,dp:2"),
+    (4, "cp:4"),
+    (4, "sp:2,cp:2"),
+    (8, "sp:4,cp:2"),
+    (8, "sp:2,cp:4"),
+]
+# With cp:4 a sample of 5 has chunks without tokens, and one-token samples leave members without any.
+LENGTHS = [(16, 7, 1, 3), (5, 9, 9), (1, 1), (2, 0, 23), ()]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("ranks, layout", LAYOUTS)
+def test_attention_across_ranks_is_that_of_one(
+    ranks: int, layout: str, causal: bool, pools: Callable[[int], Pool]
+) -> None:
+    sp, cp = "sp" in layout, "cp" in layout
+    exchange, gather, scatter = ["alltoall_base"], ["allgather_base"], ["reduce_scatter_base"]
+    cases = list(product(LENGTHS, ("even", "ragged", "last"), ((8, 2), (8, 8), (4, 1))))
+    tokens = []
+    for of_rank in zip(*pools(ranks).run(jobs.across, layout, causal, cases), strict=True):
+        for forward, backward, _ in of_rank:
+            assert forward == exchange * sp + gather * cp + exchange * sp
+            assert backward == exchange * sp + scatter * cp + exchange * sp
+        tokens.append([held for *_, held in of_rank])
+    assert len(tokens) == len(cases)
+    assert any(min(held) == 0 < max(held) for held in tokens), "a case is to leave some ranks without tokens"
+    assert any(min(held) > 0 for held in tokens), "a case is to leave none without"
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("layout", ["tp:2,sp:2,cp:2", "tp:2,cp:4", "tp:2,sp:4", "sp:4,cp:2"])
+def test_a_layer_across_ranks_is_that_of_tp(layout: str, kv_heads: int, pools: Callable[[int], Pool]) -> None:
+    pools(8).run(jobs.layer, layout, [(16, 7, 1, 3), (3, 2), (1,)], kv_heads)
+
+
+def test_causal_pieces_are_left_to_the_attention_that_aligns_them(pools: Callable[[int], Pool]) -> None:
+    other = {"causal": "OtherAttention", "no_mask": "OtherAttention"}
+    assert pools(4).run(jobs.core_attentions, "sp:2,cp:2") == [other | {"causal": "TorchAttention"}] * 4
+    assert pools(4).run(jobs.core_attentions, "sp:4") == [other] * 4
 
 
 # 21 over 4 ranks leaves padding on the last; 5 over 4 leaves one rank without a valid column; 9 over 4 part of one.

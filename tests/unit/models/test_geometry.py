@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+from itertools import chain
+
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from megatron_hetero.models.qwen2_5_vl.geometry import Grid, deal_images, image_geometry, plan_encoder
+from megatron_hetero.models.qwen2_5_vl.geometry import EncoderPlan, Grid, image_geometry, plan_encoder
 
 PATCH = 14
+COST = (1.0, 0.01)
+"""Per patch, and per patch and patch of its frame: as much of either where a frame has 100 patches."""
 some = settings(max_examples=100, deadline=None)
+degrees = st.integers(1, 4)
 
 
 @st.composite
@@ -40,61 +46,103 @@ def test_windows_and_positions_are_those_of_transformers(case: tuple[int, int, l
     np.testing.assert_array_equal(np.concatenate([g.positions for g in ours], axis=1), positions.T.numpy())
 
 
+def plan(grids: list[Grid], sp: int = 1, cp: int = 1, window: int = 4, first: int = 0, **options) -> EncoderPlan:
+    ids = list(range(first, first + len(grids)))
+    return plan_encoder(ids, grids, sp, cp, options.pop("merge", 2), window, options.pop("cost", COST))
+
+
+def flops(grids: list[Grid], plan: EncoderPlan) -> list[float]:
+    """Work of each member of `plan` by `COST`, patch by patch. Images are numbered from 0."""
+    frame = [rows * columns for _, rows, columns in grids]
+    of_part = [[4 * (s.stop - s.start) * (COST[0] + COST[1] * frame[s.image]) for s in part] for part in plan.slices]
+    return [sum(parts) for parts in of_part]
+
+
+def largest_window(grids: list[Grid], window: int, cost: tuple[float, float]) -> float:
+    units = [(image_geometry(g, 2, window).windows.max(), g[1] * g[2]) for g in grids]
+    return max((4 * n * (cost[0] + cost[1] * frame) for n, frame in units), default=0.0)
+
+
+def furthest_cut(shares: np.ndarray) -> float:
+    """How far the running totals of `shares` are from those of even shares, at most."""
+    return abs(np.cumsum(shares) - shares.mean() * np.arange(1, len(shares) + 1)).max()
+
+
 @some
-@given(st.lists(grids(), max_size=5), st.integers(1, 9), st.integers(1, 4))
-def test_shards_partition_the_windows(images: list[Grid], members: int, window: int) -> None:
-    ids = [10 + i for i in range(len(images))]
-    plan = plan_encoder(ids, images, members, 2, window)
+@given(st.lists(grids(), max_size=5), degrees, degrees, st.integers(1, 4))
+def test_shards_partition_the_windows(images: list[Grid], sp: int, cp: int, window: int) -> None:
+    made = plan(images, sp, cp, window, first=10)
+    ids = list(range(10, 10 + len(images)))
     geometries = {i: image_geometry(grid, 2, window) for i, grid in zip(ids, images, strict=True)}
-    assert len(plan.slices) == len(plan.windows) == members
-    encoded = [(s.image, u) for part in plan.slices for s in part for u in range(s.start, s.stop)]
+    assert len(made.slices) == len(made.windows) == sp * cp
+    encoded = [(s.image, u) for part in made.slices for s in part for u in range(s.start, s.stop)]
     assert encoded == [(i, u) for i in ids for u in range(len(geometries[i].units))]
-    assert [n for part in plan.windows for n in part] == [4 * n for g in geometries.values() for n in g.windows]
-    for part, windows in zip(plan.slices, plan.windows, strict=True):
+    assert [n for part in made.windows for n in part] == [4 * n for g in geometries.values() for n in g.windows]
+    for part, windows in zip(made.slices, made.windows, strict=True):
         assert 4 * sum(s.stop - s.start for s in part) == sum(windows)
         for piece in part:
             edges = {0, *np.cumsum(geometries[piece.image].windows).tolist()}
             assert piece.start in edges and piece.stop in edges and piece.start < piece.stop
     if images:
-        assert [0, *np.cumsum(plan.sequences)] == get_vision_cu_seqlens(torch.tensor(images)).tolist()
-    assert sum(plan.sequences) == sum(plan.lengths)
+        assert [0, *np.cumsum(made.sequences)] == get_vision_cu_seqlens(torch.tensor(images)).tolist()
+    assert sum(made.sequences) == sum(made.lengths)
 
 
 @some
-@given(st.lists(grids(), max_size=5), st.integers(1, 9), st.integers(1, 4))
-def test_shards_are_near_even(images: list[Grid], members: int, window: int) -> None:
-    plan = plan_encoder(list(range(len(images))), images, members, 2, window)
-    largest = max((n for part in plan.windows for n in part), default=0)
-    assert max(plan.lengths) <= sum(plan.lengths) / members + largest
+@given(st.lists(grids(), max_size=5), degrees, degrees, st.integers(1, 4))
+def test_cp_members_have_even_work_and_their_sp_members_even_patches(
+    images: list[Grid], sp: int, cp: int, window: int
+) -> None:
+    made = plan(images, sp, cp, window)
+    # Cuts are at the nearest edge of a window.
+    work = np.reshape(flops(images, made), (cp, sp)).sum(axis=1)
+    assert furthest_cut(work) <= largest_window(images, window, COST) / 2 * (1 + 1e-9)
+    for patches in np.reshape(made.lengths, (cp, sp)):
+        assert furthest_cut(patches) <= largest_window(images, window, (1, 0)) / 2
+
+
+@some
+@given(st.lists(grids(), max_size=5), st.integers(1, 6), degrees, degrees)
+def test_cuts_of_sp_lie_within_the_runs_of_cp(images: list[Grid], cp: int, sp: int, window: int) -> None:
+    runs, made = plan(images, 1, cp, window), plan(images, sp, cp, window)
+    members = [made.windows[sp * i : sp * (i + 1)] for i in range(cp)]
+    assert [tuple(chain(*run)) for run in members] == list(runs.windows)
+
+
+def test_sp_cuts_by_patches_and_cp_by_the_attention_of_their_frames_too() -> None:
+    # 4096 patches each: of 2.56 + 1 per patch in small images, 40.96 + 1 in the large one, which is 92% of the work.
+    small_ones_and_a_large = [(1, 16, 16)] * 16 + [(1, 64, 64)]
+    by_sp, by_cp = plan(small_ones_and_a_large, sp=2), plan(small_ones_and_a_large, cp=2)
+    assert by_sp.lengths == (4096, 4096)
+    work = flops(small_ones_and_a_large, by_cp)
+    assert by_cp.lengths[0] > 5800 and max(work) < 0.51 * sum(work)
+    assert plan(small_ones_and_a_large, cp=2, cost=(1.0, 0.0)) == by_sp
+
+
+def test_frames_of_a_video_attend_to_themselves_only() -> None:
+    video_and_image = [(4, 16, 16), (1, 32, 32)]
+    assert plan(video_and_image, cp=2, cost=(0.0, 1.0)).lengths == (1024 + 384, 1024 - 384)
 
 
 def test_nobody_encodes_where_there_is_no_image() -> None:
-    plan = plan_encoder([], [], 3, 2, 4)
-    assert plan.slices == plan.windows == ((), (), ()) and plan.lengths == (0, 0, 0) and plan.sequences == ()
+    made = plan([], 3, 2)
+    assert made.slices == made.windows == ((),) * 6 and made.lengths == (0,) * 6 and made.sequences == ()
 
 
 def test_one_window_leaves_the_other_members_empty() -> None:
-    lengths = plan_encoder([0], [(1, 8, 8)], 4, 2, 4).lengths
-    assert sorted(lengths) == [0, 0, 0, 64]
+    for sp, cp in ((4, 1), (1, 4), (2, 2)):
+        assert sorted(plan([(1, 8, 8)], sp, cp).lengths) == [0, 0, 0, 64]
 
 
 def test_equal_windows_are_dealt_evenly() -> None:
-    assert plan_encoder([0], [(1, 32, 32)], 8, 2, 4).lengths == (128,) * 8
+    for sp, cp in ((8, 1), (1, 8), (2, 4)):
+        assert plan([(1, 32, 32)], sp, cp).lengths == (128,) * 8
 
 
-@some
-@given(st.lists(st.floats(0.01, 1e12), max_size=30), st.integers(1, 8))
-def test_images_are_dealt_within_grahams_bound(costs: list[float], replicas: int) -> None:
-    dealt = deal_images(costs, replicas)
-    assert len(dealt) == replicas and all(images == sorted(images) for images in dealt)
-    assert sorted(image for images in dealt for image in images) == list(range(len(costs)))
-    loads = [sum(costs[i] for i in images) for images in dealt]
-    largest, mean = max(costs, default=0.0), sum(costs) / replicas
-    # Graham: nobody has more than the mean and what is left of the largest; loads differ by one image at most.
-    assert max(loads) <= (mean + largest * (1 - 1 / replicas)) * (1 + 1e-9)
-    assert max(loads) - min(loads) <= largest * (1 + 1e-9)
-
-
-def test_equal_images_are_dealt_in_turn() -> None:
-    assert deal_images([1.0] * 5, 3) == [[0, 3], [1, 4], [2]]
-    assert deal_images([], 2) == [[], []]
+def test_members_are_numbered_with_sp_fastest_and_parts_name_their_images() -> None:
+    # Quadratic work only, of 64 x 64 for each small image and 64 x 256 for each window of the large one: halves are
+    # the small images with one window, and three windows.
+    made = plan([(1, 8, 8)] * 8 + [(1, 16, 16)], sp=2, cp=2, first=7, cost=(0.0, 1.0))
+    parts = [[astuple(part) for part in member] for member in made.slices]
+    small = [(image, 0, 16) for image in range(7, 15)]
+    assert parts == [small[:5], [*small[5:], (15, 0, 16)], [(15, 16, 48)], [(15, 48, 64)]]

@@ -1,79 +1,94 @@
-"""Random packs of images and text, as integers, for the tests of plans."""
+"""Random packs of images and text, as integers, for the tests of plans; and what planned ranks then hold."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from megatron_hetero.layout import Layout
 from megatron_hetero.models.qwen2_5_vl.geometry import Grid
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.training.step_plan import ImageSource, PackMetadata
+from megatron_hetero.training.step_plan import Balance, MicroBatchPlan, PackShape, StepPlanner
+from megatron_hetero.training.token_shards import TokenShare
 
 SHAPE = VisionShape(
     layers=2, hidden=16, heads=8, ffn=20, channels=3, patch=14, temporal_patch=2, merge=2, window=4,
     full_layers=frozenset({1}), out_hidden=24, rope_theta=10000.0,
 )  # fmt: skip
-BATCHES = ("even", "ragged", "some without images", "fewer images than replicas", "no rows")
+BATCHES = ("even", "ragged", "some without images", "fewer images than replicas", "no rows", "no tokens")
+Sharded = Mapping[str, bool]
+"""For "vision" and "text", whether activations are sharded over tp."""
 
 
-def random_packs(batch: str, text: Layout, pad_multiple: int, seed: int) -> list[PackMetadata]:
+def random_packs(batch: str, text: Layout, seed: int) -> list[PackShape]:
     """A micro-batch: one pack per replica of `text`. `batch`: one of `BATCHES`."""
     rng = np.random.default_rng([seed, BATCHES.index(batch)])
-    return [
-        make_pack(_grids(batch, replica, text.dp, rng), rng, replica, pad_multiple, tight=batch == "even")
-        for replica in range(text.dp)
-    ]
+    return [_pack(_samples(batch, replica, text.dp, rng), rng, batch) for replica in range(text.dp)]
 
 
-def _grids(batch: str, replica: int, replicas: int, rng: np.random.Generator) -> list[Grid]:
-    if batch == "no rows" or (batch == "some without images" and replica % 2 == 0 and replicas > 1):
+def _samples(batch: str, replica: int, replicas: int, rng: np.random.Generator) -> list[list[Grid]]:
+    """The images of each sample of a pack."""
+    if batch == "no tokens":
         return []
+    if batch == "no rows" or (batch == "some without images" and replica % 2 == 0 and replicas > 1):
+        return [[] for _ in range(rng.integers(1, 4))]
     if batch == "even":
-        return [(1, 16, 16)]
+        return [[(1, 16, 16)]]
     if batch == "fewer images than replicas":
-        return [(1, 2, 2)] if replica == 0 else []
+        return [[(1, 2, 2)], []] if replica == 0 else [[]]
     sides = rng.integers(1, 11, size=(rng.integers(1, 5), 2))
-    return [(1, 2 * int(h), 2 * int(w)) for h, w in sides]
+    grids: list[Grid] = [(1, 2 * int(h), 2 * int(w)) for h, w in sides]
+    cut = int(rng.integers(0, len(grids) + 1))
+    return [grids[:cut], [], grids[cut:]]
 
 
-def make_pack(
-    grids: list[Grid], rng: np.random.Generator, replica: int, pad_multiple: int, *, tight: bool = False
-) -> PackMetadata:
-    """A pack of images between stretches of text (none where `tight`); a pack without images has text alone."""
-    positions, at = [], 0
-    for grid in grids:
-        at += 0 if tight else int(rng.integers(1, 7))
-        rows = int(np.prod(grid)) // SHAPE.unit
-        positions.append(np.arange(at, at + rows))
-        at += rows
-    at += 0 if tight else int(rng.integers(1, 7))
-    return PackMetadata(
-        length=at,
-        padded_length=at + -at % pad_multiple,
-        supervised=1,
-        grids=tuple(grids),
-        sources=tuple(ImageSource(100 * replica + k // 2, k % 2) for k in range(len(grids))),
-        positions=np.concatenate([np.zeros(0, np.int64), *positions]),
-    )
+def _pack(samples: list[list[Grid]], rng: np.random.Generator, batch: str) -> PackShape:
+    """Images between stretches of text (none in an "even" batch), many of them of one token."""
+    text = (lambda: 0) if batch == "even" else (lambda: int(rng.choice([1, 1, 2, 7])))
+    positions, lengths, at = [np.zeros(0, np.int64)], [], 0
+    for grids in samples:
+        start = at
+        for grid in grids:
+            at += text()
+            rows = int(np.prod(grid)) // SHAPE.unit
+            positions.append(np.arange(at, at + rows))
+            at += rows
+        at += text()
+        lengths.append(at - start)
+    joined = np.concatenate(positions).astype(np.int64)
+    return PackShape(tuple(lengths), tuple(grid for grids in samples for grid in grids), joined.tobytes())
 
 
-def rows_of_positions(packs: list[PackMetadata]) -> list[dict[int, int]]:
-    """For each pack, the global row at each position that has one."""
-    first, found = 0, []
-    for pack in packs:
-        found.append({int(position): first + i for i, position in enumerate(pack.positions)})
-        first += len(pack.positions)
-    return found
+def planner(layouts: Mapping[str, Layout], sharded: Sharded, rank: int, balance: Balance = "replica") -> StepPlanner:
+    """A planner of `rank` for rows of 24 bytes."""
+    return StepPlanner(SHAPE, layouts, sharded, rank, 24, balance)
 
 
-def encoded_rows(parts: object, packs: list[PackMetadata]) -> np.ndarray:
-    """The global rows that a rank makes, in order, from the patches that it embeds."""
-    sources = [source for pack in packs for source in pack.sources]
-    grids = [grid for pack in packs for grid in pack.grids]
-    first = np.cumsum([0] + [int(np.prod(grid)) // SHAPE.unit for grid in grids])
-    rows = [np.zeros(0, np.int64)]
-    for part in parts:  # pyright: ignore[reportGeneralTypeIssues]
-        units = part.patches.reshape(-1, SHAPE.unit)
-        assert (units == units[:, :1] // SHAPE.unit * SHAPE.unit + np.arange(SHAPE.unit)).all(), "a unit was torn apart"
-        rows.append(first[sources.index(part.source)] + units[:, 0] // SHAPE.unit)
-    return np.concatenate(rows)
+def first_rows(packs: list[PackShape]) -> list[int]:
+    """Where the rows of each pack begin, and the end."""
+    return np.cumsum([0, *(len(pack.positions) for pack in packs)]).tolist()
+
+
+def first_rows_of_images(packs: list[PackShape]) -> list[int]:
+    """Where the rows of each image begin, and the end."""
+    return np.cumsum([0, *(int(np.prod(g)) // SHAPE.unit for pack in packs for g in pack.grids)]).tolist()
+
+
+def decoded_units(plan: MicroBatchPlan, packs: list[PackShape]) -> np.ndarray:
+    """The global rows of the units that a rank decodes, in order: image by image."""
+    first = first_rows_of_images(packs)
+    images = plan.vision.decodes if plan.vision is not None else ()
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i + 1]) for i in images)])
+
+
+def needed_rows(share: TokenShare, packs: list[PackShape], layout: Layout, sharded: bool, rank: int) -> np.ndarray:
+    """The global rows that belong at `rows_at`, from the tokens that the rank embeds."""
+    at = layout.coordinate(rank)
+    row_at = dict(zip(packs[at.dp].positions.tolist(), range(*first_rows(packs)[at.dp : at.dp + 2]), strict=True))
+    length = share.padded // layout.tp if sharded else share.padded
+    start = length * at.tp if sharded else 0
+    embedded = share.tokens[start : start + length].tolist()
+    found = {place: row_at[token] for place, token in enumerate(embedded) if token in row_at}
+    assert sorted(share.rows_at.tolist()) == list(found), "rows are put elsewhere than at image tokens"
+    return np.array([found[place] for place in share.rows_at.tolist()], np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,11 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
 from megatron_hetero.platform import CPU, Platform
 from megatron_hetero.training import run as run_module
@@ -177,11 +181,49 @@ def precision(flags: list[str]) -> dict[str, Any]:
     }
 
 
+# ---------------------------------------------------------------------------------------------- boundary
+
+
+def overlaps(flags: list[str]) -> dict[str, tuple[float, float]]:
+    """Intervals, in microseconds, of a profiled step on rank 0, whose crossings wait for the other ranks.
+
+    "forward" and "backward": the all-to-alls of the boundary; "embedding" and "gradient": those of the tokens, made
+    slow, since a thread of gloo takes its time to begin.
+    """
+    run = build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    run.gradients(batch)  # Once before, so that nothing is set up in the step that is watched.
+    start, embed = BoundaryCommunicator._start, TextModel.embed
+
+    def late_start(*args: Any) -> Any:
+        time.sleep(0.0 if run.topology.rank == 0 else 0.4)
+        return start(*args)
+
+    def slow_embed(*args: Any) -> torch.Tensor:
+        time.sleep(0.1)
+        embedded = embed(*args)
+        embedded.register_hook(lambda _: time.sleep(0.1))  # its gradient takes a while too
+        return embedded
+
+    with (
+        mock.patch.object(BoundaryCommunicator, "_start", late_start),
+        mock.patch.object(TextModel, "embed", slow_embed),
+        profile(activities=[ProfilerActivity.CPU]) as trace,
+    ):
+        run.gradients(batch)
+    events = sorted(trace.events() or [], key=lambda event: event.time_range.start)
+    forward, backward = [e for e in events if e.name == "gloo:all_to_all"]
+    [embedding] = [e for e in events if e.name == "text embedding"]
+    [gradient] = [e for e in events if e.name == "EmbeddingBackward0"]
+    named = {"forward": forward, "backward": backward, "embedding": embedding, "gradient": gradient}
+    return {name: (event.time_range.start, event.time_range.end) for name, event in named.items()}
+
+
 # ------------------------------------------------------------------------------------------------ loader
 
 
 def decoded(flags: list[str]) -> list[dict[str, Any]]:
-    """Per step: which images this rank decoded, and which ones it encodes part of."""
+    """Per step: which images this rank decoded, those that its encoder replica encodes, and how many there are."""
     run = build(flags)
     seen: list[tuple[str, int]] = []
     processor, results = run.loader.processor, []
@@ -193,10 +235,7 @@ def decoded(flags: list[str]) -> list[dict[str, Any]]:
 
     with mock.patch.object(processor, "patches", spy):
         for _, batch, _ in run.batches():
-            shares = [m.plan.encoder for m in batch.micro_batches if m.plan.encoder is not None]
-            sources = [part.source for share in shares for part in share.parts]
-            wanted = [(run.loader.mixture[source.sample].where, source.place) for source in sources]
-            results.append({"decoded": sorted(seen), "encoded": sorted(wanted), "images": len(batch.grids)})
+            results.append({"decoded": sorted(seen), "images": len(batch.grids)})
             seen.clear()
     return results
 
@@ -205,9 +244,13 @@ def batches(flags: list[str]) -> list[list[tuple[list[int], bytes, int]]]:
     """Tokens, pixels and supervised tokens of every micro-batch of every step."""
     run = build(flags)
     return [
-        [(m.pack.input_ids.tolist(), m.pixels.tobytes(), b.supervised) for m in b.micro_batches]
+        [(m.pack.input_ids.tolist(), _bytes(m.pixels), b.supervised) for m in b.micro_batches]
         for _, b, _ in run.batches()
     ]
+
+
+def _bytes(pixels: torch.Tensor | None) -> bytes:
+    return b"" if pixels is None else pixels.numpy().tobytes()
 
 
 def export_of(flags: list[str], target: Path) -> Arrays:

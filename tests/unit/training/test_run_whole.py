@@ -34,9 +34,11 @@ def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: 
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--vision-parallel cp:4", "cp"),
-    ("--text-parallel sp:4", "sp:4"),
+    ("--vision-parallel pp:2", "pp:2"),
+    ("--text-parallel sp:8", "sp"),
     ("--text-parallel tp:3", "tp"),
+    ("--data.balance even", "data.balance"),
+    ("--boundary.transport fp8", "boundary.transport"),
     ("--parallel.audio dp:4", "audio"),
     ("--model.recompute.visoin full", "vision"),
 ])  # fmt: skip
@@ -66,3 +68,13 @@ def test_an_export_can_be_trained_again_in_another_layout(make_flags: MakeFlags,
     again = make_flags("dp:4", "tp:2,dp:2", f"{more} --model.hf_path {tmp_path / 'export'}", batch=8)
     assert pools(4).run(jobs.losses, again)[0] == [pytest.approx(straight[1], rel=1e-5)]
     assert straight[1] < straight[0]
+
+
+def test_crossings_run_beside_the_embedding(make_flags: MakeFlags, pools: Pools) -> None:
+    """In a profiler's trace rows travel while tokens are embedded, and their gradients while the embedding's own are
+    computed.
+    """
+    flags = make_flags("dp:2", "dp:2", "--train.micro_batch_size 2")
+    found = pools(2).run(jobs.overlaps, flags)[0]
+    assert found["forward"][0] < found["embedding"][1] < found["forward"][1]
+    assert found["backward"][0] < found["gradient"][0] < found["gradient"][1] < found["backward"][1]

@@ -26,18 +26,19 @@ def test_steps_take_the_samples_in_order(replicas: int, micro_batches: int, samp
         assert taken == list(range((step - 1) * total, step * total))
 
 
-@pytest.mark.parametrize("vision, text", [("sp:4", "tp:4"), ("dp:4", "tp:2,dp:2"), ("tp:2,dp:2", "dp:4")])
-def test_a_rank_decodes_what_it_encodes_and_nothing_else(
-    vision: str, text: str, make_flags: MakeFlags, pools: Pools
-) -> None:
-    by_rank = pools(4).run(jobs.decoded, make_flags(vision, text, "--train.iters 3"))
-    for steps in zip(*by_rank, strict=True):
-        for found in steps:
-            assert found["decoded"] == found["encoded"], "an image was decoded twice, or without need"
-        everything = [image for found in steps for image in found["decoded"]]
-        assert len(set(everything)) == steps[0]["images"]
-        if vision == "dp:4":
-            assert len(everything) == steps[0]["images"]
+@pytest.mark.parametrize(
+    "vision, text", [("sp:4", "tp:4"), ("cp:2,sp:2", "cp:4"), ("dp:4", "tp:2,dp:2"), ("tp:2,dp:2", "dp:4")]
+)
+def test_an_image_is_decoded_once(vision: str, text: str, make_flags: MakeFlags, pools: Pools) -> None:
+    by_rank = pools(4).run(
+        jobs.decoded, make_flags(vision, text, "--train.iters 3 --train.global_batch_size 8 --train.micro_batch_size 2")
+    )
+    busy = 0
+    for of_ranks in zip(*by_rank, strict=True):
+        everything = [image for found in of_ranks for image in found["decoded"]]
+        assert len(everything) == len(set(everything)) == of_ranks[0]["images"]
+        busy += sum(bool(found["decoded"]) for found in of_ranks)
+    assert busy >= 10, "most ranks leave the decoding to others"
 
 
 def test_ranks_without_images_decode_none(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:

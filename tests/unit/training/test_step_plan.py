@@ -1,8 +1,10 @@
-"""The plan of a micro-batch over all ranks: every unit is encoded once, every image position gets its row."""
+"""The plan of a micro-batch over all ranks: every image is decoded once, every unit encoded once in order, every token
+read once, and every image position gets its row."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -10,153 +12,230 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hetero.errors import UserError
 from megatron_hetero.layout import Layout
+from megatron_hetero.models.context import zigzag_tokens
 from megatron_hetero.models.qwen2_5_vl.geometry import image_geometry
-from megatron_hetero.training.step_plan import MicroBatchPlan, PackMetadata, plan_micro_batch
-from tests.unit.training.jobs_packs import BATCHES, SHAPE, encoded_rows, random_packs
+from megatron_hetero.training.step_plan import MicroBatchPlan, PackShape
+from tests.unit.training.jobs_packs import (
+    BATCHES,
+    SHAPE,
+    decoded_units,
+    first_rows_of_images,
+    needed_rows,
+    planner,
+    random_packs,
+)
 
-VISION = ["dp:8", "sp:8", "tp:8", "sp:4,dp:2", "tp:2,sp:2,dp:2", "tp:4,dp:2", "tp:2,sp:4"]
-TEXT = ["dp:8", "tp:8", "tp:2,dp:4", "tp:4,dp:2"]
+VISION = [
+    "dp:8", "sp:8", "tp:8", "cp:8", "sp:4,dp:2", "tp:2,sp:2,dp:2", "tp:4,dp:2", "tp:2,sp:4", "sp:2,cp:2,tp:2",
+    "cp:4,dp:2",
+]  # fmt: skip
+TEXT = ["dp:8", "tp:8", "tp:2,dp:4", "tp:4,dp:2", "cp:8", "sp:8", "tp:2,cp:2,dp:2", "sp:2,cp:2,tp:2", "sp:4,dp:2"]
+Case = tuple[list[PackShape], dict[str, Layout], dict[str, bool], int]
+some = settings(max_examples=60, deadline=None)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[PackMetadata], dict[str, Layout], dict[str, bool]]:
+def cases(draw: st.DrawFn) -> Case:
     layouts = {
         "vision": Layout.parse(draw(st.sampled_from(VISION)), 8),
         "text": Layout.parse(draw(st.sampled_from(TEXT)), 8),
     }
     sharded = {name: draw(st.booleans()) for name in layouts}
-    multiple = layouts["text"].tp if sharded["text"] else 1
-    packs = random_packs(draw(st.sampled_from(BATCHES)), layouts["text"], multiple, draw(st.integers(0, 10**6)))
-    return packs, layouts, sharded
+    packs = random_packs(draw(st.sampled_from(BATCHES)), layouts["text"], draw(st.integers(0, 10**6)))
+    return packs, layouts, sharded, draw(st.integers(0, 9))
 
 
-def plans_of(
-    packs: list[PackMetadata], layouts: dict[str, Layout], sharded: dict[str, bool]
-) -> tuple[MicroBatchPlan, ...]:
-    return tuple(plan_micro_batch(packs, SHAPE, layouts, sharded, rank, 8) for rank in range(8))
+def plans_of(case: Case) -> list[MicroBatchPlan]:
+    packs, layouts, sharded, turn = case
+    return [planner(layouts, sharded, rank).plan(packs, turn) for rank in range(8)]
 
 
-Case = tuple[list[PackMetadata], dict[str, Layout], dict[str, bool]]
-some = settings(max_examples=60, deadline=None)
+def embedded_units(plans: list[MicroBatchPlan], packs: list[PackShape], vision: Layout) -> list[np.ndarray]:
+    """The units whose patches each rank has once all replicas have shared what they decoded."""
+    results: list[np.ndarray] = []
+    for rank, plan in enumerate(plans):
+        assert plan.vision is not None
+        forward, replica = plan.vision.pixels.forward, vision.group_of(rank, "tp", "sp", "cp")
+        assert plan.vision.pixels.ranks == replica
+        result = np.full(forward.rows, -1)
+        result[forward.kept_to] = decoded_units(plan, packs)[forward.kept_from]
+        results.append(result)
+    for stage in ("scatter", "gather"):
+        for rank, plan in enumerate(plans):
+            exchange = plan.vision.pixels.forward.exchange(stage)  # pyright: ignore
+            if exchange is not None:
+                replica = vision.group_of(rank, "tp", "sp", "cp")
+                parts = [_sent(plans, packs, results, peer, replica.index(rank), stage) for peer in replica]
+                results[rank] = results[rank].copy()
+                results[rank][exchange.receive] = np.concatenate(parts)
+    return results
+
+
+def _sent(
+    plans: list[MicroBatchPlan], packs: list[PackShape], results: list[np.ndarray], sender: int, to: int, stage: str
+) -> np.ndarray:
+    exchange = plans[sender].vision.pixels.forward.exchange(stage)  # pyright: ignore
+    assert exchange is not None
+    source = decoded_units(plans[sender], packs) if stage == "scatter" else results[sender]
+    return np.split(source[exchange.send], np.cumsum(exchange.send_counts)[:-1])[to]
 
 
 @some
 @given(cases())
-def test_every_unit_is_encoded_once(case: Case) -> None:
-    packs, layouts, sharded = case
-    plans, vision = plans_of(*case), layouts["vision"]
+def test_every_image_is_decoded_once_and_every_unit_encoded_once(case: Case) -> None:
+    packs, layouts, sharded, _ = case
+    plans, vision = plans_of(case), layouts["vision"]
     total = sum(len(pack.positions) for pack in packs)
     if total == 0:
-        assert all(p.encoder is None and p.boundary is None and not len(p.rows_at) for p in plans)
+        assert all(p.vision is None and not len(p.text.rows_at) for p in plans)
         return
+    images = [image for plan in plans for image in plan.vision.decodes]  # pyright: ignore
+    assert sorted(images) == list(range(sum(len(pack.grids) for pack in packs)))
+    units = embedded_units(plans, packs, vision)
     copies = 1 if sharded["vision"] else vision.tp
-    times = Counter()
+    assert Counter(np.concatenate(units).tolist()) == Counter(dict.fromkeys(range(total), copies))
     for rank, plan in enumerate(plans):
-        assert plan.encoder is not None and plan.boundary is not None
-        rows = encoded_rows(plan.encoder.parts, packs)
-        times.update(rows.tolist())
-        assert plan.boundary.backward.rows == len(rows), "the gradients that come back are not of the rows encoded"
+        assert plan.vision is not None
+        assert plan.vision.boundary.backward.rows == len(units[rank]), "gradients come back of other rows"
         if not sharded["vision"]:
-            first = encoded_rows(plans[vision.group_of(rank, "tp")[0]].encoder.parts, packs)  # pyright: ignore
-            assert rows.tolist() == first.tolist()
-    assert times == Counter(dict.fromkeys(range(total), copies))
+            assert units[rank].tolist() == units[vision.group_of(rank, "tp")[0]].tolist()
 
 
 @some
 @given(cases())
 def test_every_image_position_gets_its_row(case: Case) -> None:
-    packs, layouts, sharded = case
-    plans, text = plans_of(*case), layouts["text"]
+    packs, layouts, sharded, _ = case
+    plans, text = plans_of(case), layouts["text"]
+    found: Counter[int] = Counter()
+    for rank, plan in enumerate(plans):
+        needed = needed_rows(plan.text, packs, text, sharded["text"], rank)
+        assert needed.tolist() == sorted(needed.tolist())
+        found.update(needed.tolist())
+        if plan.vision is not None:
+            assert plan.vision.boundary.forward.rows == len(needed)
+    copies = 1 if sharded["text"] else text.tp
+    assert found == Counter(dict.fromkeys(range(sum(len(p.positions) for p in packs)), copies))
+
+
+@some
+@given(cases())
+def test_every_token_is_read_once(case: Case) -> None:
+    packs, layouts, sharded, _ = case
+    plans, text = plans_of(case), layouts["text"]
     for replica, pack in enumerate(packs):
-        ranks = [r for r in range(8) if text.replica_of(r) == replica]
-        shards = []
-        for rank in ranks:
-            plan, at = plans[rank], text.coordinate(rank)
-            length = pack.padded_length // text.tp if sharded["text"] else pack.padded_length
-            assert (plan.rows_at >= 0).all() and (plan.rows_at < length).all()
-            shards.append(plan.rows_at + (length * at.tp if sharded["text"] else 0))
-            if plan.boundary is not None:
-                assert plan.boundary.forward.rows == len(plan.rows_at)
-        if sharded["text"]:
-            assert np.concatenate(shards).tolist() == pack.positions.tolist()
-        else:
-            assert all(shard.tolist() == pack.positions.tolist() for shard in shards)
+        zigzag = zigzag_tokens(pack.lengths, text.cp)
+        for member in range(text.cp):
+            shares = [plans[text.rank_at(sp=sp, cp=member, dp=replica)].text for sp in range(text.sp)]
+            assert np.concatenate([share.tokens for share in shares]).tolist() == zigzag[member].tolist()
+            lengths = [len(share.tokens) for share in shares]
+            assert max(lengths) - min(lengths) <= 1
+            for share in shares:
+                assert share.sp_lengths == tuple(lengths) and share.cp_lengths == tuple(map(len, zigzag))
+                assert sum(share.pieces.queries) == share.cp_lengths[member]
+    for rank, plan in enumerate(plans):
+        multiple = text.tp if sharded["text"] else 1
+        assert plan.text.padded > 0 and plan.text.padded % multiple == 0
+        assert len(plan.text.tokens) <= plan.text.padded < max(1, len(plan.text.tokens)) + multiple
+        assert plan.text.tokens.tolist() == plans[text.group_of(rank, "tp")[0]].text.tokens.tolist()
 
 
 @some
 @given(cases())
 def test_shares_fit_together(case: Case) -> None:
-    """Pixels, positions and lengths that the ranks of a replica and of a shard are given agree."""
-    packs, layouts, sharded = case
-    plans, vision = plans_of(*case), layouts["vision"]
-    if plans[0].encoder is None:
+    """Patches, positions and lengths that the ranks of a replica and of a shard are given agree."""
+    packs, layouts, sharded, _ = case
+    plans, vision = plans_of(case), layouts["vision"]
+    if plans[0].vision is None:
         return
+    units, table = embedded_units(plans, packs, vision), _raster_positions(packs)
     for rank, plan in enumerate(plans):
-        share, at = plan.encoder, vision.coordinate(rank)
-        assert share is not None
-        member = at.cp * vision.sp + at.sp
-        patches = sum(len(part.patches) for part in share.parts)
-        assert share.shard_lengths[member] == sum(share.windows) == share.positions.shape[1]
-        assert sum(share.shard_lengths) == sum(share.sequences)
-        assert patches + share.padding > 0 and (patches + share.padding) % SHAPE.unit == 0
-        group = [plans[r].encoder for r in vision.group_of(rank, "tp")]
-        held = [sum(len(part.patches) for part in other.parts) for other in group]  # pyright: ignore
-        padded = {n + other.padding for n, other in zip(held, group, strict=True)}  # pyright: ignore
-        assert len(padded) == 1, "ranks that share activations hold different lengths"
-        assert sum(held) == share.shard_lengths[member] * (1 if sharded["vision"] else vision.tp)
-        for part in share.parts:
-            assert part.grid == dict(zip_sources(packs))[part.source]
+        share, at = plan.vision.share, vision.coordinate(rank)  # pyright: ignore
+        group = vision.group_of(rank, "tp")
+        shard = np.concatenate([units[r] for r in group]) if sharded["vision"] else units[rank]
+        np.testing.assert_array_equal(share.positions, table[shard].reshape(-1, 2).T)
+        assert share.sp_lengths[at.sp] == sum(share.windows) == SHAPE.unit * len(shard)
+        assert share.cp_lengths[at.cp] == sum(share.sp_lengths) == sum(share.pieces.queries)
+        padded = {SHAPE.unit * len(units[r]) + plans[r].vision.share.padding for r in group}  # pyright: ignore
+        assert len(padded) == 1 and padded.pop() > 0, "ranks that share activations hold different lengths"
 
 
-def zip_sources(packs: list[PackMetadata]) -> list[tuple[object, tuple[int, int, int]]]:
-    return [pair for pack in packs for pair in zip(pack.sources, pack.grids, strict=True)]
-
-
-@some
-@given(cases())
-def test_positions_are_those_of_the_patches_in_the_shard(case: Case) -> None:
-    packs, layouts, sharded = case
-    plans, vision = plans_of(*case), layouts["vision"]
-    if plans[0].encoder is None:
-        return
-    grids = [grid for pack in packs for grid in pack.grids]
-    table = np.concatenate([_raster_positions(grid) for grid in grids])
-    for rank, plan in enumerate(plans):
-        group = vision.group_of(rank, "tp") if sharded["vision"] else (rank,)
-        rows = np.concatenate([encoded_rows(plans[r].encoder.parts, packs) for r in group])  # pyright: ignore
-        assert plan.encoder is not None
-        expected = table[rows].reshape(-1, 2).T
-        np.testing.assert_array_equal(plan.encoder.positions, expected)
-
-
-def _raster_positions(grid: tuple[int, int, int]) -> np.ndarray:
-    """Row and column of each patch of each unit in raster order, [units, unit, 2]."""
-    units = []
-    for row in range(0, grid[1], 2):
-        for column in range(0, grid[2], 2):
-            units.append([(row + i, column + j) for i in range(2) for j in range(2)])
-    return np.array(units * grid[0])
+def _raster_positions(packs: list[PackShape]) -> np.ndarray:
+    """Row and column of each patch of each unit of all images in raster order, [units, unit, 2]."""
+    units = [
+        [(row + i, column + j) for i in range(2) for j in range(2)]
+        for pack in packs
+        for _, rows, columns in pack.grids
+        for row in range(0, rows, 2)
+        for column in range(0, columns, 2)
+    ]
+    return np.array(units)
 
 
 @pytest.mark.parametrize("vision", VISION)
 def test_shards_are_near_even(vision: str) -> None:
-    """One large image over all members: no shard exceeds the mean by more than a window."""
+    """One large image: no member of its replica exceeds the mean by more than a window."""
     layouts = {"vision": Layout.parse(vision, 8), "text": Layout.parse("tp:8", 8)}
-    packs = random_packs("even", layouts["text"], 1, 0)
-    for plan in plans_of(packs, layouts, {"vision": False, "text": False}):
-        assert plan.encoder is not None
-        lengths = plan.encoder.shard_lengths
-        assert max(lengths) <= sum(lengths) / len(lengths) + SHAPE.window**2 * SHAPE.unit
+    [pack] = random_packs("even", layouts["text"], 0)
+    for plan in plans_of(([pack], layouts, {"vision": False, "text": False}, 0)):
+        assert plan.vision is not None
+        for lengths in (plan.vision.share.sp_lengths, plan.vision.share.cp_lengths):
+            assert max(lengths) <= sum(lengths) / len(lengths) + SHAPE.window**2 * SHAPE.unit
 
 
 def test_no_rank_needs_more_than_its_rows_in_its_shard() -> None:
     """sp:8 to tp:8 with sharded activations: each row crosses to one rank, and the traffic is at most all rows."""
     layouts = {"vision": Layout.parse("sp:8", 8), "text": Layout.parse("tp:8", 8)}
-    packs = random_packs("ragged", layouts["text"], 8, 5)
-    plans = plans_of(packs, layouts, {"vision": True, "text": True})
+    packs = random_packs("ragged", layouts["text"], 5)
+    plans = [plan.vision.boundary for plan in plans_of((packs, layouts, {"vision": True, "text": True}, 0))]  # pyright: ignore
     total = sum(prod(grid) // SHAPE.unit for grid in packs[0].grids)
-    assert total == sum(plan.boundary.forward.rows for plan in plans)  # pyright: ignore
-    assert sum(plan.boundary.forward.received_rows for plan in plans) <= total  # pyright: ignore
+    assert total == sum(plan.forward.rows for plan in plans) == first_rows_of_images(packs)[-1]
+    assert 0 < sum(plan.forward.received_rows for plan in plans) <= total
     windows = [int(n) for grid in packs[0].grids for n in image_geometry(grid, 2, SHAPE.window).windows]
     assert sum(windows) == total
+
+
+def test_decoding_moves_from_rank_to_rank() -> None:
+    """One image a micro-batch, and eight ranks that share it: each decodes one of eight."""
+    layouts = {name: Layout.parse("sp:8", 8) for name in ("vision", "text")}
+    packs = random_packs("even", layouts["text"], 0)
+    planners = [planner(layouts, {"vision": False, "text": False}, rank) for rank in range(8)]
+    turns = [[p.plan(packs, turn).vision.decodes for p in planners] for turn in range(8)]  # pyright: ignore
+    assert [decodes.index((0,)) for decodes in turns] == [(turns[0].index((0,)) + turn) % 8 for turn in range(8)]
+
+
+def test_micro_batches_of_one_shape_are_planned_once() -> None:
+    layouts = {"vision": Layout.parse("sp:4,dp:2", 8), "text": Layout.parse("tp:2,dp:4", 8)}
+    packs = random_packs("ragged", layouts["text"], 3)
+    ours = planner(layouts, {"vision": True, "text": True}, 5)
+    copies = [PackShape(*(getattr(p, name) for name in ("lengths", "grids", "image_positions"))) for p in packs]
+    assert ours.plan(packs) is ours.plan(copies) is ours.plan(packs, turn=4)  # four ranks share a replica's images
+    assert ours.plan(packs) is not ours.plan(packs, turn=1)
+    assert ours.plan(packs) is not ours.plan(random_packs("ragged", layouts["text"], 4))
+
+
+def test_balance_decides_who_encodes() -> None:
+    layouts = {"vision": Layout.parse("dp:8", 8), "text": Layout.parse("dp:8", 8)}
+    packs = random_packs("ragged", layouts["text"], 11)
+    loads = {
+        balance: planner(layouts, {"vision": True, "text": True}, 0, balance).plan(packs).vision.loads  # pyright: ignore
+        for balance in ("off", "replica")
+    }
+    assert sum(loads["off"]) == pytest.approx(sum(loads["replica"])) and max(loads["replica"]) < max(loads["off"])
+
+
+@pytest.mark.parametrize("change", ["one place less", "one place more", "a place outside"])
+def test_places_that_are_not_the_images_rows_are_refused(change: str) -> None:
+    layouts = {name: Layout.parse("dp:2", 2) for name in ("vision", "text")}
+    packs = random_packs("ragged", layouts["text"], 2)
+    places = packs[1].positions
+    wrong = {"one place less": places[:-1], "one place more": [*places, places[-1] + 1],
+             "a place outside": [*places[:-1], sum(packs[1].lengths)]}[change]  # fmt: skip
+    packs[1] = replace(packs[1], image_positions=np.array(wrong, np.int64).tobytes())
+    messages = set()
+    for rank in range(2):
+        with pytest.raises(UserError, match=r"pack of text replica 1: found \d+ image tokens \(sample 0: ") as error:
+            planner(layouts, {"vision": True, "text": True}, rank).plan(packs)
+        messages.add(str(error.value))
+    assert len(messages) == 1 and f"expected {len(places)} inside its samples" in messages.pop()
