@@ -69,6 +69,8 @@ demo-clean:
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.boundary
+	$(BIN)/python -m benchmarks.planning
 
 clean: demo-clean
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -32,7 +32,8 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]", "flash-attn"],
         "tensorboard": ["tensorboard>=2.17"],
-        "bench": ["matplotlib>=3.9"],
+        # einops is what Megatron-Core's own bridge needs, which is measured beside ours.
+        "bench": ["matplotlib>=3.9", "einops>=0.8"],
         # pyright runs on node, which its extra brings along.
         "dev": [
             "pytest>=8",

@@ -18,10 +18,12 @@ TIMEOUT_S = 1800.0
 class Crew:
     """`ranks` processes with a process group; in each an object, made by `build(platform, *args)`, takes orders."""
 
-    def __init__(self, ranks: int, store: Path, build: Callable[..., Any], *args: Any):
+    def __init__(
+        self, ranks: int, store: Path, build: Callable[..., Any], *args: Any, preload: str = "benchmarks.systems"
+    ):
         # Heavy modules are imported once and shared; nothing in them starts threads or touches a GPU.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.systems"])
+        context.set_forkserver_preload([preload])
         self.ranks = ranks
         self._orders = [context.Queue() for _ in range(ranks)]
         self._results = context.Queue()

@@ -39,16 +39,19 @@ class Ratio:
         return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def _table(header: str, rows: Sequence[str]) -> str:
+def table(header: str, rows: Sequence[str]) -> str:
+    """A Markdown table; cells are parted by ` | `."""
     columns = header.count("|") + 1
     return "\n".join([f"| {header} |", "|---" * columns + "|", *(f"| {row} |" for row in rows)])
 
 
-def _verdict(passed: bool | None, text: str) -> str:
+def verdict(passed: bool | None, text: str) -> str:
+    """A line that says whether a requirement is met, or that nothing shows it (None)."""
     return f"{'NOT SHOWN' if passed is None else 'PASS' if passed else 'FAIL'}: {text}"
 
 
-def _write(folder: Path, name: str, text: str, numbers: Any, figure: Any) -> None:
+def write(folder: Path, name: str, text: str, numbers: Any, figure: Any) -> None:
+    """Write `NAME.md`, `.json` and `.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     (folder / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
@@ -84,16 +87,16 @@ class EncoderReport:
     def text(self, last_only: bool = False) -> str:
         """The table, and whether the requirements are met."""
         points = self.points[-1:] if last_only else self.points
-        table = _table(
+        found = table(
             "width | patches | tp at its best | tp communicates | sp communicates | sp sends | tp sends | "
             "collectives sp, tp | saved activations sp, tp | tp / sp time: median [min, max]",
             [self._row(p) for p in points],
         )
         if last_only:
-            return table.splitlines()[-1]
+            return found.splitlines()[-1]
         head = f"Vision encoder, {self.layers} layers, {self.ranks} ranks, forward and backward; per rank."
         skipped = [f"Skipped as too long for this machine: {s}." for s in self.skipped]
-        return "\n\n".join([head, table, *skipped, "\n".join(f"- {v}" for v in self.verdicts())])
+        return "\n\n".join([head, found, *skipped, "\n".join(f"- {v}" for v in self.verdicts())])
 
     def _row(self, p: dict[str, Any]) -> str:
         best, traffic = p["best_tp"], p["traffic"]
@@ -115,16 +118,16 @@ class EncoderReport:
         worst = min((p["ratio"]["median"] for p in calm), default=None)
         share = max(p["traffic_ratio"] for p in self.points)
         return [
-            _verdict(
+            verdict(
                 all(p["as_predicted"] for p in self.points), "sp sends what the shapes predict, on every rank and point"
             ),
-            _verdict(share <= TRAFFIC, f"sp sends at most {TRAFFIC:.0%} of tp's bytes; found {share:.1%} at most"),
-            _verdict(
+            verdict(share <= TRAFFIC, f"sp sends at most {TRAFFIC:.0%} of tp's bytes; found {share:.1%} at most"),
+            verdict(
                 None if slowest is None else slowest >= FASTER,
                 f"where tp communicates {COMMUNICATING:.0%} of its time or more ({len(busy)} points), sp is at least "
                 f"{FASTER} times faster; found {_number(slowest)} at least",
             ),
-            _verdict(
+            verdict(
                 None if worst is None else worst >= NOT_SLOWER,
                 f"where tp communicates less than {COMPUTING:.0%} of its time ({len(calm)} points), sp is at least "
                 f"{NOT_SLOWER} times as fast; found {_number(worst)} at least",
@@ -133,7 +136,7 @@ class EncoderReport:
 
     def write(self, folder: Path) -> None:
         """Table, numbers and plot."""
-        _write(folder, "encoder", self.text(), asdict(self), self._figure())
+        write(folder, "encoder", self.text(), asdict(self), self._figure())
 
     def _figure(self) -> Any:
         figure, axes = _axes("tp's share of time communicating", "time of tp / time of sp")
@@ -211,20 +214,20 @@ class StepReport:
         """The table, and what was checked. With `last_only` the rows of the latest case."""
         latest = self.rows[-1]["case"] if self.rows else ""
         rows = [self._row(r) for r in self.rows if not last_only or r["case"] == latest]
-        table = _table(
+        found = table(
             "data | system | tokens/s | peak memory per rank | sent in a step | collectives | vision sends | "
             "vision collectives | vision's share communicating | time / time of ours at its best",
             rows,
         )
         if last_only:
-            return "\n".join(table.splitlines()[2:])
+            return "\n".join(found.splitlines()[2:])
         size = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in asdict(self.size).items())
         head = f"Whole training steps, {self.ranks} ranks, global batch of 4 samples, fp32. Model: {size}."
         notes = (
             "Ours: sp, tp (vision, text). `whole`: activations not split over tp. Ratio: median [min, max] of rounds. "
             "Memory: resident (of the allocator on a GPU), above what the process held before the model was built."
         )
-        return "\n\n".join([head, table, notes, "\n".join(f"- {v}" for v in self.verdicts())])
+        return "\n\n".join([head, found, notes, "\n".join(f"- {v}" for v in self.verdicts())])
 
     def _row(self, r: dict[str, Any]) -> str:
         vision = ("—", "—", "—")
@@ -239,7 +242,7 @@ class StepReport:
 
     def verdicts(self) -> list[str]:
         """What was required of whole steps, and what is reported."""
-        lines = [_verdict(self.same_loss, "all systems compute the same loss on the same data")]
+        lines = [verdict(self.same_loss, "all systems compute the same loss on the same data")]
         for case in dict.fromkeys(r["case"] for r in self.rows):
             rows = {r["system"]: r for r in self.rows if r["case"] == case}
             ours, uniform = ([r for name, r in rows.items() if name.startswith(kind)] for kind in (OURS, UNIFORM))
@@ -250,14 +253,14 @@ class StepReport:
                 best = min(uniform, key=lambda r: median(r["seconds"]))
                 against = {f"best uniform tp ({best['system'].replace('|', ', ')})": best, **against}
                 share = max(r["vision_bytes"] for r in ours) / min(r["vision_bytes"] for r in uniform)
-                lines.append(_verdict(share <= TRAFFIC, f"{case}: sp's vision traffic is {share:.1%} of tp's"))
+                lines.append(verdict(share <= TRAFFIC, f"{case}: sp's vision traffic is {share:.1%} of tp's"))
             found = [f"{name} {Ratio(**row['ratio'])}" for name, row in against.items() if row]
             lines.append(f"REPORT: {case}: time over that of ours: {'; '.join(found)}")
         return lines
 
     def write(self, folder: Path) -> None:
         """Table, numbers and plot."""
-        _write(folder, "step", self.text(), asdict(self), self._figure())
+        write(folder, "step", self.text(), asdict(self), self._figure())
 
     def _figure(self) -> Any:
         figure, axes = _axes("", "tokens / s, over ours")

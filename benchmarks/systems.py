@@ -18,7 +18,7 @@ from benchmarks.meter import CollectiveMeter, total_bytes, total_seconds
 from megatron_hetero.data.mixture import Mixture, RegistryEntry
 from megatron_hetero.data.processing import Processor
 from megatron_hetero.platform import Platform
-from megatron_hetero.schedule.colocated import Stopwatch
+from megatron_hetero.schedule.watch import Stopwatch
 from megatron_hetero.training.config import load_config
 from megatron_hetero.training.run import Run
 
@@ -80,17 +80,18 @@ class PhaseWatch(Stopwatch):
         self.last: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str, label: str = "") -> Iterator[None]:
         if self.meter is not None:
             self.meter.phase = name
-        with super().part(name):
+        with super().part(name, label):
             yield
         if self.meter is not None:
             self.meter.phase = ""
 
-    def read(self) -> dict[str, float]:
-        self.last = super().read()
-        return self.last
+    def read(self) -> dict[str, list[float]]:
+        laps = super().read()
+        self.last = {name: sum(seconds) for name, seconds in laps.items()}
+        return laps
 
 
 class Ours:
@@ -111,6 +112,7 @@ class Ours:
         run = Run.build(load_config(flags.split()), platform)
         self.watch = PhaseWatch(platform)
         self.run = replace(run, watch=self.watch)
+        self.run.interpreter.watch = self.watch
         self.batches = [self.run.loader.load(i + 1, map) for i in range(cases)]
 
     def step(self, case: int) -> StepResult:

@@ -25,7 +25,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import AXES, GrammarError, did_you_mean, format_ranks, read, salvage
 from megatron_hetero.layout_shape import ModuleShape, closest_degrees, divisors, problem_of
 
-__all__ = ["AXES", "Coordinate", "Layout", "ModuleShape", "require_supported", "resolve", "validate"]
+__all__ = ["AXES", "Coordinate", "Layout", "ModuleShape", "resolve", "validate"]
 
 
 class Coordinate(NamedTuple):
@@ -207,6 +207,21 @@ class Layout:
         # The last factor of a product varies fastest, so the axes go in from slow to fast.
         return tuple(self.rank_at(**dict(zip(reversed(AXES), i, strict=True))) for i in product(*reversed(spans)))
 
+    def stage(self, index: int) -> Layout:
+        """One pipeline stage as a layout of its own, with `pp` of 1.
+
+        Raises:
+            UserError: there is no such stage.
+        """
+        first = self.rank_at(pp=index)
+        size = self.size // self.pp
+        at = bisect_left(self.ranks, first)
+        return Layout(**self.degrees | {"pp": 1}, ranks=self.ranks[at : at + size])
+
+    def beside(self, rank: int, stage: int) -> int:
+        """The rank of another pipeline stage with the other coordinates of `rank`."""
+        return self.rank_at(**self.coordinate(rank)._asdict() | {"pp": stage})
+
     def replica_of(self, rank: int) -> int:
         """The data-parallel replica that `rank` belongs to, from 0."""
         return self.coordinate(rank).dp
@@ -253,30 +268,6 @@ def validate(modules: Mapping[str, ModuleShape], layouts: Mapping[str, Layout], 
         _require_inside(name, shape, layouts[name], world_size)
         _require_shape(shape, layouts[name], world_size)
     _require_all_covered(modules, layouts, world_size)
-
-
-def require_supported(layouts: Mapping[str, Layout], world_size: int) -> None:
-    """Checks the layouts against what this version runs: colocated, and no `pp`.
-
-    Raises:
-        UserError: a layout needs what is not there yet.
-    """
-    for name, layout in layouts.items():
-        found = [f"pp:{layout.pp}"] if layout.pp > 1 else []
-        if not layout.covers(world_size):
-            found.append(f"ranks {layout.ranks_text} of a world of {world_size}")
-        if not found:
-            continue
-        wanted = layout.degrees | {"pp": 1}
-        # Divisors of legal degrees are legal, so what is suggested here suits the module's shape too.
-        suggestion = _closest(wanted, tuple(range(world_size)), None, only_divisors=True)
-        raise UserError.at(
-            f"{name} layout `{layout.short(world_size)}` (--{name}-parallel)",
-            found=" and ".join(found),
-            expected="pp:1 and the whole world",
-            because="this version runs all modules on the same ranks, without pipeline stages",
-            fix=f"try `--{name}-parallel {suggestion.short(world_size)}`",
-        )
 
 
 def _require_known(names: Iterable[str], modules: Mapping[str, ModuleShape]) -> None:

@@ -2,11 +2,17 @@
 
 Megatron-Core takes its process groups explicitly nearly everywhere. Two places still read globals: the
 buffer that sequence-parallel linears gather into, and the tracker of random states that a
-`TransformerBlock` forks. Neither holds a process group, so modules of different layouts can share them.
+`TransformerBlock` forks. Neither holds a process group, so modules of different layouts can share them. A third place
+uses the default process group: making an optimizer.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as megatron_random
 
@@ -22,3 +28,23 @@ def prepare_globals(seed: int) -> None:
     assert tracker is not None, "initialised above"
     tracker.reset()
     tracker.add(MODEL_PARALLEL_STREAM, seed)
+
+
+@contextlib.contextmanager
+def own_parameter_groups() -> Iterator[None]:
+    """Inside, Megatron makes optimizers without communication.
+
+    It would gather the kinds of parameter groups over the whole world, so that all ranks have the same ones, empty or
+    not. But ranks hold different modules, and those of a frozen stage make no optimizer: the others would wait for
+    them for ever. To be used before threads that communicate are started.
+    """
+
+    def gather(gathered: list[Any], mine: Any, *_: Any, **__: Any) -> None:
+        gathered[:] = [mine] * len(gathered)
+
+    real = dist.all_gather_object
+    dist.all_gather_object = gather
+    try:
+        yield
+    finally:
+        dist.all_gather_object = real

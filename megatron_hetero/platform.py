@@ -20,6 +20,13 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 
 
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device, without waiting for it: through pinned memory, or as it is on a CPU."""
+    if device.type != "cuda":
+        return tensor
+    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Platform:
     """The device of this process and the backend that its collectives use."""

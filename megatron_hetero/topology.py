@@ -1,7 +1,7 @@
 """All modules' layouts bound to a world of ranks, with the process groups that they need.
 
 Groups are created eagerly, by every rank, in one global order: modules in the order given, then the axes of
-`GROUP_AXES`, then the groups of that partition. Equal sets of ranks share one process group. Afterwards
+`GROUP_AXES` and `ENDS`, then the groups of that partition. Equal sets of ranks share one process group. Afterwards
 each group is checked once by summing a known value over it.
 """
 
@@ -34,6 +34,9 @@ GROUP_AXES: tuple[tuple[str, ...], ...] = (
 )
 """The partitions that each module gets. `sp` and `cp` together are Megatron's context-parallel group."""
 
+ENDS = ("first and last pp",)
+"""Besides, under `pp`: the pairs of ranks of the first and the last stage that differ in nothing else."""
+
 
 @dataclass(init=False, repr=False)
 class ModuleGroups(ProcessGroupCollection):
@@ -54,6 +57,9 @@ class Topology:
     `layouts` maps module to layout; `world` spans all ranks on the device's backend, `host` spans them with gloo for
     integers and messages that never leave the host, and is not `world`, so that another thread can use it meanwhile.
     `host_replicas`: for each module that decodes data, gloo groups of its replicas' ranks, for that other thread too.
+    `boundaries`: for each pair of modules (from, to) the ranks of the first's last stage and the second's first stage.
+    Where this rank has no part in a group, it is missing.
+    `pipelines`: for each of this rank's modules with stages the groups along `pp` for activations and for gradients.
     """
 
     platform: Platform
@@ -63,12 +69,22 @@ class Topology:
     world: dist.ProcessGroup
     host: dist.ProcessGroup
     host_replicas: Mapping[str, dist.ProcessGroup]
+    boundaries: Mapping[tuple[str, str], dist.ProcessGroup]
+    pipelines: Mapping[str, tuple[dist.ProcessGroup, dist.ProcessGroup]]
     _groups: Mapping[tuple[str, tuple[str, ...]], dist.ProcessGroup]
 
     @classmethod
-    def build(cls, layouts: Mapping[str, Layout], platform: Platform, decoding: Collection[str] = ()) -> Topology:
-        """Create all groups on the initialised default process group, and check them. `decoding`: the modules whose
-        replicas share decoded data.
+    def build(
+        cls,
+        layouts: Mapping[str, Layout],
+        platform: Platform,
+        *,
+        decoding: Collection[str] = (),
+        edges: Collection[tuple[str, str]] = (),
+    ) -> Topology:
+        """Create all groups on the initialised default process group, and check them.
+
+        `decoding`: the modules whose replicas share decoded data. `edges`: (from, to), the boundaries between modules.
 
         Raises `RuntimeError` where a group does not reduce to the value that its ranks imply.
         """
@@ -77,8 +93,8 @@ class Topology:
         by_ranks: dict[tuple[int, ...], Any] = {tuple(range(world_size)): world}
         mine: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
         for module, layout in layouts.items():
-            for axes in GROUP_AXES:
-                for ranks in layout.groups(*axes):
+            for axes in (*GROUP_AXES, ENDS):
+                for ranks in _partition(layout, axes):
                     # The order of ranks inside a group is part of what the group means.
                     group = by_ranks.get(ranks) or by_ranks.setdefault(ranks, dist.new_group(ranks, sort_ranks=False))
                     if rank in ranks:
@@ -87,11 +103,34 @@ class Topology:
         # `world`.
         host: Any = dist.new_group(backend="gloo")
         hosts: dict[tuple[int, ...], Any] = {tuple(range(world_size)): host}
-        replicas = {name: _host_replica(layouts[name], rank, hosts) for name in layouts if name in decoding}
+        replicas = {name: _host_replica(layouts[name].stage(0), rank, hosts) for name in layouts if name in decoding}
+        # Groups of their own too: what crosses, and what passes along a pipeline each way, is received early, and
+        # nothing else that two ranks send each other may come between or wait behind it.
+        pipelines = {name: _pipelines(layout, rank) for name, layout in layouts.items()}
+        crossing: dict[tuple[str, str], tuple[int, ...]] = {
+            edge: boundary_ranks(layouts[edge[0]], layouts[edge[1]]) for edge in edges
+        }
+        boundaries: dict[tuple[str, str], Any] = {edge: dist.new_group(list(ranks)) for edge, ranks in crossing.items()}
         _self_check(by_ranks, rank, platform.device)
+        for edge, ranks in crossing.items():
+            _self_check({ranks: boundaries[edge]}, rank, platform.device)
+        for name, groups in pipelines.items():
+            for group in groups or ():
+                _self_check({layouts[name].group_of(rank, "pp"): group}, rank, platform.device)
         _self_check(hosts, rank, CPU)
         frozen = MappingProxyType(dict(layouts))
-        return cls(platform, rank, world_size, frozen, world, host, replicas, MappingProxyType(mine))
+        return cls(
+            platform,
+            rank,
+            world_size,
+            frozen,
+            world,
+            host,
+            {name: group for name, group in replicas.items() if group is not None},
+            {edge: group for edge, group in boundaries.items() if rank in crossing[edge]},
+            {name: groups for name, groups in pipelines.items() if groups is not None},
+            MappingProxyType(mine),
+        )
 
     def group(self, module: str, *axes: str) -> dist.ProcessGroup:
         """The group of this rank along `axes` of `module`'s layout. `KeyError` where the rank is not in the module."""
@@ -115,9 +154,16 @@ class Topology:
             expt_dp=group("sp", "cp", "dp"),
             intra_dist_opt=group("tp", "sp", "cp", "dp", "pp"),
             ep=alone,
-            embd=None,
+            embd=self._groups.get((module, ENDS)),
             pos_embd=None,
         )
+
+
+def _partition(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks along `axes`; for `ENDS` some ranks may be in none."""
+    if axes != ENDS:
+        return layout.groups(*axes)
+    return tuple((ranks[0], ranks[-1]) for ranks in layout.groups("pp")) if layout.pp > 1 else ()
 
 
 def _host_replica(layout: Layout, rank: int, hosts: dict[tuple[int, ...], Any]) -> Any:
@@ -126,6 +172,20 @@ def _host_replica(layout: Layout, rank: int, hosts: dict[tuple[int, ...], Any]) 
         if ranks not in hosts:
             hosts[ranks] = dist.new_group(list(ranks), backend="gloo")
     return hosts[layout.group_of(rank, "tp", "sp", "cp")] if rank in layout else None
+
+
+def _pipelines(layout: Layout, rank: int) -> tuple[Any, Any] | None:
+    """The groups of this rank along `pp`, one for each direction; None without stages and outside the layout."""
+    if layout.pp == 1:
+        return None
+    made = [{ranks: dist.new_group(list(ranks)) for ranks in layout.groups("pp")} for _ in range(2)]
+    own = layout.group_of(rank, "pp") if rank in layout else ()
+    return (made[0][own], made[1][own]) if own else None
+
+
+def boundary_ranks(source: Layout, destination: Layout) -> tuple[int, ...]:
+    """The ranks that a boundary concerns, ascending: the source's last stage and the destination's first."""
+    return tuple(sorted({*source.stage(source.pp - 1).ranks, *destination.stage(0).ranks}))
 
 
 def _self_check(by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup], rank: int, device: torch.device) -> None:

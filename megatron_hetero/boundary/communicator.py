@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.boundary.plan import DirectionPlan, Exchange, RankPlan
+from megatron_hetero.layout_grammar import format_ranks
 
 Index = slice | Tensor
 """Rows of a buffer: a run of them, which needs no copy to be sent or received, or int64 indices on the device."""
@@ -54,17 +55,19 @@ class LoadedDirection:
 class LoadedPlan:
     """A `RankPlan` whose indices are on the device."""
 
+    rank: int
     ranks: tuple[int, ...]
+    digest: int
     point_to_point: bool
     forward: LoadedDirection
-    backward: LoadedDirection
+    backward: LoadedDirection | None
 
 
 def load_plan(plan: RankPlan, device: torch.device) -> LoadedPlan:
     """Move the indices of `plan` to the device, without waiting for it."""
-    return LoadedPlan(
-        plan.ranks, plan.point_to_point, _load_direction(plan.forward, device), _load_direction(plan.backward, device)
-    )
+    forward = _load_direction(plan.forward, device)
+    backward = None if plan.backward is None else _load_direction(plan.backward, device)
+    return LoadedPlan(plan.rank, plan.ranks, plan.digest, plan.point_to_point, forward, backward)
 
 
 class BoundaryCommunicator:
@@ -73,9 +76,13 @@ class BoundaryCommunicator:
     Args:
         transport: what rows are rounded to on the wire, such as bfloat16 for fp32 rows; None sends them as they are.
             All rows are rounded, also those that stay, so that copies of a row are equal.
-        check: whether all ranks tell each other, in one small all-reduce beside each crossing, that their rows fit the
-            plan, so that an error of one is raised on all. On a GPU this waits for the device. Where it is off, only
-            the rank with the error raises it.
+        check: whether all ranks agree, before anything is sent, that their rows fit their plans and that these are
+            parts of one plan, so that an error of one is raised on all, none of that crossing is on its way, and the
+            group can be used. This is one small all-reduce that each crossing waits for when it is started: a round
+            trip, and on a GPU the host waits for the device. Where it is off, only the rank that sees an error in its
+            own rows or plan raises it, and plans of different batches go unseen, or end in a hang or in whatever the
+            back end says. In neither case does anyone see a plan that is of another batch on all ranks alike, if the
+            numbers of rows happen to be the same.
     """
 
     def __init__(
@@ -95,7 +102,7 @@ class BoundaryCommunicator:
         self.transport = transport or dtype
         self.check = check
         self._ranks = tuple(dist.get_process_group_ranks(group))
-        self._buffers = _Buffers(width, self.transport, device)
+        self._buffers = _Buffers(width, device)
 
     @property
     def row_bytes(self) -> int:
@@ -106,39 +113,45 @@ class BoundaryCommunicator:
         """Source rows of this rank, [held, width], to the rows that it needs, [needed, width]. Not differentiable.
 
         Raises:
-            ValueError: on every rank, if the rows of any do not fit the plan (see `check`).
+            ValueError: on every rank, if the rows of any do not fit the plan, or plans differ (see `check`).
         """
         return self.start_forward(plan, rows).wait()
 
     def backward(self, plan: LoadedPlan, grads: Tensor) -> Tensor:
-        """The adjoint: gradients of the rows that this rank needed to gradients of those that it held."""
+        """The adjoint: gradients of the rows that this rank needed to gradients of those that it held.
+
+        Raises:
+            ValueError: as `forward` does, and where the plan has the forward direction only.
+        """
         return self.start_backward(plan, grads).wait()
 
     def start_forward(self, plan: LoadedPlan, rows: Tensor) -> Crossing:
-        """Start `forward`. The rows must not change until it has been waited for."""
+        """Start `forward`, which raises here. The rows must not change until it has been waited for."""
         return self._start("forward", plan, plan.forward, rows)
 
     def start_backward(self, plan: LoadedPlan, grads: Tensor) -> Crossing:
-        """Start `backward`. The gradients must not change until it has been waited for."""
+        """Start `backward`, which raises here. The gradients must not change until it has been waited for."""
         return self._start("backward", plan, plan.backward, grads)
 
     @torch.no_grad()
-    def _start(self, name: str, plan: LoadedPlan, direction: LoadedDirection, rows: Tensor) -> Crossing:
-        problem, able = self._problem(name, plan, direction, rows), plan.ranks == self._ranks
-        if problem and not self.check:
+    def _start(self, name: str, plan: LoadedPlan, direction: LoadedDirection | None, rows: Tensor) -> Crossing:
+        problem = self._problem(name, plan, direction, rows)
+        if self.check:
+            _require_agreement(name, problem, plan.digest, self.group, self.device)
+        elif problem:
             raise ValueError(problem)
-        verdict = _Verdict.ask(problem, able, self.group, self.device) if self.check else None
-        if problem and not able:  # It does not know what the others expect of it.
-            raise ValueError(problem)
-        if problem:  # Take part all the same, so that nobody waits for ever; all will know when it has arrived.
-            rows = torch.zeros(direction.held, self.width, dtype=self.dtype, device=self.device)
+        assert direction is not None
         exchange = _point_to_point if plan.point_to_point else _all_to_all
-        return Crossing(direction, rows.detach(), self, exchange, verdict)
+        return Crossing(direction, rows.detach(), self, exchange)
 
-    def _problem(self, name: str, plan: LoadedPlan, direction: LoadedDirection, rows: Tensor) -> str | None:
-        """What is wrong with this rank's rows, if anything."""
+    def _problem(self, name: str, plan: LoadedPlan, direction: LoadedDirection | None, rows: Tensor) -> str | None:
+        """What is wrong with this rank's plan or rows, if anything."""
         if plan.ranks != self._ranks:
             found, expected = f"a plan for ranks {plan.ranks}", f"one for the communicator's ranks {self._ranks}"
+        elif plan.rank != dist.get_rank():
+            found, expected = f"the part of rank {plan.rank} of the plan", "its own"
+        elif direction is None:
+            found, expected = "a plan of the forward direction only", "one of both, as `plan.rank(rank)` returns"
         elif rows.dim() != 2 or rows.shape[1] != self.width:
             found, expected = f"rows of shape {tuple(rows.shape)}", f"[rows, {self.width}]"
         elif rows.dtype != self.dtype:
@@ -160,44 +173,59 @@ class Crossing:
         rows: Tensor,
         communicator: BoundaryCommunicator,
         exchange: _ExchangeFunction,
-        verdict: _Verdict | None,
     ):
-        self._communicator, self._exchange, self._verdict = communicator, exchange, verdict
-        self._dtype = rows.dtype
-        new = torch.empty if direction.complete else torch.zeros
-        self._result = new(direction.rows, rows.shape[1], dtype=communicator.transport, device=rows.device)
+        self._communicator, self._exchange = communicator, exchange
+        self._dtype, self._wire = communicator.dtype, communicator.transport
+        self._loan = communicator._buffers.loan()
+        self._arrived = self._room(direction)
         self._course = self._stages(direction, rows)
         next(self._course, None)
 
     @torch.no_grad()
     def wait(self) -> Tensor:
         """Wait for the rows, [needed, width]. On a GPU the current stream waits, not the host."""
-        if self._verdict is not None:
-            self._verdict.require_all_able()
         for _ in self._course:
             pass
-        if self._verdict is not None:
-            self._verdict.require()
-        return self._result.to(self._dtype)
+        result = self._arrived.to(self._dtype)
+        self._loan.give_back()
+        return result
+
+    def _room(self, direction: LoadedDirection) -> Tensor:
+        """Where rows arrive: the result itself, or, where the wire has a type of its own, a buffer."""
+        if self._wire == self._dtype:
+            shape = direction.rows, self._communicator.width
+            arrived = torch.empty(shape, dtype=self._dtype, device=self._communicator.device)
+        else:
+            arrived = self._loan.borrow(direction.rows, self._wire)
+        return arrived if direction.complete else arrived.zero_()
 
     def _stages(self, direction: LoadedDirection, rows: Tensor) -> Iterator[None]:
         """Everything that happens, with a yield wherever an exchange is in the air."""
         if direction.reduce is not None:
-            sums = rows.clone()
-            flight = self._launch(direction.reduce, rows.to(self._result.dtype), sums)
+            sums = self._loan.borrow(len(rows), self._dtype).copy_(rows)
+            flight = self._launch(direction.reduce, self._rounded(rows), sums)
             yield
             flight.land()
             rows = sums
-        rows = rows.to(self._result.dtype)
-        flight = None if direction.scatter is None else self._launch(direction.scatter, rows, self._result)
-        _put(self._result, direction.kept_to, _take(rows, direction.kept_from))
+        rows = self._rounded(rows)
+        flight = None if direction.scatter is None else self._launch(direction.scatter, rows, self._arrived)
+        self._keep(direction, rows)
         if flight is not None:
             yield
             flight.land()
         if direction.gather is not None:
-            flight = self._launch(direction.gather, self._result, self._result)
+            flight = self._launch(direction.gather, self._arrived, self._arrived)
             yield
             flight.land()
+
+    def _rounded(self, rows: Tensor) -> Tensor:
+        """The rows as they travel."""
+        return rows if self._wire == self._dtype else self._loan.borrow(len(rows), self._wire).copy_(rows)
+
+    def _keep(self, direction: LoadedDirection, rows: Tensor) -> None:
+        """Put the rows that stay where they belong."""
+        with self._communicator._buffers.loan() as loan:
+            _put(self._arrived, direction.kept_to, _take(rows, direction.kept_from, loan))
 
     def _launch(self, plan: LoadedExchange, source: Tensor, target: Tensor) -> _Flight:
         return _Flight(plan, source, target, self._communicator, self._exchange)
@@ -214,12 +242,13 @@ class _Flight:
         communicator: BoundaryCommunicator,
         exchange: _ExchangeFunction,
     ):
-        self._plan, self._target, self._buffers = plan, target, communicator._buffers
-        self._borrowed: list[Tensor] = []
-        sent = self._pack(source)
+        self._plan, self._target = plan, target
+        self._loan = communicator._buffers.loan()
+        sent = _take(source, plan.send, self._loan)
         # A run of rows is received where it belongs; others, and what is to be added, go through a buffer.
         self._direct = isinstance(plan.receive, slice) and plan.stage != "reduce"
-        self._received = target[plan.receive] if self._direct else self._borrow(sum(plan.receive_counts))
+        rows = sum(plan.receive_counts)
+        self._received = target[plan.receive] if self._direct else self._loan.borrow(rows, source.dtype)
         self._works = exchange(self._received, sent, plan, communicator.group)
 
     def land(self) -> None:
@@ -227,76 +256,108 @@ class _Flight:
         for work in self._works:
             work.wait()
         if self._plan.stage == "reduce":
-            _add(self._target, self._plan.receive, self._received)
+            _add(self._target, self._plan.receive, self._received, self._loan)
         elif not self._direct:
             _put(self._target, self._plan.receive, self._received)
-        for buffer in self._borrowed:
-            self._buffers.give_back(buffer)
-
-    def _pack(self, source: Tensor) -> Tensor:
-        if isinstance(self._plan.send, slice):
-            return source[self._plan.send].contiguous()
-        return torch.index_select(source, 0, self._plan.send, out=self._borrow(len(self._plan.send)))
-
-    def _borrow(self, rows: int) -> Tensor:
-        buffer = self._buffers.take(rows)
-        self._borrowed.append(buffer)
-        return buffer[:rows]
+        self._loan.give_back()
 
 
 class _Buffers:
-    """Buffers of rows that are lent and used again; a crossing of usual size allocates nothing but its result."""
+    """Buffers that are lent and used again, so that a crossing allocates nothing but its result once crossings as
+    large have been seen: staged rows, sums, and copies in the type of the wire are all borrowed.
 
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device):
-        self._new = lambda rows: torch.empty(rows, width, dtype=dtype, device=device)
+    Buffers are bytes, for rows of any type, and their sizes are powers of two, so that batches whose sizes creep up do
+    not each need new ones.
+    """
+
+    def __init__(self, width: int, device: torch.device):
+        self.width = width
+        self._device = device
         self._free: list[Tensor] = []
 
-    def take(self, rows: int) -> Tensor:
-        """A buffer of at least so many rows."""
-        fitting = [i for i, buffer in enumerate(self._free) if len(buffer) >= rows]
+    def loan(self) -> _Loan:
+        """Room for as many rows as are asked of it."""
+        return _Loan(self)
+
+    def take(self, size: int) -> Tensor:
+        """A buffer of at least so many bytes."""
+        fitting = [i for i, buffer in enumerate(self._free) if len(buffer) >= size]
         if fitting:
             return self._free.pop(min(fitting, key=lambda i: len(self._free[i])))
-        if self._free:  # Replace the smallest, so that the number of buffers stays that of crossings in the air.
+        if self._free:  # Replace the smallest, so that the number of buffers stays that of those lent at once.
             self._free.pop(min(range(len(self._free)), key=lambda i: len(self._free[i])))
-        return self._new(rows)
+        return torch.empty(1 << max(0, size - 1).bit_length(), dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
         """Lend it to others."""
         self._free.append(buffer)
 
 
-class _Verdict:
-    """Whether the rows of all ranks fit their plans, agreed on by all.
+class _Loan:
+    """Buffers that are given back together, at the latest at the end of a `with`."""
 
-    The flag is 0 where they do, 1 where a rank has a problem, 2 + rank where that rank cannot even take part.
-    """
+    def __init__(self, buffers: _Buffers):
+        self._buffers = buffers
+        self._borrowed: list[Tensor] = []
 
-    def __init__(self, problem: str | None, flag: Tensor, work: Any, group: dist.ProcessGroup):
-        self._problem, self._flag, self._work, self._group = problem, flag, work, group
+    def borrow(self, rows: int, dtype: torch.dtype) -> Tensor:
+        """Room for so many rows, with anything in it."""
+        width = self._buffers.width
+        size = rows * width * dtype.itemsize
+        buffer = self._buffers.take(size)
+        self._borrowed.append(buffer)
+        return buffer[:size].view(dtype).view(rows, width)
 
-    @classmethod
-    def ask(cls, problem: str | None, able: bool, group: dist.ProcessGroup, device: torch.device) -> _Verdict:
-        """Start to agree."""
-        value = int(problem is not None) if able else 2 + dist.get_rank()
-        flag = torch.tensor(value, dtype=torch.int32, device=device)
-        return cls(problem, flag, dist.all_reduce(flag, dist.ReduceOp.MAX, group=group, async_op=True), group)
+    def give_back(self) -> None:
+        """Give everything back; on a GPU, what the current stream does next may write over it."""
+        while self._borrowed:
+            self._buffers.give_back(self._borrowed.pop())
 
-    def require_all_able(self) -> None:
-        """Raise `ValueError` where a rank takes no part, rather than wait for it."""
-        self._work.wait()
-        if (value := int(self._flag.item())) >= 2:
-            raise ValueError(
-                f"boundary: rank {value - 2} takes no part, because its plan is for other ranks than the "
-                f"communicator's {tuple(dist.get_process_group_ranks(self._group))}; see what it says itself"
-            )
+    def __enter__(self) -> _Loan:
+        return self
 
-    def require(self) -> None:
-        """Raise `ValueError` on every rank where there is a problem on any."""
-        if not self._flag.item():
-            return
-        problems: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(problems, self._problem, group=self._group)
-        raise ValueError("\n".join(filter(None, problems)))
+    def __exit__(self, *error: object) -> None:
+        self.give_back()
+
+
+# ------------------------------------------------------------------------------------------ the agreement
+
+
+class _Opinion(NamedTuple):
+    """What a rank says of a crossing: what is wrong there, if anything, and the digest of its plan."""
+
+    rank: int
+    problem: str | None
+    digest: int
+
+
+def _require_agreement(
+    name: str, problem: str | None, digest: int, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise the same `ValueError` on every rank where there is a problem on any, or the digests differ."""
+    # The largest and the smallest digest in one reduction.
+    flags = torch.tensor([problem is not None, digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    problems, largest, smallest = flags.tolist()
+    if problems or largest != -smallest:
+        opinions: list[Any] = [None] * group.size()
+        dist.all_gather_object(opinions, _Opinion(dist.get_rank(), problem, digest), group=group)
+        raise ValueError(_disagreement(name, opinions))
+
+
+def _disagreement(name: str, opinions: Sequence[_Opinion]) -> str:
+    """What is wrong on each rank, and which ranks have the same plan."""
+    said = [opinion.problem for opinion in opinions if opinion.problem is not None]
+    ranks: dict[int, list[int]] = {}
+    for opinion in opinions:
+        ranks.setdefault(opinion.digest, []).append(opinion.rank)
+    if len(ranks) > 1:
+        listed = "; ".join(f"one on ranks {format_ranks(alike)}" for alike in ranks.values())
+        said.append(
+            f"boundary {name}: found plans of {len(ranks)} different batches ({listed}), expected parts of one plan "
+            "on all ranks; plan with ownerships of the same batch"
+        )
+    return "\n".join(said)
 
 
 # ------------------------------------------------------------------------------------------ the exchanges
@@ -362,8 +423,12 @@ def _load_index(index: np.ndarray, device: torch.device) -> Index:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _take(rows: Tensor, index: Index) -> Tensor:
-    return rows[index] if isinstance(index, slice) else rows.index_select(0, index)
+def _take(rows: Tensor, index: Index, loan: _Loan) -> Tensor:
+    """Those of `rows`, one after the other in memory."""
+    if not isinstance(index, slice):
+        return torch.index_select(rows, 0, index, out=loan.borrow(len(index), rows.dtype))
+    taken = rows[index]
+    return taken if taken.is_contiguous() else loan.borrow(len(taken), rows.dtype).copy_(taken)
 
 
 def _put(target: Tensor, index: Index, rows: Tensor) -> None:
@@ -373,8 +438,10 @@ def _put(target: Tensor, index: Index, rows: Tensor) -> None:
         target.index_copy_(0, index, rows)
 
 
-def _add(target: Tensor, index: Index, rows: Tensor) -> None:
+def _add(target: Tensor, index: Index, rows: Tensor, loan: _Loan) -> None:
+    if rows.dtype != target.dtype:
+        rows = loan.borrow(len(rows), target.dtype).copy_(rows)
     if isinstance(index, slice):
         target[index] += rows
     else:
-        target.index_add_(0, index, rows.to(target.dtype))
+        target.index_add_(0, index, rows)

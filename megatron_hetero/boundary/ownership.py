@@ -17,7 +17,8 @@ Written down, an ownership is a list of groups and their rows in stored order, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -78,11 +79,11 @@ class Ownership:
 
     `groups`: disjoint replica groups of ranks (a single rank where nothing is replicated). `ids`: int64, the rows that
     the ranks of each group hold, in the order in which they store them, one group after the other; `starts`: int64
-    [groups + 1], where each group's rows begin in `ids`. No row may be held by two groups.
+    [groups + 1], where each group's rows begin in `ids`, and the end. No row may be held by two groups.
     `gradient`: see the head of this file.
 
     Raises:
-        ValueError: a rank is in two groups, or a row is held twice.
+        ValueError: a rank is in two groups, `starts` do not part `ids`, or a row is below 0 or held twice.
     """
 
     groups: Groups
@@ -92,9 +93,29 @@ class Ownership:
 
     def __post_init__(self) -> None:
         members_of(self.groups)
-        if len(self.ids) and (np.bincount(self.ids).max() > 1):
-            twice = np.flatnonzero(np.bincount(self.ids) > 1)
-            raise ValueError(f"ownership: found rows {_some(twice)} held by two groups, or twice, expected one holder")
+        self._require_starts()
+        if not len(self.ids):
+            return
+        if self.ids.min() < 0:
+            raise ValueError(f"ownership: found rows {_some(self.ids[self.ids < 0])}, expected ids from 0")
+        holders = np.bincount(self.ids)
+        if holders.max() > 1:
+            twice = _some(np.flatnonzero(holders > 1))
+            raise ValueError(f"ownership: found rows {twice} held by two groups, or twice, expected one holder")
+
+    def _require_starts(self) -> None:
+        """Check that `starts` part the rows into groups."""
+        groups, rows, starts = len(self.groups), len(self.ids), self.starts
+        if len(starts) != groups + 1:
+            found = f"{len(starts)} starts of {groups} groups, expected {groups + 1}, one of each and the end"
+        elif starts[0] != 0 or starts[-1] != rows:
+            found = f"starts from {starts[0]} to {starts[-1]}, expected 0 to {rows}, the number of rows"
+        elif np.any(np.diff(starts) < 0):
+            at = int(np.flatnonzero(np.diff(starts) < 0)[0])
+            found = f"starts that fall from {starts[at]} to {starts[at + 1]} at group {at}, expected them to ascend"
+        else:
+            return
+        raise ValueError(f"ownership: found {found}")
 
     @classmethod
     def of(
@@ -129,9 +150,8 @@ class Ownership:
         body = text.strip().removesuffix("partial")
         gradient: Gradient = "invariant" if body == text.strip() else "partial"
         try:
-            parts = [part.split(":") for part in body.split(";") if part.strip()]
-            groups = tuple(tuple(int(rank) for rank in ranks.split(",")) for ranks, _ in parts)
-            return cls._joined(groups, [_read_runs(rows) for _, rows in parts], gradient)
+            parts = [_read_group(number, part) for number, part in enumerate(filter(str.strip, body.split(";")))]
+            return cls._joined(tuple(ranks for ranks, _ in parts), [rows for _, rows in parts], gradient)
         except ValueError as error:
             raise UserError.at(
                 f"ownership `{text}`",
@@ -199,15 +219,28 @@ def _runs(rows: np.ndarray) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _read_runs(text: str) -> np.ndarray:
-    def run(part: str) -> Iterable[int]:
-        first, dash, last = part.partition("-")
-        low, high = int(first), int(last if dash else first)
-        if high < low:
-            raise ValueError(f"the run {part.strip()!r}, which descends")
-        return range(low, high + 1)
+def _read_group(number: int, text: str) -> tuple[tuple[int, ...], np.ndarray]:
+    """Ranks and rows of one group, such as ``0,1: 0-3,8``. Raises `ValueError` with what was found."""
+    ranks, *rows = text.split(":")
+    if len(rows) != 1:
+        raise ValueError(f"`{text.strip()}` as group {number}, with {len(rows)} colons")
+    of_group = f"of group {number}"
+    parts = [part for part in rows[0].split(",") if part.strip()]
+    return (
+        tuple(_read_run(rank, f"ranks {of_group}", rank=True)[0] for rank in ranks.split(",")),
+        np.array([i for part in parts for i in _read_run(part, f"rows {of_group}")], np.int64),
+    )
 
-    return np.array([i for part in text.split(",") if part.strip() for i in run(part)], np.int64)
+
+def _read_run(text: str, among: str, *, rank: bool = False) -> range:
+    """A number, or ascending numbers such as ``0-3``, which ranks are not written as."""
+    found = re.fullmatch(r"([0-9]+)" if rank else r"([0-9]+)(?:\s*-\s*([0-9]+))?", text.strip())
+    if found is None:
+        raise ValueError(f"`{text.strip()}` among the {among}" if text.strip() else f"an empty place among the {among}")
+    numbers = [int(n) for n in found.groups() if n is not None]
+    if numbers[-1] < numbers[0]:
+        raise ValueError(f"`{text.strip()}` among the {among}, which descends")
+    return range(numbers[0], numbers[-1] + 1)
 
 
 def _some(ids: np.ndarray) -> str:

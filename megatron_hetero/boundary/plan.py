@@ -34,7 +34,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from typing import Literal, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
@@ -124,17 +126,19 @@ class DirectionPlan:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """Both directions of one boundary for one rank and one batch.
+    """One boundary for one rank and one batch.
 
-    `ranks`: those that take part, ascending; counts are in their order. `point_to_point`: whether exchanges are batches
-    of sends and receives, rather than all-to-alls over all of `ranks`.
+    `ranks`: those that take part, ascending; counts are in their order. `digest`: the `BoundaryPlan.digest` of the plan
+    that this is a part of. `point_to_point`: whether exchanges are batches of sends and receives, rather than
+    all-to-alls over all of `ranks`. `backward`: None where nothing will come back.
     """
 
     rank: int
     ranks: tuple[int, ...]
+    digest: int
     point_to_point: bool
     forward: DirectionPlan
-    backward: DirectionPlan
+    backward: DirectionPlan | None
 
 
 class Traffic(NamedTuple):
@@ -170,10 +174,29 @@ class BoundaryPlan:
         """Whether source and destination have no rank in common."""
         return len(self.ranks) == len(self.source.members.ranks) + len(self.destination.members.ranks)
 
-    def rank(self, rank: int) -> RankPlan:
-        """The part of `rank`, which is one of `ranks`."""
-        directions = (direction.plan(rank, self.ranks) for direction in self.directions.values())
-        return RankPlan(rank, self.ranks, self.point_to_point, *directions)
+    @cached_property
+    def digest(self) -> int:
+        """A number of 32 bits that follows from who holds and who needs what: ranks with parts of plans that differ
+        can tell by it.
+        """
+        digest = 0
+        for side in (self.source, self.destination):
+            digest = crc32(side.gradient.encode(), digest)
+            for numbers in (side.members.starts, side.members.ranks, side.starts, side.ids):
+                digest = crc32(numbers.astype(np.int32).data, digest)
+        return digest
+
+    def rank(self, rank: int, *, backward: bool = True) -> RankPlan:
+        """The part of `rank`, which is one of `ranks`; without `backward` of the forward direction only."""
+        forward, back = self.directions.values()
+        return RankPlan(
+            rank,
+            self.ranks,
+            self.digest,
+            self.point_to_point,
+            forward.plan(rank, self.ranks),
+            back.plan(rank, self.ranks) if backward else None,
+        )
 
     @cached_property
     def directions(self) -> dict[str, Direction]:
@@ -185,12 +208,7 @@ class BoundaryPlan:
 
     def moves(self) -> tuple[Move, ...]:
         """All moves of both directions, in the order in which they happen."""
-        found = []
-        for name, direction in self.directions.items():
-            everything = direction.rows_of(None)
-            for stage in direction.stages:
-                found += [Move(name, stage, *pair) for pair in direction.routes(stage, everything).counted()]
-        return tuple(found)
+        return tuple(_moves_of(_counted(self)))
 
     def traffic(self, direction: str, rank: int) -> Traffic:
         """What `rank` moves in "forward" or "backward"."""
@@ -256,12 +274,12 @@ class Routes:
     from_place: np.ndarray
     to_place: np.ndarray
 
-    def counted(self) -> Iterator[tuple[int, int, int]]:
-        """(sender, receiver, rows) of all pairs of different ranks."""
+    def counted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Senders, receivers and numbers of rows of all pairs of different ranks, ordered by sender and receiver."""
         moved = self.sender != self.receiver
-        pairs = np.stack([self.sender[moved], self.receiver[moved]])
-        for pair, count in zip(*_unique_columns(pairs), strict=True):
-            yield int(pair[0]), int(pair[1]), int(count)
+        ranks = 1 + int(self.receiver.max(initial=0))
+        keys, rows = np.unique(self.sender[moved] * ranks + self.receiver[moved], return_counts=True)
+        return keys // ranks, keys % ranks, rows
 
     def exchange(self, stage: Stage, rank: int, ranks: Sequence[int]) -> Exchange:
         """What `rank` sends and receives."""
@@ -321,10 +339,23 @@ class Direction:
 
     def minimum(self, rank: int) -> int | None:
         """The least rows that `rank` must receive: those it needs less those it holds."""
-        if (self.summed and self.held.members.sizes.max(initial=1) > 1) or self.once:
-            return None
-        needed = self.needed.held_by(rank)
-        return int(np.sum(np.isin(needed, self.held.ids) & ~np.isin(needed, self.held.held_by(rank))))
+        return int(self.missing(np.array([rank]))[0]) if self.has_minima else None
+
+    @property
+    def has_minima(self) -> bool:
+        """Whether each rank has a minimum of its own: no rows are added up, and all that need a row get it."""
+        return not self.once and not (self.summed and self.held.members.sizes.max(initial=1) > 1)
+
+    def missing(self, ranks: np.ndarray) -> np.ndarray:
+        """The rows that each of `ranks` needs, less those that it holds."""
+        keys, rows = self._rows_of_pairs
+        held, needed = self.held.members.groups_of(ranks), self.needed.members.groups_of(ranks)
+        groups = len(self.needed.groups)
+        in_all = np.bincount(keys % max(1, groups), rows, groups + 1)[needed]  # 0 at -1, which is no group
+        own = held * groups + needed
+        at = np.searchsorted(keys, own)
+        found = (held >= 0) & (needed >= 0) & (np.append(keys, -1)[at] == own)
+        return (in_all - np.where(found, np.append(rows, 0)[at], 0)).astype(np.int64)
 
     @cached_property
     def minimum_total(self) -> int:
@@ -357,9 +388,19 @@ class Direction:
         if self.mirror is not None:
             needed, held = self.mirror._pairs
             return held, needed
-        held, needed, *_ = self._columns
-        keys = np.unique(held * len(self.needed.groups) + needed)
+        keys, _ = self._rows_of_pairs
         return keys // len(self.needed.groups), keys % len(self.needed.groups)
+
+    @cached_property
+    def _rows_of_pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The pairs of groups that have rows as keys, ascending, and the number of rows of each."""
+        if self.mirror is None:
+            held, needed, *_ = self._columns
+            return np.unique(held * len(self.needed.groups) + needed, return_counts=True)
+        held, needed = self._pairs
+        keys = held * len(self.needed.groups) + needed
+        order = np.argsort(keys)
+        return keys[order], self.mirror._rows_of_pairs[1][order]
 
     def rows_of(self, rank: int | None) -> Rows:
         """The rows that a rank holds or needs, or all. A pair of groups is there with all of its rows or with none."""
@@ -474,37 +515,86 @@ def _all_members(side: Ownership, groups: np.ndarray) -> tuple[np.ndarray, np.nd
     return side.members.ranks[np.repeat(side.members.starts[groups], sizes) + within], sizes
 
 
-def _unique_columns(columns: np.ndarray) -> tuple[list[np.ndarray], list[int]]:
-    found, counts = np.unique(columns, axis=1, return_counts=True)
-    return list(found.T), counts.tolist()
-
-
 # ------------------------------------------------------------------------------------------- for people
 
 
+class _Counted(NamedTuple):
+    """The moves of one stage of one direction, as columns."""
+
+    direction: str
+    stage: str
+    senders: np.ndarray
+    receivers: np.ndarray
+    rows: np.ndarray
+
+
+def _counted(plan: BoundaryPlan) -> list[_Counted]:
+    """All moves of a plan."""
+    found = []
+    for name, direction in plan.directions.items():
+        everything = direction.rows_of(None)
+        found += [_Counted(name, stage, *direction.routes(stage, everything).counted()) for stage in direction.stages]
+    return found
+
+
+def _moves_of(counted: Sequence[_Counted]) -> Iterator[Move]:
+    def of_stage(stage: _Counted) -> Iterator[Move]:
+        columns = zip(stage.senders, stage.receivers, stage.rows, strict=True)
+        return (Move(stage.direction, stage.stage, *map(int, move)) for move in columns)
+
+    return chain.from_iterable(map(of_stage, counted))
+
+
 def _described(plan: BoundaryPlan) -> Iterator[str]:
-    """The lines of a plan's text: what it is, its moves, and each rank's traffic."""
+    """The lines of a plan's text: what it is, its moves, each rank's traffic, and what they come to."""
     how = "batched point-to-point" if plan.point_to_point else "one uneven all-to-all a stage"
     rows = len(plan.destination.ids)
     yield f"boundary of {rows:,} rows of {plan.row_bytes:,} bytes over {len(plan.ranks)} ranks, {how}"
     for name, direction in plan.directions.items():
         stages = ", ".join(direction.stages) or "nothing moves"
         yield f"{name}: {stages}; {direction.minimum_total:,} rows received is the minimum{_gradient_note(plan, name)}"
+    counted = _counted(plan)
     yield "direction stage        from -> to           rows           bytes"
-    moves = plan.moves()
-    for move in moves[:SHOWN]:
-        yield f"{move}  {move.rows * plan.row_bytes:>14,}"
-    if len(moves) > SHOWN:
-        yield f"… and {len(moves) - SHOWN:,} more"
+    yield from (f"{move}  {move.rows * plan.row_bytes:>14,}" for move in islice(_moves_of(counted), SHOWN))
+    yield from _more(sum(len(stage.rows) for stage in counted))
     yield "direction   rank       held     needed  received bytes         minimum      sent bytes"
-    for name in plan.directions:
-        for rank in plan.ranks[:SHOWN]:
-            held, needed, received, sent, minimum = plan.traffic(name, rank)
-            least = "shared" if minimum is None else f"{minimum * plan.row_bytes:,}"
-            yield (
-                f"{name:<8} {rank:>7} {held:>10,} {needed:>10,} {received * plan.row_bytes:>15,} {least:>15} "
-                f"{sent * plan.row_bytes:>15,}"
-            )
+    traffic = {name: _traffic_of_all(plan, name, counted) for name in plan.directions}
+    for name, columns in traffic.items():
+        yield from _rank_lines(plan, name, columns)
+    for name, (_, _, received, sent, _) in traffic.items():
+        most, sent_most, total = (n * plan.row_bytes for n in (received.max(initial=0), sent.max(initial=0), sum(sent)))
+        yield f"{name}: at most {most:,} bytes received and {sent_most:,} bytes sent by a rank; {total:,} bytes in all"
+
+
+def _traffic_of_all(plan: BoundaryPlan, name: str, counted: Sequence[_Counted]) -> tuple[np.ndarray, ...]:
+    """The columns of `Traffic` for all ranks, from the moves: planning each rank would take long. -1 for None."""
+    ranks, direction = np.array(plan.ranks, np.int64), plan.directions[name]
+    received, sent = np.zeros((2, len(ranks)), np.int64)
+    for stage in counted:
+        if stage.direction == name:
+            np.add.at(received, np.searchsorted(ranks, stage.receivers), stage.rows)
+            np.add.at(sent, np.searchsorted(ranks, stage.senders), stage.rows)
+    held, needed = (
+        np.append(np.diff(side.starts), 0)[side.members.groups_of(ranks)] for side in (direction.held, direction.needed)
+    )
+    return held, needed, received, sent, direction.missing(ranks) if direction.has_minima else np.full(len(ranks), -1)
+
+
+def _rank_lines(plan: BoundaryPlan, name: str, columns: Sequence[np.ndarray]) -> Iterator[str]:
+    shown = (column[:SHOWN].tolist() for column in columns)
+    for rank, held, needed, received, sent, minimum in zip(plan.ranks[:SHOWN], *shown, strict=True):
+        least = "shared" if minimum < 0 else f"{minimum * plan.row_bytes:,}"
+        yield (
+            f"{name:<8} {rank:>7} {held:>10,} {needed:>10,} {received * plan.row_bytes:>15,} {least:>15} "
+            f"{sent * plan.row_bytes:>15,}"
+        )
+    yield from _more(len(plan.ranks))
+
+
+def _more(lines: int) -> Iterator[str]:
+    """What a table leaves out."""
+    if lines > SHOWN:
+        yield f"… and {lines - SHOWN:,} more"
 
 
 def _gradient_note(plan: BoundaryPlan, direction: str) -> str:

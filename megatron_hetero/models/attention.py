@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron_hetero.models.context import Pieces
 from megatron_hetero.models.exchange import gather_keys, heads_for_tokens, padded_index, tokens_for_heads
+from megatron_hetero.platform import on_device
 from megatron_hetero.topology import ModuleGroups
 
 try:  # optional: pip install megatron-hetero[gpu]
@@ -100,7 +102,7 @@ class Segments(PackedSeqParams):
             buckets=tuple(Bucket(*shape, int(counts[i])) for shape, i in number.items()),
             order=_bucket_order(bucket, pieces.queries, device),
             key_order=_bucket_order(bucket, pieces.keys, device),
-            key_index=None if index is None else torch.from_numpy(index).to(device),
+            key_index=None if index is None else on_device(torch.from_numpy(index), device),
         )
 
     def causal_mask(self, bucket: Bucket) -> Tensor:
@@ -114,13 +116,13 @@ class Segments(PackedSeqParams):
 
 
 def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
+    return on_device(torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)), device)
 
 
 def _bucket_order(bucket: np.ndarray, lengths: Sequence[int], device: torch.device) -> Tensor | None:
     if np.all(np.diff(bucket) >= 0):
         return None
-    return torch.from_numpy(np.argsort(np.repeat(bucket, lengths), kind="stable")).to(device)
+    return on_device(torch.from_numpy(np.argsort(np.repeat(bucket, lengths), kind="stable")), device)
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,12 @@ class AttentionPlan:
     sp_lengths: tuple[int, ...]
     cp_lengths: tuple[int, ...]
     windows: Segments | None = None
+
+
+@lru_cache(maxsize=16)
+def rotary_frequencies(theta: float, dim: int, device: torch.device) -> Tensor:
+    """theta^(-2i / dim) for i below dim / 2, fp32. Computed on the host as `transformers` does, and moved once."""
+    return (1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)).to(device)
 
 
 def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:

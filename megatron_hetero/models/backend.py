@@ -76,12 +76,26 @@ def spec_provider(choice: str, platform: Platform) -> BackendSpecProvider:
     return TESpecProvider()
 
 
-def layer_spec(provider: BackendSpecProvider, mask: AttnMaskType, *, windowed: bool = False) -> ModuleSpec:
-    """One pre-norm transformer layer: norm, packed self-attention, norm, MLP."""
+class StageLayer(TransformerLayer):
+    """A transformer layer of a pipeline stage that knows its number in the whole model.
+
+    Megatron derives it from the pipeline rank, for the splits that it knows; here stages are built from any range of
+    layers, with `before` layers in the stages before.
+    """
+
+    def __init__(self, *args: Any, layer_number: int = 1, before: int = 0, **options: Any):
+        super().__init__(*args, layer_number=layer_number + before, **options)
+
+
+def layer_spec(
+    provider: BackendSpecProvider, mask: AttnMaskType, *, windowed: bool = False, before: int = 0
+) -> ModuleSpec:
+    """One pre-norm transformer layer: norm, packed self-attention, norm, MLP. `before`: see `StageLayer`."""
     norm = provider.layer_norm(rms_norm=True)
     column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
     return ModuleSpec(
-        module=TransformerLayer,
+        module=StageLayer,
+        params={"before": before},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(

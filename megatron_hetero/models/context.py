@@ -1,13 +1,14 @@
 """Where tokens go under context parallelism, and which keys each rank's queries see. Pure, on NumPy integers.
 
-Causal sequences are cut *zigzag*, each sample by itself (cutting the whole pack would not balance causal work): a
-sample of L tokens into 2 * cp chunks, chunk c from floor(c * L / 2cp) to floor((c + 1) * L / 2cp), so that lengths
-need not divide and chunks may be empty. Member i takes the chunks i and 2 * cp - 1 - i of every sample; it holds its
-tokens in the order of the pack. For cp = 2 and samples of 8 and 5 tokens:
+Causal sequences are cut *zigzag*, each sample by itself (cutting the whole pack would not balance causal work): the
+s-th sample of a pack, of L tokens, into 2 * cp chunks, chunk c from floor((c * L + s mod 2cp) / 2cp) up to where the
+next one begins, so that lengths need not divide, chunks may be empty, and what is left over falls to other members in
+each sample. Member i takes the chunks i and 2 * cp - 1 - i of every sample; it holds its tokens in the order of the
+pack. For cp = 2 and samples of 8 and 5 tokens:
 
     position   0 1 2 3 4 5 6 7 | 8 9 10 11 12
-    chunk      0 0 1 1 2 2 3 3 | 0 1  2  3  3       member 0 holds 0 1 6 7 8 11 12, member 1 holds 2 3 4 5 9 10
-    member     0 0 1 1 1 1 0 0 | 0 1  1  0  0
+    chunk      0 0 1 1 2 2 3 3 | 0 1  2  2  3       member 0 holds 0 1 6 7 8 12, member 1 holds 2 3 4 5 9 10 11
+    member     0 0 1 1 1 1 0 0 | 0 1  1  1  0
 
 Other sequences (the encoder's) are cut anywhere: each member holds a contiguous run of the whole.
 
@@ -44,24 +45,27 @@ class Pieces:
         return cls(kept, kept)
 
 
-def chunk_bounds(lengths: Sequence[int] | np.ndarray, cp: int) -> np.ndarray:
-    """Where the chunks of each sample begin and the last one ends, within the sample: int64 [samples, 2 * cp + 1]."""
-    return np.asarray(lengths, np.int64)[:, None] * np.arange(2 * cp + 1) // (2 * cp)
+def chunk_bounds(lengths: np.ndarray, numbers: np.ndarray, cp: int) -> np.ndarray:
+    """Where the chunks of each sample begin and the last one ends, within the sample: int64 [samples, 2 * cp + 1].
+
+    `lengths`, `numbers`: of the samples, int64; samples are numbered from 0 in their pack.
+    """
+    return (lengths[:, None] * np.arange(2 * cp + 1) + numbers[:, None] % (2 * cp)) // (2 * cp)
 
 
-def zigzag_member(offsets: np.ndarray, lengths: np.ndarray, cp: int) -> np.ndarray:
-    """The member that holds the token at each of `offsets` in a sample of the length beside it."""
-    # The largest c with floor(c * L / 2cp) <= offset.
-    chunk = ((offsets + 1) * 2 * cp - 1) // lengths
+def zigzag_member(offsets: np.ndarray, lengths: np.ndarray, numbers: np.ndarray, cp: int) -> np.ndarray:
+    """The member that holds the token at each of `offsets` in a sample of the length and number beside it."""
+    # The largest chunk that begins at or before the offset.
+    chunk = ((offsets + 1) * 2 * cp - 1 - numbers % (2 * cp)) // lengths
     return np.minimum(chunk, 2 * cp - 1 - chunk)
 
 
 def zigzag_tokens(lengths: Sequence[int] | np.ndarray, cp: int) -> tuple[np.ndarray, ...]:
-    """For each member the positions of its tokens in the pack, ascending."""
+    """For each member the positions of its tokens in the pack, ascending. `lengths`: of the pack's samples."""
     lengths = np.asarray(lengths, np.int64)
-    starts = np.cumsum(lengths) - lengths
-    offsets = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-    member = zigzag_member(offsets, np.repeat(lengths, lengths), cp)
+    sample = np.repeat(np.arange(len(lengths)), lengths)
+    offsets = np.arange(len(sample)) - (np.cumsum(lengths) - lengths)[sample]
+    member = zigzag_member(offsets, lengths[sample], sample, cp)
     return tuple(np.flatnonzero(member == i) for i in range(cp))
 
 
@@ -69,9 +73,10 @@ def zigzag_pieces(lengths: Sequence[int] | np.ndarray, cp: int, member: int) -> 
     """What `member` attends to, causally, in samples of `lengths` tokens."""
     if cp == 1:
         return Pieces.whole(lengths)
-    bounds = chunk_bounds(lengths, cp)
-    starts = np.cumsum(np.asarray(lengths, np.int64)) - np.asarray(lengths, np.int64)
-    held = np.empty(int(np.sum(lengths)), np.int64)  # where each position of the pack stands among the members' tokens
+    lengths = np.asarray(lengths, np.int64)
+    bounds = chunk_bounds(lengths, np.arange(len(lengths)), cp)
+    starts = np.cumsum(lengths) - lengths
+    held = np.empty(int(lengths.sum()), np.int64)  # where each position of the pack stands among the members' tokens
     held[np.concatenate(zigzag_tokens(lengths, cp))] = np.arange(len(held))
     # The chunks of a sample in the order of the pack. Those of the last member lie side by side: one piece.
     last = 2 * cp - 1 - member

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from megatron_hetero.training.settings import build, merge, option, read_yaml, r
 
 PARTS = ("vision", "projector", "text")
 """What can be frozen; `projector` is a parameter group of the vision module."""
+ENCODER_PARTS = {"vision": ("vision", "projector")}
+"""The parts of each encoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,35 @@ class BoundaryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Section `schedule`."""
+
+    kind: Literal["auto", "waves", "recompute", "ahead"] = option(
+        "auto",
+        "How an encoder takes turns with the text module: on shared ranks in waves, or with recompute (it keeps only "
+        "the rows and runs again before its backward pass); on ranks of its own ahead.",
+    )
+    waves: int | None = option(
+        None, "Micro-batches that are encoded before the text module runs them.", "1, near 2 pp with text stages"
+    )
+    run_ahead: int | None = option(
+        None, "Micro-batches that an encoder on its own ranks may be ahead of the text module.", "1"
+    )
+    virtual_stages: int = option(1, "Stages of the text module on each of its pp ranks; several are interleaved.")
+    timeout_s: float = option(
+        1800.0, "Seconds after which a rank gives up one action of a step and says which; 0 is never."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Section `train.profile`."""
+
+    start: int = option(0, "First step that is traced, into a file per rank in log.dir; 0 traces none.")
+    steps: int = option(1, "Number of steps that are traced.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Section `train`."""
 
@@ -86,6 +118,7 @@ class TrainConfig:
     global_batch_size: int = option(8, "Samples per step, over all replicas.")
     micro_batch_size: int = option(1, "Samples that one replica of the text module packs into one sequence.")
     seed: int = option(0, "Seed of everything random.")
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +178,12 @@ class Config:
     parallel: Mapping[str, str] = option(
         {}, "Layout of a module, such as `sp:8` or `tp:4,dp:2@0-7`.", "dp over all ranks"
     )
+    parallel_layers: Mapping[str, tuple[int, ...]] = option(
+        {}, "Layers of each pipeline stage of a module, in order, such as `10 18`.", "even"
+    )
     data: DataConfig
     boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -196,6 +233,7 @@ def require_modules(config: Config, modules: Iterable[str]) -> None:
     known = list(modules)
     by_module = {
         "parallel": config.parallel,
+        "parallel_layers": config.parallel_layers,
         "model.recompute": config.model.recompute,
         "model.sequence_parallel": config.model.sequence_parallel,
     }
@@ -228,10 +266,16 @@ _LOWEST: dict[str, tuple[float, bool]] = {
     "data.min_pixels": (1, True),
     "data.max_pixels": (1, True),
     "data.workers": (0, True),
+    "schedule.waves": (1, True),
+    "schedule.run_ahead": (0, True),
+    "schedule.virtual_stages": (1, True),
+    "schedule.timeout_s": (0, True),
     "train.iters": (1, True),
     "train.global_batch_size": (1, True),
     "train.micro_batch_size": (1, True),
     "train.seed": (0, True),
+    "train.profile.start": (0, True),
+    "train.profile.steps": (1, True),
     "optimizer.lr": (0, False),
     "optimizer.min_lr": (0, True),
     "optimizer.lr_vision": (0, False),
@@ -251,8 +295,7 @@ def _wrong(name: str, found: object, expected: str, why: str, do: str) -> UserEr
 
 def _check_numbers(config: Config) -> None:
     for name, (lowest, itself) in _LOWEST.items():
-        section, field_name = name.split(".")
-        value = getattr(getattr(config, section), field_name)
+        value: Any = reduce(getattr, name.split("."), config)
         if value is not None and not (value >= lowest if itself else value > lowest):
             expected = f"{lowest} or more" if itself else f"more than {lowest}"
             raise _wrong(name, value, expected, "smaller values mean nothing here", "raise it, or leave it out")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,14 @@ from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.layout import Layout
 from megatron_hetero.models.balance import deal
 from megatron_hetero.models.context import Pieces, contiguous_pieces
-from megatron_hetero.models.qwen2_5_vl.geometry import EncoderPlan, Grid, ImageGeometry, image_geometry, plan_encoder
+from megatron_hetero.models.qwen2_5_vl.geometry import (
+    EncoderPlan,
+    Grid,
+    ImageGeometry,
+    image_geometry,
+    plan_encoder,
+    shard_units,
+)
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.qwen2_5_vl.vision import forward_flops_per_patch
 from megatron_hetero.training.token_shards import holding_groups, tp_share
@@ -57,16 +65,13 @@ class EncoderShards:
     grids: tuple[Grid, ...]
     dealt: tuple[tuple[int, ...], ...]
 
-    @cached_property
-    def plans(self) -> tuple[EncoderPlan, ...]:
-        """What the members of each replica encode."""
-        shape, cost = self.shape, forward_flops_per_patch(self.shape)
-        return tuple(
-            plan_encoder(
-                images, [self.grids[i] for i in images], self.layout.sp, self.layout.cp, shape.merge, shape.window, cost
-            )
-            for images in self.dealt
-        )
+    def _cutting(self, replica: int) -> dict[str, Any]:
+        """How a replica's images are cut."""
+        shape, layout = self.shape, self.layout
+        cost = forward_flops_per_patch(shape)
+        grids = [self.grids[i] for i in self.dealt[replica]]
+        return {"grids": grids, "sp": layout.sp, "cp": layout.cp, "merge": shape.merge, "window": shape.window,
+                "cost": cost}  # fmt: skip
 
     @cached_property
     def _first_row(self) -> np.ndarray:
@@ -88,7 +93,7 @@ class EncoderShards:
     @cached_property
     def _units(self) -> np.ndarray:
         """Units of each member's shard, int64 [replicas * members]."""
-        return np.array([n for plan in self.plans for n in plan.lengths], np.int64) // self.shape.unit
+        return np.concatenate([shard_units(**self._cutting(replica)) for replica in range(len(self.dealt))])
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -129,7 +134,8 @@ class EncoderShards:
     def share(self, rank: int) -> EncoderShare:
         """What `rank` encodes."""
         at, layout, unit = self.layout.coordinate(rank), self.layout, self.shape.unit
-        member, plan = at.cp * layout.sp + at.sp, self.plans[at.dp]
+        member = at.cp * layout.sp + at.sp
+        plan = plan_encoder(self.dealt[at.dp], **self._cutting(at.dp))
         lengths = np.array(plan.lengths).reshape(layout.cp, layout.sp)
         cp_lengths = tuple(lengths.sum(axis=1).tolist())
         tp = layout.tp if self.sharded else 1
@@ -146,6 +152,5 @@ class EncoderShards:
         )
 
     def _positions(self, plan: EncoderPlan, member: int) -> np.ndarray:
-        unit = self.shape.unit
-        parts = [self._geometry(p.image).positions[:, p.start * unit : p.stop * unit] for p in plan.slices[member]]
+        parts = [self._geometry(p.image).positions(p.start, p.stop) for p in plan.slices[member]]
         return np.concatenate([np.zeros((2, 0), np.int64), *parts], axis=1)

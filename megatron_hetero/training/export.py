@@ -1,4 +1,7 @@
-"""Writes the model as a `transformers` folder: parameters stream from their ranks to rank 0, one at a time."""
+"""Writes the model as a `transformers` folder: parameters stream from their ranks to rank 0, one at a time.
+
+Rank 0 need not hold any of them: the layouts say which ranks do, and these say with each parameter what it is.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,9 @@ from megatron_hetero.training.modules import TrainedModule
 
 WRITER = 0
 
+Part = tuple[tuple[Piece, ...], Tensor]
+"""The values of one parameter of one rank, and what they are of the stored tensors."""
+
 
 def export_model(
     modules: Sequence[TrainedModule],
@@ -28,7 +34,8 @@ def export_model(
     companions: Path,
     dtype: torch.dtype,
 ) -> None:
-    """Write `target` from the weights of the first replica of each module. Every rank calls it; rank 0 writes.
+    """Write `target` from the weights of the first replica of each module. Every rank calls it, with the modules that
+    it holds a part of; rank 0 writes.
 
     `companions`: the folder that configuration, tokenizer and processor files are copied from. Raises `UserError` on
     rank 0 where the folder cannot be written.
@@ -46,39 +53,69 @@ def export_model(
 
 def gather_parameters(
     modules: Sequence[TrainedModule], topology: Topology, value: Callable[[Any], Tensor] = lambda parameter: parameter
-) -> Iterator[tuple[tuple[Piece, ...], Tensor]]:
-    """(pieces, values) of each parameter of each tp rank of the first replicas, on the writer; nothing elsewhere.
+) -> Iterator[Part]:
+    """Every parameter of each stage and tp rank of the first replicas, on the writer; nothing elsewhere. Every rank
+    goes through it to the end, with the modules that it holds a part of.
 
-    `value` maps a parameter to what is gathered of it, of the same shape and type on all ranks.
+    `value` maps a parameter to what is gathered of it, of the same shape.
     """
-    for module in modules:
-        layout = topology.layouts[module.name]
-        own = dict(module.model.named_parameters())
-        for name in module.own_map:
-            for tp_rank, pieces in enumerate(module.maps):
-                values = _fetch(value(own[name]), layout.rank_at(tp=tp_rank), topology)
-                if values is not None:
-                    yield pieces[name], values
+    own = {module.name: module for module in modules}
+    for name, layout in topology.layouts.items():
+        for stage in range(layout.pp):
+            holders = [layout.rank_at(tp=tp, pp=stage) for tp in range(layout.tp)]
+            if topology.rank == WRITER:
+                yield from _in_turns([_from(holder, own.get(name), value, topology) for holder in holders])
+            elif topology.rank in holders:
+                _send(_held_parts(own[name], value), topology)
 
 
-def _fetch(parameter: Tensor, holder: int, topology: Topology) -> Tensor | None:
-    """The values of a parameter of `holder` on the writer's host. Shards of a parameter have the same shape on all
-    ranks.
-    """
-    if topology.rank == WRITER == holder:
-        return parameter.detach().cpu()
-    if topology.rank == holder:
-        dist.send(parameter.detach().contiguous(), WRITER, group=topology.world)
-    if topology.rank != WRITER:
-        return None
-    received = torch.empty_like(parameter)
-    dist.recv(received, holder, group=topology.world)
-    return received.cpu()
+def _in_turns(streams: Sequence[Iterator[Part]]) -> Iterator[Part]:
+    # The ranks of a tp group hold parts of the same stored tensors in the same order.
+    for parts in zip(*streams, strict=True):
+        yield from parts
 
 
-def assemble(
-    parts: Iterable[tuple[tuple[Piece, ...], Tensor]], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
+def _from(holder: int, own: TrainedModule | None, value: Callable[[Any], Tensor], topology: Topology) -> Iterator[Part]:
+    """What `holder` gives, on the writer's host."""
+    if holder != WRITER:
+        return _received(holder, topology)
+    assert own is not None, "the writer holds a part of the module"
+    return ((pieces, values.cpu()) for pieces, values in _held_parts(own, value))
+
+
+def _held_parts(module: TrainedModule, value: Callable[[Any], Tensor]) -> Iterator[Part]:
+    """What this rank has to give: everything but what another stage gives."""
+    for name, pieces in module.own_map.items():
+        if name != module.tied_copy:
+            yield pieces, value(module.parameters[name]).detach()
+
+
+def _send(parts: Iterable[Part], topology: Topology) -> None:
+    for pieces, values in parts:
+        _tell((pieces, tuple(values.shape), values.dtype), topology)
+        dist.send(values.contiguous(), WRITER, group=topology.world)
+    _tell(None, topology)
+
+
+def _received(holder: int, topology: Topology) -> Iterator[Part]:
+    while (told := _hear(holder, topology)) is not None:
+        pieces, shape, dtype = told
+        values = torch.empty(shape, dtype=dtype, device=topology.platform.device)
+        dist.recv(values, holder, group=topology.world)
+        yield pieces, values.cpu()
+
+
+def _tell(what: Any, topology: Topology) -> None:
+    dist.send_object_list([what], WRITER, group=topology.world, device=topology.platform.device)
+
+
+def _hear(holder: int, topology: Topology) -> Any:
+    told = [None]
+    dist.recv_object_list(told, holder, group=topology.world, device=topology.platform.device)
+    return told[0]
+
+
+def assemble(parts: Iterable[Part], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     """Lay pieces into whole stored tensors, and yield each once every element has come."""
     growing: dict[str, Tensor] = {}
     missing: dict[str, int] = {}

@@ -6,8 +6,10 @@ Every rank has back-propagated the *sum* of its own tokens' losses. For each mod
      activations; replicated key/value heads), are summed over `tp`;
   2. everything is summed over the module's data- and context-parallel ranks (with the distributed optimizer each rank
      uses its own share of the sums);
-  3. squares are added up over all modules and ranks, each element of each parameter counted once;
-  4. all gradients are scaled by 1/N and by the clipping factor, the same on every rank.
+  3. an embedding that the last pipeline stage holds a copy of, for the head that is tied to it, is summed over the two.
+     Last, so that the two sums are of the same bits, and stay so whatever the order in which 2 adds up;
+  4. squares are added up over all modules and ranks, each element of each parameter counted once;
+  5. all gradients are scaled by 1/N and by the clipping factor, the same on every rank.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -51,21 +54,28 @@ def reduce_gradients(
     optimizers: Sequence[Any],
     topology: Topology,
 ) -> GradientSummary:
-    """Steps 1 to 3. `loss_sum`: the fp32 sum of this rank's token losses; it counts where `loss_counts_here`."""
-    trained = [(m, o) for m, o in zip(modules, optimizers, strict=True) if m.ddp is not None]
-    finite = [_is_finite(m) for m, _ in trained]
-    for module, _ in trained:
+    """Steps 1 to 4. `loss_sum`: the fp32 sum of this rank's token losses; it counts where `loss_counts_here`.
+
+    `modules`: those that this rank has a part of, in the order of the topology; every rank calls it.
+    """
+    trained = {m.name: (m, o) for m, o in zip(modules, optimizers, strict=True) if m.ddp is not None}
+    finite = {name: _is_finite(module) for name, (module, _) in trained.items()}
+    for module, _ in trained.values():
         _sum_parts_over_tp(module)
-    for module, _ in trained:
+    for module, _ in trained.values():
         module.ddp.finish_grad_sync(force_all_reduce=topology.platform.prefers_all_reduce)  # pyright: ignore
-    squares = [_squares(m, o) for m, o in trained]
+    for module, optimizer in trained.values():
+        _sum_tied_over_stages(module, optimizer)
+    squares = {name: _squares(*pair) for name, pair in trained.items()}
+    told = {name: torch.stack([torch.ones_like(s), finite[name], s]) for name, s in squares.items()}
+    absent = torch.zeros(len(_Column), dtype=torch.float64, device=loss_sum.device)
     counts = torch.full_like(loss_sum, float(loss_counts_here), dtype=torch.float64)
-    mine = torch.stack([loss_sum.double(), counts, *finite, *squares])
-    return _summarise(_gather_rows(mine, topology), [m.name for m, _ in trained])
+    mine = [torch.stack([loss_sum.double(), counts]), *(told.get(name, absent) for name in topology.layouts)]
+    return _summarise(_gather_rows(torch.cat(mine), topology), list(topology.layouts))
 
 
 def scale_gradients(modules: Iterable[TrainedModule], factor: float) -> None:
-    """Step 4."""
+    """Step 5."""
     for module in modules:
         if module.ddp is not None:
             module.ddp.scale_gradients(factor)
@@ -76,13 +86,26 @@ def clip_factor(norm: float, limit: float) -> float:
     return 1.0 if limit <= 0 or norm <= limit else limit / (norm + 1e-6)
 
 
+class _Column(IntEnum):
+    """What a rank tells of a module. All zero where it trains nothing of it."""
+
+    TRAINED = 0
+    FINITE = 1
+    SQUARES = 2
+
+
 def _summarise(table: Tensor, names: list[str]) -> GradientSummary:
-    """`table`: a row for each rank, of its loss, whether that counts, and per module finiteness and squares."""
-    finite, squares = table[:, 2 : 2 + len(names)], table[:, 2 + len(names) :]
-    faults = [("loss", rank) for rank in range(len(table)) if not math.isfinite(table[rank, 0])]
-    faults += [(name, rank) for i, name in enumerate(names) for rank in range(len(table)) if not finite[rank, i]]
-    norms = {name: math.sqrt(max(0.0, squares[:, i].sum().item())) for i, name in enumerate(names) if not faults}
-    return GradientSummary(float((table[:, 0] * table[:, 1]).sum()), norms, tuple(faults))
+    """`table`: a row for each rank, of its loss, whether that counts, and the columns of each module."""
+    loss, counts = table[:, 0], table[:, 1]
+    of_modules = table[:, 2:].view(len(table), len(names), len(_Column))
+    trained, finite, squares = of_modules.unbind(2)
+    faults = [("loss", rank) for rank in range(len(table)) if not math.isfinite(loss[rank])]
+    for i, name in enumerate(names):
+        faults += [(name, rank) for rank in range(len(table)) if trained[rank, i] and not finite[rank, i]]
+    norms = {
+        name: math.sqrt(max(0.0, squares[:, i].sum().item())) for i, name in enumerate(names) if trained[:, i].any()
+    }
+    return GradientSummary(float((loss * counts).sum()), {} if faults else norms, tuple(faults))
 
 
 def _gather_rows(mine: Tensor, topology: Topology) -> Tensor:
@@ -130,7 +153,7 @@ def _parts(module: TrainedModule) -> tuple[list[tuple[Any, Piece]], dict[tuple[A
     end = 0
     if module.groups.tp.size() == 1:
         return own, slots, end
-    for name, parameter in module.model.named_parameters():
+    for name, parameter in module.parameters.items():
         if not parameter.requires_grad:
             continue
         on_shards = bool(getattr(parameter, "sequence_parallel", False))
@@ -155,14 +178,30 @@ def _partial_pieces(pieces: Sequence[Piece], how: Held, on_shards: bool) -> list
 # ---------------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def _sum_tied_over_stages(module: TrainedModule, optimizer: Any) -> None:
+    if module.tied is None:
+        return
+    parameter: Any = module.parameters[module.tied]
+    if parameter.requires_grad:
+        # With the distributed optimizer both copies are cut alike, see `shared_embedding` where modules are built.
+        start, stop = _owned_range(optimizer, parameter)
+        dist.all_reduce(parameter.main_grad.view(-1)[start:stop], group=module.groups.embd)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Step 4
+# ---------------------------------------------------------------------------------------------------------
+
+
 def _squares(module: TrainedModule, optimizer: Any) -> Tensor:
     """The sum of squares of this rank's share of the module's gradients, fp64 scalar; shares of all ranks add up to
     the whole.
     """
     total = torch.zeros((), dtype=torch.float64, device=module.ddp.buffers[0].grad_data.device)  # pyright: ignore
     replicas = 1 if _is_distributed(optimizer) else module.groups.dp_cp.size()
-    for name, parameter in module.model.named_parameters():
-        if parameter.requires_grad:
+    for name, parameter in module.parameters.items():
+        if parameter.requires_grad and name != module.tied_copy:
             total += _parameter_squares(parameter, module, name, _owned_range(optimizer, parameter))
     return total / replicas
 

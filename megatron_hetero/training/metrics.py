@@ -40,7 +40,8 @@ class StepMetrics:
         step_time_s: wall-clock seconds.
         peak_memory_bytes: of the rank that needed most.
         data_time_s: seconds of the step spent waiting for data.
-        boundary_time_s: seconds of the step spent in boundaries.
+        boundary_time_s: seconds of the step, on this rank, in which it packed rows or waited for them; rows travel
+            beside other work.
         mfu: model FLOPs utilisation, None where the device's peak is unknown.
         extra: more values to record, by names that are not taken.
     """

@@ -14,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 
+from megatron_hetero.megatron_adapter import own_parameter_groups
 from megatron_hetero.models.qwen2_5_vl.weights import group_of
 from megatron_hetero.platform import Platform
 from megatron_hetero.training.config import OptimizerConfig
@@ -40,7 +41,7 @@ def build_optimizer(module: TrainedModule, config: OptimizerConfig, dtype: torch
         params_dtype=dtype,
         use_distributed_optimizer=adamw,
     )
-    with platform.megatron_scope():
+    with platform.megatron_scope(), own_parameter_groups():
         optimizer = get_megatron_optimizer(
             megatron,
             [module.ddp],  # pyright: ignore[reportArgumentType]
@@ -67,7 +68,7 @@ def _overrides(module: TrainedModule, config: OptimizerConfig) -> dict[ParamKey,
     overrides: dict[ParamKey, Any] = {ParamKey(name="*.bias", predicate=one_dimensional): exempt}
     for group, peak in (("vision", config.lr_vision), ("projector", config.lr_projector)):
         if peak is not None:
-            members = {id(p) for name, p in module.model.named_parameters() if group_of(module.name, name) == group}
+            members = {id(p) for name, p in module.parameters.items() if group_of(module.name, name) == group}
             predicate = ParamPredicate(group, lambda p, members=members: id(p) in members)
             overrides[ParamKey(predicate=predicate)] = {"max_lr": peak, "min_lr": config.min_lr * peak / config.lr}
     return overrides

@@ -10,33 +10,39 @@ from megatron_hetero.training.step_loader import StepBatch
 
 
 def describe(run: Run) -> Table:
-    """Modules, their layouts, ranks, and parameters per rank (of this rank)."""
+    """Modules, their layouts, ranks, and the most parameters on a rank. Every rank calls it."""
     table = Table(title=f"{run.config.model.hf_path} in {run.config.model.dtype} on {run.platform.device.type}")
     for column in ("module", "layout", "ranks", "parameters per rank", "trained per rank", "activations over tp"):
         table.add_column(column, justify="right" if "per rank" in column else "left")
-    for module in run.modules:
-        layout = run.topology.layouts[module.name]
-        trained = sum(p.numel() for p in module.model.parameters() if p.requires_grad)
-        sharded = "sharded" if module.model.config.sequence_parallel else "whole"
+    for name, layout in run.topology.layouts.items():
+        held, trained = run.over_ranks(_parameters(run, name)).max(dim=0).values.long().tolist()
+        whole = layout.tp == 1 or not run.shards_activations(name)
         table.add_row(
-            module.name,
+            name,
             layout.degrees_text,
             layout.ranks_text,
-            f"{module.parameters_per_rank:,}",
+            f"{held:,}",
             f"{trained:,}",
-            "-" if layout.tp == 1 else sharded,
+            "-" if layout.tp == 1 else "whole" if whole else "sharded",
         )
     return table
 
 
+def _parameters(run: Run, name: str) -> tuple[int, int]:
+    """The elements of this rank's parameters of a module, and of those that train."""
+    own = [p for module in run.modules if module.name == name for p in module.parameters.values()]
+    return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
+
+
 def describe_boundary(run: Run, batch: StepBatch) -> Group | Table:
     """The boundary in the first step, as this rank sees it."""
-    row_bytes = run.communicator.row_bytes
+    row_bytes = run.loader.planner.row_bytes
     table = Table(title="boundary vision to text, step 1, this rank")
     for column in ("direction", "rows in place after", "rows received", "bytes received", "bytes sent", "collectives"):
         table.add_column(column, justify="left" if column == "direction" else "right")
-    plans = [m.plan.vision.boundary for m in batch.micro_batches if m.plan.vision is not None]
-    for name, directions in (("forward", [p.forward for p in plans]), ("backward", [p.backward for p in plans])):
+    plans = [m.plan.boundary for m in batch.micro_batches if m.plan.boundary is not None]
+    backward = [p.backward for p in plans if p.backward is not None]
+    for name, directions in (("forward", [p.forward for p in plans]), ("backward", backward)):
         received, sent = sum(d.received_rows for d in directions), sum(d.sent_rows for d in directions)
         table.add_row(
             name,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.data.mixture import Mixture, RegistryEntry
 from megatron_hetero.data.processing import Processor
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout import Layout, require_supported, resolve
+from megatron_hetero.layout import Layout, resolve
 from megatron_hetero.megatron_adapter import prepare_globals
 from megatron_hetero.models.backend import spec_provider
 from megatron_hetero.models.balance import idle_share
@@ -25,27 +25,35 @@ from megatron_hetero.models.hf_folder import StoredWeights, require_writable
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, canonical_name, stored_shapes
 from megatron_hetero.platform import Platform
-from megatron_hetero.schedule.colocated import Stopwatch, run_step
+from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.runtime import Interpreter, ModuleOnRank
+from megatron_hetero.schedule.settings import ScheduleSettings
+from megatron_hetero.schedule.watch import Stopwatch, Watchdog
 from megatron_hetero.topology import Topology
-from megatron_hetero.training.config import Config, require_modules, to_yaml
+from megatron_hetero.training.config import ENCODER_PARTS, Config, require_modules, to_yaml
 from megatron_hetero.training.export import export_model
 from megatron_hetero.training.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients
 from megatron_hetero.training.metrics import MetricsWriter, NullWriter, StepMetrics
 from megatron_hetero.training.modules import MODULES, TrainedModule, build_module
 from megatron_hetero.training.optimizer import build_optimizer, rate_of, set_learning_rates
+from megatron_hetero.training.profile import StepProfiler
 from megatron_hetero.training.step_flops import utilisation
 from megatron_hetero.training.step_loader import BatchShape, StepBatch, StepLoader
 from megatron_hetero.training.step_plan import StepPlanner
 from megatron_hetero.training.to_device import to_device
 
+TEXT = "text"
+ENCODERS = tuple(name for name in MODULES if name != TEXT)
+"""The modules whose rows go into the text module."""
 REPORTER = 0
 """The rank that prints and writes metrics."""
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Everything that lives as long as a run, on one rank. Modules and optimizers are in the same order: vision,
-    text.
+    """Everything that lives as long as a run, on one rank. `modules` are those that this rank has a part of, in the
+    order vision, text; `optimizers` are in the same order.
     """
 
     config: Config
@@ -53,10 +61,12 @@ class Run:
     topology: Topology
     modules: tuple[TrainedModule, ...]
     optimizers: tuple[Any, ...]
-    communicator: BoundaryCommunicator
+    schedule: Schedule
+    interpreter: Interpreter
     loader: StepLoader
     writer: MetricsWriter | NullWriter
     watch: Stopwatch
+    profiler: StepProfiler
 
     @classmethod
     def build(cls, config: Config, platform: Platform) -> Run:
@@ -76,29 +86,34 @@ class Run:
         torch.manual_seed(config.train.seed)
         platform.prepare_megatron()
         prepare_globals(config.train.seed)
-        topology = Topology.build(layouts, platform, decoding=("vision",))
+        schedule = checked_schedule(config, layouts, batch)
+        topology = Topology.build(layouts, platform, decoding=ENCODERS, edges=[(name, TEXT) for name in ENCODERS])
         modules = _build_modules(config, shapes, topology, weights)
-        communicator = _communicator(config, shapes, topology)
         planner = StepPlanner(
             shapes.vision,
             layouts,
-            {m.name: m.model.config.sequence_parallel for m in modules},
+            {name: shards_activations(config, name, layout) for name, layout in layouts.items()},
             topology.rank,
-            communicator.row_bytes,
+            shapes.text.hidden * transport_of(config).itemsize,
             config.data.balance,
         )
+        watch = Stopwatch(platform)
         return cls(
             config=config,
             shapes=shapes,
             topology=topology,
             modules=modules,
             optimizers=tuple(build_optimizer(m, config.optimizer, dtype_of(config), platform) for m in modules),
-            communicator=communicator,
+            schedule=schedule,
+            interpreter=_interpreter(config, shapes, topology, modules, watch),
             loader=StepLoader(
                 mixture, processor, topology, planner, batch, config.data.max_seq_length, config.data.too_long
             ),
             writer=_writer(config, topology.rank),
-            watch=Stopwatch(platform),
+            watch=watch,
+            profiler=StepProfiler(
+                config.train.profile.start, config.train.profile.steps, config.log.dir, topology.rank, platform
+            ),
         )
 
     @property
@@ -106,17 +121,14 @@ class Run:
         """Where this rank computes."""
         return self.topology.platform
 
-    @cached_property
-    def _by_name(self) -> Mapping[str, TrainedModule]:
-        return {m.name: m for m in self.modules}
-
     def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
         """(step, batch, seconds waited for it) of all steps."""
         iters, workers = self.config.train.iters, self.config.data.workers
         batches = iter(self.loader.steps(1, iters, workers))
         for step in range(1, iters + 1):
             start = time.perf_counter()
-            batch = next(batches)
+            with self._watched(f"the data of step {step}"):
+                batch = next(batches)
             yield step, batch, time.perf_counter() - start
 
     def train_step(self, step: int, batch: StepBatch, waited: float = 0.0) -> StepMetrics:
@@ -130,13 +142,15 @@ class Run:
                 f"step {step}: found no supervised token in the global batch, expected some, because the loss "
                 f"divides by their number; raise data.max_seq_length or the batch size, or mend the data"
             )
-        summary = self.gradients(batch)
-        self._refuse_faults(step, summary)
-        norm = summary.norm / batch.supervised
-        factor = clip_factor(norm, self.config.optimizer.clip_grad) / batch.supervised
-        scale_gradients(self.modules, factor)
-        rate = self._update(step)
-        self.platform.synchronize()
+        with self.profiler.step(step):
+            summary = self.gradients(batch)
+            self._refuse_faults(step, summary)
+            norm = summary.norm / batch.supervised
+            factor = clip_factor(norm, self.config.optimizer.clip_grad) / batch.supervised
+            scale_gradients(self.modules, factor)
+            with self._watched(f"the update of step {step}"):
+                rate = self._update(step)
+                self.platform.synchronize()
         return self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited)
 
     def gradients(self, batch: StepBatch) -> GradientSummary:
@@ -146,11 +160,24 @@ class Run:
                 module.ddp.zero_grad_buffer()
                 optimizer.zero_grad()  # Megatron's fp32 optimizer leaves the last step's gradients on the parameters
         dtype = dtype_of(self.config)
-        micro_batches = (to_device(m, self.platform, dtype) for m in batch.micro_batches)
-        vision, text = self._by_name["vision"], self._by_name["text"]
-        loss_sum = run_step(vision.model, text.model, self.communicator, micro_batches, self.watch)
-        first_of_tp = text.groups.tp.rank() == 0
-        return reduce_gradients(self.modules, loss_sum, first_of_tp, self.optimizers, self.topology)
+        loss_sum = self.interpreter.run(
+            self.schedule, lambda m: to_device(batch.micro_batches[m], self.platform, dtype)
+        )
+        with self._watched("the sums of gradients over ranks"):
+            return reduce_gradients(self.modules, loss_sum, self._counts_loss, self.optimizers, self.topology)
+
+    def _watched(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what waits for other ranks between the actions of the schedule."""
+        return self.interpreter.watchdog.doing(lambda: f"{what}, with all other ranks,")
+
+    @property
+    def _counts_loss(self) -> bool:
+        """Whether this rank's loss is one of those that add up to the whole: once for each tp group that has one."""
+        layout, rank = self.topology.layouts[TEXT], self.topology.rank
+        if rank not in layout:
+            return False
+        at = layout.coordinate(rank)
+        return at.tp == 0 and at.pp == layout.pp - 1
 
     def _update(self, step: int) -> float:
         """Step all optimizers. Returns the learning rate of `optimizer.lr` (parts may have rates of their own)."""
@@ -178,9 +205,7 @@ class Run:
         self, step: int, batch: StepBatch, loss: float, norm: float, rate: float, start: float, waited: float
     ) -> StepMetrics:
         seconds = time.perf_counter() - start
-        parts = self.watch.read()
-        peak, _ = self._over_ranks(self.platform.peak_memory_bytes())
-        slowest, encoding = self._over_ranks(parts.get("vision", 0.0))
+        laps = self.watch.read()
         return StepMetrics(
             step=step,
             loss=loss,
@@ -189,24 +214,38 @@ class Run:
             tokens=batch.tokens,
             images=len(batch.grids),
             step_time_s=seconds,
-            peak_memory_bytes=int(peak),
+            peak_memory_bytes=int(self.over_ranks([self.platform.peak_memory_bytes()]).max()),
             data_time_s=waited,
-            boundary_time_s=parts.get("boundary", 0.0),
+            boundary_time_s=sum(laps.get("boundary", [])),
             mfu=utilisation(self.shapes, self.config.model.freeze, batch, seconds, self.topology),
             extra={
                 "patches": sum(prod(grid) for grid in batch.grids),
                 "supervised_tokens": batch.supervised,
-                "encoder_idle_share": 1 - encoding / slowest if slowest else 0.0,
+                "encoder_idle_share": self._idle_share(laps.get("vision", [])),
                 "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
             },
         )
 
-    def _over_ranks(self, number: float) -> tuple[float, float]:
-        """The highest and the mean of all ranks' numbers."""
-        numbers = torch.tensor([number], dtype=torch.float64, device=self.platform.device)
-        everyone = numbers.new_empty(self.topology.world_size)
-        dist.all_gather_into_tensor(everyone, numbers, group=self.topology.world)
-        return float(everyone.max()), float(everyone.mean())
+    def over_ranks(self, numbers: Sequence[float]) -> torch.Tensor:
+        """All ranks' numbers, fp64 [ranks, numbers] on the host; as many on each rank."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self.platform.device)
+        everyone = mine.new_empty(self.topology.world_size * len(mine))
+        dist.all_gather_into_tensor(everyone, mine, group=self.topology.world)
+        return everyone.view(self.topology.world_size, -1).cpu()
+
+    def _idle_share(self, laps: Sequence[float]) -> float:
+        """The share of the encoder ranks' time in which they wait for the slowest, in each forward and backward of each
+        micro-batch. `laps`: this rank's seconds, none outside the encoder.
+        """
+        ranks = self.topology.layouts["vision"].ranks
+        encoder = self.schedule.roles[self.schedule.role_index[ranks[0]]]
+        runs = sum(a.op == "run" and a.module == "vision" for a in encoder.actions)
+        table = self.over_ranks([*laps, *[0.0] * (runs - len(laps))])
+        return idle_share(*table[list(ranks)].T.tolist())
+
+    def shards_activations(self, name: str) -> bool:
+        """Whether a module's activations are split along the sequence over its tp ranks."""
+        return shards_activations(self.config, name, self.topology.layouts[name])
 
     def export(self, target: Path) -> None:
         """Write the model to `target` in `transformers` format."""
@@ -225,7 +264,6 @@ def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, 
     shapes = Qwen25VLShapes.from_folder(config.model.hf_path)
     require_modules(config, MODULES)
     layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
-    require_supported(layouts, world_size)
     return shapes, layouts, _batch_shape(config, layouts["text"])
 
 
@@ -257,21 +295,64 @@ def _build_modules(
             freeze=config.model.freeze,
             distributed_optimizer=config.optimizer.name == "adamw",
             weights=weights,
+            split=config.parallel_layers.get(name),
+            stages_per_rank=config.schedule.virtual_stages if name == TEXT else 1,
         )
         for name in MODULES
+        if topology.rank in topology.layouts[name]
     )
 
 
-def _communicator(config: Config, shapes: Qwen25VLShapes, topology: Topology) -> BoundaryCommunicator:
-    return BoundaryCommunicator(
-        topology.world,
-        topology.platform.device,
-        shapes.text.hidden,
-        dtype_of(config),
-        transport={"exact": None, "bfloat16": torch.bfloat16}[config.boundary.transport],
-        # What crosses was counted when the step was planned, and an error then reached every rank.
-        check=False,
+def transport_of(config: Config) -> torch.dtype:
+    """What rows are sent as."""
+    return torch.bfloat16 if config.boundary.transport == "bfloat16" else dtype_of(config)
+
+
+def checked_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:
+    """The schedule of a step, checked. Raises `UserError` where settings and layouts do not fit."""
+    chosen = config.schedule
+    settings = ScheduleSettings(chosen.kind, chosen.waves, chosen.run_ahead, chosen.virtual_stages)
+    frozen = [name for name in ENCODERS if all(part in config.model.freeze for part in ENCODER_PARTS[name])]
+    schedule = build_schedule(layouts, batch.micro_batches, settings, forward_only=frozen)
+    schedule.check()
+    return schedule
+
+
+def _interpreter(
+    config: Config, shapes: Qwen25VLShapes, topology: Topology, modules: Sequence[TrainedModule], watch: Stopwatch
+) -> Interpreter:
+    communicators = {
+        encoder: BoundaryCommunicator(
+            group,
+            topology.platform.device,
+            shapes.text.hidden,
+            dtype_of(config),
+            transport=transport_of(config),
+            # What crosses was counted when the step was planned, and an error then reached every rank.
+            check=False,
+        )
+        for (encoder, _), group in topology.boundaries.items()
+    }
+    on_rank = {}
+    for module in modules:
+        layout, first = topology.layouts[module.name], topology.layouts[module.name].coordinate(topology.rank).pp
+        stages = {first + i * layout.pp: chunk for i, chunk in enumerate(module.chunks)}
+        on_rank[module.name] = ModuleOnRank(stages, *topology.pipelines.get(module.name, ()))
+    return Interpreter(
+        on_rank,
+        communicators,
+        rank=topology.rank,
+        width=shapes.text.hidden,
+        dtype=dtype_of(config),
+        device=topology.platform.device,
+        watch=watch,
+        watchdog=Watchdog(config.schedule.timeout_s, topology.rank),
     )
+
+
+def shards_activations(config: Config, name: str, layout: Layout) -> bool:
+    """Whether a module's activations are split along the sequence over its tp ranks."""
+    return config.model.sequence_parallel.get(name, True) and layout.tp > 1
 
 
 def _writer(config: Config, rank: int) -> MetricsWriter | NullWriter:

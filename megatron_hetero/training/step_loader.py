@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,8 +35,8 @@ from megatron_hetero.training.step_plan import (
     MicroBatchPlan,
     PackMetadata,
     PackShape,
+    PixelPlan,
     StepPlanner,
-    VisionPlan,
 )
 
 T = TypeVar("T")
@@ -64,10 +65,11 @@ class BatchShape:
 class MicroBatch:
     """One micro-batch on the host: this rank's pack, its plan, and the pixels of the patches that it embeds.
 
-    `pixels`: fp32 [patches of this rank, padding included, elements of a patch]; None where nobody has an image.
+    `pack`: None on ranks outside the text module. `pixels`: fp32 [patches of this rank, padding included, elements of a
+    patch]; None where nobody has an image, and on ranks outside the encoder's first stage.
     """
 
-    pack: PackedBatch
+    pack: PackedBatch | None
     plan: MicroBatchPlan
     pixels: torch.Tensor | None
 
@@ -120,36 +122,38 @@ class StepLoader:
     def load(self, step: int, run: Callable[..., Iterable[Any]]) -> StepBatch:
         """Make the batch of `step` (from 1), with `run` in place of `map` where work can be done side by side."""
         packs, error = _attempt(lambda: self._packs(step, run))
-        by_rank = self._exchange(step, [pack_metadata(*p) for p in packs or []], error)
+        by_rank = self._exchange(step, [metadata for _, metadata in packs or []], error)
         layout = self.topology.layouts["text"]
         first_ranks = [layout.rank_at(dp=replica) for replica in range(layout.dp)]
         told = [[by_rank[rank][m] for rank in first_ranks] for m in range(self.batch.micro_batches)]
         plans = [self.planner.plan([pack.shape for pack in packs_of], m) for m, packs_of in enumerate(told)]
         decoded, error = _attempt(lambda: self._decode(plans, told, run))
-        self._exchange(step, None, error)
-        pixels = [self._share_out(plan.vision, patches) for plan, patches in zip(plans, decoded or [], strict=True)]
+        _require_one_plan(step, self._exchange(step, [p.boundary and p.boundary.digest for p in plans], error))
+        pixels = [self._share_out(plan.pixels, patches) for plan, patches in zip(plans, decoded or [], strict=True)]
+        own = [packed for packed, _ in packs] if packs else [None] * len(plans)
         everything = [pack for packs_of in told for pack in packs_of]
         return StepBatch(
-            micro_batches=tuple(
-                MicroBatch(packed, plan, mine)
-                for (packed, _), plan, mine in zip(packs or [], plans, pixels, strict=True)
-            ),
+            micro_batches=tuple(MicroBatch(*parts) for parts in zip(own, plans, pixels, strict=True)),
             supervised=sum(pack.supervised for pack in everything),
             tokens=sum(pack.tokens for pack in everything),
             grids=tuple(grid for pack in everything for grid in pack.shape.grids),
             sample_lengths=tuple(n for pack in everything for n in pack.shape.lengths),
-            encoder_loads=tuple(plan.vision.loads for plan in plans if plan.vision is not None),
+            encoder_loads=tuple(plan.loads for plan in plans if plan.loads),
         )
 
-    def _packs(self, step: int, run: Callable[..., Iterable[Any]]) -> list[tuple[PackedBatch, list[ImageSource]]]:
-        replica = self.topology.layouts["text"].replica_of(self.topology.rank)
+    def _packs(self, step: int, run: Callable[..., Iterable[Any]]) -> list[tuple[PackedBatch, PackMetadata]]:
+        layout = self.topology.layouts["text"]
+        if self.topology.rank not in layout:
+            return []
+        replica = layout.replica_of(self.topology.rank)
         numbers = [self.batch.numbers(step, replica, m) for m in range(self.batch.micro_batches)]
         tokenised = iter(run(self._tokenise, [n for micro_batch in numbers for n in micro_batch]))
         packs = []
         for micro_batch in numbers:
             samples = [(n, sample) for n, sample in zip(micro_batch, tokenised, strict=False) if sample is not None]
             sources = [ImageSource(n, place) for n, sample in samples for place in range(len(sample.grids))]
-            packs.append((pack([s for _, s in samples]), sources))
+            images = [len(sample.grids) for _, sample in samples]
+            packs.append((packed := pack([s for _, s in samples]), pack_metadata(packed, sources, images)))
         return packs
 
     def _tokenise(self, number: int) -> TokenizedSample | None:
@@ -163,7 +167,7 @@ class StepLoader:
         wanted = []
         for m, (plan, packs) in enumerate(zip(plans, told, strict=True)):
             images = [pair for pack in packs for pair in zip(pack.sources, pack.shape.grids, strict=True)]
-            wanted += [(m, *images[i]) for i in (plan.vision.decodes if plan.vision is not None else ())]
+            wanted += [(m, *images[i]) for i in (plan.pixels.decodes if plan.pixels is not None else ())]
         decoded: list[list[np.ndarray]] = [[] for _ in plans]
         for (m, *_), patches in zip(wanted, run(self._patches, wanted), strict=True):
             decoded[m].append(patches)
@@ -173,18 +177,23 @@ class StepLoader:
         _, source, grid = wanted
         return self.processor.patches(self.mixture[source.sample], source.place, grid)
 
-    def _share_out(self, plan: VisionPlan | None, decoded: list[np.ndarray]) -> torch.Tensor | None:
+    def _share_out(self, plan: PixelPlan | None, decoded: list[np.ndarray]) -> torch.Tensor | None:
         """Patches of the images that this rank decoded to those that it embeds, with zeros for padding after them."""
         if plan is None:
             return None
+        elements, communicator = self.planner.shape.patch_elements, self._pixels
+        own = decoded[0] if len(decoded) == 1 else np.concatenate([np.zeros((0, elements), np.float32), *decoded])
+        units = torch.from_numpy(own).view(-1, communicator.width)
+        embedded = communicator.forward(load_plan(plan.exchange, CPU), units).view(-1, elements)
+        padded = torch.nn.functional.pad(embedded, (0, 0, 0, plan.padding)) if plan.padding else embedded
+        return padded.pin_memory() if self.topology.platform.is_cuda else padded
+
+    @cached_property
+    def _pixels(self) -> BoundaryCommunicator:
+        """Between the hosts of this rank's encoder replica: a row is the patches of one unit."""
         shape = self.planner.shape
-        units = np.concatenate([np.zeros((0, shape.patch_elements), np.float32), *decoded])
-        communicator = BoundaryCommunicator(
-            self.topology.host_replicas["vision"], CPU, shape.unit * shape.patch_elements, torch.float32, check=False
-        )
-        mine = torch.from_numpy(units).view(-1, communicator.width)
-        embedded = communicator.forward(load_plan(plan.pixels, CPU), mine).view(-1, shape.patch_elements)
-        return torch.nn.functional.pad(embedded, (0, 0, 0, plan.share.padding))
+        width = shape.unit * shape.patch_elements
+        return BoundaryCommunicator(self.topology.host_replicas["vision"], CPU, width, torch.float32, check=False)
 
     def _exchange(self, step: int, mine: Any, error: str | None) -> list[Any]:
         """Everybody's `mine`, by rank. Raises the first rank's error on every rank."""
@@ -196,14 +205,29 @@ class StepLoader:
         return [content for content, _ in told]
 
 
-def pack_metadata(packed: PackedBatch, sources: Sequence[ImageSource]) -> PackMetadata:
-    """What other ranks need to know of `packed`."""
+def pack_metadata(packed: PackedBatch, sources: Sequence[ImageSource], images: Sequence[int]) -> PackMetadata:
+    """What other ranks need to know of `packed`. `images`: of each sample."""
     shape = PackShape(
         lengths=tuple(np.diff(packed.cu_seqlens).tolist()),
+        images=tuple(images),
         grids=tuple((int(t), int(h), int(w)) for t, h, w in packed.grids),
         image_positions=packed.image_positions.astype(np.int64).tobytes(),
     )
     return PackMetadata(shape, tuple(sources), packed.supervised_tokens)
+
+
+def _require_one_plan(step: int, by_rank: Sequence[Sequence[int | None]]) -> None:
+    """Check that all ranks planned the same crossings. `by_rank`: the digest of each micro-batch's plan, None where a
+    rank takes no part. Raises `RuntimeError` on every rank.
+    """
+    for micro_batch, digests in enumerate(zip(*by_rank, strict=True)):
+        found = {digest for digest in digests if digest is not None}
+        if len(found) > 1:
+            raise RuntimeError(
+                f"step {step}, micro-batch {micro_batch}: found {len(found)} different plans of the boundary, expected "
+                "one, because every rank plans from the same integers; run the same versions of program and NumPy "
+                "with the same model on all nodes"
+            )
 
 
 def _parallel(pool: Executor) -> Callable[..., Iterable[Any]]:

@@ -9,7 +9,7 @@ All of it follows from the shapes of the packs, so that micro-batches of one sha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -41,11 +41,12 @@ class ImageSource:
 class PackShape:
     """What decides how a pack is cut. Hashable.
 
-    `lengths`: tokens of each sample. `grids`: of its images. `image_positions`: the bytes of int64 [rows of the pack],
-    where rows go in the pack.
+    `lengths`: tokens of each sample; `images`: images of each sample. `grids`: of all images. `image_positions`: the
+    bytes of int64 [rows of the pack], where rows go in the pack.
     """
 
     lengths: tuple[int, ...]
+    images: tuple[int, ...]
     grids: tuple[Grid, ...]
     image_positions: bytes
 
@@ -72,30 +73,34 @@ class PackMetadata:
 
 
 @dataclass(frozen=True, eq=False)
-class VisionPlan:
-    """The vision side of a micro-batch, as one rank sees it.
+class PixelPlan:
+    """The pixels that one rank of the encoder's first stage decodes and embeds.
 
-    `decodes`: numbers of the images that this rank decodes. `pixels`: how the units of their patches reach the ranks of
-    its replica that embed them (the forward direction). `share`: what this rank encodes. `boundary`: how rows reach the
-    text. `loads`: predicted forward flops of each replica.
+    `decodes`: numbers of the images that this rank decodes. `exchange`: how the units of their patches reach the ranks
+    of its replica that embed them (the forward direction). `padding`: patches of zeros after those that it embeds.
     """
 
     decodes: tuple[int, ...]
-    pixels: RankPlan
-    share: EncoderShare
-    boundary: RankPlan
-    loads: tuple[float, ...]
+    exchange: RankPlan
+    padding: int
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchPlan:
     """Everything that ranks agree on about one micro-batch, as one rank sees it.
 
-    `vision` is None where no pack of the micro-batch has an image: then nobody encodes and nothing crosses.
+    `pixels`, `encoder` and `text` are what this rank decodes, encodes and reads: None where it is not of the encoder's
+    first stage, of the encoder, or of the text module. `boundary`: how rows reach the text, None where this rank takes
+    no part. `loads`: predicted forward flops of each encoder replica.
+
+    Where no pack of the micro-batch has an image, there is nothing but `text`: nobody encodes and nothing crosses.
     """
 
-    vision: VisionPlan | None
-    text: TokenShare
+    text: TokenShare | None
+    pixels: PixelPlan | None = None
+    encoder: EncoderShare | None = None
+    boundary: RankPlan | None = None
+    loads: tuple[float, ...] = ()
 
 
 class StepPlanner:
@@ -124,7 +129,8 @@ class StepPlanner:
         self.rank = rank
         self.row_bytes = row_bytes
         self.balance: Balance = balance
-        self._plan_cached = lru_cache(maxsize=64)(self._plan)
+        self._shared = lru_cache(maxsize=64)(self._plan)
+        self._own = lru_cache(maxsize=64)(self._plan_pixels)
 
     def plan(self, packs: Sequence[PackShape], turn: int = 0) -> MicroBatchPlan:
         """Plan one micro-batch. `packs`: one for each replica of the text module. `turn`: number of the micro-batch.
@@ -132,52 +138,73 @@ class StepPlanner:
         Raises:
             UserError: a pack has more or fewer places for rows than its images have rows.
         """
-        return self._plan_cached(tuple(packs), turn % (self.vision.size // self.vision.dp))
+        shapes = tuple(packs)
+        plan, first = self._shared(shapes)
+        if first is None or self.rank not in first.layout:
+            return plan
+        return replace(plan, pixels=self._own(first, turn % (first.layout.size // first.layout.dp)))
 
-    def _plan(self, packs: tuple[PackShape, ...], turn: int) -> MicroBatchPlan:
+    def _plan(self, packs: tuple[PackShape, ...]) -> tuple[MicroBatchPlan, EncoderShards | None]:
+        """Everything but pixels, which other ranks decode in each turn; and the shards of the encoder's first stage."""
         for replica, pack in enumerate(packs):
             require_rows_for_places(replica, pack, self.shape.unit)
         tokens = TokenShards(
-            self.text, self.sharded["text"], tuple(p.lengths for p in packs), tuple(p.positions for p in packs)
+            self.text.stage(0), self.sharded["text"], tuple(p.lengths for p in packs), tuple(p.positions for p in packs)
         )
+        share = tokens.share(self.text.beside(self.rank, 0)) if self.rank in self.text else None
         grids = tuple(grid for pack in packs for grid in pack.grids)
-        return MicroBatchPlan(self._plan_vision(grids, tokens, turn) if grids else None, tokens.share(self.rank))
-
-    def _plan_vision(self, grids: tuple[Grid, ...], tokens: TokenShards, turn: int) -> VisionPlan:
+        if not grids:
+            return MicroBatchPlan(share), None
         costs = [encoding_cost(grid, self.shape) for grid in grids]
-        replicas = self.vision.dp
-        dealt = deal(costs, replicas) if self.balance == "replica" else deal_in_order(len(costs), replicas)
-        shards = EncoderShards(self.shape, self.vision, self.sharded["vision"], grids, tuple(map(tuple, dealt)))
-        replica = self.vision.replica_of(self.rank)
-        embedded = shards.replica_ownership(replica)
-        patches = plan_boundary(
-            shards.decoded(replica, turn), embedded, 4 * self.shape.unit * self.shape.patch_elements
-        )
-        return VisionPlan(
-            decodes=shards.decodes(self.rank, turn),
-            pixels=patches.rank(self.rank),
-            share=shards.share(self.rank),
-            boundary=plan_boundary(shards.ownership(), tokens.ownership(), self.row_bytes).rank(self.rank),
+        dealt = deal(costs, self.vision.dp) if self.balance == "replica" else deal_in_order(len(costs), self.vision.dp)
+        first = EncoderShards(self.shape, self.vision.stage(0), self.sharded["vision"], grids, tuple(map(tuple, dealt)))
+        last = first if self.vision.pp == 1 else replace(first, layout=self.vision.stage(self.vision.pp - 1))
+        boundary = plan_boundary(last.ownership(), tokens.ownership(), self.row_bytes)
+        plan = MicroBatchPlan(
+            text=share,
+            encoder=first.share(self.vision.beside(self.rank, 0)) if self.rank in self.vision else None,
+            boundary=boundary.rank(self.rank) if self.rank in boundary.ranks else None,
             loads=tuple(loads_of(costs, dealt)),
+        )
+        return plan, first
+
+    def _plan_pixels(self, shards: EncoderShards, turn: int) -> PixelPlan:
+        replica = shards.layout.replica_of(self.rank)
+        unit_bytes = 4 * self.shape.unit * self.shape.patch_elements
+        patches = plan_boundary(shards.decoded(replica, turn), shards.replica_ownership(replica), unit_bytes)
+        return PixelPlan(
+            shards.decodes(self.rank, turn), patches.rank(self.rank, backward=False), shards.share(self.rank).padding
         )
 
 
 def require_rows_for_places(replica: int, pack: PackShape, unit: int) -> None:
-    """Check that a pack's images have as many rows as the pack has places for them. `unit`: patches of a row.
+    """Check that each sample's images have as many rows as the sample has places for them, and that places ascend.
+    `unit`: patches of a row.
 
     Raises:
-        UserError: naming the replica and the pack's samples with their numbers of places.
+        UserError: naming the replica, the first sample that is wrong, and both numbers.
     """
-    rows = sum(frames * height * width // unit for frames, height, width in pack.grids)
-    places = pack.positions
-    if rows == len(places) and (not rows or 0 <= places.min() <= places.max() < sum(pack.lengths)):
-        return
-    of_sample = np.bincount(np.searchsorted(np.cumsum(pack.lengths), places, side="right"), minlength=len(pack.lengths))
-    listed = ", ".join(f"sample {i}: {n}" for i, n in enumerate(of_sample.tolist()))
-    raise UserError.at(
-        f"pack of text replica {replica}",
-        found=f"{len(places)} image tokens ({listed}; tokens {pack.lengths})",
-        expected=f"{rows} inside its samples, one for each row of its {len(pack.grids)} images",
-        because="each row takes the place of one image token",
-        fix="make grids and image positions from the same samples",
-    )
+    places, ends = pack.positions, np.cumsum(pack.lengths)
+    where = f"pack of text replica {replica}"
+    if len(places) and (places[0] < 0 or places[-1] >= sum(pack.lengths) or np.any(np.diff(places) <= 0)):
+        raise UserError.at(
+            where,
+            found="image tokens out of order, twice in one place, or outside the samples",
+            expected=f"ascending positions below {sum(pack.lengths)}",
+            because="each row takes the place of one image token",
+            fix="make grids and image positions from the same samples",
+        )
+    rows = [frames * height * width // unit for frames, height, width in pack.grids]
+    of_image = np.repeat(np.arange(len(pack.lengths)), pack.images)
+    expected = np.bincount(of_image, weights=rows, minlength=len(pack.lengths)).astype(int)
+    found = np.bincount(np.searchsorted(ends, places, side="right"), minlength=len(pack.lengths))
+    wrong = np.flatnonzero(found != expected)
+    if len(wrong):
+        sample = int(wrong[0])
+        raise UserError.at(
+            f"{where}, sample {sample}",
+            found=f"{found[sample]} image tokens",
+            expected=f"{expected[sample]}, one for each row of its {pack.images[sample]} images",
+            because="each row takes the place of one image token",
+            fix="make grids and image positions from the same samples",
+        )

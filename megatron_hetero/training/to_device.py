@@ -11,8 +11,8 @@ from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.models.attention import AttentionPlan, Segments
 from megatron_hetero.models.qwen2_5_vl.text import TextInput
 from megatron_hetero.models.qwen2_5_vl.vision import VisionInput
-from megatron_hetero.platform import Platform
-from megatron_hetero.schedule.colocated import DeviceMicroBatch
+from megatron_hetero.platform import Platform, on_device
+from megatron_hetero.schedule.runtime import DeviceMicroBatch
 from megatron_hetero.training.encoder_shards import EncoderShare
 from megatron_hetero.training.step_loader import MicroBatch
 from megatron_hetero.training.token_shards import TokenShare
@@ -23,17 +23,17 @@ PADDING_TOKEN = 0
 
 def to_device(batch: MicroBatch, platform: Platform, dtype: torch.dtype) -> DeviceMicroBatch:
     """Move one micro-batch; pixels arrive in `dtype`."""
-    vision = batch.plan.vision
-    text = _text_input(batch.pack, batch.plan.text, platform)
-    if vision is None or batch.pixels is None:
-        return DeviceMicroBatch(None, None, text)
-    pixels = _move(batch.pixels, platform).to(dtype)
-    return DeviceMicroBatch(
-        _vision_input(vision.share, pixels, platform), load_plan(vision.boundary, platform.device), text
-    )
+    plan, inputs = batch.plan, {}
+    if plan.encoder is not None:
+        pixels = None if batch.pixels is None else _move(batch.pixels, platform).to(dtype)
+        inputs["vision"] = _vision_input(plan.encoder, pixels, platform)
+    if plan.text is not None and batch.pack is not None:
+        inputs["text"] = _text_input(batch.pack, plan.text, platform)
+    boundaries = {} if plan.boundary is None else {"vision": load_plan(plan.boundary, platform.device)}
+    return DeviceMicroBatch(inputs, boundaries)
 
 
-def _vision_input(share: EncoderShare, pixels: Tensor, platform: Platform) -> VisionInput:
+def _vision_input(share: EncoderShare, pixels: Tensor | None, platform: Platform) -> VisionInput:
     attention = AttentionPlan(
         full=Segments.of_pieces(share.pieces, platform.device, share.cp_lengths),
         sp_lengths=share.sp_lengths,
@@ -64,4 +64,4 @@ def _text_input(pack: PackedBatch, share: TokenShare, platform: Platform) -> Tex
 
 def _move(values: np.ndarray | Tensor, platform: Platform) -> Tensor:
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
-    return tensor.pin_memory().to(platform.device, non_blocking=True) if platform.is_cuda else tensor
+    return on_device(tensor, platform.device)

@@ -105,10 +105,11 @@ class TokenShards:
         ends = np.concatenate([[0], np.cumsum(lengths)])
         token = np.concatenate([np.zeros(0, np.int64), *self.image_positions]) + ends[first_sample[pack]]
         sample = np.searchsorted(ends[1:], token, side="right")
+        numbers = np.arange(len(lengths)) - np.repeat(first_sample[:-1], np.diff(first_sample))
         offset = token - ends[sample]
-        member = zigzag_member(offset, lengths[sample], cp)
+        member = zigzag_member(offset, lengths[sample], numbers[sample], cp)
         # Tokens of each member in the samples before, counted from the pack's first.
-        bounds = chunk_bounds(lengths, cp)
+        bounds = chunk_bounds(lengths, numbers, cp)
         chunks = np.diff(bounds, axis=1)
         sizes = chunks[:, :cp] + chunks[:, : cp - 1 : -1]
         before = np.concatenate([np.zeros((1, cp), np.int64), np.cumsum(sizes, axis=0)])

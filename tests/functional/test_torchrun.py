@@ -69,8 +69,8 @@ def started(folder: Path, *flags: str, ranks: int = 2) -> Iterator[subprocess.Po
         process.wait()
 
 
-def run(folder: Path, *flags: str, timeout_s: float = 90) -> tuple[int, str]:
-    with started(folder, *flags) as process:
+def run(folder: Path, *flags: str, ranks: int = 2, timeout_s: float = 90) -> tuple[int, str]:
+    with started(folder, *flags, ranks=ranks) as process:
         output, _ = process.communicate(timeout=timeout_s)
     return process.returncode, output
 

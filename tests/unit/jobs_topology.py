@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_hetero.layout import Layout
 from megatron_hetero.platform import CPU, Platform
-from megatron_hetero.topology import GROUP_AXES, Topology, _self_check
+from megatron_hetero.topology import ENDS, GROUP_AXES, Topology, _self_check
 from tests.support.pool import world
 
 PLATFORM = Platform(CPU, "gloo")
@@ -28,6 +28,18 @@ def members(texts: dict[str, str]) -> dict[tuple[str, tuple[str, ...]], tuple[in
             dist.all_gather_into_tensor(told, mine, group=group)
             found[module, axes] = tuple(told.tolist())
     return found
+
+
+def ends(texts: dict[str, str], module: str) -> tuple[int, ...] | None:
+    """The ranks of this rank's group of first and last stage, as they answer themselves; None where it is in none."""
+    topology = _build(texts)
+    group = topology.collection(module).embd if dist.get_rank() in topology.layouts[module] else None
+    if group is None:
+        return None
+    assert group is topology.group(module, *ENDS)
+    told = torch.empty(group.size(), dtype=torch.int64)
+    dist.all_gather_into_tensor(told, torch.tensor([dist.get_rank()]), group=group)
+    return tuple(told.tolist())
 
 
 def collection(texts: dict[str, str], module: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout import AXES, Coordinate, Layout, ModuleShape, require_supported, resolve, validate
+from megatron_hetero.layout import AXES, Coordinate, Layout, ModuleShape, resolve, validate
 
 VISION = ModuleShape("vision", 16, 16, 1280, 32, "encoder")
 TEXT = ModuleShape("text", 28, 4, 3584, 28, "text")
@@ -282,21 +282,12 @@ def test_following_the_suggestions_ends_at_a_legal_pair(
     raise AssertionError("the suggestions do not lead anywhere")
 
 
-@pytest.mark.parametrize(
-    ("texts", "part", "better"),
-    [
-        ({"vision": "sp:4@0-3"}, "ranks 0-3 of a world of 8", ("vision", "sp:4,dp:2")),
-        ({"vision": "sp:2,cp:2,pp:2"}, "found pp:2", ("vision", "sp:2,cp:2,dp:2")),
-        ({"text": "pp:4,tp:2@0-7"}, "found pp:4", ("text", "tp:2,dp:4")),
-    ],
-)
-def test_what_this_version_does_not_run_is_an_error(texts: dict[str, str], part: str, better: tuple[str, str]) -> None:
-    layouts = resolve(texts, SHAPES, 8)
-    with pytest.raises(UserError, match="this version") as error:
-        require_supported(layouts, 8)
-    assert part in str(error.value)
-    assert suggestion(error) == better
-    require_supported(resolve({better[0]: better[1]}, SHAPES, 8), 8)
+def test_stages_are_layouts_of_their_own() -> None:
+    layout = Layout.parse("tp:2,dp:2,pp:2@4-11")
+    assert [str(layout.stage(i)) for i in range(2)] == ["tp:2,dp:2@4-7", "tp:2,dp:2@8-11"]
+    assert layout.beside(6, 1) == 10 and layout.beside(11, 0) == 7 and layout.beside(5, 0) == 5
+    with pytest.raises(UserError, match="found pp index 2, expected 0 to 1"):
+        layout.stage(2)
 
 
 def test_large_worlds_are_quick() -> None:

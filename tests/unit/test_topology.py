@@ -36,6 +36,20 @@ def test_groups_of_eight_ranks(pools: Callable[[int], Pool]) -> None:
             assert ranks == Layout.parse(texts[module], 8).group_of(rank, *axes)
 
 
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("pp:4", {0: (0, 3), 1: None, 2: None, 3: (0, 3)}),
+        ("tp:2,pp:2", {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}),
+        ("pp:3@0,2-3", {0: (0, 3), 1: None, 2: None, 3: (0, 3)}),
+        ("tp:4", {0: None, 1: None, 2: None, 3: None}),
+    ],
+)
+def test_first_and_last_stage(text: str, expected: dict, pools: Callable[[int], Pool]) -> None:
+    found = pools(4).run(jobs.ends, {"vision": "dp:4", "text": text}, "text")
+    assert dict(enumerate(found)) == expected
+
+
 def test_megatrons_collection(pools: Callable[[int], Pool]) -> None:
     for found in pools(8).run(jobs.collection, {"vision": "tp:2,sp:2,dp:2", "text": "tp:8"}, "vision"):
         assert found == {

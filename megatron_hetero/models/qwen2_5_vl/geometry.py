@@ -25,37 +25,42 @@ Grid = tuple[int, int, int]
 """Frames, rows and columns of an image in patches."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ImageGeometry:
     """One image in window order.
 
-    `units`: int64 [units], raster index of each unit. `windows`: int64 [windows], units of each window.
-    `positions`: int64 [2, units * merge^2], row and column of each patch.
+    `units`: int32 [units], raster index of each unit. `windows`: int32 [windows], units of each window. `rows`,
+    `columns`: of the image, in units; `merge`: patches per side of a unit.
     """
 
     units: np.ndarray
     windows: np.ndarray
-    positions: np.ndarray
+    rows: int
+    columns: int
+    merge: int
+
+    def positions(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Row and column of each patch of the units [start, stop), in window order: int64 [2, patches]."""
+        units = self.units[start:stop].astype(np.int64)[:, None, None]
+        inside = np.arange(self.merge)
+        row = units // self.columns % self.rows * self.merge + inside[:, None]
+        column = units % self.columns * self.merge + inside[None, :]
+        return np.stack([x.ravel() for x in np.broadcast_arrays(row, column)])
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def image_geometry(grid: Grid, merge: int, window: int) -> ImageGeometry:
     """The geometry of an image of `grid` patches, with `window` units a side per window."""
     frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
-    raster = np.arange(frames * rows * columns).reshape(frames, rows, columns)
-    frame, row, column = np.indices(raster.shape)
-    across = -(-columns // window)
-    down = -(-rows // window)
-    window_of = (frame * down + row // window) * across + column // window
-    order = np.argsort(window_of.ravel(), kind="stable")
-    inside = np.arange(merge)
-    patch_row = row[..., None, None] * merge + inside[:, None]
-    patch_column = column[..., None, None] * merge + inside[None, :]
-    positions = np.stack(np.broadcast_arrays(patch_row, patch_column)).reshape(2, raster.size, merge * merge)
+    frame, row, column = np.indices((frames, rows, columns))
+    across, down = -(-columns // window), -(-rows // window)
+    window_of = ((frame * down + row // window) * across + column // window).ravel()
     return ImageGeometry(
-        units=order,
-        windows=np.bincount(window_of.ravel(), minlength=frames * down * across),
-        positions=positions[:, order].reshape(2, -1),
+        units=np.argsort(window_of, kind="stable").astype(np.int32),
+        windows=np.bincount(window_of, minlength=frames * down * across).astype(np.int32),
+        rows=rows,
+        columns=columns,
+        merge=merge,
     )
 
 
@@ -97,18 +102,39 @@ def plan_encoder(
     frame. Each run is cut over its `sp` members evenly in patches: in full attention these deal heads, evenly whatever
     the cut, so that it decides on the work per patch only. Shards may be empty.
     """
-    geometries = [image_geometry(grid, merge, window) for grid in grids]
-    units = np.concatenate([np.zeros(0, np.int64), *(g.windows for g in geometries)])
-    ends, flops = _running(units), _running(units * _flops_per_patch(grids, geometries, cost))
-    cuts = _even_cuts(ends, _even_cuts(flops, np.array([0, len(units)]), cp), sp)
+    geometries, ends, cuts = _cut(grids, sp, cp, merge, window, cost)
     starts = [0, *accumulate(len(g.units) for g in geometries)]
-    patches = (units * merge**2).tolist()
+    patches = (np.diff(ends) * merge**2).tolist()
     return EncoderPlan(
         slices=tuple(tuple(_parts(images, starts, first, last)) for first, last in pairwise(ends[cuts].tolist())),
         windows=tuple(tuple(patches[first:last]) for first, last in pairwise(cuts.tolist())),
         sequences=tuple(rows * columns for frames, rows, columns in grids for _ in range(frames)),
         unit=merge**2,
     )
+
+
+def shard_units(
+    grids: Sequence[Grid], sp: int, cp: int, merge: int, window: int, cost: tuple[float, float]
+) -> np.ndarray:
+    """The units of each member's shard, int64 [cp * sp]: what `plan_encoder` comes to, for replicas of which no more
+    is needed.
+    """
+    if not grids:
+        return np.zeros(cp * sp, np.int64)
+    if cp * sp == 1:
+        return np.array([sum(frames * rows * columns for frames, rows, columns in grids) // merge**2])
+    _, ends, cuts = _cut(grids, sp, cp, merge, window, cost)
+    return np.diff(ends[cuts])
+
+
+def _cut(
+    grids: Sequence[Grid], sp: int, cp: int, merge: int, window: int, cost: tuple[float, float]
+) -> tuple[list[ImageGeometry], np.ndarray, np.ndarray]:
+    """The geometries of the images, the units before each window and in all, and the windows at which shards begin."""
+    geometries = [image_geometry(grid, merge, window) for grid in grids]
+    units = np.concatenate([np.zeros(0, np.int64), *(g.windows for g in geometries)])
+    ends, flops = _running(units), _running(units * _flops_per_patch(grids, geometries, cost))
+    return geometries, ends, _even_cuts(ends, _even_cuts(flops, np.array([0, len(units)]), cp), sp)
 
 
 def _flops_per_patch(

@@ -1,9 +1,15 @@
 """The language model: Megatron's `GPTModel` with multimodal rotary embedding, rows placed into its embedding, and a
-loss that looks at supervised positions only."""
+loss that looks at supervised positions only. Whole, or one pipeline stage of it:
+
+    first stage    tokens -> embed -> enter (with rows) -> layers -> hidden
+    others         hidden of the stage before           -> layers -> hidden
+    last stage                                             ... and final norm -> loss
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,17 +25,18 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from torch import Tensor
 
-from megatron_hetero.models.attention import AttentionPlan
+from megatron_hetero.models.attention import AttentionPlan, rotary_frequencies
 from megatron_hetero.models.backend import layer_spec, padded, recompute_options, transformer_config
 from megatron_hetero.models.loss import vocab_parallel_cross_entropy
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape
+from megatron_hetero.models.stages import Stage
 from megatron_hetero.platform import Platform
 
 
 @dataclass(frozen=True)
 class TextInput:
     """What one rank's language model reads in one micro-batch: S tokens of its replica's pack, padding included. The
-    ranks of a tp group read the same.
+    ranks of a tp group read the same, and so do all pipeline stages.
 
     `tokens`: int64 [S]. `positions`: int64 [3, n] for the n real tokens. `supervised`: int64 [t], which of the n
     tokens predict, and `targets`: int64 [t], what they must predict. `rows_at`: int64 [rows], where this rank's rows go
@@ -45,7 +52,11 @@ class TextInput:
 
 
 class TextModel(GPTModel):
-    """Tokens and rows to the sum of token losses."""
+    """Tokens and rows to the sum of token losses; or the part of `stage` in that, the whole where it is None.
+
+    Where head and embedding share their weight but not their stage, the last stage holds a copy of it as
+    `output_layer.weight`, which whoever trains the model keeps equal.
+    """
 
     def __init__(
         self,
@@ -57,8 +68,11 @@ class TextModel(GPTModel):
         dtype: torch.dtype,
         sequence_parallel: bool,
         recompute: str,
+        stage: Stage | None = None,
     ):
         tp = groups.tp.size()
+        stage = stage or Stage.whole(shape.layers)
+        # To Megatron this is a model without pipeline parallelism: which layers a stage holds is said here alone.
         config = transformer_config(
             platform,
             params_dtype=dtype,
@@ -74,47 +88,74 @@ class TextModel(GPTModel):
             sequence_parallel=sequence_parallel and tp > 1,
             **recompute_options(recompute),
         )
-        spec = layer_spec(provider, AttnMaskType.causal)
+        spec = layer_spec(provider, AttnMaskType.causal, before=stage.first)
         norm: Any = provider.layer_norm(rms_norm=True)
-        block = TransformerBlockSubmodules([spec] * shape.layers, norm)
+        block = TransformerBlockSubmodules([spec] * len(stage.layers), norm)
         super().__init__(
             config,
             ModuleSpec(module=TransformerBlock, submodules=block),  # pyright: ignore[reportArgumentType]
             vocab_size=padded(shape.vocab, tp),
             max_sequence_length=shape.max_positions,
+            pre_process=stage.is_first,
+            post_process=stage.is_last,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="none",
             pg_collection=groups,
         )
-        self.shape = shape
-        # Supervised positions are picked between gathering the sequence and the head, so that gathering is done here.
-        self.output_layer.sequence_parallel = False
-        self.output_layer.allreduce_dgrad = False
-        self.output_layer.disable_grad_reduce = True
-
-    def embed(self, batch: TextInput) -> Tensor:
-        """The embedding of the tokens, [S, 1, hidden], or this rank's [S / tp, 1, hidden] with sequence-parallel
-        activations. Rows are not needed yet.
-        """
-        return self.embedding(input_ids=batch.tokens.unsqueeze(0), position_ids=None)
+        self.shape, self.stage = shape, stage
+        # Hidden states are handed over as an argument. Megatron's other way, an attribute, would keep the last ones.
+        self.decoder.pre_process = True
+        if stage.is_last:
+            # Supervised positions are picked between gathering the sequence and the head, so that gathering is done
+            # here.
+            self.output_layer.sequence_parallel = False
+            self.output_layer.allreduce_dgrad = False
+            self.output_layer.disable_grad_reduce = True
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, batch: TextInput, embedded: Tensor, rows: Tensor
+        self, batch: TextInput, hidden: Tensor, rows: Tensor | None = None
     ) -> Tensor:
-        """The sum of the losses of all supervised tokens of the shard, fp32 scalar, equal on all tp ranks.
+        """What this stage makes of a micro-batch: on the last stage the sum of the losses of all supervised tokens of
+        the shard, fp32 scalar, equal on all tp ranks; on the others what the next stage takes as `hidden`.
+
+        `hidden`: on the first stage what `embed` gave, with `rows`, see `enter`; on the others what the stage before
+        returned, of shape `hidden_shape`.
+        """
+        if self.stage.is_first:
+            assert rows is not None, "the first stage takes rows, none of them at least"
+            hidden = self.enter(batch, hidden, rows)
+        hidden = self.run_layers(batch, hidden)
+        return self.loss(batch, hidden) if self.stage.is_last else hidden
+
+    def hidden_shape(self, batch: TextInput) -> tuple[int, int, int]:
+        """The shape of what one stage hands to the next on this rank: [S, 1, hidden], or [S / tp, 1, hidden] with
+        sequence-parallel activations.
+        """
+        shards = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
+        return len(batch.tokens) // shards, 1, self.shape.hidden
+
+    def embed(self, batch: TextInput) -> Tensor:
+        """The embedding of the tokens, of shape `hidden_shape`, on the first stage. Rows are not needed yet."""
+        return self.embedding(input_ids=batch.tokens.unsqueeze(0), position_ids=None)
+
+    def enter(self, batch: TextInput, embedded: Tensor, rows: Tensor) -> Tensor:
+        """What the layers of the first stage take: `embedded` with rows in their places.
 
         `embedded`: what `embed` gave. `rows`: [rows of this rank, hidden], in the order of `batch.rows_at`.
         """
-        hidden = embedded.squeeze(1).index_copy(0, batch.rows_at, rows).unsqueeze(1)
-        hidden = self.decoder(
+        return embedded.squeeze(1).index_copy(0, batch.rows_at, rows).unsqueeze(1)
+
+    def run_layers(self, batch: TextInput, hidden: Tensor) -> Tensor:
+        """`hidden` after the layers of this stage, and after the final norm on the last one; of the same shape."""
+        return self.decoder(
             hidden,
             None,
             rotary_pos_emb=rotary_table(batch.positions, self.shape),
             packed_seq_params=batch.attention,
         )
-        return self._loss(hidden, batch)
 
-    def _loss(self, hidden: Tensor, batch: TextInput) -> Tensor:
+    def loss(self, batch: TextInput, hidden: Tensor) -> Tensor:
+        """The sum of token losses (see `forward`), from what the layers of the last stage gave."""
         tp = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp)
@@ -133,9 +174,14 @@ def rotary_table(positions_3n: Tensor, shape: TextShape) -> Tensor:
 
     Each section of frequencies turns with its own position: time, height, width (Wang et al. 2024, arXiv 2409.12191).
     """
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    frequencies = (1.0 / shape.rope_theta**exponents).to(positions_3n.device)
-    sections = torch.arange(len(shape.mrope_section)).repeat_interleave(torch.tensor(shape.mrope_section)) % 3
-    angles = positions_3n[sections.to(positions_3n.device)].transpose(0, 1).float() * frequencies
+    device = positions_3n.device
+    frequencies = rotary_frequencies(shape.rope_theta, shape.head_dim, device)
+    angles = positions_3n[_sections(shape.mrope_section, device)].transpose(0, 1).float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return torch.stack((angles.cos(), angles.sin()))
+
+
+@lru_cache(maxsize=16)
+def _sections(mrope_section: tuple[int, ...], device: torch.device) -> Tensor:
+    """For each frequency the position that it turns with: 0 time, 1 height, 2 width. Moved to the device once."""
+    return (torch.arange(len(mrope_section)).repeat_interleave(torch.tensor(mrope_section)) % 3).to(device)

@@ -2,6 +2,9 @@
 
     pixels of own patches -> patch embedding -> transformer block (window and full attention) -> merger -> rows
 
+whole, or one pipeline stage of it: the patch embedding is on the first, the merger on the last, and hidden states of
+patches pass between them.
+
 Everything runs on the patches that this rank's shard holds. With sequence-parallel activations over `tp` the shard is
 padded to whole units per rank and each rank embeds its own share; nothing that pads enters attention or leaves the
 module.
@@ -22,9 +25,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_hetero.models.attention import AttentionPlan
+from megatron_hetero.models.attention import AttentionPlan, rotary_frequencies
 from megatron_hetero.models.backend import layer_spec, padded, recompute_options, transformer_config
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
+from megatron_hetero.models.stages import Stage
 from megatron_hetero.platform import Platform
 
 
@@ -32,11 +36,12 @@ from megatron_hetero.platform import Platform
 class VisionInput:
     """What one rank encodes in one micro-batch.
 
-    `pixels`: [patches of this rank, channels * temporal * patch * patch], padding included. `positions`: int64 [2, n],
-    row and column of the shard's n real patches. `attention`: windows of the shard, sequences of the replica.
+    `pixels`: [patches of this rank, channels * temporal * patch * patch], padding included; None on pipeline stages
+    after the first. `positions`: int64 [2, n], row and column of the shard's n real patches. `attention`: windows of
+    the shard, sequences of the replica.
     """
 
-    pixels: Tensor
+    pixels: Tensor | None
     positions: Tensor
     attention: AttentionPlan
 
@@ -75,7 +80,7 @@ class PatchMerger(torch.nn.Module):
 
 
 class VisionModel(MegatronModule):
-    """Patches to rows, each rank on its own share."""
+    """Patches to rows, each rank on its own share; or the part of `stage` in that, the whole where it is None."""
 
     def __init__(
         self,
@@ -87,6 +92,7 @@ class VisionModel(MegatronModule):
         dtype: torch.dtype,
         sequence_parallel: bool,
         recompute: str,
+        stage: Stage | None = None,
     ):
         tp = groups.tp.size()
         config = transformer_config(
@@ -103,39 +109,66 @@ class VisionModel(MegatronModule):
             **recompute_options(recompute),
         )
         super().__init__(config=config)
-        self.shape = shape
-        self.patch_embed = torch.nn.Linear(
-            shape.patch_elements, shape.hidden, bias=False, dtype=dtype, device=platform.device
-        )
-        # Sequence-parallel activations: each rank embeds its own patches, so that gradients are to be added over tp.
-        self.patch_embed.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore
+        self.shape, self.stage = shape, stage or Stage.whole(shape.layers)
+        self._patch_shards = tp if config.sequence_parallel else 1
+        if self.stage.is_first:
+            self.patch_embed = _patch_embedding(config, shape, platform)
         self.decoder = TransformerBlock(
-            config, _block_spec(shape, provider), post_layer_norm=False, pg_collection=groups
+            config, _block_spec(shape, provider, self.stage), post_layer_norm=False, pg_collection=groups
         )
-        self.merger = PatchMerger(config, shape, provider, groups.tp)
+        if self.stage.is_last:
+            self.merger = PatchMerger(config, shape, provider, groups.tp)
 
-    def forward(self, batch: VisionInput) -> Tensor:
-        """Rows of this rank's units, [patches of this rank / unit, out_hidden], padding included."""
-        hidden = self.patch_embed(batch.pixels).unsqueeze(1)
+    def forward(self, batch: VisionInput, hidden: Tensor | None = None) -> Tensor:
+        """What this stage makes of a micro-batch: on the last stage rows of this rank's units, [patches of this rank /
+        unit, out_hidden], padding included; on the others what the next stage takes as `hidden`.
+
+        `hidden`: what the stage before returned, of shape `hidden_shape`; the first stage takes none.
+        """
+        if self.stage.is_first:
+            hidden = self.enter(batch)
+        assert hidden is not None, "stages after the first take hidden states"
+        hidden = self.run_layers(batch, hidden)
+        return self.merger(hidden) if self.stage.is_last else hidden
+
+    def hidden_shape(self, batch: VisionInput) -> tuple[int, int, int]:
+        """The shape of what one stage hands to the next on this rank: [patches of this rank, 1, hidden], padding
+        included.
+        """
+        patches = padded_patches(batch.positions.shape[1], self.shape.unit, self._patch_shards)
+        return patches // self._patch_shards, 1, self.shape.hidden
+
+    def enter(self, batch: VisionInput) -> Tensor:
+        """The embedding of this rank's patches, of shape `hidden_shape`, on the first stage."""
+        assert batch.pixels is not None, "the first stage embeds pixels"
+        return self.patch_embed(batch.pixels).unsqueeze(1)
+
+    def run_layers(self, batch: VisionInput, hidden: Tensor) -> Tensor:
+        """`hidden` after the layers of this stage, of the same shape."""
         table = rotary_table(batch.positions, self.shape)
-        hidden = self.decoder(hidden, None, rotary_pos_emb=table, packed_seq_params=batch.attention)
-        return self.merger(hidden)
+        return self.decoder(hidden, None, rotary_pos_emb=table, packed_seq_params=batch.attention)
 
 
-def _block_spec(shape: VisionShape, provider: BackendSpecProvider) -> TransformerBlockSubmodules:
-    full = layer_spec(provider, AttnMaskType.no_mask)
-    windowed = layer_spec(provider, AttnMaskType.no_mask, windowed=True)
-    return TransformerBlockSubmodules(
-        layer_specs=[full if i in shape.full_layers else windowed for i in range(shape.layers)]
+def _patch_embedding(config: TransformerConfig, shape: VisionShape, platform: Platform) -> torch.nn.Linear:
+    embedding = torch.nn.Linear(
+        shape.patch_elements, shape.hidden, bias=False, dtype=config.params_dtype, device=platform.device
     )
+    # Sequence-parallel activations: each rank embeds its own patches, so that gradients are to be added over tp.
+    embedding.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+    return embedding
+
+
+def _block_spec(shape: VisionShape, provider: BackendSpecProvider, stage: Stage) -> TransformerBlockSubmodules:
+    full = layer_spec(provider, AttnMaskType.no_mask, before=stage.first)
+    windowed = layer_spec(provider, AttnMaskType.no_mask, windowed=True, before=stage.first)
+    return TransformerBlockSubmodules(layer_specs=[full if i in shape.full_layers else windowed for i in stage.layers])
 
 
 def rotary_table(positions_2n: Tensor, shape: VisionShape) -> Tensor:
     """Cosines and sines of the 2-D rotary embedding, fp32 [2, n, head_dim]: half of the angles by row, half by
     column.
     """
-    quarter = torch.arange(0, shape.head_dim // 2, 2, dtype=torch.float32) / (shape.head_dim // 2)
-    frequencies = (1.0 / shape.rope_theta**quarter).to(positions_2n.device)
+    frequencies = rotary_frequencies(shape.rope_theta, shape.head_dim // 2, positions_2n.device)
     angles = (positions_2n[..., None].float() * frequencies).transpose(0, 1).flatten(1)
     angles = torch.cat((angles, angles), dim=-1)
     return torch.stack((angles.cos(), angles.sin()))

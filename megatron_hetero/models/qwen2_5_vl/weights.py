@@ -5,10 +5,15 @@ from __future__ import annotations
 from math import prod
 
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, TextShape, VisionShape
+from megatron_hetero.models.stages import LAYERS, Stage
 from megatron_hetero.models.weight_map import Interval, Piece, WeightMap, share, stack
 
 TIED_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 """What a folder of a tied model may store a second time, and the tensor that it must equal."""
+
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+"""What Megatron calls the weights that a tied model has in common."""
 
 
 def canonical_name(stored: str) -> str:
@@ -87,9 +92,22 @@ def _text_layer_shapes(t: TextShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def weight_map(module: str, shapes: Qwen25VLShapes, tp_rank: int, tp: int) -> WeightMap:
-    """The map of `module` ("vision" or "text") for one rank of a tensor-parallel group of `tp`."""
-    return _vision_map(shapes.vision, tp_rank, tp) if module == "vision" else _text_map(shapes.text, tp_rank, tp)
+def weight_map(module: str, shapes: Qwen25VLShapes, tp_rank: int, tp: int, stage: Stage | None = None) -> WeightMap:
+    """The map of `module` ("vision" or "text") for one rank of a tensor-parallel group of `tp`; only what `stage` holds
+    where one is given. Layers are numbered over the whole module.
+    """
+    if module == "vision":
+        return _vision_map(shapes.vision, tp_rank, tp, stage or Stage.whole(shapes.vision.layers))
+    return _text_map(shapes.text, tp_rank, tp, stage or Stage.whole(shapes.text.layers))
+
+
+def tied_parameter(module: str, shapes: Qwen25VLShapes, stage: Stage) -> str | None:
+    """The parameter of `stage` of which another stage holds a copy: the embedding of a tied model, which is on the
+    first stage, and the head on the last. None where there is none.
+    """
+    if module != "text" or not shapes.text.tied or stage.is_first == stage.is_last:
+        return None
+    return EMBEDDING if stage.is_first else HEAD
 
 
 def _whole(name: str, rows: int) -> tuple[Piece, ...]:
@@ -106,14 +124,19 @@ def _gate_and_up(prefix: str, kind: str, ffn: int, tp_rank: int, tp: int) -> tup
     return Piece(f"{prefix}gate_proj.{kind}", rows), Piece(f"{prefix}up_proj.{kind}", rows, at=length)
 
 
-def _vision_map(v: VisionShape, tp_rank: int, tp: int) -> WeightMap:
-    result = {"patch_embed.weight": _whole("visual.patch_embed.proj.weight", v.hidden)}
-    for i in range(v.layers):
-        own, stored = f"decoder.layers.{i}.", f"visual.blocks.{i}."
+def _vision_map(v: VisionShape, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
+    result: dict[str, tuple[Piece, ...]] = {}
+    if stage.is_first:
+        result["patch_embed.weight"] = _whole("visual.patch_embed.proj.weight", v.hidden)
+    for i in stage.layers:
+        own, stored = f"{LAYERS}{i}.", f"visual.blocks.{i}."
         result |= {own + name: pieces for name, pieces in _vision_layer_map(stored, v, tp_rank, tp).items()}
-    width = v.hidden * v.unit
-    part, _ = share(width, tp_rank, tp)
-    return result | {
+    return result | _merger_map(v, tp_rank, tp) if stage.is_last else result
+
+
+def _merger_map(v: VisionShape, tp_rank: int, tp: int) -> dict[str, tuple[Piece, ...]]:
+    part, _ = share(v.hidden * v.unit, tp_rank, tp)
+    return {
         "merger.ln_q.weight": _whole("visual.merger.ln_q.weight", v.hidden),
         "merger.linear_fc1.weight": stack(("visual.merger.mlp.0.weight", part)),
         "merger.linear_fc1.bias": stack(("visual.merger.mlp.0.bias", part)),
@@ -147,14 +170,19 @@ def _head(index: int, head_dim: int, count: int = 1) -> Interval:
     return index * head_dim, (index + count) * head_dim
 
 
-def _text_map(t: TextShape, tp_rank: int, tp: int) -> WeightMap:
+def _text_map(t: TextShape, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
     vocabulary, _ = share(t.vocab, tp_rank, tp)
-    result = {"embedding.word_embeddings.weight": stack(("model.embed_tokens.weight", vocabulary))}
-    for i in range(t.layers):
-        own, stored = f"decoder.layers.{i}.", f"model.layers.{i}."
+    embedding, result = "model.embed_tokens.weight", {}
+    if stage.is_first:
+        result[EMBEDDING] = stack((embedding, vocabulary))
+    for i in stage.layers:
+        own, stored = f"{LAYERS}{i}.", f"model.layers.{i}."
         result |= {own + name: pieces for name, pieces in _text_layer_map(stored, t, tp_rank, tp).items()}
-    result["decoder.final_layernorm.weight"] = _whole("model.norm.weight", t.hidden)
-    return result if t.tied else result | {"output_layer.weight": stack(("lm_head.weight", vocabulary))}
+    if stage.is_last:
+        result["decoder.final_layernorm.weight"] = _whole("model.norm.weight", t.hidden)
+        if not (t.tied and stage.is_first):
+            result[HEAD] = stack((embedding if t.tied else "lm_head.weight", vocabulary))
+    return result
 
 
 def _text_layer_map(stored: str, t: TextShape, tp_rank: int, tp: int) -> WeightMap:

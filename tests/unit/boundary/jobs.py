@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator, LoadedPlan, load_plan
 from megatron_hetero.boundary.ownership import Ownership
-from megatron_hetero.boundary.plan import BoundaryPlan, DirectionPlan, plan_boundary
+from megatron_hetero.boundary.plan import BoundaryPlan, DirectionPlan, RankPlan, plan_boundary
 from tests.support.pool import world
 from tests.unit.boundary.cases import Placement, random_boundary
 
@@ -59,7 +58,7 @@ class Spy:
         return self._real["batch_isend_irecv"](batch)
 
     def _all_reduce(self, tensor: Tensor, *args: Any, **options: Any) -> Any:
-        assert tensor.nbytes == 4
+        assert tensor.nbytes == 24
         self.checks += 1
         return self._real["all_reduce"](tensor, *args, **options)
 
@@ -89,6 +88,10 @@ class Boundary:
         plan = plan_boundary(source, destination, WIDTH * 8)
         size = 1 + int(source.ids.max(initial=0))
         return cls(plan, load_plan(plan.rank(dist.get_rank()), CPU), _integers(size, seed), seed)
+
+    @property
+    def part(self) -> RankPlan:
+        return self.plan.rank(dist.get_rank())
 
     @property
     def held(self) -> np.ndarray:
@@ -150,7 +153,8 @@ def cross(ranks: tuple[int, ...], placement: Placement, seeds: range) -> dict[st
 
 def _counted(communicator: BoundaryCommunicator, boundary: Boundary) -> tuple[Tensor, list[Spy]]:
     """Cross both ways, with the exchanges and bytes that the plan states."""
-    loaded, part, spies = boundary.loaded, boundary.plan.rank(dist.get_rank()), [Spy(), Spy()]
+    loaded, part, spies = boundary.loaded, boundary.part, [Spy(), Spy()]
+    assert part.backward is not None
     with spies[0].watching():
         rows = communicator.forward(loaded, boundary.x[boundary.held])
     with spies[1].watching():
@@ -177,7 +181,7 @@ def round_on_the_way(ranks: tuple[int, ...], placement: Placement, seeds: range)
     sent = 0
     for seed in seeds:
         boundary = Boundary.random(seed, ranks, placement)
-        part = boundary.plan.rank(dist.get_rank())
+        part = boundary.part
         communicator = BoundaryCommunicator(world(), CPU, WIDTH, torch.float32, transport=torch.bfloat16)
         x = torch.randn(boundary.x.shape, generator=torch.Generator().manual_seed(seed))
         with Spy().watching() as forward:
@@ -187,7 +191,7 @@ def round_on_the_way(ranks: tuple[int, ...], placement: Placement, seeds: range)
             gradient = communicator.backward(boundary.loaded, _fraction(boundary, x))
         _check_rounded(boundary, gradient, x)
         assert communicator.row_bytes == WIDTH * 2
-        assert forward.sent == part.forward.sent_rows * WIDTH * 2
+        assert forward.sent == part.forward.sent_rows * WIDTH * 2 and part.backward is not None
         assert backward.sent == part.backward.sent_rows * WIDTH * 2
         sent += forward.sent + backward.sent
     return sent
@@ -230,17 +234,59 @@ def two_at_once(ranks: tuple[int, ...], placement: Placement, seeds: range, last
             boundaries[i].check_gradient(back[i].wait(), communicator.group)
 
 
-def count_allocations(source: str, destination: str, crossings: int) -> list[int]:
-    """Tensors made by each of so many crossings of the same size."""
-    boundary = Boundary.between(Ownership.parse(source), Ownership.parse(destination))
-    communicator = BoundaryCommunicator(world(), CPU, WIDTH, torch.float64, check=False)
-    counts = []
-    for _ in range(crossings):
-        with mock.patch.object(torch, "empty", wraps=torch.empty) as empty:
-            rows = communicator.forward(boundary.loaded, boundary.x[boundary.held])
-        assert torch.equal(rows, boundary.x[boundary.needed])
-        counts.append(empty.call_count)
-    return counts
+def allocate(placement: Placement, seeds: range, transport: torch.dtype | None) -> set[str]:
+    """Cross parts of a batch once all of it has crossed: nothing but the results may be allocated. Returns the stages
+    that were met.
+    """
+    stages: set[str] = set()
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        source, destination = random_boundary(rng, range(dist.get_world_size()), 64, placement)
+        chosen = [rng.random(1 + source.ids.max()) < share for share in (1, 1, *rng.uniform(0.1, 0.6, 4))]
+        boundaries = [Boundary.between(_subset(source, rows), _subset(destination, rows), seed) for rows in chosen]
+        communicator = BoundaryCommunicator(world(), CPU, WIDTH, torch.float32, transport=transport, check=False)
+        _allocated(communicator, boundaries[:2])
+        found, results = _allocated(communicator, boundaries[2:])
+        assert found == results, f"seed {seed}: allocated {found} bytes for results of {results}"
+        stages |= {stage for direction in boundaries[2].plan.directions.values() for stage in direction.stages}
+        stages |= {"kept" for kept in (boundaries[2].loaded.forward.kept_from,) if isinstance(kept, Tensor)}
+    return stages
+
+
+def _subset(ownership: Ownership, chosen: np.ndarray) -> Ownership:
+    """The rows that are chosen, in their order."""
+    holders = zip(ownership.groups, ownership.rows, strict=True)
+    return Ownership.of({group: rows[chosen[rows]] for group, rows in holders}, ownership.gradient)
+
+
+def grow(sizes: range) -> int:
+    """Allocations, of bytes that are no results, where rows that are no run cross in batches of growing size."""
+    communicator = BoundaryCommunicator(world(), CPU, WIDTH, torch.float32, check=False)
+    boundaries = []
+    for rows in sizes:
+        ids, order = np.arange(2 * rows).reshape(2, rows), np.random.default_rng(rows).permutation(rows)
+        source, destination = ({(0,): a, (1,): b, (2, 3): []} for a, b in (ids, ids[::-1, order]))
+        boundaries.append(Boundary.between(Ownership.of(source), Ownership.of(destination)))
+    found, results = _allocated(communicator, boundaries)
+    return len(found) - len(results)
+
+
+def _allocated(communicator: BoundaryCommunicator, boundaries: Sequence[Boundary]) -> tuple[list[int], list[int]]:
+    """Sizes of everything that the allocator of torch handed out in crossings both ways, and those of their results."""
+    from torch.profiler import ProfilerActivity, profile
+
+    given = [(b.loaded, b.x[b.held].float(), b.gradient(dist.get_rank()).float()) for b in boundaries]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        arrived = [
+            rows
+            for plan, x, c in given
+            for rows in (communicator.forward(plan, x), communicator.backward(plan, c))
+        ]  # fmt: skip
+    for boundary, rows in zip(boundaries, arrived[::2], strict=True):
+        assert torch.equal(rows, boundary.x[boundary.needed].float())
+    events: Any = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    found = [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
+    return found, [rows.nbytes for rows in arrived if rows.nbytes]
 
 
 # ----------------------------------------------------------------------------------------------- errors
@@ -251,32 +297,36 @@ def go_wrong(kind: str, placement: Placement, wrong_ranks: tuple[int, ...], chec
 
     Afterwards the group must work as before.
     """
-    ranks = tuple(range(dist.get_world_size()))
-    boundary = Boundary.random(11, ranks, placement)
+    boundary = Boundary.random(11, range(dist.get_world_size()), placement)
     communicator = BoundaryCommunicator(world(), CPU, WIDTH, torch.float64, check=check)
     loaded, rows, gradient = boundary.loaded, boundary.x[boundary.held], boundary.gradient(dist.get_rank())
     if dist.get_rank() in wrong_ranks:
-        loaded, rows, gradient = _spoilt(kind, loaded, rows, gradient)
+        loaded, rows, gradient = _spoilt(kind, boundary, rows, gradient)
     with Spy().watching() as spy:
         said = [_error(communicator.forward, loaded, rows), _error(communicator.backward, loaded, gradient)]
-    assert torch.equal(communicator.forward(boundary.loaded, boundary.x[boundary.held]), boundary.x[boundary.needed])
-    boundary.check_gradient(
-        communicator.backward(boundary.loaded, boundary.gradient(dist.get_rank())), communicator.group
-    )
+    _cross_well(communicator, boundary)
     return said[0], said[1], spy.sent
 
 
-def _spoilt(kind: str, loaded: LoadedPlan, rows: Tensor, gradient: Tensor) -> tuple[LoadedPlan, Tensor, Tensor]:
-    if kind == "plan":
+def _cross_well(communicator: BoundaryCommunicator, boundary: Boundary) -> None:
+    rows = communicator.forward(boundary.loaded, boundary.x[boundary.held])
+    assert torch.equal(rows, boundary.x[boundary.needed])
+    gradient = communicator.backward(boundary.loaded, boundary.gradient(dist.get_rank()))
+    boundary.check_gradient(gradient, communicator.group)
+
+
+def _spoilt(kind: str, boundary: Boundary, rows: Tensor, gradient: Tensor) -> tuple[LoadedPlan, Tensor, Tensor]:
+    if kind in ("plan", "part"):
         other = plan_boundary(Ownership.parse("0: 0-5"), Ownership.parse("1: 0-5"), 8).rank(0)
-        return load_plan(other, CPU), rows, gradient
+        neighbour = boundary.plan.rank((dist.get_rank() + 1) % dist.get_world_size())
+        return load_plan(other if kind == "plan" else neighbour, CPU), rows, gradient
     spoil = {
         "width": lambda t: torch.cat([t, t[:, :1]], 1),
         "dims": lambda t: t[None],
         "dtype": lambda t: t.float(),
         "count": lambda t: torch.cat([t, torch.zeros(1, WIDTH, dtype=t.dtype)]),
     }[kind]
-    return loaded, spoil(rows), spoil(gradient)
+    return boundary.loaded, spoil(rows), spoil(gradient)
 
 
 def _error(call: Any, *args: Any) -> str:
@@ -287,16 +337,36 @@ def _error(call: Any, *args: Any) -> str:
     return ""
 
 
-def take_no_part(placement: Placement, absent: int) -> tuple[str, float]:
-    """What each rank says where `absent` has the plan of other ranks, and the seconds that this took."""
-    group: Any = dist.new_group(timeout=timedelta(seconds=4))  # what is left in the air ends with it
-    boundary = Boundary.random(11, range(dist.get_world_size()), placement)
-    communicator = BoundaryCommunicator(group, CPU, WIDTH, torch.float64)
-    loaded, rows = boundary.loaded, boundary.x[boundary.held]
-    if dist.get_rank() == absent:
-        loaded, *_ = _spoilt("plan", loaded, rows, rows)
-    begin = time.monotonic()
-    return _error(communicator.forward, loaded, rows), time.monotonic() - begin
+SHARDS = "0: 0-3; 1: 4-7; 2: 8-11; 3: 12-15"
+BATCHES = (
+    "0: 4-7; 1: 0-3; 2: 12-15; 3: 8-11",
+    "0: 8-11; 1: 12-15; 2: 0-3; 3: 4-7",
+    "0: 12-15; 1: 0-3; 2: 4-7; 3: 8-11",
+)
+"""Destinations of batches that nobody can tell apart by the rows that it holds or needs. They go elsewhere."""
+
+
+def mix_batches(of_ranks: tuple[int, ...]) -> tuple[str, str, int]:
+    """What is said forward and backward where each rank has a plan of another one of `BATCHES`, and bytes sent."""
+    boundaries = [Boundary.between(Ownership.parse(SHARDS), Ownership.parse(text)) for text in BATCHES]
+    communicator, own = BoundaryCommunicator(world(), CPU, WIDTH, torch.float64), boundaries[of_ranks[dist.get_rank()]]
+    with Spy().watching() as spy:
+        said = [
+            _error(communicator.forward, own.loaded, own.x[own.held]),
+            _error(communicator.backward, own.loaded, own.gradient(dist.get_rank())),
+        ]
+    for boundary in boundaries:
+        _cross_well(communicator, boundary)
+    return said[0], said[1], spy.sent
+
+
+def forward_only(check: bool) -> str:
+    """What a communicator says of a plan without a way back, which it crosses forward."""
+    boundary = Boundary.between(Ownership.parse(SHARDS), Ownership.parse(BATCHES[0]))
+    communicator = BoundaryCommunicator(world(), CPU, WIDTH, torch.float64, check=check)
+    loaded = load_plan(boundary.plan.rank(dist.get_rank(), backward=False), CPU)
+    assert torch.equal(communicator.forward(loaded, boundary.x[boundary.held]), boundary.x[boundary.needed])
+    return _error(communicator.start_backward, loaded, boundary.gradient(dist.get_rank()))
 
 
 # ---------------------------------------------------------------------------------------------- overlap
@@ -307,7 +377,7 @@ def trace_embedding(delay_s: float) -> dict[str, tuple[float, float]]:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     boundary = Boundary.between(Ownership.parse("0: 0-4; 1: 5-9"), Ownership.parse("0: 5-9; 1: 0-4"))
-    communicator = BoundaryCommunicator(world(), CPU, WIDTH, torch.float64)
+    communicator = BoundaryCommunicator(world(), CPU, WIDTH, torch.float64, check=False)  # which would wait for rank 1
     rows = boundary.x[boundary.held]
     communicator.forward(boundary.loaded, rows)  # connections are made on first use
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -130,7 +130,7 @@ class Boundary:
 
     @cached_property
     def backward(self) -> Course:
-        return Course(self.plan.ranks, [part.backward for part in self.parts])
+        return Course(self.plan.ranks, [part.backward for part in self.parts if part.backward is not None])
 
     @property
     def courses(self) -> dict[str, tuple[Ownership, Ownership, Course]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import SHOWN, Move, plan_boundary
 from tests.unit.boundary.cases import PLACEMENTS, random_boundary
+from tests.unit.boundary.checks import check_everything, check_received
 from tests.unit.boundary.simulation import ROW_BYTES, Boundary
 
 
@@ -30,169 +31,19 @@ def cases(number: int) -> settings:
     return settings(max_examples=number, deadline=None)
 
 
-large = boundaries(worlds=(24, 64), most_rows=600)
-
-
-# ---------------------------------------------------------------------------------------------- values
-
-
-class Values:
-    """A value per row, and for each rank of a side a gradient per row that it holds."""
-
-    def __init__(self, boundary: Boundary, seed: int = 0):
-        self.boundary = boundary
-        self._rng = np.random.default_rng(seed)
-        ids = boundary.plan.source.ids
-        self.rows = self._rng.integers(1, 1000, 1 + ids.max(initial=0))
-
-    def held(self, side: Ownership) -> list[np.ndarray]:
-        """The rows of each rank of the boundary."""
-        return [self.rows[side.held_by(rank)] for rank in self.boundary.plan.ranks]
-
-    def gradients(self, side: Ownership) -> list[np.ndarray]:
-        """Random ones: equal on all holders, or another part on each."""
-        whole = self._rng.integers(1, 1000, self.rows.shape)
-        if side.gradient == "invariant":
-            return [whole[side.held_by(rank)] for rank in self.boundary.plan.ranks]
-        return [self._rng.integers(1, 1000, side.rows_of(rank)) for rank in self.boundary.plan.ranks]
-
-    def total(self, side: Ownership, gradients: list[np.ndarray]) -> np.ndarray:
-        """The whole gradient of each row, 0 where nobody holds it."""
-        total = np.zeros_like(self.rows)
-        for rank, gradient in zip(self.boundary.plan.ranks, gradients, strict=True):
-            if side.gradient == "partial":
-                total[side.held_by(rank)] += gradient
-            else:
-                total[side.held_by(rank)] = gradient
-        return total
-
-
-def inner_product(side: Ownership, ranks: tuple[int, ...], values: list[np.ndarray], grads: list[np.ndarray]) -> int:
-    """⟨values, grads⟩ over all ranks: an invariant row counts once, of a partial one each holder's part."""
-    first = {group[0] for group in side.groups}
-    counted = [side.gradient == "partial" or rank in first for rank in ranks]
-    return sum(int(np.dot(v, g)) for v, g, counts in zip(values, grads, counted, strict=True) if counts)
-
-
 # ------------------------------------------------------------------------------------------- properties
 
 
-def check_forward(boundary: Boundary) -> None:
-    values = Values(boundary)
-    results, writes = boundary.forward.run(values.held(boundary.plan.source))
-    for plan, result, written, expected in zip(
-        boundary.forward.plans, results, writes, values.held(boundary.plan.destination), strict=True
-    ):
-        assert result.tolist() == expected.tolist()
-        assert np.all(written == 1) and plan.complete
-
-
-def check_backward(boundary: Boundary) -> None:
-    source, destination = boundary.plan.source, boundary.plan.destination
-    values, ranks = Values(boundary), boundary.plan.ranks
-    gradients = values.gradients(destination)
-    results, writes = boundary.backward.run(gradients)
-    total, needed = values.total(destination, gradients), np.zeros_like(values.rows)
-    needed[destination.ids] = 1
-    assert values.total(source, results)[source.ids].tolist() == total[source.ids].tolist()
-    assert values.total(source, writes)[source.ids].tolist() == needed[source.ids].tolist()
-    for rank, plan, result, written in zip(ranks, boundary.backward.plans, results, writes, strict=True):
-        assert plan.complete == bool(np.all(written == 1))
-        assert source.gradient == "partial" or np.array_equal(result, total[source.held_by(rank)])
-
-
-def check_adjoint(boundary: Boundary) -> None:
-    source, destination, ranks = boundary.plan.source, boundary.plan.destination, boundary.plan.ranks
-    values = Values(boundary)
-    x, c = values.held(source), values.gradients(destination)
-    a_x, at_c = boundary.forward.run(x)[0], boundary.backward.run(c)[0]
-    assert inner_product(destination, ranks, a_x, c) == inner_product(source, ranks, x, at_c)
-
-
-def check_received(boundary: Boundary) -> None:
-    for name, (held, needed, course) in boundary.courses.items():
-        direction = boundary.plan.directions[name]
-        for rank, plan in zip(course.ranks, course.plans, strict=True):
-            least = np.setdiff1d(np.intersect1d(needed.held_by(rank), held.ids), held.held_by(rank))
-            traffic = boundary.plan.traffic(name, rank)
-            assert traffic[:4] == (held.rows_of(rank), needed.rows_of(rank), plan.received_rows, plan.sent_rows)
-            assert traffic.minimum in (None, plan.received_rows)
-            assert traffic.minimum in (None, len(least))
-            assert traffic.minimum is not None or not plain(name, held, needed)
-        received, sent = (sum(getattr(p, f"{what}_rows") for p in course.plans) for what in ("received", "sent"))
-        assert received == sent == direction.minimum_total
-
-
-def plain(direction: str, held: Ownership, needed: Ownership) -> bool:
-    """Whether rows only go from holders to all that need them, so that each rank's minimum is known."""
-    whole = held.gradient == "invariant" or all(len(group) == 1 for group in held.groups)
-    return direction == "forward" or (whole and needed.gradient == "invariant")
-
-
-def check_even_shares(boundary: Boundary) -> None:
-    """What the members of a group send to one receiver, and what those of a group get from another, differs by one row
-    at most."""
-    for held, needed, course in boundary.courses.values():
-        if (stage := course.stages.get("scatter")) is None:
-            continue
-        ranks = np.array(course.ranks)
-        loads = Counter(zip(ranks[stage.sender].tolist(), ranks[stage.receiver].tolist(), strict=True))
-        for giving, taking in itertools.product(held.groups, needed.groups):
-            table = np.array([[loads[sender, receiver] for sender in giving] for receiver in taking])
-            assert np.all(np.ptp(table, axis=1) <= 1) and np.ptp(table.sum(1)) <= 1
-            assert not table.any() or not set(giving) & set(taking), "the group holds these rows"
-
-
-def check_text(boundary: Boundary) -> None:
-    moves = [move for name, (*_, course) in boundary.courses.items() for move in course.moves(name)]
-    listed = list(boundary.plan.moves())
-    assert listed == moves
-    lines = str(boundary.plan).splitlines()[4:]  # after what the plan is, both directions, and the table's head
-    assert [Move.parse(line) for line in lines[: min(SHOWN, len(moves))]] == moves[:SHOWN]
-    assert all(Move.parse(str(move)) == move for move in moves)
-
-
-@cases(700)
+@cases(1250)
 @given(boundaries())
-def test_every_row_arrives_where_it_is_needed_and_nowhere_else(boundary: Boundary) -> None:
-    check_forward(boundary)
+def test_random_boundaries(boundary: Boundary) -> None:
+    check_everything(boundary)
 
 
-@cases(700)
-@given(boundaries())
-def test_gradients_arrive_at_those_that_hold_the_rows(boundary: Boundary) -> None:
-    check_backward(boundary)
-
-
-@cases(300)
-@given(boundaries())
-def test_backward_is_the_adjoint_of_forward(boundary: Boundary) -> None:
-    check_adjoint(boundary)
-
-
-@cases(300)
-@given(boundaries())
-def test_received_rows_are_the_minimum(boundary: Boundary) -> None:
-    check_received(boundary)
-
-
-@cases(150)
-@given(boundaries())
-def test_replicas_share_sending_and_receiving_evenly(boundary: Boundary) -> None:
-    check_even_shares(boundary)
-
-
-@cases(150)
-@given(boundaries())
-def test_the_text_lists_what_all_ranks_do(boundary: Boundary) -> None:
-    check_text(boundary)
-
-
-@cases(40)
-@given(large)
-def test_all_of_this_on_up_to_64_ranks(boundary: Boundary) -> None:
-    for check in (check_forward, check_backward, check_adjoint, check_received, check_even_shares, check_text):
-        check(boundary)
+@cases(50)
+@given(boundaries(worlds=(24, 64), most_rows=600))
+def test_random_boundaries_of_up_to_64_ranks(boundary: Boundary) -> None:
+    check_everything(boundary)
 
 
 # ------------------------------------------------------------------------------------------ known cases
@@ -230,8 +81,7 @@ def test_stages(source: str, destination: str, forward: str, backward: str) -> N
     for name, expected in (("forward", forward), ("backward", backward)):
         assert boundary.plan.directions[name].stages == tuple(expected.split())
         assert {part.collectives for part in boundary.courses[name][2].plans} <= {len(expected.split())}
-    for check in (check_forward, check_backward, check_adjoint, check_received, check_even_shares, check_text):
-        check(boundary)
+    check_everything(boundary)
 
 
 def test_shards_reach_replicas_in_even_portions() -> None:
@@ -282,7 +132,19 @@ def test_a_long_text_says_how_much_it_leaves_out() -> None:
     lines = str(plan_boundary(source, destination, ROW_BYTES)).splitlines()
     assert lines[4 + SHOWN] == f"… and {2 * n * n - SHOWN:,} more"
     assert Move.parse(lines[3 + SHOWN]).sender == (SHOWN - 1) // n
-    assert len([line for line in lines if line.startswith("forward") and "->" not in line]) == 1 + 2 * n
+    assert len([line for line in lines if line.startswith("forward") and "->" not in line]) == 2 + 2 * n
+
+
+def test_a_long_text_says_how_many_ranks_it_leaves_out() -> None:
+    n = SHOWN + 7
+    source = Ownership.of({(rank,): [rank] for rank in range(n)})
+    destination = Ownership.of({(rank,): [(rank + 1) % n] for rank in range(n)})
+    lines = str(plan_boundary(source, destination, ROW_BYTES)).splitlines()
+    assert lines.count("… and 7 more") == 2
+    assert lines[-2:] == [
+        f"{name}: at most 24 bytes received and 24 bytes sent by a rank; {24 * n:,} bytes in all"
+        for name in ("forward", "backward")
+    ]
 
 
 def test_the_text_states_bytes() -> None:
@@ -309,6 +171,31 @@ def test_a_rank_that_takes_no_part_is_not_among_the_ranks() -> None:
     plan = plan_boundary(Ownership.parse("5: 0-2"), Ownership.parse("3: 2; 9: 0,1"), ROW_BYTES)
     assert plan.ranks == (3, 5, 9) and plan.point_to_point
     assert plan.rank(3).forward.exchanges[0].receive_counts.tolist() == [0, 1, 0]
+
+
+def test_without_backward_only_the_way_forward_is_planned() -> None:
+    plan = Boundary.parse("0: 0-3; 1: 4-7", "0,1: 0-7 partial").plan
+    both, forward = plan.rank(1), plan.rank(1, backward=False)
+    assert both.backward is not None and forward.backward is None
+    assert (forward.rank, forward.ranks, forward.digest) == (both.rank, both.ranks, both.digest)
+    [one], [other] = forward.forward.exchanges, both.forward.exchanges
+    assert one.receive.tolist() == other.receive.tolist() and one.send.tolist() == other.send.tolist()
+
+
+def test_plans_of_the_same_ownerships_have_one_digest_and_others_another() -> None:
+    sides = ("0: 0-3; 1: 4-7", "0,1: 0-7")
+    others = (
+        "0: 0-4; 1: 5-7",
+        "1: 0-3; 0: 4-7",
+        "0: 3,0-2; 1: 4-7",
+        "0: 0-3; 1: 4-7 partial",
+        "0: 0-8; 1:",
+        "0,1: 0-7",
+    )
+    assert len({Boundary.parse(*sides).plan.rank(rank).digest for rank in (0, 1)}) == 1
+    digests = [Boundary.parse(source, sides[1]).plan.digest for source in (sides[0], *others)]
+    digests += [Boundary.parse(sides[0], text).plan.digest for text in ("0: 0-7", "0,1: 0-7 partial", "1,0: 0-7", "")]
+    assert len(set(digests)) == len(digests)
 
 
 def test_nobody_and_nothing() -> None:

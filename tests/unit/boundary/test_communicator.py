@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from tests.support.pool import Pool
 from tests.unit.boundary import jobs
@@ -40,11 +41,19 @@ def test_two_crossings_at_once(placement: Placement, last_first: bool, pools: Po
     pools(4).run(jobs.two_at_once, ALL_4, placement, range(1, 16), last_first)
 
 
-def test_a_crossing_of_usual_size_allocates_its_result_only(pools: Pools) -> None:
-    # Places alternate, so that both what is sent and what arrives goes through a buffer.
-    source, destination = "0: 0,1,2,3; 1: 4,5,6,7; 2,3: 8", "0: 4,1,6,3; 1: 0,5,2,7; 2,3: 8"
-    for first, *others in pools(4).run(jobs.count_allocations, source, destination, 4)[:2]:
-        assert first == 3 and others == [1, 1, 1]
+@pytest.mark.parametrize("transport", [None, torch.bfloat16])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_crossings_no_larger_than_before_allocate_their_results_only(
+    placement: Placement, transport: torch.dtype | None, pools: Pools
+) -> None:
+    met = set().union(*pools(4).run(jobs.allocate, placement, range(12), transport))
+    assert met == {"reduce", "scatter", "gather"} | ({"kept"} if placement != "disjoint" else set())
+
+
+def test_buffers_grow_in_large_steps(pools: Pools) -> None:
+    # Two buffers, for what leaves and what arrives, of up to 200 rows of 12 bytes, which is less than 2 ** 12.
+    most = max(pools(4).run(jobs.grow, range(1, 201)))
+    assert 0 < most <= 2 * 12
 
 
 KINDS = {
@@ -52,12 +61,21 @@ KINDS = {
     "dims": r"rows of shape \(1, \d+, 3\), expected \[rows, 3\]",
     "dtype": r"rows of torch.float32, expected torch.float64, as .*",
     "count": r"\d+ rows, expected the \d+ that the plan says this rank holds; .*",
+    "part": r"the part of rank \d of the plan, expected its own",
+    "plan": r"a plan for ranks \(0, 1\), expected one for the communicator's ranks \(0, 1, 2, 3\)",
 }
-OTHER_PLAN = r"a plan for ranks \(0, 1\), expected one for the communicator's ranks \(0, 1, 2, 3\)"
 
 
 def assert_says(message: str, direction: str, rank: int, what: str) -> None:
     assert re.fullmatch(f"boundary {direction} on rank {rank}: found {what}", message), message
+
+
+def mixture(direction: str, *ranks: str) -> str:
+    listed = "; ".join(f"one on ranks {text}" for text in ranks)
+    return (
+        f"boundary {direction}: found plans of {len(ranks)} different batches ({listed}), expected parts of one plan "
+        "on all ranks; plan with ownerships of the same batch"
+    )
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -65,8 +83,11 @@ def assert_says(message: str, direction: str, rank: int, what: str) -> None:
 def test_what_is_wrong_on_one_rank_is_raised_on_all(kind: str, placement: Placement, pools: Pools) -> None:
     answers = pools(4).run(jobs.go_wrong, kind, placement, (2,), True)
     assert len({(forward, backward) for forward, backward, _ in answers}) == 1
-    assert_says(answers[0][0], "forward", 2, KINDS[kind])
-    assert_says(answers[0][1], "backward", 2, KINDS[kind])
+    assert [sent for *_, sent in answers] == [0] * 4
+    for direction, message in zip(("forward", "backward"), answers[0][:2], strict=True):
+        problem, *others = message.splitlines()
+        assert_says(problem, direction, 2, KINDS[kind])
+        assert others == ([mixture(direction, "0-1,3", "2")] if kind == "plan" else [])
 
 
 def test_all_that_is_wrong_is_told(pools: Pools) -> None:
@@ -75,28 +96,35 @@ def test_all_that_is_wrong_is_told(pools: Pools) -> None:
             assert_says(line, "forward", rank, KINDS["width"])
 
 
-@pytest.mark.parametrize("kind, what", [*KINDS.items(), ("plan", OTHER_PLAN)])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_unchecked_errors_are_raised_before_anything_is_sent(
-    kind: str, what: str, placement: Placement, pools: Pools
-) -> None:
+def test_unchecked_errors_are_raised_before_anything_is_sent(kind: str, placement: Placement, pools: Pools) -> None:
     for rank, (forward, backward, sent) in enumerate(pools(4).run(jobs.go_wrong, kind, placement, ALL_4, False)):
-        assert_says(forward, "forward", rank, what)
-        assert_says(backward, "backward", rank, what)
+        assert_says(forward, "forward", rank, KINDS[kind])
+        assert_says(backward, "backward", rank, KINDS[kind])
         assert sent == 0
 
 
-@pytest.mark.parametrize("placement", ["equal", "disjoint"])
-def test_nobody_waits_for_a_rank_whose_plan_is_for_others(placement: Placement, pools: Pools) -> None:
-    said = pools(4).run(jobs.take_no_part, placement, 2)
-    assert all(seconds < 3 for _, seconds in said), "waited until the time-out"
-    expected = (
-        "boundary: rank 2 takes no part, because its plan is for other ranks than the communicator's (0, 1, 2, 3)"
-    )
-    for rank, (message, _) in enumerate(said):
-        assert re.match(
-            f"boundary forward on rank 2: found {OTHER_PLAN}" if rank == 2 else re.escape(expected), message
-        )
+@pytest.mark.parametrize(
+    "of_ranks, listed",
+    [((0, 0, 1, 0), ("0-1,3", "2")), ((1, 0, 0, 1), ("0,3", "1-2")), ((0, 2, 1, 0), ("0,3", "1", "2"))],
+)
+def test_plans_of_different_batches_are_refused_on_all_ranks(
+    of_ranks: tuple[int, ...], listed: tuple[str, ...], pools: Pools
+) -> None:
+    expected = mixture("forward", *listed), mixture("backward", *listed), 0
+    assert pools(4).run(jobs.mix_batches, of_ranks) == [expected] * 4
+
+
+def test_a_plan_that_is_wrong_on_all_ranks_alike_is_not_seen(pools: Pools) -> None:
+    assert {said[:2] for said in pools(4).run(jobs.mix_batches, (1, 1, 1, 1))} == {("", "")}
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_plan_without_a_way_back_is_crossed_forward_only(check: bool, pools: Pools) -> None:
+    for rank, message in enumerate(pools(4).run(jobs.forward_only, check)):
+        for speaker, line in zip(range(4) if check else [rank], message.splitlines(), strict=True):
+            assert_says(line, "backward", speaker, r"a plan of the forward direction only, expected one of both, .*")
 
 
 def test_tokens_are_embedded_while_rows_are_on_their_way(pools: Pools) -> None:

@@ -44,8 +44,8 @@ def test_zigzag_deals_every_token_to_one_member(lengths: list[int], cp: int) -> 
 def test_zigzag_gives_member_i_the_chunks_i_and_as_many_from_the_end(lengths: list[int], cp: int) -> None:
     expected: list[list[int]] = [[] for _ in range(cp)]
     for sample, length in enumerate(lengths):
-        bounds = [c * length // (2 * cp) for c in range(2 * cp + 1)]
-        assert chunk_bounds(lengths, cp)[sample].tolist() == bounds
+        bounds = [(c * length + sample % (2 * cp)) // (2 * cp) for c in range(2 * cp + 1)]
+        assert chunk_bounds(np.array(lengths), np.arange(len(lengths)), cp)[sample].tolist() == bounds
         for c in range(2 * cp):
             start = sum(lengths[:sample])
             expected[min(c, 2 * cp - 1 - c)] += range(start + bounds[c], start + bounds[c + 1])
@@ -63,13 +63,21 @@ def test_zigzag_pieces_are_the_causal_prefix_of_each_query(lengths: list[int], c
         assert seen == [list(range(starts[t], t + 1)) for t in tokens[member].tolist()]
 
 
+@pytest.mark.parametrize("length", [1, 2, 5, 9, 60])
+@pytest.mark.parametrize("cp", [2, 4, 16])
+def test_many_short_samples_are_dealt_evenly(length: int, cp: int) -> None:
+    """What is left over of each sample goes round: over 2 * cp samples of a length all members get the same."""
+    sizes = {len(part) for part in zigzag_tokens([length] * 2 * cp, cp)}
+    assert sizes == {2 * length}
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 200_000), st.integers(1, 16))
-def test_zigzag_work_is_even(length: int, cp: int) -> None:
+@given(st.integers(0, 200_000), st.integers(1, 16), st.integers(0, 40))
+def test_zigzag_work_is_even(length: int, cp: int, number: int) -> None:
     """Tokens to two, visible keys to two rows of the sample's length: each of the at most four ends of a member's
     chunks is moved by less than a token.
     """
-    bounds = chunk_bounds([length], cp)[0].tolist()
+    bounds = chunk_bounds(np.array([length]), np.array([number]), cp)[0].tolist()
 
     def prefix(n: int) -> int:
         return n * (n + 1) // 2
@@ -121,7 +129,7 @@ def test_contiguous_pieces_are_the_whole_sequence_of_each_query(pack: tuple[list
 
 
 def test_the_table_at_the_head_of_the_file() -> None:
-    assert [part.tolist() for part in zigzag_tokens([8, 5], 2)] == [[0, 1, 6, 7, 8, 11, 12], [2, 3, 4, 5, 9, 10]]
+    assert [part.tolist() for part in zigzag_tokens([8, 5], 2)] == [[0, 1, 6, 7, 8, 12], [2, 3, 4, 5, 9, 10, 11]]
 
 
 @settings(max_examples=200, deadline=None)

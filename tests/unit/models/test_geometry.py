@@ -43,7 +43,7 @@ def test_windows_and_positions_are_those_of_transformers(case: tuple[int, int, l
     first = np.cumsum([0] + [len(g.units) for g in ours])
     assert np.concatenate([g.units + at for g, at in zip(ours, first, strict=False)]).tolist() == index.tolist()
     assert np.cumsum(np.concatenate([g.windows for g in ours]) * merge**2).tolist() == ends.tolist()[1:]
-    np.testing.assert_array_equal(np.concatenate([g.positions for g in ours], axis=1), positions.T.numpy())
+    np.testing.assert_array_equal(np.concatenate([g.positions() for g in ours], axis=1), positions.T.numpy())
 
 
 def plan(grids: list[Grid], sp: int = 1, cp: int = 1, window: int = 4, first: int = 0, **options) -> EncoderPlan:

@@ -57,7 +57,8 @@ def _pack(samples: list[list[Grid]], rng: np.random.Generator, batch: str) -> Pa
         at += text()
         lengths.append(at - start)
     joined = np.concatenate(positions).astype(np.int64)
-    return PackShape(tuple(lengths), tuple(grid for grids in samples for grid in grids), joined.tobytes())
+    images = tuple(map(len, samples))
+    return PackShape(tuple(lengths), images, tuple(grid for grids in samples for grid in grids), joined.tobytes())
 
 
 def planner(layouts: Mapping[str, Layout], sharded: Sharded, rank: int, balance: Balance = "replica") -> StepPlanner:
@@ -78,7 +79,7 @@ def first_rows_of_images(packs: list[PackShape]) -> list[int]:
 def decoded_units(plan: MicroBatchPlan, packs: list[PackShape]) -> np.ndarray:
     """The global rows of the units that a rank decodes, in order: image by image."""
     first = first_rows_of_images(packs)
-    images = plan.vision.decodes if plan.vision is not None else ()
+    images = plan.pixels.decodes if plan.pixels is not None else ()
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i + 1]) for i in images)])
 
 

@@ -59,20 +59,22 @@ def _cross(
 ) -> dict[str, Any]:
     rank = dist.get_rank()
     plan = planner(layouts, sharded, rank).plan(packs, turn)
-    if plan.vision is None:
-        assert sum(len(pack.positions) for pack in packs) == 0 and not len(plan.text.rows_at)
+    if plan.boundary is None or plan.pixels is None:
+        assert sum(len(pack.positions) for pack in packs) == 0 and plan.text is not None and not len(plan.text.rows_at)
         return {"collectives": (0, 0)}
-    held = _embedded_units(decoded_units(plan, packs), plan.vision.pixels, replica)
+    held = _embedded_units(decoded_units(plan, packs), plan.pixels.exchange, replica)
+    assert plan.text is not None
     needed = needed_rows(plan.text, packs, layouts["text"], sharded["text"], rank)
     x, c = (_integers(sum(len(pack.positions) for pack in packs), s) for s in (1, 2))
-    boundary = plan.vision.boundary
+    boundary, returning = plan.boundary, plan.boundary.backward
+    assert returning is not None
     communicator = BoundaryCommunicator(world(), CPU, WIDTH, torch.float64, check=False)
     crossed, forward = _counted(communicator, "forward", boundary, x[held], boundary.forward)
-    returned, backward = _counted(communicator, "backward", boundary, c[needed], boundary.backward)
+    returned, backward = _counted(communicator, "backward", boundary, c[needed], returning)
     assert torch.equal(crossed, x[needed]), "rows changed on the way"
     assert torch.equal(returned, c[held]), "gradients changed on the way"
     assert boundary.forward.received_rows == len(set(needed.tolist()) - set(held.tolist()))
-    assert boundary.backward.received_rows == len(set(held.tolist()) - set(needed.tolist()))
+    assert returning.received_rows == len(set(held.tolist()) - set(needed.tolist()))
     # Invariant rows count once: of ranks that hold the same rows (replicated over tp) only the first is counted.
     first_reader = sharded["text"] or layouts["text"].coordinate(rank).tp == 0
     first_holder = sharded["vision"] or layouts["vision"].coordinate(rank).tp == 0

@@ -18,7 +18,6 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
 from megatron_hetero.platform import CPU, Platform
-from megatron_hetero.training import run as run_module
 from megatron_hetero.training.config import load_config
 from megatron_hetero.training.export import assemble, gather_parameters
 from megatron_hetero.training.gradients import scale_gradients
@@ -104,14 +103,11 @@ def error_of(flags: list[str]) -> tuple[int, str]:
 
 
 @contextmanager
-def _after_backward(edit: Callable[[Any, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let `edit(text model, loss)` change gradients or loss between the backward pass and the reduction."""
-    real = run_module.run_step
-
-    def edited(vision: Any, text: Any, *rest: Any) -> torch.Tensor:
-        return edit({"vision": vision, "text": text}, real(vision, text, *rest))
-
-    with mock.patch.object(run_module, "run_step", edited):
+def _after_backward(run: Run, edit: Callable[[Any, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Let `edit(models, loss)` change gradients or loss between the backward pass and the reduction."""
+    real = run.interpreter.run
+    models = {module.name: module.model for module in run.modules}
+    with mock.patch.object(run.interpreter, "run", lambda *args: edit(models, real(*args))):
         yield
 
 
@@ -130,7 +126,7 @@ def fault(flags: list[str], where: str, on_rank: int, value: float) -> dict[str,
     _, batch, _ = next(iter(run.batches()))
     before = stored(run)
     message = ""
-    with _after_backward(edit):
+    with _after_backward(run, edit):
         faults = run.gradients(batch).faults
         try:
             run.train_step(5, batch)
@@ -244,7 +240,7 @@ def batches(flags: list[str]) -> list[list[tuple[list[int], bytes, int]]]:
     """Tokens, pixels and supervised tokens of every micro-batch of every step."""
     run = build(flags)
     return [
-        [(m.pack.input_ids.tolist(), _bytes(m.pixels), b.supervised) for m in b.micro_batches]
+        [(m.pack.input_ids.tolist(), _bytes(m.pixels), b.supervised) for m in b.micro_batches if m.pack is not None]
         for _, b, _ in run.batches()
     ]
 

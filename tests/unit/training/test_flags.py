@@ -10,8 +10,9 @@ from megatron_hetero.training.flags import flag_rows
 FIELDS = """
 model.hf_path model.dtype model.freeze model.recompute.MODULE model.sequence_parallel.MODULE model.backend
 data.registry.NAME.annotations data.registry.NAME.images data.datasets data.shuffle data.max_seq_length data.too_long
-data.min_pixels data.max_pixels data.balance data.workers boundary.transport
-train.iters train.global_batch_size train.micro_batch_size train.seed
+data.min_pixels data.max_pixels data.balance data.workers boundary.transport parallel_layers.MODULE
+schedule.kind schedule.waves schedule.run_ahead schedule.virtual_stages schedule.timeout_s
+train.profile.start train.profile.steps train.iters train.global_batch_size train.micro_batch_size train.seed
 optimizer.name optimizer.lr optimizer.min_lr optimizer.lr_vision optimizer.lr_projector optimizer.betas optimizer.eps
 optimizer.weight_decay optimizer.clip_grad optimizer.schedule optimizer.warmup_iters log.dir log.tensorboard
 export.hf_dir eval.datasets eval.limit eval.max_new_tokens

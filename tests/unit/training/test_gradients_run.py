@@ -18,7 +18,13 @@ from tests.unit.training import jobs_run as jobs
 from tests.unit.training.jobs_run import MakeFlags
 
 Pools = Callable[[int], Pool]
-LAYOUTS = [("sp:2,dp:2", "tp:4"), ("tp:2,dp:2", "tp:2,dp:2")]
+LAYOUTS = [
+    ("sp:2,dp:2", "tp:4"),
+    ("tp:2,dp:2", "tp:2,dp:2"),
+    ("cp:2,dp:2", "sp:2,cp:2"),
+    ("sp:2,cp:2", "cp:2,dp:2"),
+    ("dp:2@0-1", "tp:2@2-3"),
+]
 PARTS = {"vision": "visual.", "projector": "visual.merger.", "text": ("model.", "lm_head.")}
 
 
@@ -156,6 +162,9 @@ def write_long(data: Path, long: set[int]) -> None:
     ("sp:2,dp:2", "tp:2,dp:2", ""),
     ("dp:4", "tp:2,dp:2", "--model.sequence_parallel.text false"),
     ("tp:4", "tp:2,dp:2", "--model.recompute.text full"),
+    ("cp:2,dp:2", "cp:2,dp:2", ""),
+    ("sp:2,cp:2", "sp:2,dp:2", ""),
+    ("dp:2@0-1", "dp:2@2-3", ""),
 ])  # fmt: skip
 def test_long_samples_are_skipped_and_packs_may_be_empty(
     long: set[int], micro: int, vision: str, text: str, more: str, make_flags: MakeFlags, pools: Pools,

@@ -34,7 +34,13 @@ def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: 
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--vision-parallel pp:2", "pp:2"),
+    ("--vision-parallel pp:4", "2 layers and pp:4"),
+    ("--text-parallel tp:2@0-1 --vision-parallel dp:1@0", "ranks 2-3"),
+    ("--schedule.kind ahead", "schedule.kind"),
+    ("--schedule.run_ahead 2", "schedule.run_ahead"),
+    ("--schedule.virtual_stages 2", "schedule.virtual_stages"),
+    ("--parallel_layers.text 1 1", "parallel_layers"),
+    ("--parallel_layers.audio 1 1", "audio"),
     ("--text-parallel sp:8", "sp"),
     ("--text-parallel tp:3", "tp"),
     ("--data.balance even", "data.balance"),

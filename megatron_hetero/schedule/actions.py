@@ -1,0 +1,159 @@
+"""What a rank does in a step: small frozen values with a short text, ``Action.parse(str(action)) == action``.
+
+This comment is the specification. A model is a graph of modules: encoders, each with a boundary to the one text module.
+A module has stages, numbered along its pipeline; with virtual stages, stage s of the text is on the ranks of pipeline
+coordinate s mod pp. A step runs M micro-batches, numbered from 0. Its kinds of work are
+
+    F   forward of a stage. Keeps what its backward needs, unless the module recomputes
+    R   the same forward again, just before its backward, of a module that recomputes
+    B   backward of a stage
+
+and the actions, which a rank executes one after the other:
+
+    op      text               meaning
+    run     text.1.F3          compute the forward of stage 1 of `text`, micro-batch 3
+    send    text.1>2.F3        stage 1 sends its output (B: the gradient of its input) to stage 2. Never blocks
+    post    text.2<1.F3        stage 2 is ready to receive it. Never blocks
+    take    text.2<1.F3!       wait until it has arrived; directly before its use
+    start   vision>text.F3     rows leave the last stage of `vision` for the first of `text`. Never blocks
+            text>vision.B3     the gradients of rows go back
+    wait    vision>text.F3!    wait until the rows are there, and may be used, or are gone, and may be overwritten
+            text>vision.B3!    the same for their gradients
+
+A pipeline transfer (`send`, `post`, `take`) is between a rank and the one rank with the same other coordinates in the
+other stage. Ranks post what they receive of a module from another rank in the order in which that rank sends it. So
+an ordered pair of ranks is a queue, and needs no tags. (Where a library serialises all messages of a pair of ranks, the
+two directions need a communicator each: a receive that is posted early must not hold up a send.)
+
+A crossing (`start`, `wait`) is one operation of many ranks, its *participants*: those of the last stage of the encoder
+and of the first stage of the text, of all replicas. Every participant starts and waits for every crossing once, also
+where it has no rows, and a rank that is on both sides does so once for both.
+
+  * Where the two sides share no rank, it is batched point-to-point. The `wait` of a sender ends when all receivers have
+    started; that of a receiver when all senders have started and the other receivers wait too (they may gather rows
+    among themselves). In each direction all participants start in one order, and wait in one order.
+    Where rows are sums of parts that several senders hold, the senders add them up inside `start`.
+  * Where they share ranks it is a collective over all participants. `start` enters its first exchange, `wait` the
+    others, so that a `wait` ends when all participants wait. All starts and waits, of both directions and of all such
+    boundaries, are in one order on the ranks that take part in them.
+
+What an action needs before it:
+
+    run F, R    of stage s > 0: its `take` from s - 1. Of the text's first stage: the `wait` F of every encoder
+    run R       its F
+    run B       its F (or R, where the module recomputes); its `take` B from the next stage. Of an encoder's last stage:
+                the `wait` B
+    send        its run
+    start F     on the encoder's side: F of its last stage. On the text's side: nothing
+    start B     on the text's side: B of its first stage. On the encoder's side: nothing
+    take, wait  its `post` or `start`, and what is said above of other ranks
+
+Which actions a rank executes follows from its modules and stages alone (`expected_actions`), in which order from the
+builder. For `--vision-parallel dp:1@0 --text-parallel pp:2@1-2`, run-ahead 0 and two micro-batches, one step per line
+(``-`` is no action; columns wait for each other as said above):
+
+    step  vision.0         text.0           text.1
+          @0               @1               @2
+       0  vision.0.F0      vision>text.F0   text.1<0.F0
+       1  vision>text.F0   -                -
+       2  text>vision.B0   vision>text.F0!  -
+       3  vision>text.F0!  text.0.F0        -
+       4  vision.0.F1      text.0>1.F0      -
+       5  vision>text.F1   vision>text.F1   text.1<0.F0!
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Op = Literal["run", "send", "post", "take", "start", "wait"]
+Kind = Literal["F", "R", "B"]
+NAME = r"[A-Za-z_][\w-]*"
+"""What modules are called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action of one rank, of one micro-batch. See the head of this file.
+
+    op           module       stage            peer
+    run          of the work  of the work      None
+    send         of both      the sender's     the receiver's stage
+    post, take   of both      the receiver's   the sender's stage
+    start, wait  the encoder  None             the text module
+    """
+
+    op: Op
+    kind: Kind
+    module: str
+    micro_batch: int
+    stage: int | None = None
+    peer: int | str | None = None
+
+    def __str__(self) -> str:
+        work = f"{self.kind}{self.micro_batch}"
+        match self.op:
+            case "run":
+                return f"{self.module}.{self.stage}.{work}"
+            case "send":
+                return f"{self.module}.{self.stage}>{self.peer}.{work}"
+            case "post" | "take":
+                return f"{self.module}.{self.stage}<{self.peer}.{work}{'!' if self.op == 'take' else ''}"
+        ends = (self.module, self.peer) if self.kind == "F" else (self.peer, self.module)
+        return f"{ends[0]}>{ends[1]}.{work}{'!' if self.op == 'wait' else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action with that text. Raises `ValueError`."""
+        if found := _RUN.fullmatch(text):
+            module, stage, kind, batch = found.groups()
+            return run(kind, module, int(stage), int(batch))  # pyright: ignore[reportArgumentType]
+        if found := _TRANSFER.fullmatch(text):
+            module, stage, arrow, peer, kind, batch = found.groups()
+            op = {">": "send", "<": "post", "<!": "take"}[arrow + text[len(text.rstrip("!")) :]]
+            return cls(op, kind, module, int(batch), int(stage), int(peer))  # pyright: ignore[reportArgumentType]
+        if found := _CROSSING.fullmatch(text):
+            source, target, kind, batch, waits = found.groups()
+            encoder, into = (source, target) if kind == "F" else (target, source)
+            return cls("wait" if waits else "start", kind, encoder, int(batch), None, into)  # pyright: ignore
+        raise ValueError(
+            f"found {text!r}, expected an action such as 'text.1.F3', 'text.1>2.F3', 'text.2<1.F3', 'text.2<1.F3!', "
+            "'vision>text.F3' or 'vision>text.F3!'"
+        )
+
+
+_RUN = re.compile(rf"({NAME})\.(\d+)\.([FRB])(\d+)")
+_TRANSFER = re.compile(rf"({NAME})\.(\d+)(>(?=[^!]*$)|<)(\d+)\.([FRB])(\d+)!?")
+_CROSSING = re.compile(rf"({NAME})>({NAME})\.([FB])(\d+)(!?)")
+
+
+def run(kind: Kind, module: str, stage: int, micro_batch: int) -> Action:
+    """Work of a stage."""
+    return Action("run", kind, module, micro_batch, stage)
+
+
+def send(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
+    """`stage` sends to the stage `peer`."""
+    return Action("send", kind, module, micro_batch, stage, peer)
+
+
+def post(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
+    """`stage` is ready to receive from the stage `peer`."""
+    return Action("post", kind, module, micro_batch, stage, peer)
+
+
+def take(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
+    """`stage` waits for what the stage `peer` sends it."""
+    return Action("take", kind, module, micro_batch, stage, peer)
+
+
+def start(kind: Kind, encoder: str, text: str, micro_batch: int) -> Action:
+    """Rows (F) of the encoder, or their gradients (B), start to cross."""
+    return Action("start", kind, encoder, micro_batch, None, text)
+
+
+def wait(kind: Kind, encoder: str, text: str, micro_batch: int) -> Action:
+    """Wait for the crossing."""
+    return Action("wait", kind, encoder, micro_batch, None, text)

@@ -1,0 +1,173 @@
+"""Pictures of when ranks do what: as text, and with matplotlib as SVG or PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.simulator import Simulation, Span, role_label
+
+Rows = Mapping[str, Sequence[Span]]
+"""Spans by label of their row: what ranks did, simulated or recorded."""
+
+
+def rows_of(simulation: Simulation) -> dict[str, Sequence[Span]]:
+    """The rows of a simulation, one per role."""
+    pairs = zip(simulation.schedule.roles, simulation.spans, strict=True)
+    return {role_label(role): spans for role, spans in pairs}
+
+
+# ---------------------------------------------------------------------------------------------------- text
+
+
+def timeline(simulation: Simulation, *, unit: float | None = None, columns: int = 40) -> str:
+    """A line per role, a cell per `unit` seconds (default: the shortest work), such as
+
+        0 vision.0  vF0 vF1                     vB0 =       vB1 =
+        1 text.0        tF0 tF1         tB0 =       tB1 =
+        2 text.1            tF0 tB0 =   tF1 tB1 =
+
+    A cell names the work in which it begins, `=` where that goes on, nothing where the ranks wait. After `columns`
+    cells ``…`` says that there are more.
+    """
+    works = [s for spans in simulation.spans for s in spans if s.action.op == "run" and s.end > s.start]
+    unit = unit or min((s.end - s.start for s in works), default=1.0)
+    names = _short_names(simulation.schedule)
+    width = max((len(_label(names, s.action)) for s in works), default=1)
+    labels = [role_label(role) for role in simulation.schedule.roles]
+    lines = []
+    for label, spans in zip(labels, simulation.spans, strict=True):
+        cells = list(_cells(names, spans, unit))
+        line = " ".join(cell.ljust(width) for cell in cells[:columns]).rstrip()
+        lines.append(f"{label:<{max(map(len, labels))}}  {line}{' …' if len(cells) > columns else ''}".rstrip())
+    return "\n".join(lines)
+
+
+def _cells(names: Mapping[str, str], spans: Iterable[Span], unit: float) -> Iterator[str]:
+    at = 0
+    for span in spans:
+        if span.action.op != "run":
+            continue
+        first, last = round(span.start / unit), max(round(span.start / unit) + 1, round(span.end / unit))
+        yield from [""] * (first - at)
+        yield from [_label(names, span.action), *["="] * (last - first - 1)]
+        at = max(at, last)
+
+
+def _short_names(schedule: Schedule) -> dict[str, str]:
+    """The shortest beginnings of the modules' names that tell them apart."""
+    names = [module.name for module in schedule.modules]
+    long = {n: next(i for i in range(1, len(n) + 1) if _alone(n, i, names)) for n in names}
+    return {name: name[:length] for name, length in long.items()}
+
+
+def _alone(name: str, length: int, names: Iterable[str]) -> bool:
+    return length == len(name) or not any(n.startswith(name[:length]) for n in names if n != name)
+
+
+def _label(names: Mapping[str, str], action: Action) -> str:
+    return f"{names[action.module]}{action.kind}{action.micro_batch}"
+
+
+# ------------------------------------------------------------------------------------------------ pictures
+
+
+def draw(panels: Mapping[str, Simulation | Rows], file: str | Path) -> None:
+    """Draws time by rank, coloured by module: one panel below the other, on one scale of time.
+
+    Args:
+        panels: a simulation, or recorded spans by label of the row, by title of the panel.
+        file: ends in .svg or .png.
+
+    Raises:
+        UserError: the file has another ending, or matplotlib is not installed.
+    """
+    if Path(file).suffix not in (".svg", ".png"):
+        expected = "a name that ends in .svg or .png"
+        raise UserError.at("drawing of a schedule", found=str(file), expected=expected, fix="rename it")
+    held = {title: rows_of(panel) if isinstance(panel, Simulation) else panel for title, panel in panels.items()}
+    heights = [max(1, len(rows)) for rows in held.values()]
+    figure = _new_figure((14, 1.2 * len(held) + 0.38 * sum(heights)))
+    axes = figure.subplots(len(held), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    colours = _colours(held.values())
+    for axis, (title, rows) in zip(axes, held.items(), strict=True):
+        _draw_panel(axis, title, rows, colours)
+    axes[-1].set_xlabel("seconds")
+    _draw_legend(figure, held.values(), colours)
+    figure.savefig(file, dpi=130)
+
+
+def _new_figure(size: tuple[float, float]) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError.at(
+            "drawing of a schedule",
+            found="no matplotlib",
+            expected="it to be installed",
+            fix="run `pip install matplotlib`, or print the schedule instead",
+        ) from error
+    return Figure(figsize=size, layout="constrained")
+
+
+def _colours(panels: Iterable[Rows]) -> dict[str, str]:
+    """A colour for each module, the same in all panels."""
+    names = dict.fromkeys(s.action.module for rows in panels for spans in rows.values() for s in spans)
+    return {name: f"C{i % 10}" for i, name in enumerate(sorted(names))}
+
+
+_STYLE: dict[str, dict[str, Any]] = {"F": {"alpha": 0.45}, "R": {"alpha": 0.45, "hatch": "////"}, "B": {"alpha": 0.9}}
+"""How forward, repeated forward and backward look in their module's colour."""
+
+
+def _draw_panel(axis: Any, title: str, rows: Rows, colours: Mapping[str, str]) -> None:
+    seconds = max((s.end for spans in rows.values() for s in spans), default=0.0)
+    for at, spans in enumerate(rows.values()):
+        for span in spans:
+            _draw_span(axis, at, span, colours, seconds)
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.set_yticks(range(len(rows)), list(rows), fontsize=8)
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.margins(x=0.005)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(left=False)
+
+
+def _draw_span(axis: Any, at: int, span: Span, colours: Mapping[str, str], seconds: float) -> None:
+    took = span.end - span.start
+    if span.action.op in ("take", "wait") and took > 0:
+        axis.broken_barh([(span.start, took)], (at - 0.04, 0.08), color="0.75", linewidth=0)
+    if span.action.op != "run" or took <= 0:
+        return
+    style = _STYLE[span.action.kind]
+    axis.broken_barh(
+        [(span.start, took)],
+        (at - 0.4, 0.8),
+        facecolor=colours[span.action.module],
+        edgecolor="white",
+        linewidth=0.5,
+        **style,
+    )
+    if took > 0.012 * seconds:
+        colour = "white" if span.action.kind == "B" else "black"
+        middle = span.start + took / 2
+        axis.text(middle, at, span.action.micro_batch, ha="center", va="center", fontsize=7, color=colour)
+
+
+def _draw_legend(figure: Any, panels: Iterable[Rows], colours: Mapping[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    names = {"F": "forward", "R": "forward again", "B": "backward"}
+    works = {(s.action.module, s.action.kind) for rows in panels for spans in rows.values() for s in spans}
+    handles = [
+        Patch(facecolor=colours[module], edgecolor="white", label=f"{module} {names[kind]}", **_STYLE[kind])
+        for module in colours
+        for kind in names
+        if (module, kind) in works
+    ]
+    waits = Patch(color="0.75", label="waits")
+    figure.legend(handles=[*handles, waits], loc="outside upper right", ncols=8, fontsize=8)

@@ -1,0 +1,67 @@
+"""In which order a pipeline rank of the text module runs forwards and backwards.
+
+For pp:3 and five micro-batches (1F1B; time goes to the right):
+
+    stage 0   F0 F1 F2          B0 F3    B1 F4    B2       B3       B4
+    stage 1      F0 F1       B0 F2    B1 F3    B2 F4    B3       B4
+    stage 2         F0 B0       F1 B1    F2 B2    F3 B3    F4 B4
+
+1F1B is by Narayanan et al. 2019 (PipeDream) in the flushing variant of Narayanan et al. 2021 (arXiv 2104.04473), and
+interleaving of virtual stages is section 2.2 of the latter, with the warm-up of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from megatron_hetero.schedule.actions import Kind
+from megatron_hetero.schedule.program import Module
+
+
+class Work(NamedTuple):
+    """Kind, stage and micro-batch."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+def pipeline_order(module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
+    """What the ranks at a pipeline coordinate run: 1F1B, interleaved where the module has virtual stages."""
+    pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
+    if module.virtual == 1:
+        warm_up, forwards = left, [Work("F", coordinate, m) for m in micro_batches]
+        backwards = [Work("B", coordinate, m) for m in micro_batches]
+    else:
+        warm_up = 2 * left + (module.virtual - 1) * pp
+        forwards = _interleaved("F", module, coordinate, micro_batches)
+        backwards = _interleaved("B", module, coordinate, micro_batches)
+    order = forwards if not module.backward else _alternated(forwards, backwards, warm_up)
+    return [work for work in order if work.micro_batch >= 0]
+
+
+def _alternated(forwards: list[Work], backwards: list[Work], warm_up: int) -> list[Work]:
+    """`warm_up` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    warm_up = min(warm_up, len(forwards))
+    steady = len(forwards) - warm_up
+    pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
+    return [*forwards[:warm_up], *chain.from_iterable(pairs), *backwards[steady:]]
+
+
+def _interleaved(kind: Kind, module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
+    """pp micro-batches through each of the rank's stages in turn, then the next pp of them.
+
+    The order is that of a multiple of pp micro-batches; those that are not there have number -1 and are left out later.
+    An order without cycles has none when a micro-batch is left out of it everywhere.
+    """
+    pp = module.layout.pp
+    padded = [*micro_batches, *[-1] * (-len(micro_batches) % pp)]
+    stages = range(coordinate, module.stages, pp)
+    return [
+        Work(kind, stage, m)
+        for first in range(0, len(padded), pp)
+        for stage in (stages if kind == "F" else reversed(stages))
+        for m in padded[first : first + pp]
+    ]

@@ -1,0 +1,193 @@
+"""A schedule: modules, and what every rank does in a step. Pure data; what actions mean is in `actions`.
+
+Ranks that hold the same stages of the same modules have one *role* and one list of actions, so that a schedule is as
+large as there are different ranks (about as many as pipeline stages), not as there are ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megatron_hetero.layout import Layout
+from megatron_hetero.layout_grammar import format_ranks
+from megatron_hetero.schedule.actions import Action, Kind
+
+Style = Literal["text", "waves", "recompute", "ahead"]
+Place = tuple[str, int]
+"""A module and one of its stages."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module as schedules see it.
+
+    `style`: `text` for the one that all others feed; how it is run for an encoder: `waves` of `window` micro-batches,
+    `recompute` (keep only rows, run forward again before backward), `ahead` of the text by at most `window` more
+    micro-batches. `virtual`: stages per pipeline rank. `backward`: whether there is a backward pass.
+    """
+
+    name: str
+    layout: Layout
+    style: Style
+    window: int = 0
+    virtual: int = 1
+    backward: bool = True
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return self.layout.pp * self.virtual
+
+    def coordinate(self, stage: int) -> int:
+        """The pipeline coordinate of the ranks that hold `stage`."""
+        return stage % self.layout.pp
+
+    def stage_ranks(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold `stage`, ascending. Those at equal places in two stages are each other's partners."""
+        per_stage = self.layout.size // self.layout.pp  # `pp` varies slowest among ranks.
+        first = self.coordinate(stage) * per_stage
+        return self.layout.ranks[first : first + per_stage]
+
+    @cached_property
+    def forward_kinds(self) -> tuple[Kind, ...]:
+        """Kinds of work that run forward."""
+        return ("F", "R") if self.recomputes else ("F",)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether F keeps nothing, and R is run before B."""
+        return self.style == "recompute" and self.backward
+
+    def __str__(self) -> str:
+        window = f" {self.window}" if self.style in ("waves", "ahead") else ""
+        virtual = f" virtual {self.virtual}" if self.virtual > 1 else ""
+        return f"{self.name}: {self.layout} {self.style}{window}{virtual}{'' if self.backward else ' forward-only'}"
+
+
+@dataclass(frozen=True)
+class Role:
+    """Ranks that hold the same `places` and execute the same `actions`."""
+
+    places: tuple[Place, ...]
+    ranks: tuple[int, ...]
+    actions: tuple[Action, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Such as ``vision.0+text.1``."""
+        return "+".join(f"{module}.{stage}" for module, stage in self.places)
+
+    @property
+    def ranks_text(self) -> str:
+        """Such as ``@0-3``."""
+        return f"@{format_ranks(self.ranks)}"
+
+    def __str__(self) -> str:
+        return f"{'rank' if len(self.ranks) == 1 else 'ranks'} {format_ranks(self.ranks)} ({self.name})"
+
+
+def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
+    """The roles of all ranks, without actions, in the order of their first ranks."""
+    places: dict[int, tuple[Place, ...]] = {}
+    for module in modules:
+        for coordinate in range(module.layout.pp):
+            held = tuple((module.name, stage) for stage in range(coordinate, module.stages, module.layout.pp))
+            for rank in module.stage_ranks(coordinate):
+                places[rank] = places.get(rank, ()) + held
+    ranks: dict[tuple[Place, ...], list[int]] = {}
+    for rank in sorted(places):
+        ranks.setdefault(places[rank], []).append(rank)
+    return tuple(Role(held, tuple(members)) for held, members in ranks.items())
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank does in a step of `micro_batches`. `modules`: the encoders, then the text module.
+
+    ``Schedule.parse(str(x)) == x``; the text is the grid of actions.
+    """
+
+    modules: tuple[Module, ...]
+    micro_batches: int
+    roles: tuple[Role, ...]
+
+    @cached_property
+    def module(self) -> dict[str, Module]:
+        """The modules by name."""
+        return {module.name: module for module in self.modules}
+
+    @property
+    def encoders(self) -> tuple[Module, ...]:
+        """All modules but the text."""
+        return self.modules[:-1]
+
+    @property
+    def text(self) -> Module:
+        """The module that all others feed."""
+        return self.modules[-1]
+
+    @cached_property
+    def role_index(self) -> dict[int, int]:
+        """For each rank, the index of its role."""
+        return {rank: index for index, role in enumerate(self.roles) for rank in role.ranks}
+
+    def actions_of(self, rank: int) -> tuple[Action, ...]:
+        """What `rank` does. `KeyError` where it holds no module."""
+        return self.roles[self.role_index[rank]].actions
+
+    def partner(self, rank: int, action: Action) -> int:
+        """The rank that a `send`, `post` or `take` of `rank` is with."""
+        assert isinstance(action.stage, int) and isinstance(action.peer, int), f"{action} has no single partner"
+        module = self.module[action.module]
+        return module.stage_ranks(action.peer)[module.stage_ranks(action.stage).index(rank)]
+
+    def sides(self, encoder: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ranks on the encoder's and on the text's side of a boundary."""
+        source = self.module[encoder]
+        return source.stage_ranks(source.stages - 1), self.text.stage_ranks(0)
+
+    @cached_property
+    def collective(self) -> dict[str, bool]:
+        """For each encoder, whether the sides of its boundary share ranks, so that crossings are collectives."""
+        return {e.name: not set.isdisjoint(*map(set, self.sides(e.name))) for e in self.encoders}
+
+    def crosses(self, role: Role, encoder: str) -> tuple[bool, bool]:
+        """Whether the role is on the encoder's, and on the text's, side of the boundary."""
+        return (encoder, self.module[encoder].stages - 1) in role.places, (self.text.name, 0) in role.places
+
+    def activation_bound(self, module: Module, coordinate: int) -> int:
+        """The most micro-batches' (of the text, with virtual stages, stages') activations that may live on a rank."""
+        pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
+        match module.style:
+            case "text" if module.virtual == 1:
+                return left + 1
+            case "text":
+                return 2 * left + (module.virtual - 1) * pp + 1
+            case "waves":
+                return module.window
+            case "recompute":
+                return 2 * left + 1
+        # `ahead`: what is in flight between the first text stage's F and B, and what was encoded ahead of it.
+        in_flight = self.text.layout.pp * (1 if self.text.virtual == 1 else 2)
+        return in_flight + 1 + module.window + left
+
+    def check(self) -> None:
+        """Replay the schedule and raise `ScheduleError` where it is wrong. See `megatron_hetero.schedule.check`."""
+        from megatron_hetero.schedule.check import check
+
+        check(self)
+
+    def __str__(self) -> str:
+        from megatron_hetero.schedule.grid import format_schedule
+
+        return format_schedule(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """The schedule with that text. Raises `ValueError`."""
+        from megatron_hetero.schedule.grid import parse_schedule
+
+        return parse_schedule(text)

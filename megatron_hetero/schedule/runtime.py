@@ -1,0 +1,342 @@
+"""Executes a schedule: one loop over a rank's actions, whatever builder made them. What actions mean is in `actions`.
+
+Crossings and transfers are explicit, not autograd's: outputs are detached where they leave a rank and become leaves
+where they arrive, so that every rank takes part whether or not it holds a row.
+
+Three things happen early: tokens are embedded before rows are waited for; the gradients of rows leave as soon as they
+are known, while the text module finishes its own; and a micro-batch is moved to the device when an action first needs
+it (and dropped after the last one).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hetero.boundary.communicator import BoundaryCommunicator, Crossing, LoadedPlan
+from megatron_hetero.layout_grammar import format_ranks
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.watch import Stopwatch, Watchdog
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceMicroBatch:
+    """A micro-batch on the device, as far as this rank needs it.
+
+    `inputs`: what each module reads; a module that has nothing to do, on all of its ranks, is missing (an encoder in a
+    micro-batch without images). `boundaries`: by encoder, how its rows cross; missing where nothing does.
+    """
+
+    inputs: Mapping[str, Any]
+    boundaries: Mapping[str, LoadedPlan]
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleOnRank:
+    """What this rank holds of a module.
+
+    `stages`: the model of each of its stages, by number. A model is called with its input and, after the first stage,
+    hidden states of `hidden_shape(input)`; the first stage of the text module has `embed(input)`, and is called with
+    that and the rows of all encoders one after the other. `forward_group`, `backward_group`: communicators of the
+    module's pipeline for activations and for gradients, where it has stages.
+    """
+
+    stages: Mapping[int, Any]
+    forward_group: dist.ProcessGroup | None = None
+    backward_group: dist.ProcessGroup | None = None
+
+
+class Interpreter:
+    """Executes schedules on this rank.
+
+    Args:
+        modules: what this rank holds, by name.
+        communicators: of the boundaries to the text module that this rank takes part in, by encoder.
+        rank: of this process.
+        width: elements of a row.
+        dtype: of hidden states and rows.
+        device: where they are.
+        watch: counts seconds of "vision" (any encoder), "text", "boundary" and "pipeline".
+        watchdog: is told of every action before it begins.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, ModuleOnRank],
+        communicators: Mapping[str, BoundaryCommunicator],
+        *,
+        rank: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        watch: Stopwatch,
+        watchdog: Watchdog,
+    ):
+        self.modules, self.communicators = modules, communicators
+        self.rank, self.width, self.dtype, self.device = rank, width, dtype, device
+        self.watch, self.watchdog = watch, watchdog
+
+    def run(self, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]) -> Tensor:
+        """Execute this rank's actions. `load` moves a micro-batch to the device. Gradients accumulate; returns this
+        rank's sum of token losses, fp32 scalar.
+        """
+        return _Execution(self, schedule, load).run()
+
+
+Key = tuple[str, int, int]
+"""Module, stage and micro-batch."""
+
+
+class _Execution:
+    """One step. What lives on the rank between two actions is in the dictionaries."""
+
+    def __init__(self, interpreter: Interpreter, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]):
+        self.of, self.schedule, self.load = interpreter, schedule, load
+        self.actions = schedule.actions_of(interpreter.rank)
+        self.last_use = {action.micro_batch: i for i, action in enumerate(self.actions)}
+        self.position = 0
+        self.loss = torch.zeros((), dtype=torch.float32, device=interpreter.device)
+        self.batches: dict[int, DeviceMicroBatch] = {}
+        self.entered: dict[Key, Tensor] = {}  # leaves: what a stage was given
+        self.left: dict[Key, Tensor] = {}  # what it made of it
+        self.arriving: dict[Action, tuple[Tensor, Any]] = {}
+        self.arrived: dict[tuple[str, Key], Tensor] = {}
+        self.leaving: deque[tuple[Any, Tensor]] = deque()
+        self.crossings: dict[tuple[str, str, int], Crossing] = {}
+        self.embedded: dict[int, Tensor] = {}
+        self.rows: dict[tuple[str, int], Tensor] = {}  # leaves: the rows of an encoder
+        self.row_grads: dict[tuple[str, int], Tensor] = {}
+
+    def run(self) -> Tensor:
+        handlers = {
+            "run": self._run, "send": self._send, "post": self._post, "take": self._take, "start": self._start,
+            "wait": self._wait,
+        }  # fmt: skip
+        for position, action in enumerate(self.actions):
+            self.position = position
+            with (
+                self.of.watchdog.doing(partial(self._described, action)),
+                self.of.watch.part(self._part(action), str(action)),
+                self._explained(action),
+            ):
+                handlers[action.op](action)
+            if self.last_use[action.micro_batch] == position:
+                self.batches.pop(action.micro_batch, None)
+        for work, _ in self.leaving:
+            work.wait()
+        return self.loss
+
+    def _described(self, action: Action) -> str:
+        """An action with its micro-batch and the ranks that it is with."""
+        if action.op == "run":
+            others = "the other ranks of its stage"
+        elif action.op in ("start", "wait"):
+            ranks = sorted({*self.schedule.sides(action.module)[0], *self.schedule.sides(action.module)[1]})
+            others = f"ranks {format_ranks(rank for rank in ranks if rank != self.of.rank)}"
+        else:
+            others = f"rank {self._partner(action)}"
+        return f"action {action} of micro-batch {action.micro_batch}, with {others},"
+
+    @contextlib.contextmanager
+    def _explained(self, action: Action) -> Iterator[None]:
+        """Add to an error of a process group which action it broke."""
+        try:
+            yield
+        except RuntimeError as error:
+            error.add_note(f"rank {self.of.rank} was in {self._described(action)} when this happened")
+            raise
+
+    def _part(self, action: Action) -> str:
+        if action.op == "run":
+            return "text" if self._is_text(action) else "vision"
+        return "boundary" if action.op in ("start", "wait") else "pipeline"
+
+    def _is_text(self, action: Action) -> bool:
+        return action.module == self.schedule.text.name
+
+    def _batch(self, micro_batch: int) -> DeviceMicroBatch:
+        if micro_batch not in self.batches:
+            self.batches[micro_batch] = self.load(micro_batch)
+        return self.batches[micro_batch]
+
+    def _input(self, action: Action) -> Any:
+        """What the module of an action reads; None where it has nothing to do."""
+        return self._batch(action.micro_batch).inputs.get(action.module)
+
+    def _model(self, action: Action) -> Any:
+        return self.of.modules[action.module].stages[_key(action)[1]]
+
+    # ------------------------------------------------------------------------------------------------ work
+
+    def _run(self, action: Action) -> None:
+        if self._input(action) is None:
+            return
+        if action.kind == "B":
+            self._backward(action)
+        else:
+            self._forward(action)
+
+    def _forward(self, action: Action) -> None:
+        module, key = self.schedule.module[action.module], _key(action)
+        keeps = module.backward and (action.kind == "R" or not module.recomputes)
+        with torch.set_grad_enabled(keeps):
+            if action.stage != 0:
+                self.entered[key] = self.arrived.pop((action.kind, key)).requires_grad_(keeps)
+                left = self._model(action)(self._input(action), self.entered[key])
+            elif self._is_text(action):
+                left = self._first_text_stage(action)
+            else:
+                left = self._model(action)(self._input(action))
+        if self._is_text(action) and action.stage == module.stages - 1:
+            self.loss += left.detach()
+        self.left[key] = left
+
+    def _first_text_stage(self, action: Action) -> Tensor:
+        micro_batch = action.micro_batch
+        rows = [self.rows[e.name, micro_batch] for e in self.schedule.encoders if (e.name, micro_batch) in self.rows]
+        none = torch.zeros(0, self.of.width, dtype=self.of.dtype, device=self.of.device)
+        embedded = self._embed(action)
+        self.embedded.pop(micro_batch)
+        return self._model(action)(
+            self._input(action), embedded, rows[0] if len(rows) == 1 else torch.cat([none, *rows])
+        )
+
+    def _embed(self, action: Action) -> Tensor:
+        """The embedding of the tokens of a micro-batch, made when it is first asked for."""
+        micro_batch, text = action.micro_batch, self.schedule.text
+        if micro_batch not in self.embedded:
+            with torch.profiler.record_function("text embedding"), torch.set_grad_enabled(text.backward):
+                batch = self._batch(micro_batch).inputs[text.name]
+                self.embedded[micro_batch] = self.of.modules[text.name].stages[0].embed(batch)
+        return self.embedded[micro_batch]
+
+    def _backward(self, action: Action) -> None:
+        key = _key(action)
+        left = self.left.pop(key)
+        if self._is_text(action) and action.stage == 0:
+            self._return_rows_early(action)
+        if not left.requires_grad:
+            return
+        if action.stage != self.schedule.module[action.module].stages - 1:
+            left.backward(self.arrived.pop(("B", key)))
+        elif self._is_text(action):
+            left.backward()
+        else:
+            left.backward(_with_padding(self.row_grads.pop((action.module, action.micro_batch)), left))
+
+    # ------------------------------------------------------------------------------------------- pipelines
+
+    def _send(self, action: Action) -> None:
+        if self._input(action) is None:
+            return
+        key = _key(action)
+        if action.kind == "B":
+            tensor: Any = self.entered.pop(key).grad
+        else:
+            tensor = self.left[key].detach()
+        tensor = tensor.contiguous()
+        self.leaving.append((dist.isend(tensor, self._partner(action), group=self._pipeline(action)), tensor))
+        while self.leaving and self.leaving[0][0].is_completed():
+            self.leaving.popleft()
+
+    def _post(self, action: Action) -> None:
+        batch = self._input(action)
+        if batch is None:
+            return
+        shape = self._model(action).hidden_shape(batch)
+        buffer = torch.empty(shape, dtype=self.of.dtype, device=self.of.device)
+        self.arriving[action] = buffer, dist.irecv(buffer, self._partner(action), group=self._pipeline(action))
+
+    def _take(self, action: Action) -> None:
+        posted = Action("post", action.kind, action.module, action.micro_batch, action.stage, action.peer)
+        if posted in self.arriving:
+            buffer, work = self.arriving.pop(posted)
+            work.wait()
+            self.arrived[action.kind, _key(action)] = buffer
+
+    def _partner(self, action: Action) -> int:
+        return self.schedule.partner(self.of.rank, action)
+
+    def _pipeline(self, action: Action) -> dist.ProcessGroup | None:
+        module = self.of.modules[action.module]
+        return module.backward_group if action.kind == "B" else module.forward_group
+
+    # ------------------------------------------------------------------------------------------- boundaries
+
+    def _start(self, action: Action) -> None:
+        encoder, key = action.module, _crossing(action)
+        plan = self._batch(action.micro_batch).boundaries.get(encoder)
+        if plan is None or key in self.crossings:
+            return
+        communicator = self.of.communicators[encoder]
+        if action.kind == "F":
+            self.crossings[key] = communicator.start_forward(plan, self._encoded(action, plan))
+        else:
+            rows = self.rows.pop((encoder, action.micro_batch), None)
+            grads = self._no_rows() if rows is None else rows.grad
+            self.crossings[key] = communicator.start_backward(plan, grads)  # pyright: ignore[reportArgumentType]
+
+    def _encoded(self, action: Action, plan: LoadedPlan) -> Tensor:
+        """The rows of this rank that cross; none on ranks that only receive."""
+        key = action.module, self.schedule.module[action.module].stages - 1, action.micro_batch
+        if key not in self.left:
+            return self._no_rows()
+        rows = self.left[key].detach()[: plan.forward.held]
+        if not self.left[key].requires_grad:  # nothing comes back to it: it is encoded again, or does not train
+            del self.left[key]
+        return rows
+
+    def _wait(self, action: Action) -> None:
+        crossing = self.crossings.get(_crossing(action))
+        text, encoder = self.schedule.text, self.schedule.module[action.module]
+        reads = (text.name, 0) in self._role.places
+        if action.kind == "F" and reads:
+            self._embed(action)
+        if crossing is None:
+            return
+        arrived = self.crossings.pop(_crossing(action)).wait()
+        if action.kind == "F" and reads:
+            self.rows[action.module, action.micro_batch] = arrived.requires_grad_(encoder.backward)
+        elif action.kind == "B" and (encoder.name, encoder.stages - 1) in self._role.places:
+            self.row_grads[action.module, action.micro_batch] = arrived
+
+    @property
+    def _role(self) -> Any:
+        return self.schedule.roles[self.schedule.role_index[self.of.rank]]
+
+    def _return_rows_early(self, action: Action) -> None:
+        """Where the next crossing of this rank is the return of this micro-batch's rows, let it start as soon as their
+        gradients are known.
+        """
+        following = next((a for a in self.actions[self.position :] if a.op in ("start", "wait")), None)
+        if following is None or (following.op, following.kind) != ("start", "B"):
+            return
+        rows = self.rows.get((following.module, following.micro_batch))
+        if rows is not None and following.micro_batch == action.micro_batch and rows.requires_grad:
+            rows.register_post_accumulate_grad_hook(lambda _: self._start(following))
+
+    def _no_rows(self) -> Tensor:
+        return torch.zeros(0, self.of.width, dtype=self.of.dtype, device=self.of.device)
+
+
+def _key(action: Action) -> Key:
+    assert isinstance(action.stage, int)
+    return action.module, action.stage, action.micro_batch
+
+
+def _crossing(action: Action) -> tuple[str, str, int]:
+    return action.kind, action.module, action.micro_batch
+
+
+def _with_padding(grads: Tensor, encoded: Tensor) -> Tensor:
+    """Gradients of the rows that crossed, and zeros for those that pad the encoder's output."""
+    return torch.nn.functional.pad(grads, (0, 0, 0, len(encoded) - len(grads)))

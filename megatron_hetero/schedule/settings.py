@@ -1,0 +1,144 @@
+"""What a user may say about the schedule, and what is chosen where nothing is said."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Literal, get_args
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout import Layout
+from megatron_hetero.layout_grammar import did_you_mean
+
+ScheduleKind = Literal["auto", "waves", "recompute", "ahead"]
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """How modules take turns. What is None is chosen from the layouts."""
+
+    kind: ScheduleKind = "auto"
+    """How encoders that share ranks with the text module run: in `waves`, or with `recompute` (keep only the rows, run
+    forward again before backward). `ahead`: no encoder shares ranks with the text module. `auto`: waves or ahead."""
+    waves: int | None = None
+    """Micro-batches that are encoded before the text module runs them: the most whose encoder activations live."""
+    run_ahead: int | None = None
+    """Micro-batches that an encoder on ranks of its own may be ahead of the text module. With 0 it starts one when
+    the first text stage has taken the last one."""
+    virtual_stages: int = 1
+    """Stages of the text module on each of its pipeline ranks; more than one interleaves them."""
+
+
+def sharing_encoders(layouts: Mapping[str, Layout], text: str) -> tuple[str, ...]:
+    """The encoders that share ranks with the text module, or with an encoder that does: they take turns with it."""
+    found, ranks, more = [], set(layouts[text].ranks), True
+    while more:
+        more = [name for name in layouts if name not in (text, *found) and not ranks.isdisjoint(layouts[name].ranks)]
+        found += more
+        ranks.update(*(layouts[name].ranks for name in more))
+    return tuple(name for name in layouts if name in found)
+
+
+def default_settings(layouts: Mapping[str, Layout], micro_batches: int, *, text: str = "text") -> ScheduleSettings:
+    """What is chosen where the user says nothing. Raises `UserError`."""
+    return resolve_settings(ScheduleSettings(), layouts, micro_batches, text=text)
+
+
+def resolve_settings(
+    settings: ScheduleSettings, layouts: Mapping[str, Layout], micro_batches: int, *, text: str = "text"
+) -> ScheduleSettings:
+    """The settings with everything chosen that applies; what does not apply stays None.
+
+    Raises:
+        UserError: a setting is out of range, or says something about encoders that are not there.
+    """
+    _require_known(settings, layouts, micro_batches, text)
+    sharing = sharing_encoders(layouts, text)
+    ahead = [name for name in layouts if name not in (text, *sharing)]
+    kind = settings.kind if settings.kind != "auto" else "waves" if sharing else "ahead"
+    _require_kind_fits(kind, sharing, text)
+    _require_applies("waves", settings.waves, kind == "waves", f"the schedule is `{kind}`")
+    _require_applies("run_ahead", settings.run_ahead, bool(ahead), "no encoder has all its ranks to itself")
+    waves, run_ahead = settings.waves, settings.run_ahead
+    if kind == "waves" and waves is None:
+        waves = _default_waves(layouts[text].pp, micro_batches, settings.virtual_stages)
+    if ahead and run_ahead is None:
+        run_ahead = 1  # One micro-batch of rows is ready when the text module asks for it: enough for equal batches.
+    return replace(settings, kind=kind, waves=waves, run_ahead=run_ahead)
+
+
+def _default_waves(pp: int, micro_batches: int, virtual_stages: int) -> int:
+    """Without stages, one at a time. With stages, waves of equal size near 2 pp, so that filling and draining the
+    pipeline in each wave costs about a third of the text's time in it, or less with virtual stages.
+    """
+    if pp == 1:
+        return 1
+    even = ceil(micro_batches / ceil(micro_batches / (2 * pp)))
+    return even if virtual_stages == 1 else ceil(even / pp) * pp
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _require_known(settings: ScheduleSettings, layouts: Mapping[str, Layout], micro_batches: int, text: str) -> None:
+    if text not in layouts:
+        raise UserError.at(
+            "schedule",
+            found=f"no layout for module `{text}` among {', '.join(layouts) or 'none'}",
+            expected="one",
+            because="it is the module that all others feed",
+            fix=f"give the layout of `{text}`",
+        )
+    _require_least("micro-batches", micro_batches, 1)
+    _require_least("schedule.waves", settings.waves, 1)
+    _require_least("schedule.run_ahead", settings.run_ahead, 0)
+    _require_least("schedule.virtual_stages", settings.virtual_stages, 1)
+    if settings.virtual_stages > 1 and layouts[text].pp == 1:
+        raise UserError.at(
+            "schedule.virtual_stages",
+            found=f"{settings.virtual_stages} with {text} layout `{layouts[text]}`",
+            expected="1",
+            because="stages of a pipeline of one rank have nothing to overlap",
+            fix=f"set schedule.virtual_stages to 1, or give `{text}` a pp of 2 or more",
+        )
+    kinds = get_args(ScheduleKind)
+    if settings.kind not in kinds:
+        raise UserError.at(
+            "schedule.kind",
+            found=f"`{settings.kind}`{did_you_mean(settings.kind, kinds)}",
+            expected=f"one of {', '.join(kinds)}",
+            fix="set it to auto",
+        )
+
+
+def _require_least(where: str, found: int | None, least: int) -> None:
+    if found is not None and (type(found) is not int or found < least):
+        raise UserError.at(where, found=str(found), expected=f"an integer of {least} or more", fix=f"set it to {least}")
+
+
+def _require_kind_fits(kind: str, sharing: Collection[str], text: str) -> None:
+    if kind == "ahead" and sharing:
+        names = ", ".join(f"`{name}`" for name in sharing)
+        raise UserError.at(
+            "schedule.kind",
+            found=f"`ahead`, while {names} and `{text}` share ranks",
+            expected="waves or recompute",
+            because="modules that share ranks take turns on them",
+            fix="set schedule.kind to auto, or give the modules ranks of their own",
+        )
+    if kind != "ahead" and not sharing:
+        raise UserError.at(
+            "schedule.kind",
+            found=f"`{kind}`, while no encoder shares ranks with `{text}`",
+            expected="ahead",
+            because="encoders on ranks of their own run beside it",
+            fix="set schedule.kind to auto",
+        )
+
+
+def _require_applies(name: str, value: int | None, applies: bool, why: str) -> None:
+    if value is not None and not applies:
+        raise UserError.at(
+            f"schedule.{name}", found=str(value), expected="no value", because=why, fix=f"leave schedule.{name} out"
+        )

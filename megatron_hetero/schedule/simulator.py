@@ -1,0 +1,147 @@
+"""Times of a schedule's actions, given how long work and transfers take; and what that means for ranks and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.check import ScheduleError, live_activations
+from megatron_hetero.schedule.program import Role, Schedule
+from megatron_hetero.schedule.replay import replay
+from megatron_hetero.schedule.semantics import Needs
+
+Key = tuple[str, str, int]
+"""Of work: module, kind (F, R, B), stage. Of a transfer: the same of the sender. Of a crossing: encoder, kind, -1."""
+Durations = Callable[[str, str, int], float] | Mapping[Key, float] | float
+
+
+class Span(NamedTuple):
+    """An action with its start and end, in seconds from the beginning of the step."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """`spans`: for each role, its actions with their times. All ranks of a role have the same."""
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+
+    @cached_property
+    def seconds(self) -> float:
+        """From the first start to the last end."""
+        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """Seconds in which the rank computes."""
+        return sum(s.end - s.start for s in self.spans[self.schedule.role_index[rank]] if s.action.op == "run")
+
+    def bubble(self, rank: int) -> float:
+        """Share of the step in which the rank does not compute."""
+        return 1 - self.busy(rank) / self.seconds if self.seconds else 0.0
+
+    @cached_property
+    def mean_bubble(self) -> float:
+        """Mean of `bubble` over all ranks."""
+        weighted = [(len(role.ranks), self.bubble(role.ranks[0])) for role in self.schedule.roles]
+        return sum(n * bubble for n, bubble in weighted) / sum(n for n, _ in weighted)
+
+    def peak_activations(self, rank: int) -> dict[str, int]:
+        """By module, of how many micro-batches (with virtual stages: of stages) activations live at once."""
+        role = self.schedule.roles[self.schedule.role_index[rank]]
+        names = dict.fromkeys(name for name, _ in role.places)
+        return {name: max(live_activations(self.schedule, role, name), default=0) for name in names}
+
+
+def simulate(schedule: Schedule, durations: Durations, transfers: Durations = 0.0) -> Simulation:
+    """The times at which a checked schedule's actions happen if each happens as soon as it can.
+
+    Args:
+        durations: seconds of work, by module, kind and stage (see `Key`); a function (called for each action), a
+            mapping or one number.
+        transfers: seconds that a transfer or crossing takes once both sides are ready. Ranks go on meanwhile, and
+            transfers do not slow each other down.
+
+    Raises:
+        ScheduleError: the schedule deadlocks.
+        UserError: a duration is missing.
+    """
+    clock = _Clock(schedule, _lookup("durations", durations), _lookup("transfers", transfers))
+    found = replay(schedule)
+    if found.stuck:
+        schedule.check()
+        raise ScheduleError("schedule: found a deadlock, expected a schedule that passes `check`")
+    for role, at in found.order:
+        clock.advance(role, schedule.roles[role].actions[at])
+    return Simulation(schedule, tuple(map(tuple, clock.spans)))
+
+
+class _Clock:
+    """The time of each role, which advances action by action."""
+
+    def __init__(self, schedule: Schedule, duration: Callable[[Key], float], transfer: Callable[[Key], float]):
+        self._schedule, self._duration, self._transfer = schedule, duration, transfer
+        self._needs = Needs(schedule)
+        self._ready: dict[tuple[int, Action], float] = {}
+        """When each send, post and start was executed."""
+        self.spans: list[list[Span]] = [[] for _ in schedule.roles]
+
+    def advance(self, role: int, action: Action) -> None:
+        now = self.spans[role][-1].end if self.spans[role] else 0.0
+        end = now
+        match action.op:
+            case "run":
+                assert action.stage is not None
+                end = now + self._duration((action.module, action.kind, action.stage))
+            case "take":
+                end = max(now, self._arrival_of_transfer(role, action))
+            case "wait":
+                end = max(now, self._arrival_of_crossing(role, action))
+            case _:
+                self._ready[role, action] = now
+        self.spans[role].append(Span(action, now, end))
+
+    def _arrival_of_transfer(self, role: int, action: Action) -> float:
+        """Data move when they are sent and their receive is posted."""
+        assert isinstance(action.peer, int) and action.stage is not None
+        posted = Action("post", action.kind, action.module, action.micro_batch, action.stage, action.peer)
+        sent = [self._ready[event] for event in ((e.role, e.action) for e in self._needs.of(role, action))]
+        took = self._transfer((action.module, action.kind, action.peer))
+        return max(self._ready[role, posted], *sent) + took
+
+    def _arrival_of_crossing(self, role: int, action: Action) -> float:
+        """Rows move when this rank and all that it exchanges rows with have started."""
+        started = Action("start", action.kind, action.module, action.micro_batch, None, action.peer)
+        own, other = self._needs.own_and_other_side(role, action.module)
+        members = {*own, *other} if self._schedule.collective[action.module] else {role, *other}
+        return max(self._ready[member, started] for member in members) + self._transfer(
+            (action.module, action.kind, -1)
+        )
+
+
+def _lookup(name: str, durations: Durations) -> Callable[[Key], float]:
+    if callable(durations):
+        return lambda key: durations(*key)
+    if isinstance(durations, Mapping):
+        return lambda key: _found(name, durations, key)
+    return lambda key: durations
+
+
+def _found(name: str, durations: Mapping[Key, float], key: Key) -> float:
+    if key not in durations:
+        where = f"simulation, {name}"
+        expected = "seconds for each module, kind and stage"
+        raise UserError.at(where, found=f"nothing for {key}", expected=expected, fix=f"add {key} to them")
+    return durations[key]
+
+
+def role_label(role: Role) -> str:
+    """Such as ``0-3 vision.0+text.1``."""
+    return f"{role.ranks_text[1:]} {role.name}"

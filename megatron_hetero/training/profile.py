@@ -1,0 +1,50 @@
+"""Traces of chosen steps, a file per rank, for Perfetto (ui.perfetto.dev) or Chrome (chrome://tracing)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.platform import Platform
+
+
+class StepProfiler:
+    """Traces `steps` steps from step `start` on, and writes `trace-rankN.json` into `folder` after the last of them.
+
+    Ranges have the names of the schedule's actions, such as ``text.0.F3``. A `start` of 0 traces nothing.
+    """
+
+    def __init__(self, start: int, steps: int, folder: Path, rank: int, platform: Platform):
+        self._first, self._last = start, start + steps - 1
+        self._file = folder / f"trace-rank{rank}.json"
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.is_cuda else [])]
+        self._profile: profile | None = None
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around step `number`. Raises `UserError` where the trace cannot be written."""
+        if self._first and number == self._first:
+            self._profile = profile(activities=self._activities)
+            self._profile.start()
+        yield
+        if self._profile is not None and number == self._last:
+            self._profile.stop()
+            self._write(self._profile)
+            self._profile = None
+
+    def _write(self, trace: profile) -> None:
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_bytes(b"")  # the exporter reports nothing of what goes wrong
+            trace.export_chrome_trace(str(self._file))
+        except OSError as error:
+            raise UserError.at(
+                f"train.profile: {self._file}",
+                found=(error.strerror or str(error)).lower(),
+                expected="a file that can be written",
+                fix="free space or grant access, or choose another folder with --log.dir DIR",
+            ) from None

@@ -1,0 +1,112 @@
+"""Modules on ranks of their own under torchrun: one agent, two agents, and ranks started by hand that lose a peer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.functional.test_torchrun import CONFIG, PROGRAM, run, wait_for_step
+from tests.support.folders import ModelChoice, write_data, write_model
+
+DISJOINT = ("--vision-parallel", "dp:1@0", "--text-parallel", "pp:2@1-2")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2, tied=True))
+    write_data(tmp_path, 8)
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("micro_batch_size: 2", "micro_batch_size: 1"))
+    return tmp_path
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "log/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def expected(folder: Path) -> list[float]:
+    """The losses of one rank without torchrun."""
+    alone = ("--vision-parallel", "dp:1", "--text-parallel", "dp:1", "--log.dir", str(folder / "log"))
+    command = [sys.executable, str(PROGRAM), "--config", str(folder / "config.yaml"), *alone]
+    subprocess.run(command, check=True, capture_output=True, timeout=90, env=_environment())
+    return losses(folder)
+
+
+def _environment(**more: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"} | more
+
+
+def _free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def test_disjoint_modules_train_as_one_rank_does(folder: Path, expected: list[float]) -> None:
+    profile = ("--train.profile.start", "2", "--train.profile.steps", "1")
+    status, output = run(folder, *DISJOINT, *profile, ranks=3)
+    assert status == 0, output
+    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    for rank, action in enumerate(("vision.0.F1", "text.0>1.F3", "text.1.B0")):
+        trace = json.loads((folder / f"log/trace-rank{rank}.json").read_text())
+        assert action in {event.get("name") for event in trace["traceEvents"]}
+
+
+def test_two_agents_train_a_disjoint_layout(folder: Path, expected: list[float]) -> None:
+    port = _free_port()
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)]
+            + ["--nproc-per-node", str(2 - node), "--master-addr", "127.0.0.1", "--master-port", port]
+            + [str(PROGRAM), "--config", str(folder / "config.yaml"), *DISJOINT],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=_environment(),
+        )
+        for node in range(2)
+    ]
+    try:
+        outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_ranks_without_an_agent_name_what_they_wait_for(how: signal.Signals, folder: Path) -> None:
+    """Nobody watches over ranks that srun started: they end by themselves, and say where they were."""
+    settings = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    flags = [*DISJOINT, "--train.iters", "10000", "--schedule.timeout_s", "5"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), "--config", str(folder / "config.yaml"), *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=_environment(RANK=str(rank), LOCAL_RANK=str(rank), **settings),
+        )
+        for rank in range(3)
+    ]
+    try:
+        wait_for_step(ranks[0], " 2/10000")
+        ranks[1].send_signal(how)
+        outputs = {rank: ranks[rank].communicate(timeout=40)[0] for rank in (0, 2)}
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert ranks[0].returncode == ranks[2].returncode == 1, outputs
+    for rank, told in outputs.items():
+        # Where it was: in an action of the schedule, or between them.
+        assert f"rank {rank}" in told
+        assert any(place in told for place in ("of micro-batch", "the data of step", "the sums of gradients", "update"))

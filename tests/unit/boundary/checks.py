@@ -1,0 +1,161 @@
+"""What must hold of every boundary, simulated for all ranks in NumPy: rows arrive where they belong, once, at the least
+cost, and nowhere else; gradients return by the adjoint; the text says what happens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from megatron_hetero.boundary.ownership import Ownership
+from megatron_hetero.boundary.plan import SHOWN, Move
+from tests.unit.boundary.simulation import ROW_BYTES, Boundary, Course
+
+
+def check_everything(boundary: Boundary) -> None:
+    """All of the below."""
+    check_forward(boundary)
+    check_backward(boundary)
+    check_adjoint(boundary)
+    check_received(boundary)
+    check_even_shares(boundary)
+    check_text(boundary)
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+class Values:
+    """A value per row, and for each rank of a side a gradient per row that it holds."""
+
+    def __init__(self, boundary: Boundary, seed: int = 0):
+        self.boundary = boundary
+        self._rng = np.random.default_rng(seed)
+        ids = boundary.plan.source.ids
+        self.rows = self._rng.integers(1, 1000, 1 + ids.max(initial=0))
+
+    def held(self, side: Ownership) -> list[np.ndarray]:
+        """The rows of each rank of the boundary."""
+        return [self.rows[side.held_by(rank)] for rank in self.boundary.plan.ranks]
+
+    def gradients(self, side: Ownership) -> list[np.ndarray]:
+        """Random ones: equal on all holders, or another part on each."""
+        whole = self._rng.integers(1, 1000, self.rows.shape)
+        if side.gradient == "invariant":
+            return [whole[side.held_by(rank)] for rank in self.boundary.plan.ranks]
+        return [self._rng.integers(1, 1000, side.rows_of(rank)) for rank in self.boundary.plan.ranks]
+
+    def total(self, side: Ownership, gradients: list[np.ndarray]) -> np.ndarray:
+        """The whole gradient of each row, 0 where nobody holds it."""
+        total = np.zeros_like(self.rows)
+        for rank, gradient in zip(self.boundary.plan.ranks, gradients, strict=True):
+            if side.gradient == "partial":
+                total[side.held_by(rank)] += gradient
+            else:
+                total[side.held_by(rank)] = gradient
+        return total
+
+
+def inner_product(side: Ownership, ranks: tuple[int, ...], values: list[np.ndarray], grads: list[np.ndarray]) -> int:
+    """⟨values, grads⟩ over all ranks: an invariant row counts once, of a partial one each holder's part."""
+    first = {group[0] for group in side.groups}
+    counted = [side.gradient == "partial" or rank in first for rank in ranks]
+    return sum(int(np.dot(v, g)) for v, g, counts in zip(values, grads, counted, strict=True) if counts)
+
+
+# ------------------------------------------------------------------------------------------- properties
+
+
+def check_forward(boundary: Boundary) -> None:
+    values = Values(boundary)
+    results, writes = boundary.forward.run(values.held(boundary.plan.source))
+    for plan, result, written, expected in zip(
+        boundary.forward.plans, results, writes, values.held(boundary.plan.destination), strict=True
+    ):
+        assert result.tolist() == expected.tolist()
+        assert np.all(written == 1) and plan.complete
+
+
+def check_backward(boundary: Boundary) -> None:
+    source, destination = boundary.plan.source, boundary.plan.destination
+    values, ranks = Values(boundary), boundary.plan.ranks
+    gradients = values.gradients(destination)
+    results, writes = boundary.backward.run(gradients)
+    total, needed = values.total(destination, gradients), np.zeros_like(values.rows)
+    needed[destination.ids] = 1
+    assert values.total(source, results)[source.ids].tolist() == total[source.ids].tolist()
+    assert values.total(source, writes)[source.ids].tolist() == needed[source.ids].tolist()
+    for rank, plan, result, written in zip(ranks, boundary.backward.plans, results, writes, strict=True):
+        assert plan.complete == bool(np.all(written == 1))
+        assert source.gradient == "partial" or np.array_equal(result, total[source.held_by(rank)])
+
+
+def check_adjoint(boundary: Boundary) -> None:
+    source, destination, ranks = boundary.plan.source, boundary.plan.destination, boundary.plan.ranks
+    values = Values(boundary)
+    x, c = values.held(source), values.gradients(destination)
+    a_x, at_c = boundary.forward.run(x)[0], boundary.backward.run(c)[0]
+    assert inner_product(destination, ranks, a_x, c) == inner_product(source, ranks, x, at_c)
+
+
+def check_received(boundary: Boundary) -> None:
+    for name, (held, needed, course) in boundary.courses.items():
+        direction = boundary.plan.directions[name]
+        for rank, plan in zip(course.ranks, course.plans, strict=True):
+            least = np.setdiff1d(np.intersect1d(needed.held_by(rank), held.ids), held.held_by(rank))
+            traffic = boundary.plan.traffic(name, rank)
+            assert traffic[:4] == (held.rows_of(rank), needed.rows_of(rank), plan.received_rows, plan.sent_rows)
+            assert traffic.minimum in (None, plan.received_rows)
+            assert traffic.minimum in (None, len(least))
+            assert traffic.minimum is not None or not plain(name, held, needed)
+        received, sent = (sum(getattr(p, f"{what}_rows") for p in course.plans) for what in ("received", "sent"))
+        assert received == sent == direction.minimum_total
+
+
+def plain(direction: str, held: Ownership, needed: Ownership) -> bool:
+    """Whether rows only go from holders to all that need them, so that each rank's minimum is known."""
+    whole = held.gradient == "invariant" or all(len(group) == 1 for group in held.groups)
+    return direction == "forward" or (whole and needed.gradient == "invariant")
+
+
+def check_even_shares(boundary: Boundary) -> None:
+    """What the members of a group send to one receiver, and what those of a group get from another, differs by one row
+    at most."""
+    for held, needed, course in boundary.courses.values():
+        if (stage := course.stages.get("scatter")) is None:
+            continue
+        ranks = np.array(course.ranks)
+        senders, receivers = ranks[stage.sender], ranks[stage.receiver]
+        loads = Counter(zip(senders.tolist(), receivers.tolist(), strict=True))
+        pairs = np.stack([held.members.groups_of(senders), needed.members.groups_of(receivers)], axis=1)
+        for giving, taking in np.unique(pairs, axis=0).tolist():
+            givers, takers = held.groups[giving], needed.groups[taking]
+            table = np.array([[loads[sender, receiver] for sender in givers] for receiver in takers])
+            assert np.all(np.ptp(table, axis=1) <= 1) and np.ptp(table.sum(1)) <= 1
+            assert not set(givers) & set(takers), "the group holds these rows"
+
+
+def check_text(boundary: Boundary) -> None:
+    moves = [move for name, (*_, course) in boundary.courses.items() for move in course.moves(name)]
+    assert list(boundary.plan.moves()) == moves
+    assert all(Move.parse(str(move)) == move for move in moves)
+    lines = str(boundary.plan).splitlines()[4:]  # after what the plan is, both directions, and the table's head
+    assert [Move.parse(line) for line in lines[: min(SHOWN, len(moves))]] == moves[:SHOWN]
+    assert len(boundary.plan.ranks) <= SHOWN
+    table = lines[-2 - 2 * len(boundary.plan.ranks) :]
+    rows = [line.replace(",", "").split() for line in table[:-2]]
+    for name, (*_, course) in boundary.courses.items():
+        received, sent = ([n * ROW_BYTES for n in column] for column in _traffic(course))
+        own = [row for row in rows if row[0] == name]
+        assert [[int(row[i]) for i in (1, 4, 6)] for row in own] == [
+            [rank, *traffic] for rank, *traffic in zip(course.ranks, received, sent, strict=True)
+        ]
+        assert all(row[5] in ("shared", row[4]) for row in own)
+        summary = f"{max(received, default=0):,} bytes received and {max(sent, default=0):,} bytes sent by a rank"
+        assert f"{name}: at most {summary}; {sum(sent):,} bytes in all" in table[-2:]
+
+
+def _traffic(course: Course) -> tuple[list[int], list[int]]:
+    """Rows that each rank receives and sends."""
+    return [plan.received_rows for plan in course.plans], [plan.sent_rows for plan in course.plans]

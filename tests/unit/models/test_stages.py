@@ -1,0 +1,124 @@
+"""Splits of modules into pipeline stages, and what of the stored tensors each stage holds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, TextShape, VisionShape
+from megatron_hetero.models.qwen2_5_vl.weights import EMBEDDING, HEAD, tied_parameter, weight_map
+from megatron_hetero.models.stages import LAYERS, Stage, cut_stages, even_split, stages_of_rank
+
+splits = st.lists(st.integers(1, 5), min_size=1, max_size=6).map(tuple)
+
+
+def assert_covers(stages: tuple[Stage, ...], layers: int) -> None:
+    """Every layer is in one stage, in order, and only the ends are ends."""
+    assert [layer for stage in stages for layer in stage.layers] == list(range(layers))
+    assert all(len(stage.layers) >= 1 for stage in stages)
+    assert [stage.is_first for stage in stages] == [i == 0 for i in range(len(stages))]
+    assert [stage.is_last for stage in stages] == [i == len(stages) - 1 for i in range(len(stages))]
+
+
+@given(st.integers(1, 8), st.integers(1, 3), st.integers(0, 40))
+def test_even_stages(pp: int, per_rank: int, more: int) -> None:
+    per_rank = per_rank if pp > 1 else 1
+    layers = pp * per_rank + more
+    stages = cut_stages(layers, pp, per_rank=per_rank)
+    assert_covers(stages, layers)
+    sizes = [len(stage.layers) for stage in stages]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[-1] == min(sizes), "the head is work enough"
+    assert sizes[0] == min(sizes) or all(size == sizes[0] for size in sizes[:-1]), "the middle takes more first"
+
+
+@given(splits)
+def test_stages_of_an_explicit_split(split: tuple[int, ...]) -> None:
+    stages = cut_stages(sum(split), len(split), split=split)
+    assert_covers(stages, sum(split))
+    assert tuple(len(stage.layers) for stage in stages) == split
+
+
+@given(st.integers(2, 5), st.integers(1, 4))
+def test_ranks_hold_every_stage_once(pp: int, per_rank: int) -> None:
+    stages = cut_stages(pp * per_rank, pp, per_rank=per_rank)
+    held = [stages_of_rank(stages, rank, pp) for rank in range(pp)]
+    assert all(len(of_rank) == per_rank for of_rank in held)
+    assert sorted((stage for of_rank in held for stage in of_rank), key=lambda s: s.first) == list(stages)
+    assert held[0][0].is_first and held[-1][-1].is_last
+
+
+@pytest.mark.parametrize(
+    "layers, stages, expected",
+    [(8, 2, (4, 4)), (9, 2, (5, 4)), (11, 4, (3, 3, 3, 2)), (9, 4, (2, 3, 2, 2)), (5, 3, (2, 2, 1)), (7, 1, (7,))],
+)
+def test_what_is_left_over(layers: int, stages: int, expected: tuple[int, ...]) -> None:
+    assert even_split(layers, stages) == expected
+
+
+@pytest.mark.parametrize(
+    "split, found",
+    [
+        ((8,), "found 1 number, expected 2, because the module has 2 pipeline stages"),
+        ((2, 3, 3), "found 3 numbers, expected 2"),
+        ((0, 8), "found a stage of 0 layers, expected 1 or more"),
+        ((9, -1), "found a stage of -1 layers, expected 1 or more"),
+        ((3, 4), "found 7 layers in all, expected 8"),
+        ((), "found 0 numbers, expected 2"),
+    ],
+)
+def test_a_wrong_split_is_refused(split: tuple[int, ...], found: str) -> None:
+    with pytest.raises(UserError) as error:
+        cut_stages(8, 2, split=split, module="audio")
+    written = " ".join(map(str, split))
+    assert str(error.value).startswith(f"audio split `{written}` (--parallel_layers.audio): {found}")
+    assert "Try `--parallel_layers.audio 4 4`" in str(error.value)
+    assert len(cut_stages(8, 2, split=(4, 4))) == 2, "what is suggested works"
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(UserError, match=r"text stages \(--text-parallel, axis pp\): found 5 layers for 6 stages"):
+        cut_stages(5, 3, per_rank=2)
+
+
+def test_names() -> None:
+    stage = Stage(3, 5, False, True)
+    assert stage.global_name("decoder.layers.1.mlp.linear_fc1.weight") == "decoder.layers.4.mlp.linear_fc1.weight"
+    assert stage.global_name("decoder.final_layernorm.weight") == "decoder.final_layernorm.weight"
+    assert str(stage) == "layers 3-4" and str(Stage(3, 4, False, False)) == "layers 3"
+
+
+# ------------------------------------------------------------------------------------------------- weights
+
+
+def shapes_of(layers: int, tied: bool) -> Qwen25VLShapes:
+    vision = VisionShape(layers, 8, 2, 6, 3, 2, 1, 2, 4, frozenset({0}), 8, 1e4)
+    return Qwen25VLShapes(vision, TextShape(layers, 8, 2, 1, 6, 7, tied, 1e4, (1, 1), 1e-6, 64), 0)
+
+
+@given(splits, st.booleans(), st.sampled_from([(0, 1), (0, 2), (1, 2)]))
+def test_stages_share_the_map_of_the_whole(split: tuple[int, ...], tied: bool, at: tuple[int, int]) -> None:
+    shapes = shapes_of(sum(split), tied)
+    for module in ("vision", "text"):
+        stages = cut_stages(sum(split), len(split), split=split, module=module)
+        maps = [weight_map(module, shapes, *at, stage) for stage in stages]
+        whole = weight_map(module, shapes, *at)
+        names = [name for own_map in maps for name in own_map]
+        assert len(names) == len(set(names))
+        copied = module == "text" and tied and len(split) > 1
+        assert set(names) == whole.keys() | ({HEAD} if copied else set())
+        for own_map, stage in zip(maps, stages, strict=True):
+            numbers = {int(n.removeprefix(LAYERS).split(".")[0]) for n in own_map if n.startswith(LAYERS)}
+            assert numbers == set(stage.layers)
+            assert all(pieces == whole.get(name, whole.get(EMBEDDING)) for name, pieces in own_map.items())
+
+
+def test_who_holds_a_tied_parameter() -> None:
+    tied, untied = shapes_of(3, True), shapes_of(3, False)
+    stages = cut_stages(3, 3)
+    assert [tied_parameter("text", tied, stage) for stage in stages] == [EMBEDDING, None, HEAD]
+    assert [tied_parameter("text", untied, stage) for stage in stages] == [None] * 3
+    assert [tied_parameter("vision", tied, stage) for stage in stages] == [None] * 3
+    assert tied_parameter("text", tied, Stage.whole(3)) is None

@@ -1,0 +1,154 @@
+"""Executes a schedule rank by rank, as processes would, to judge `check` and the builders by something else.
+
+Ranks advance in random order. Messages between two ranks are a queue without tags, collectives are matched by their
+number in the group, and work looks for its inputs in what the rank holds. Nothing here is shared with
+`megatron_hetero.schedule.semantics`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from random import Random
+
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.program import Schedule
+
+
+class Failure(Exception):
+    """A rank received or used what it should not, or all that are left wait for ever."""
+
+
+class Execution:
+    """All ranks of a schedule."""
+
+    def __init__(self, schedule: Schedule, random: Random):
+        self.schedule, self.random = schedule, random
+        self.at = {rank: 0 for role in schedule.roles for rank in role.ranks}
+        self.sent: dict[tuple, list] = defaultdict(list)
+        self.posted: dict[tuple, list] = defaultdict(list)
+        self.holds: dict[int, set] = defaultdict(set)
+        self.started: dict[tuple, list] = defaultdict(list)
+        self.entered: dict[tuple, list] = defaultdict(list)
+        self.waiting: dict[int, Action] = {}
+
+    def run(self) -> None:
+        """Execute everything. Raises `Failure`."""
+        awake = set(self.at)
+        while awake:
+            rank = self.random.choice(sorted(awake))
+            if self._advance(rank):
+                awake = {r for r in self.at if self.at[r] < len(self.schedule.actions_of(r))}
+            else:
+                awake.discard(rank)
+        if any(self.at[rank] < len(self.schedule.actions_of(rank)) for rank in self.at):
+            raise Failure("deadlock")
+        if any(len(self.sent[key]) != len(self.posted[key]) for key in {*self.sent, *self.posted}):
+            raise Failure("messages that nobody received")
+
+    def _advance(self, rank: int) -> bool:
+        action = self.schedule.actions_of(rank)[self.at[rank]]
+        if not getattr(self, f"_{action.op}")(rank, action):
+            return False
+        self.at[rank] += 1
+        self.holds[rank].add(action)
+        return True
+
+    def _module(self, action: Action):
+        return self.schedule.module[action.module]
+
+    # -------------------------------------------------------------------------------------------- pipelines
+
+    def _send(self, rank: int, a: Action) -> bool:
+        self._require(rank, Action("run", a.kind, a.module, a.micro_batch, a.stage))
+        self.sent[a.module, rank, self.schedule.partner(rank, a)].append((a.kind, a.stage, a.peer, a.micro_batch))
+        return True
+
+    def _post(self, rank: int, a: Action) -> bool:
+        self.posted[a.module, self.schedule.partner(rank, a), rank].append((a.kind, a.peer, a.stage, a.micro_batch))
+        return True
+
+    def _take(self, rank: int, a: Action) -> bool:
+        key, wanted = (a.module, self.schedule.partner(rank, a), rank), (a.kind, a.peer, a.stage, a.micro_batch)
+        if wanted not in self.posted[key]:
+            raise Failure(f"rank {rank} takes {a} without a post")
+        number = self.posted[key].index(wanted)
+        if number >= len(self.sent[key]):
+            return False
+        if self.sent[key][number] != wanted:
+            raise Failure(f"rank {rank} takes {a} and gets {self.sent[key][number]}")
+        return True
+
+    # -------------------------------------------------------------------------------------------- crossings
+
+    def _sides(self, a: Action) -> tuple[set[int], set[int]]:
+        source, target = map(set, self.schedule.sides(a.module))
+        return (source, target) if a.kind == "F" else (target, source)
+
+    def _start(self, rank: int, a: Action) -> bool:
+        source, target = self._sides(a)
+        if rank in source:
+            last = self.schedule.module[a.module].stages - 1
+            forward = Action("run", "F", a.module, a.micro_batch, last)
+            backward = Action("run", "B", self.schedule.text.name, a.micro_batch, 0)
+            self._require(rank, forward if a.kind == "F" else backward)
+        self._enter(rank, a)
+        return True
+
+    def _enter(self, rank: int, a: Action) -> None:
+        """The rank's next operation of the group must be the one that its fellows have at that number."""
+        source, target = self._sides(a)
+        collective = bool(source & target)
+        lane = (a.module,) if collective else (a.module, a.kind, a.op)
+        mine = self.entered[lane, rank]
+        mine.append(a)
+        for other in source | target:
+            theirs = self.entered[lane, other]
+            if len(theirs) >= len(mine) and theirs[len(mine) - 1] != a:
+                raise Failure(f"rank {rank} does {a} while rank {other} does {theirs[len(mine) - 1]}")
+
+    def _wait(self, rank: int, a: Action) -> bool:
+        begun = Action("start", a.kind, a.module, a.micro_batch, None, a.peer)
+        self._require(rank, begun)
+        if self.waiting.get(rank) != a:
+            self.waiting[rank] = a
+            self._enter(rank, a)
+        source, target = self._sides(a)
+
+        def all_started(ranks: set[int]) -> bool:
+            return all(begun in self.holds[r] for r in ranks)
+
+        def all_wait(ranks: set[int]) -> bool:
+            return all(self.waiting.get(r) == a or a in self.holds[r] for r in ranks)
+
+        if source & target:
+            return all_wait(source | target)
+        return all_started(target) if rank in source else all_started(source) and all_wait(target)
+
+    # ------------------------------------------------------------------------------------------------ work
+
+    def _require(self, rank: int, action: Action) -> None:
+        if action not in self.holds[rank]:
+            raise Failure(f"rank {rank} lacks {action}")
+
+    def _run(self, rank: int, a: Action) -> bool:
+        module, text, m = self._module(a), self.schedule.text, a.micro_batch
+        back = a.kind == "B"
+        source = a.stage + 1 if back else a.stage - 1  # pyright: ignore[reportOptionalOperand]
+        if 0 <= source < module.stages:
+            self._require(rank, Action("take", a.kind, a.module, m, a.stage, source))
+        elif back and module.style != "text":
+            self._require(rank, Action("wait", "B", a.module, m, None, text.name))
+        elif not back and module.style == "text":
+            for encoder in self.schedule.encoders:
+                self._require(rank, Action("wait", "F", encoder.name, m, None, text.name))
+        if a.kind != "F":
+            again = back and module.style == "recompute"
+            self._require(rank, Action("run", "R" if again else "F", a.module, m, a.stage))
+        if a in self.holds[rank]:
+            raise Failure(f"rank {rank} runs {a} twice")
+        return True
+
+
+def execute(schedule: Schedule, seed: int = 0) -> None:
+    """Execute the schedule in some order of ranks. Raises `Failure`."""
+    Execution(schedule, Random(seed)).run()

@@ -1,0 +1,63 @@
+"""Hypothesis strategies for models' layouts, micro-batches and settings that fit them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from megatron_hetero.layout import Layout
+from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.settings import ScheduleKind, ScheduleSettings, sharing_encoders
+
+
+def layouts(**texts: str) -> dict[str, Layout]:
+    """Layouts by module, from their texts with ranks."""
+    return {name: Layout.parse(text, module=name) for name, text in texts.items()}
+
+
+@st.composite
+def some_layout(draw: st.DrawFn, world: int, most_pp: int) -> Layout:
+    """Any layout in a world; its ranks need not be contiguous."""
+    pp = draw(st.integers(1, min(most_pp, world)))
+    each = draw(st.integers(1, world // pp))
+    axis = draw(st.sampled_from(["tp", "dp", "sp"]))
+    in_a_row = st.integers(0, world - pp * each).map(lambda first: range(first, world))
+    ranks = draw(in_a_row | st.permutations(range(world)))
+    degrees = dict.fromkeys(["tp", "sp", "cp", "dp"], 1) | {axis: each}
+    return Layout(**degrees, pp=pp, ranks=tuple(sorted(ranks[: pp * each])))
+
+
+@st.composite
+def models(draw: st.DrawFn, apart: bool | None = None) -> dict[str, Layout]:
+    """A text module and up to three encoders. `apart`: all encoders on ranks of their own; None: anything."""
+    world = draw(st.integers(1, 8))
+    text = draw(some_layout(world, 4))
+    found: dict[str, Layout] = {}
+    for name in draw(st.sampled_from([[], ["vision"], ["vision"], ["vision", "audio"], ["a", "vision2", "b"]])):
+        layout = draw(some_layout(world, 3))
+        if apart if apart is not None else draw(st.booleans()):  # On ranks that the text module does not have.
+            shift = (text.ranks[-1] + 1,) * layout.size
+            layout = Layout(**layout.degrees, ranks=tuple(r + s for r, s in zip(layout.ranks, shift, strict=True)))
+        found[name] = layout
+    return found | {"text": text}
+
+
+@st.composite
+def settings_for(draw: st.DrawFn, model: dict[str, Layout]) -> ScheduleSettings:
+    """Settings that fit the model."""
+    sharing = sharing_encoders(model, "text")
+    kind: ScheduleKind = draw(st.sampled_from(["auto", "waves", "recompute"] if sharing else ["auto", "ahead"]))
+    waves = draw(st.none() | st.integers(1, 5)) if sharing and kind != "recompute" else None
+    run_ahead = draw(st.none() | st.integers(0, 3)) if len(sharing) + 1 < len(model) else None
+    virtual = draw(st.integers(1, 3)) if model["text"].pp > 1 else 1
+    return ScheduleSettings(kind, waves, run_ahead, virtual)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, most_batches: int = 9) -> Schedule:
+    """Any schedule that `build_schedule` can make."""
+    model = draw(models())
+    frozen = draw(st.sets(st.sampled_from([n for n in model if n != "text"]))) if len(model) > 1 else set()
+    forward_only = draw(st.sampled_from([(), (), sorted(frozen), list(model)]))
+    batches = draw(st.integers(1, most_batches))
+    return build_schedule(model, batches, draw(settings_for(model)), forward_only=forward_only)

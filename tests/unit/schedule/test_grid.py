@@ -1,0 +1,78 @@
+"""Schedules as text and as pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import megatron_hetero.schedule.actions as actions
+from megatron_hetero.errors import UserError
+from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.drawing import draw, rows_of, timeline
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.settings import ScheduleSettings
+from megatron_hetero.schedule.simulator import simulate
+from tests.unit.schedule.shapes import layouts
+from tests.unit.schedule.test_simulator import unit
+
+SCHEDULE = build_schedule(layouts(vision="dp:1@0", text="pp:2@1-2"), 2, ScheduleSettings(run_ahead=0))
+
+
+def test_the_grid_in_the_specification_is_what_is_built() -> None:
+    def grid(text: str | None) -> list[str]:
+        return [line.strip() for line in (text or "").split("step  vision.0 ")[1].strip().splitlines()]
+
+    shown = grid(actions.__doc__)
+    assert len(shown) == 8 and shown == grid(str(SCHEDULE))[:8]
+
+
+def test_columns_wait_for_each_other() -> None:
+    lines = str(SCHEDULE).splitlines()
+    assert lines[:3] == ["micro-batches: 2", "vision: dp:1@0 ahead 0", "text: pp:2@1-2 text"]
+    row = {cell: at for at, line in enumerate(lines) for cell in line.split()[1:]}
+    assert row["text.0>1.F0"] < row["text.1<0.F0!"] < row["text.1.F0"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "micro-batches: 2",
+        str(SCHEDULE).replace("ahead", "behind"),
+        str(SCHEDULE).replace("@1-2", "@1-3"),
+        str(SCHEDULE).replace("text.1\n", "text.2\n"),
+        str(SCHEDULE).replace("  -  ", "     "),
+        str(SCHEDULE).replace("text.1.F0", "text.1.X0"),
+    ],
+)
+def test_what_is_no_schedule(text: str) -> None:
+    with pytest.raises(ValueError, match="found"):
+        Schedule.parse(text)
+
+
+def test_timeline() -> None:
+    assert timeline(simulate(SCHEDULE, unit)).splitlines() == [
+        "0 vision.0  vF0 vF1                     vB0 =       vB1 =",
+        "1 text.0        tF0 tF1         tB0 =       tB1 =",
+        "2 text.1            tF0 tB0 =   tF1 tB1 =",
+    ]
+
+
+def test_a_long_timeline_is_cut() -> None:
+    shown = timeline(
+        simulate(build_schedule(layouts(vision="dp:1@0", view="dp:1@2", text="tp:1@1"), 50), unit), columns=5
+    )
+    assert [line.split()[2] for line in shown.splitlines()] == ["visF0", "tF0", "vieF0"]
+    assert all(line.endswith(" …") for line in shown.splitlines())
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    simulation = simulate(SCHEDULE, unit, 0.1)
+    for name in ("a.svg", "a.png"):
+        draw({"simulated": simulation, "recorded": rows_of(simulation)}, tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 10_000
+    assert "vision forward" in (tmp_path / "a.svg").read_text() or "<path" in (tmp_path / "a.svg").read_text()
+    with pytest.raises(UserError, match=r"ends in .svg or .png"):
+        draw({}, tmp_path / "a.jpg")

@@ -1,0 +1,333 @@
+"""What the workers of the pool run for the tests of pipeline stages: the stages one after the other, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hetero.layout import Layout
+from megatron_hetero.megatron_adapter import prepare_globals
+from megatron_hetero.models.attention import AttentionPlan, Segments
+from megatron_hetero.models.backend import TorchSpecProvider
+from megatron_hetero.models.hf_folder import StoredWeights
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.qwen2_5_vl.text import TextInput, TextModel
+from megatron_hetero.models.qwen2_5_vl.vision import VisionInput
+from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes, weight_map
+from megatron_hetero.models.stages import cut_stages, stages_of_rank
+from megatron_hetero.platform import CPU, Platform
+from megatron_hetero.topology import Topology
+from megatron_hetero.training.config import OptimizerConfig
+from megatron_hetero.training.encoder_shards import EncoderShards
+from megatron_hetero.training.export import assemble, export_model, gather_parameters
+from megatron_hetero.training.gradients import reduce_gradients, scale_gradients
+from megatron_hetero.training.modules import TrainedModule, build_module, load_parameters
+from megatron_hetero.training.optimizer import build_optimizer, set_learning_rates
+from megatron_hetero.training.token_shards import TokenShards
+
+Arrays = dict[str, np.ndarray]
+PLATFORM = Platform(CPU, "gloo")
+IGNORED = -100
+ADAMW = OptimizerConfig(lr=1e-2, min_lr=1e-2, eps=1e-4, schedule="constant", weight_decay=0.1)
+SGD = OptimizerConfig(name="sgd", lr=0.1, min_lr=0.1, schedule="constant")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run: modules' layouts, and how the stages are cut."""
+
+    folder: Path
+    layouts: dict[str, str]
+    split: tuple[int, ...] | None = None
+    stages_per_rank: int = 1
+    sequence_parallel: bool = True
+    recompute: str = "none"
+    freeze: tuple[str, ...] = ()
+    optimizer: OptimizerConfig = field(default=SGD)
+
+
+class Trainee:
+    """The modules of a case on this rank, with their optimizers."""
+
+    def __init__(self, case: Case):
+        PLATFORM.prepare_megatron()
+        prepare_globals(0)
+        world = dist.get_world_size()
+        self.case = case
+        self.shapes = Qwen25VLShapes.from_folder(case.folder)
+        self.layouts = {name: Layout.parse(text, world) for name, text in case.layouts.items()}
+        self.topology = Topology.build(self.layouts, PLATFORM)
+        weights = StoredWeights.open(case.folder, canonical_name)
+        self.modules = [self._build(name, weights) for name in self.layouts if dist.get_rank() in self.layouts[name]]
+        self.optimizers = [build_optimizer(m, case.optimizer, torch.float32, PLATFORM) for m in self.modules]
+
+    def _build(self, name: str, weights: StoredWeights) -> TrainedModule:
+        return build_module(
+            name,
+            self.shapes,
+            self.topology,
+            TorchSpecProvider(),
+            dtype=torch.float32,
+            sequence_parallel=self.case.sequence_parallel,
+            recompute=self.case.recompute,
+            freeze=self.case.freeze,
+            distributed_optimizer=self.case.optimizer.name == "adamw",
+            weights=weights,
+            split=self.case.split,
+            stages_per_rank=self.case.stages_per_rank,
+        )
+
+    @property
+    def module(self) -> TrainedModule:
+        """The only module of a case that has one."""
+        (module,) = self.modules
+        return module
+
+    def stored(self, value: Callable[[Any], Tensor] = lambda p: p) -> Arrays:
+        """A value of every parameter by stored name, on rank 0."""
+        parts = gather_parameters(self.modules, self.topology, value)
+        return {name: tensor.numpy().copy() for name, tensor in assemble(parts, stored_shapes(self.shapes))}
+
+    def gradients(self) -> Arrays:
+        """The gradients in the buffers, zero where a parameter is frozen."""
+        return self.stored(lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p))
+
+    def reduce(self, loss: Tensor, counts: bool) -> dict[str, Any]:
+        """The one rule for gradients."""
+        summary = reduce_gradients(self.modules, loss, counts, self.optimizers, self.topology)
+        return {"loss": summary.loss_sum, "norms": summary.norms, "faults": summary.faults}
+
+
+class Passes:
+    """Forward and backward of one micro-batch through all stages of a module, in their order, on blocking messages.
+
+    `enter(model)`: what the first stage takes besides the batch.
+    """
+
+    def __init__(self, module: TrainedModule, layout: Layout, batch: Any, enter: Callable[[Any], tuple[Tensor, ...]]):
+        self.layout, self.batch, self.enter, self.rank = layout, batch, enter, dist.get_rank()
+        self.chunks = list(zip(module.chunks, module.stages, strict=True))
+        self.passed: list[tuple[Tensor | None, Tensor]] = []
+
+    def _beside(self, step: int) -> int:
+        return self.layout.beside(self.rank, (self.layout.coordinate(self.rank).pp + step) % self.layout.pp)
+
+    def forward(self) -> Tensor:
+        """What the last of this rank's stages gave."""
+        for model, stage in self.chunks:
+            received = None
+            if stage.is_first:
+                inputs = self.enter(model)
+            else:
+                received = torch.empty(model.hidden_shape(self.batch))
+                dist.recv(received, self._beside(-1))
+                inputs = (received.requires_grad_(),)
+            out = model(self.batch, *inputs)
+            if not stage.is_last:
+                assert out.shape == model.hidden_shape(self.batch)
+                dist.send(out.detach().contiguous(), self._beside(1))
+            self.passed.append((received, out))
+        return self.passed[-1][1]
+
+    def backward(self, gradient: Tensor | None = None) -> None:
+        """`gradient`: of what the last stage gave, where that is no scalar."""
+        for (_, stage), (received, out) in zip(reversed(self.chunks), reversed(self.passed), strict=True):
+            if not stage.is_last:
+                gradient = torch.empty_like(out)
+                dist.recv(gradient, self._beside(1))
+            if out.requires_grad:
+                out.backward(gradient)
+            if received is not None:
+                assert received.grad is not None
+                dist.send(received.grad.contiguous(), self._beside(-1))
+
+
+# ---------------------------------------------------------------------------------------------------- text
+
+
+@dataclass(frozen=True)
+class Packs:
+    """The packs of one micro-batch, one for each replica: tokens, labels and positions of each, and all rows."""
+
+    shapes: Qwen25VLShapes
+    seeds: tuple[int, ...]
+
+    @cached_property
+    def lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of each sample of each pack."""
+        return tuple((5 + seed % 4, 9, 3 + seed % 5) for seed in self.seeds)
+
+    @cached_property
+    def places(self) -> tuple[np.ndarray, ...]:
+        """Where the rows of each pack go; some packs have none."""
+        return tuple(np.array([1, 2, 7, 9][: 4 * (seed % 3 > 0)], np.int64) for seed in self.seeds)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """All rows of all packs, [rows, hidden]."""
+        parts = [self._random(s, 4).standard_normal((len(p), self.shapes.text.hidden)) for s, p in self._with_places]
+        return torch.from_numpy(np.concatenate(parts)).float()
+
+    @property
+    def _with_places(self) -> Iterator[tuple[int, np.ndarray]]:
+        return zip(self.seeds, self.places, strict=True)
+
+    @staticmethod
+    def _random(seed: int, what: int) -> np.random.Generator:
+        return np.random.default_rng([seed, what])
+
+    def input(self, shards: TokenShards, rank: int) -> TextInput:
+        """What `rank`, of the first stage, reads."""
+        share, replica = shards.share(rank), shards.layout.replica_of(rank)
+        seed, total = self.seeds[replica], sum(self.lengths[replica])
+        tokens = self._random(seed, 0).integers(0, self.shapes.text.vocab, total)
+        labels = self._random(seed, 1).integers(0, self.shapes.text.vocab, total)
+        labels[self._random(seed, 2).random(total) < 0.5] = IGNORED
+        positions = self._random(seed, 3).integers(0, 30, (3, total))
+        own = labels[share.tokens]
+        supervised = np.flatnonzero(own != IGNORED)
+        full = Segments.of_pieces(share.pieces, CPU, share.cp_lengths)
+        return TextInput(
+            tokens=torch.from_numpy(np.pad(tokens[share.tokens], (0, share.padded - len(share.tokens)))),
+            positions=torch.from_numpy(positions[:, share.tokens].copy()),
+            supervised=torch.from_numpy(supervised),
+            targets=torch.from_numpy(own[supervised]),
+            rows_at=torch.from_numpy(share.rows_at),
+            attention=AttentionPlan(full, share.sp_lengths, share.cp_lengths),
+        )
+
+
+def train_text(trainee: Trainee, seeds: Sequence[int]) -> tuple[Tensor, dict[int, np.ndarray]]:
+    """Forward and backward of the packs of these seeds, in micro-batches of one for each replica. The sum of token
+    losses on this rank, and the gradients of the rows that it took, by seed and number.
+    """
+    [module], [layout] = trainee.modules, trainee.layouts.values()
+    rank, total, row_gradients = dist.get_rank(), torch.zeros(()), {}
+    for start in range(0, len(seeds), layout.dp):
+        packs = Packs(trainee.shapes, tuple(seeds[start : start + layout.dp]))
+        sharded = trainee.case.sequence_parallel and layout.tp > 1
+        shards = TokenShards(layout.stage(0), sharded, packs.lengths, packs.places)
+        batch, ids = packs.input(shards, layout.beside(rank, 0)), shards.ownership().held_by(layout.beside(rank, 0))
+        rows = packs.rows[ids].requires_grad_()
+
+        def enter(model: TextModel, batch: TextInput = batch, rows: Tensor = rows) -> tuple[Tensor, ...]:
+            return model.embed(batch), rows
+
+        passes = Passes(module, layout, batch, enter)
+        out = passes.forward()
+        if module.stages[-1].is_last:
+            total += out.detach()
+        passes.backward()
+        if rows.grad is not None:
+            row_gradients |= {1000 * start + int(i): g.numpy() for i, g in zip(ids, rows.grad, strict=True)}
+    return total, row_gradients
+
+
+def text(case: Case, seeds: Sequence[int]) -> dict[str, Any]:
+    """Loss, norm and gradients of one step over the packs of these seeds."""
+    trainee = Trainee(case)
+    before = trainee.stored()
+    loss, rows = train_text(trainee, seeds)
+    counts = trainee.module.stages[-1].is_last and trainee.module.groups.tp.rank() == 0
+    summary = trainee.reduce(loss, counts)
+    return summary | {"gradients": trainee.gradients(), "rows": rows, "before": before}
+
+
+def steps(case: Case, seeds: Sequence[int], number: int) -> dict[str, Any]:
+    """Weights after some steps, on rank 0; and this rank's tied weight, by the numbers of its coordinates."""
+    trainee = Trainee(case)
+    for step in range(1, number + 1):
+        for module, optimizer in zip(trainee.modules, trainee.optimizers, strict=True):
+            module.ddp.zero_grad_buffer()  # pyright: ignore[reportOptionalMemberAccess]
+            optimizer.zero_grad()
+        loss, _ = train_text(trainee, [seed + 10 * step for seed in seeds])
+        trainee.reduce(loss, True)
+        scale_gradients(trainee.modules, 0.01)
+        with PLATFORM.megatron_scope():
+            for optimizer in trainee.optimizers:
+                set_learning_rates(optimizer, step, case.optimizer, number)
+                optimizer.step()
+    module = trainee.module
+    tied = None if module.tied is None else module.parameters[module.tied].detach().numpy().copy()
+    at = trainee.layouts["text"].coordinate(dist.get_rank())
+    return {"weights": trainee.stored(), "tied": tied, "at": at, "copy": module.tied_copy is not None}
+
+
+# -------------------------------------------------------------------------------------------------- vision
+
+GRIDS = ((1, 4, 6), (1, 10, 8), (1, 2, 2), (1, 6, 12))
+
+
+def vision(case: Case) -> dict[str, Any]:
+    """Gradients of the sum of all rows, weighted at random, and the rows; the number of a row is its place."""
+    trainee, rank = Trainee(case), dist.get_rank()
+    shape, [layout], [module] = trainee.shapes.vision, trainee.layouts.values(), trainee.modules
+    dealt = tuple(tuple(range(replica, len(GRIDS), layout.dp)) for replica in range(layout.dp))
+    sharded = case.sequence_parallel and layout.tp > 1
+    shards = EncoderShards(shape, layout.stage(0), sharded, GRIDS, dealt)
+    share, ids = shards.share(layout.beside(rank, 0)), shards.ownership().held_by(layout.beside(rank, 0))
+    units = sum(int(np.prod(grid)) for grid in GRIDS) // shape.unit
+    random = torch.Generator().manual_seed(5)
+    pixels = torch.randn(units, shape.unit * shape.patch_elements, generator=random)
+    weights = torch.randn(units, shape.out_hidden, generator=random)
+    own = torch.nn.functional.pad(pixels[ids].view(-1, shape.patch_elements), (0, 0, 0, share.padding))
+    batch = VisionInput(
+        pixels=own if module.stages[0].is_first else None,
+        positions=torch.from_numpy(share.positions),
+        attention=AttentionPlan(
+            full=Segments.of_pieces(share.pieces, CPU, share.cp_lengths),
+            sp_lengths=share.sp_lengths,
+            cp_lengths=share.cp_lengths,
+            windows=Segments.of(share.windows, CPU),
+        ),
+    )
+    passes = Passes(module, layout, batch, lambda _: ())
+    out = passes.forward()
+    last = module.stages[-1].is_last
+    passes.backward(torch.nn.functional.pad(weights[ids], (0, 0, 0, len(out) - len(ids))) if last else None)
+    summary = trainee.reduce(torch.zeros(()), False)
+    rows = {int(i): row.numpy().copy() for i, row in zip(ids, out.detach(), strict=False)} if last else {}
+    return summary | {"gradients": trainee.gradients(), "rows": rows}
+
+
+# ------------------------------------------------------------------------------------- loading and writing
+
+
+def export(case: Case, target: Path) -> list[str]:
+    """Write what was read. Returns the modules that this rank holds a part of."""
+    trainee = Trainee(case)
+    export_model(trainee.modules, trainee.shapes, trainee.topology, target, case.folder, torch.float32)
+    return [module.name for module in trainee.modules]
+
+
+def gathered(case: Case) -> list[str]:
+    """The stored tensors that the parameters are parts of, as they reach rank 0: one name for each piece."""
+    trainee = Trainee(case)
+    parts = gather_parameters(trainee.modules, trainee.topology)
+    return [piece.name for pieces, _ in parts for piece in pieces]
+
+
+def loading(case: Case, name: str) -> dict[str, Any]:
+    """The numbers of this rank's layers, as Megatron has them; and what is said of a map of another stage."""
+    trainee = Trainee(case)
+    module, layout = trainee.module, trainee.layouts[name]
+    every = cut_stages(getattr(trainee.shapes, name).layers, layout.pp, split=case.split, module=name)
+    assert module.stages == stages_of_rank(every, layout.coordinate(dist.get_rank()).pp, layout.pp)
+    weights = StoredWeights.open(case.folder, canonical_name)
+    said = {}
+    for other in every:
+        try:
+            own_map = weight_map(name, trainee.shapes, 0, 1, other)
+            load_parameters(module.model, own_map, weights, module.stages[0], copies={})
+        except AssertionError as error:
+            said[other] = str(error)
+    numbers = [(layer.layer_number, layer.self_attention.layer_number) for layer in module.model.decoder.layers]
+    return {"numbers": numbers, "said": said, "own": module.stages[0], "names": sorted(module.parameters)}
