@@ -1,7 +1,9 @@
 """Times the planning of one rank: `python -m benchmarks.planning [--help]`.
 
-Ownerships from the group of each row, the plan, and one rank's part of both directions, on one core; nothing is kept
-from one time to the next but the layouts' groups. Writes a table and the numbers to `benchmarks/results`.
+Two things, on one core, with nothing kept from one time to the next but the layouts' groups: the boundary by itself
+(ownerships from the group of each row, the plan, and one rank's part of both directions), and everything that a rank
+plans in a step of one micro-batch (dealing and cutting images of many sizes, tokens, pixels, the boundary). Writes
+tables and the numbers to `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ import numpy as np  # noqa: E402  (after the number of threads is set)
 from benchmarks.report import table, verdict  # noqa: E402
 from megatron_hetero.boundary.ownership import Groups, Ownership  # noqa: E402
 from megatron_hetero.boundary.plan import plan_boundary  # noqa: E402
+from megatron_hetero.layout import Layout  # noqa: E402
+from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape  # noqa: E402
+from megatron_hetero.training.step_plan import PackShape, StepPlanner  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 MOST_MS = 50.0
@@ -56,12 +61,29 @@ PAIRS = (
 )
 
 
+STEPS = (
+    ("sp:8", "tp:8"),
+    ("dp:1024", "tp:8,cp:16"),
+    ("tp:8", "sp:4,cp:2"),
+    ("sp:4,cp:2", "tp:4"),
+    ("sp:8@0-511", "tp:8,pp:4@512-1023"),
+)
+"""Layouts of vision and text whose whole steps are planned; activations are split over tp."""
+SHAPE = VisionShape(
+    layers=32, hidden=1280, heads=16, ffn=3420, channels=3, patch=14, temporal_patch=2, merge=2, window=4,
+    full_layers=frozenset({7, 15, 23, 31}), out_hidden=3584, rope_theta=10000.0,
+)  # fmt: skip
+
+
 def main() -> None:
     """Measure, print, write."""
     options = _options()
     points = []
     for pair in PAIRS:
         points.append(_measure(pair, options.ranks, options.rows, options.rounds))
+        print(_row(points[-1]), flush=True)
+    for vision, text in STEPS:
+        points.append(_measure_step(vision, text, options.ranks, options.rows, options.rounds))
         print(_row(points[-1]), flush=True)
     text = _text(points, options)
     print(text)
@@ -91,6 +113,38 @@ def _measure(pair: Pair, ranks: int, rows: int, rounds: int) -> dict[str, object
         milliseconds.append(1e3 * (time.perf_counter() - begin))
         assert part.forward.rows == plan.destination.rows_of(rank)
     return {"pair": pair.name, "milliseconds": milliseconds}
+
+
+def _measure_step(vision: str, text: str, ranks: int, rows: int, rounds: int) -> dict[str, object]:
+    layouts = {"vision": Layout.parse(vision, ranks), "text": Layout.parse(text, ranks)}
+    packs = _packs(layouts["text"].dp, rows)
+    milliseconds = []
+    for rank in np.linspace(0, ranks - 1, rounds).astype(int).tolist():
+        planner = StepPlanner(SHAPE, layouts, {"vision": True, "text": True}, rank, row_bytes=2)
+        begin = time.perf_counter()
+        planner.plan(packs)
+        milliseconds.append(1e3 * (time.perf_counter() - begin))
+    return {"pair": f"{vision} → {text}, everything in a step", "milliseconds": milliseconds}
+
+
+def _packs(replicas: int, rows: int) -> list[PackShape]:
+    """A pack for each replica, of samples of one image each: sides log-normal about 29 units (800 pixels), and text."""
+    rng = np.random.default_rng(0)
+    sides = np.clip(np.exp(rng.normal(np.log(29), 0.6, (rows, 2))), 7, 125).astype(int)
+    enough = int(np.searchsorted(np.cumsum(sides.prod(axis=1)), rows)) + 1
+    dealt: list[list[tuple[int, int]]] = [[] for _ in range(replicas)]
+    for i, (height, width) in enumerate(sides[:enough].tolist()):
+        dealt[i % replicas].append((height, width))
+    return [_pack(images) for images in dealt]
+
+
+def _pack(images: list[tuple[int, int]]) -> PackShape:
+    lengths = [height * width + 40 for height, width in images]
+    starts = np.cumsum([0, *lengths]) + 20
+    places = [np.arange(start, start + h * w) for start, (h, w) in zip(starts.tolist(), images, strict=False)]
+    grids = tuple((1, SHAPE.merge * height, SHAPE.merge * width) for height, width in images)
+    joined = np.concatenate([np.zeros(0, np.int64), *places])
+    return PackShape(tuple(lengths), (1,) * len(images), grids, joined.tobytes())
 
 
 def _ownerships(pair: Pair, ranks: int, rows: int) -> Callable[[], tuple[Ownership, Ownership]]:

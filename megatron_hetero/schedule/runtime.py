@@ -192,6 +192,8 @@ class _Execution:
             if action.stage != 0:
                 self.entered[key] = self.arrived.pop((action.kind, key)).requires_grad_(keeps)
                 left = self._model(action)(self._input(action), self.entered[key])
+                if not keeps:
+                    del self.entered[key]
             elif self._is_text(action):
                 left = self._first_text_stage(action)
             else:
@@ -221,17 +223,14 @@ class _Execution:
 
     def _backward(self, action: Action) -> None:
         key = _key(action)
-        left = self.left.pop(key)
+        left, grad = self.left.pop(key, None), self.arrived.pop(("B", key), None)
         if self._is_text(action) and action.stage == 0:
             self._return_rows_early(action)
-        if not left.requires_grad:
+        if left is None or not left.requires_grad:  # a frozen first stage
             return
-        if action.stage != self.schedule.module[action.module].stages - 1:
-            left.backward(self.arrived.pop(("B", key)))
-        elif self._is_text(action):
-            left.backward()
-        else:
-            left.backward(_with_padding(self.row_grads.pop((action.module, action.micro_batch)), left))
+        if grad is None and not self._is_text(action):
+            grad = _with_padding(self.row_grads.pop((action.module, action.micro_batch)), left)
+        left.backward(grad)
 
     # ------------------------------------------------------------------------------------------- pipelines
 
@@ -243,6 +242,8 @@ class _Execution:
             tensor: Any = self.entered.pop(key).grad
         else:
             tensor = self.left[key].detach()
+            if not self.left[key].requires_grad:  # nothing comes back to it
+                del self.left[key]
         tensor = tensor.contiguous()
         self.leaving.append((dist.isend(tensor, self._partner(action), group=self._pipeline(action)), tensor))
         while self.leaving and self.leaving[0][0].is_completed():

@@ -24,11 +24,12 @@ from megatron_hetero.models.balance import idle_share
 from megatron_hetero.models.hf_folder import StoredWeights, require_writable
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, canonical_name, stored_shapes
+from megatron_hetero.models.stages import cut_stages
 from megatron_hetero.platform import Platform
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.runtime import Interpreter, ModuleOnRank
-from megatron_hetero.schedule.settings import ScheduleSettings
+from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings
 from megatron_hetero.schedule.watch import Stopwatch, Watchdog
 from megatron_hetero.topology import Topology
 from megatron_hetero.training.config import ENCODER_PARTS, Config, require_modules, to_yaml
@@ -264,7 +265,27 @@ def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, 
     shapes = Qwen25VLShapes.from_folder(config.model.hf_path)
     require_modules(config, MODULES)
     layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
-    return shapes, layouts, _batch_shape(config, layouts["text"])
+    batch = _batch_shape(config, layouts[TEXT])
+    resolve_settings(_schedule_settings(config), layouts, batch.micro_batches)
+    for name, layout in layouts.items():
+        per_rank = _stages_per_rank(config, name)
+        cut_stages(
+            getattr(shapes, name).layers,
+            layout.pp,
+            per_rank=per_rank,
+            split=config.parallel_layers.get(name),
+            module=name,
+        )
+    return shapes, layouts, batch
+
+
+def _stages_per_rank(config: Config, name: str) -> int:
+    return config.schedule.virtual_stages if name == TEXT else 1
+
+
+def _schedule_settings(config: Config) -> ScheduleSettings:
+    chosen = config.schedule
+    return ScheduleSettings(chosen.kind, chosen.waves, chosen.run_ahead, chosen.virtual_stages)
 
 
 def _batch_shape(config: Config, text: Layout) -> BatchShape:
@@ -296,7 +317,7 @@ def _build_modules(
             distributed_optimizer=config.optimizer.name == "adamw",
             weights=weights,
             split=config.parallel_layers.get(name),
-            stages_per_rank=config.schedule.virtual_stages if name == TEXT else 1,
+            stages_per_rank=_stages_per_rank(config, name),
         )
         for name in MODULES
         if topology.rank in topology.layouts[name]
@@ -310,10 +331,8 @@ def transport_of(config: Config) -> torch.dtype:
 
 def checked_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:
     """The schedule of a step, checked. Raises `UserError` where settings and layouts do not fit."""
-    chosen = config.schedule
-    settings = ScheduleSettings(chosen.kind, chosen.waves, chosen.run_ahead, chosen.virtual_stages)
     frozen = [name for name in ENCODERS if all(part in config.model.freeze for part in ENCODER_PARTS[name])]
-    schedule = build_schedule(layouts, batch.micro_batches, settings, forward_only=frozen)
+    schedule = build_schedule(layouts, batch.micro_batches, _schedule_settings(config), forward_only=frozen)
     schedule.check()
     return schedule
 

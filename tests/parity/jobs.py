@@ -58,7 +58,7 @@ def _replicas_equal(run: Run) -> bool:
     """Whether the ranks that hold the same parameters hold the same bits."""
     equal = True
     for module in run.modules:
-        flat = torch.cat([p.detach().flatten() for p in module.model.parameters()])
+        flat = torch.cat([p.detach().flatten() for p in module.parameters.values()])
         first = flat.clone()
         group = module.groups.dp_cp
         dist.broadcast(first, dist.get_global_rank(group, 0), group=group)

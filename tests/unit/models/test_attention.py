@@ -116,7 +116,7 @@ def test_keys_are_found_in_the_padded_gather() -> None:
     tokens = zigzag_tokens(lengths, cp)
     cp_lengths = tuple(len(part) for part in tokens)
     padded = [t for part in tokens for t in [*part.tolist(), *[-1] * (max(cp_lengths) - len(part))]]
-    seen = ([[0, 1], range(8), [8], range(8, 13), [13]], [range(6), range(8, 11)])
+    seen = ([[0, 1], range(8), [8], range(8, 13)], [range(6), range(8, 12), [13]])
     for member, keys in enumerate(seen):
         segments = Segments.of_pieces(zigzag_pieces(lengths, cp, member), CPU, cp_lengths)
         assert segments.key_index is not None
@@ -173,8 +173,8 @@ LAYOUTS = [
     (8, "sp:4,cp:2"),
     (8, "sp:2,cp:4"),
 ]
-# With cp:4 a sample of 5 has chunks without tokens, and one-token samples leave members without any.
-LENGTHS = [(16, 7, 1, 3), (5, 9, 9), (1, 1), (2, 0, 23), ()]
+# With cp:4 a sample of 5 has chunks without tokens, and a single token leaves all members but one without any.
+LENGTHS = [(16, 7, 1, 3), (5, 9, 9), (1,), (2, 0, 23), ()]
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
+from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
 from megatron_hetero.platform import CPU, Platform
 from megatron_hetero.training.config import load_config
@@ -175,6 +176,47 @@ def precision(flags: list[str]) -> dict[str, Any]:
         "masters": {str(dtype) for dtype in masters},
         "rounded": rounded,
     }
+
+
+# ---------------------------------------------------------------------------------------------- schedule
+
+
+class LiveBytes:
+    """What is saved for backward inside `saving`, until it is let go: bytes now and at most."""
+
+    def __init__(self) -> None:
+        self.now, self.peak = 0, 0
+
+    def saving(self) -> Any:
+        """The context in which saved tensors are counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved.tensor)
+
+    def _save(self, tensor: torch.Tensor) -> Any:
+        self.now += tensor.nbytes
+        self.peak = max(self.peak, self.now)
+        return _Saved(tensor, self)
+
+
+class _Saved:
+    def __init__(self, tensor: torch.Tensor, counter: LiveBytes):
+        self.tensor, self.counter = tensor, counter
+
+    def __del__(self) -> None:
+        self.counter.now -= self.tensor.nbytes
+
+
+def encoder_activations(flags: list[str]) -> tuple[int, int]:
+    """The most bytes that the encoder saves for backward at a time in one step, and what is left of them after it."""
+    run, live, forward = build(flags), LiveBytes(), VisionModel.forward
+
+    def counted(*args: Any) -> torch.Tensor:
+        with live.saving():
+            return forward(*args)
+
+    _, batch, _ = next(iter(run.batches()))
+    with mock.patch.object(VisionModel, "forward", counted):
+        run.gradients(batch)
+    return live.peak, live.now
 
 
 # ---------------------------------------------------------------------------------------------- boundary

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_hetero.training.gradients import GradientSummary, clip_factor
-from tests.support.folders import write_data
+from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.oracle import Oracle
 from tests.support.pool import Pool
 from tests.unit.training import jobs_run as jobs
@@ -146,6 +147,26 @@ def test_a_step_without_images_updates_no_vision_weight(make_flags: MakeFlags, p
         assert got["images"] == 0
         changed = {part_of(n) for n, before in got["before"].items() if (got["after"][n] != before).any()}
         assert changed == (set() if frozen == "--model.freeze text" else {"text"})
+
+
+@pytest.mark.parametrize("frozen", ["vision", "vision projector", "text", "text projector"])
+@pytest.mark.parametrize("vision, text, more", [
+    ("pp:2@0-1", "pp:2@1-2", ""),
+    ("pp:2", "pp:2", "--schedule.kind recompute"),
+])  # fmt: skip
+def test_frozen_parts_of_modules_with_stages(
+    frozen: str, vision: str, text: str, more: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path
+) -> None:
+    """A stage may be frozen as a whole, and others of its module not."""
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2))
+
+    def step(ranks: int, vision: str, text: str, more: str) -> dict[str, Any]:
+        flags = make_flags(vision, text, f"--model.hf_path {model} --model.freeze {frozen} {more}")
+        return pools(ranks).run(jobs.gradients_of_steps, flags)[0][0]
+
+    expected, got = step(1, "dp:1", "dp:1", ""), step(3 if "@" in vision else 2, vision, text, more)
+    assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert_equal_gradients(got["gradient"], expected["gradient"])
 
 
 def write_long(data: Path, long: set[int]) -> None:

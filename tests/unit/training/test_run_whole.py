@@ -13,6 +13,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name
 from megatron_hetero.training.config import load_config
 from megatron_hetero.training.run import checked
+from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.pool import Pool
 from tests.unit.training import jobs_run as jobs
 from tests.unit.training.jobs_run import MakeFlags
@@ -84,3 +85,22 @@ def test_crossings_run_beside_the_embedding(make_flags: MakeFlags, pools: Pools)
     found = pools(2).run(jobs.overlaps, flags)[0]
     assert found["forward"][0] < found["embedding"][1] < found["forward"][1]
     assert found["backward"][0] < found["gradient"][0] < found["gradient"][1] < found["backward"][1]
+
+
+@pytest.mark.parametrize("settings, micro_batches", [("--schedule.waves 2", 2), ("--schedule.kind recompute", 1)])
+def test_encoder_activations_do_not_grow_with_the_number_of_micro_batches(
+    settings: str, micro_batches: int, make_flags: MakeFlags, pools: Pools, tmp_path: Path
+) -> None:
+    """Colocated with text stages: those of as many micro-batches live as the schedule says, of 4, 16 and 64 alike."""
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2))
+    data = write_data(tmp_path, 1, pictures=(1,))  # one picture over and over
+
+    def peak(batch: int, vision: str, text: str, more: str = "") -> int:
+        flags = make_flags(vision, text, f"--model.hf_path {model} {more}", data=data, batch=batch)
+        [(most, left), _] = pools(2).run(jobs.encoder_activations, flags)
+        assert left == 0, "activations are kept after the step"
+        return most
+
+    one = peak(2, "dp:2", "dp:2")
+    assert len({peak(batch, "sp:2", "pp:2", settings) for batch in (4, 16, 64)}) == 1
+    assert peak(16, "dp:2", "pp:2", settings) == micro_batches * one
