@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_hetero.boundary.plan import DirectionPlan, Exchange, RankPlan
 from megatron_hetero.layout_grammar import format_ranks
+from megatron_hetero.platform import on_device
 
 Index = slice | Tensor
 """Rows of a buffer: a run of them, which needs no copy to be sent or received, or int64 indices on the device."""
@@ -419,8 +420,7 @@ def _load_index(index: np.ndarray, device: torch.device) -> Index:
         return slice(0, 0)
     if index[-1] - index[0] == len(index) - 1 and np.all(np.diff(index) == 1):
         return slice(int(index[0]), int(index[-1]) + 1)
-    tensor = torch.from_numpy(index)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return on_device(torch.from_numpy(index), device)
 
 
 def _take(rows: Tensor, index: Index, loan: _Loan) -> Tensor:

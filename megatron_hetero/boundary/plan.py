@@ -226,8 +226,9 @@ def plan_boundary(source: Ownership, destination: Ownership, row_bytes: int) -> 
     Raises:
         ValueError: a row is needed that nobody holds.
     """
-    group, _ = source.locate(destination.ids)
-    if np.any(group < 0):
+    plan = BoundaryPlan(source, destination, row_bytes)
+    if plan.directions["forward"].rows < len(destination.ids):
+        group, _ = source.locate(destination.ids)
         at = int(np.flatnonzero(group < 0)[0])
         ranks = destination.groups[int(destination.group_of_entry[at])]
         raise ValueError(
@@ -235,7 +236,7 @@ def plan_boundary(source: Ownership, destination: Ownership, row_bytes: int) -> 
             f"{destination.ids[at]}, needed by ranks {ranks}; expected the destination's rows to be among the "
             f"source's {len(source.ids)}; plan with ownerships of the same batch"
         )
-    return BoundaryPlan(source, destination, row_bytes)
+    return plan
 
 
 # ------------------------------------------------------------------------------------------- directions
@@ -259,10 +260,6 @@ class Rows:
     def repeated(self, times: np.ndarray) -> Rows:
         """Each row as often as `times` says."""
         return Rows(*(np.repeat(column, times) for column in self.__dict__.values()))
-
-    def where(self, chosen: np.ndarray) -> Rows:
-        """The rows at the indices, or where the mask, `chosen`."""
-        return Rows(*(column[chosen] for column in self.__dict__.values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,9 +320,11 @@ class Direction:
     def plan(self, rank: int, ranks: Sequence[int]) -> DirectionPlan:
         """The part of `rank`."""
         rows = self.rows_of(rank)
+        # The scatter says which rows stay, also where it moves none.
         scatter = self.routes("scatter", rows)
+        routes = {stage: scatter if stage == "scatter" else self.routes(stage, rows) for stage in self.stages}
         kept = np.flatnonzero((scatter.sender == rank) & (scatter.receiver == rank))
-        exchanges = tuple(self.routes(stage, rows).exchange(stage, rank, ranks) for stage in self.stages)
+        exchanges = tuple(routes[stage].exchange(stage, rank, ranks) for stage in self.stages)
         arriving = sum(int(e.receive_counts.sum()) for e in exchanges if e.stage != "reduce")
         needed = self.needed.rows_of(rank)
         return DirectionPlan(
@@ -381,6 +380,11 @@ class Direction:
         if np.all(held >= 0):
             return columns
         return tuple(column[held >= 0] for column in columns)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that are both held and needed."""
+        return len(self._columns[0])
 
     @cached_property
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:

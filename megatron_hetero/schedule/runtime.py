@@ -205,11 +205,10 @@ class _Execution:
     def _first_text_stage(self, action: Action) -> Tensor:
         micro_batch = action.micro_batch
         rows = [self.rows[e.name, micro_batch] for e in self.schedule.encoders if (e.name, micro_batch) in self.rows]
-        none = torch.zeros(0, self.of.width, dtype=self.of.dtype, device=self.of.device)
         embedded = self._embed(action)
         self.embedded.pop(micro_batch)
         return self._model(action)(
-            self._input(action), embedded, rows[0] if len(rows) == 1 else torch.cat([none, *rows])
+            self._input(action), embedded, rows[0] if len(rows) == 1 else torch.cat([self._no_rows(), *rows])
         )
 
     def _embed(self, action: Action) -> Tensor:
