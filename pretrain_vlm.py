@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from megatron_hetero.launch import guarded, process_group, rank
 from megatron_hetero.training.config import load_config
 from megatron_hetero.training.evaluation import evaluate_export
-from megatron_hetero.training.report import describe, describe_boundary
+from megatron_hetero.training.report import describe, describe_boundaries
 from megatron_hetero.training.run import Run
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
             writer.print(describe(run))
             for step, batch, waited in run.batches():
                 if step == 1:
-                    writer.print(describe_boundary(run, batch))
+                    writer.print(describe_boundaries(run, batch))
                 writer.write(run.train_step(step, batch, waited))
         if config.export.hf_dir is not None:
             run.export(config.export.hf_dir)

@@ -27,7 +27,7 @@ from megatron_hetero.boundary.ownership import Groups, Ownership  # noqa: E402
 from megatron_hetero.boundary.plan import plan_boundary  # noqa: E402
 from megatron_hetero.layout import Layout  # noqa: E402
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape  # noqa: E402
-from megatron_hetero.training.step_plan import PackShape, StepPlanner  # noqa: E402
+from megatron_hetero.training.step_plan import Images, PackShape, StepPlanner, image_encoder  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 MOST_MS = 50.0
@@ -120,7 +120,8 @@ def _measure_step(vision: str, text: str, ranks: int, rows: int, rounds: int) ->
     packs = _packs(layouts["text"].dp, rows)
     milliseconds = []
     for rank in np.linspace(0, ranks - 1, rounds).astype(int).tolist():
-        planner = StepPlanner(SHAPE, layouts, {"vision": True, "text": True}, rank, row_bytes=2)
+        encoders, sharded = {"vision": image_encoder(SHAPE)}, {"vision": True, "text": True}
+        planner = StepPlanner(encoders, layouts, sharded, rank, row_bytes=2)
         begin = time.perf_counter()
         planner.plan(packs)
         milliseconds.append(1e3 * (time.perf_counter() - begin))
@@ -144,7 +145,7 @@ def _pack(images: list[tuple[int, int]]) -> PackShape:
     places = [np.arange(start, start + h * w) for start, (h, w) in zip(starts.tolist(), images, strict=False)]
     grids = tuple((1, SHAPE.merge * height, SHAPE.merge * width) for height, width in images)
     joined = np.concatenate([np.zeros(0, np.int64), *places])
-    return PackShape(tuple(lengths), (1,) * len(images), grids, joined.tobytes())
+    return PackShape(tuple(lengths), (Images((1,) * len(images), grids, joined.tobytes()),))
 
 
 def _ownerships(pair: Pair, ranks: int, rows: int) -> Callable[[], tuple[Ownership, Ownership]]:

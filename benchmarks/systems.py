@@ -219,7 +219,7 @@ def plain_batch(mixture: Mixture, processor: Processor, case: int, device: torch
     inputs = {
         "input_ids": ids[None],
         "attention_mask": torch.ones_like(ids)[None],
-        "mm_token_type_ids": (ids == processor.image_token_id).int()[None],
+        "mm_token_type_ids": (ids == processor.vision.token_id).int()[None],
         "labels": torch.where(torch.from_numpy(mine.supervised), ids, -100)[None],
         "num_items_in_batch": torch.tensor(supervised / dist.get_world_size()),
         "dummy": None,
@@ -229,7 +229,7 @@ def plain_batch(mixture: Mixture, processor: Processor, case: int, device: torch
         pixels = processor.patches(mine.record, 0, mine.grids[0])
         inputs |= {"pixel_values": torch.from_numpy(pixels), "image_grid_thw": torch.from_numpy(mine.grids)}
     else:
-        width = 3 * processor.temporal_patch_size * processor.patch_size**2
+        width = 3 * processor.vision.temporal_patch_size * processor.vision.patch_size**2
         inputs |= {"dummy": torch.zeros(4, width), "dummy_grid": torch.tensor([[1, 2, 2]])}
     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     return {"inputs": moved, "tokens": sum(map(len, samples))}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_hetero.data.records import Record
-from megatron_hetero.data.validation import IMAGE_PLACEHOLDER
+from megatron_hetero.data.validation import marks_of, split_at_marks
 from megatron_hetero.errors import UserError
+from megatron_hetero.module_names import VISION
 
 END_OF_TURN = "<|im_end|>"
+NONE: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -20,23 +23,30 @@ class Piece:
     supervised: bool
 
 
-def to_messages(record: Record) -> list[dict[str, Any]]:
-    """The record in the form that chat templates take; each placeholder becomes a part of type image."""
-    return [{"role": turn.role, "content": _content(turn.role, turn.text)} for turn in record.turns]
+def to_messages(record: Record, shown: Mapping[str, str] = NONE) -> list[dict[str, Any]]:
+    """The record in the form that chat templates take; a placeholder of the vision encoder becomes a part of type
+    image. `shown`: of every other encoder, the text that stands for one of its images; templates do not know them.
+    """
+    return [{"role": turn.role, "content": _content(turn.role, turn.text, shown)} for turn in record.turns]
 
 
-def _content(role: str, text: str) -> str | list[dict[str, str]]:
-    if role != "user" or IMAGE_PLACEHOLDER not in text:
+def _content(role: str, text: str, shown: Mapping[str, str]) -> str | list[dict[str, str]]:
+    stretches, between = split_at_marks(text, marks_of([VISION, *shown]))
+    if role != "user" or not between:
         return text
+    images = [
+        {"type": "image"} if mark.encoder == VISION else {"type": "text", "text": shown[mark.encoder]}
+        for mark in between
+    ]
     parts: list[dict[str, str]] = []
-    for k, stretch in enumerate(text.split(IMAGE_PLACEHOLDER)):
-        parts += [{"type": "image"}] if k else []
+    for k, stretch in enumerate(stretches):
+        parts += [images[k - 1]] if k else []
         parts += [{"type": "text", "text": stretch}] if stretch else []
     return parts
 
 
-def render(tokenizer: Any, record: Record) -> list[Piece]:
-    """Renders the record with the tokenizer's chat template.
+def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> list[Piece]:
+    """Renders the record with the tokenizer's chat template. `shown`: see `to_messages`.
 
     The pieces joined are the rendered text. Supervised are each assistant turn's text and its ``<|im_end|>``, nothing
     else. A turn begins where the template's own generation prompt ends, so training sees what generation will see.
@@ -44,7 +54,7 @@ def render(tokenizer: Any, record: Record) -> list[Piece]:
     Raises:
         UserError: the template fails, or rewrites earlier turns, or alters the assistant's text.
     """
-    messages = to_messages(record)
+    messages = to_messages(record, shown)
     full = _apply(tokenizer, messages, record, prompt=False)
     pieces, position = [], 0
     for k, turn in enumerate(record.turns):

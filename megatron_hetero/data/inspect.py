@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
 from megatron_hetero.data import pictures
-from megatron_hetero.data.mixture import Mixture, RegistryEntry
 from megatron_hetero.data.processing import Processor, TokenizedSample
 from megatron_hetero.errors import UserError
 
@@ -31,7 +31,7 @@ _SUPERVISED_MARKS = ("⟦", "⟧")
 def rendered(processor: Processor, sample: TokenizedSample) -> Text:
     """The sample's text as the model reads it; supervised stretches are marked, an image's tokens counted."""
     text = Text()
-    keys = zip(sample.supervised.tolist(), (sample.input_ids == processor.image_token_id).tolist(), strict=True)
+    keys = zip(sample.supervised.tolist(), np.isin(sample.input_ids, processor.row_tokens).tolist(), strict=True)
     position = 0
     for (supervised, is_image), run in groupby(keys):
         size = sum(1 for _ in run)
@@ -60,21 +60,22 @@ def show_sample(console: Console, processor: Processor, sample: TokenizedSample,
     console.print(rendered(processor, sample), soft_wrap=True)
     console.print(f"tokens: {len(sample)}, supervised: {int(sample.supervised.sum())}{note}", highlight=False)
     for k, grid in enumerate(sample.grids.tolist()):
-        width, height = pictures.picture_size(record.image_path(k), record.where, processor.max_image_pixels)
-        line = f"image {k}: {record.images[k]}, {width}×{height} px → "
-        size = f"{grid[2] * processor.patch_size}×{grid[1] * processor.patch_size} px"
-        rows = grid[0] * grid[1] * grid[2] // sample.merge_size**2
-        console.print(Text(f"{_printable(line)}{size}, grid {tuple(grid)} (t, h, w), {rows} tokens"), soft_wrap=True)
+        reader = processor.readers[record.encoders[k]]
+        width, height = pictures.picture_size(record.image_path(k), record.where, reader.max_image_pixels)
+        to = f" for {record.encoders[k]}" if len(processor.readers) > 1 else ""
+        line = f"image {k}{to}: {record.images[k]}, {width}×{height} px → "
+        size = f"{grid[2] * reader.patch_size}×{grid[1] * reader.patch_size} px"
+        text = f"{_printable(line)}{size}, grid {tuple(grid)} (t, h, w), {sample.rows[k]} tokens"
+        console.print(Text(text), soft_wrap=True)
 
 
 def show(config: Config, count: int, console: Console) -> None:
     """Prints the first ``count`` samples that a run with this configuration reads."""
-    data = config.data
-    registry = {name: RegistryEntry(entry.annotations, entry.images) for name, entry in data.registry.items()}
-    mixture = Mixture.parse(data.datasets, registry, data.shuffle, config.train.seed)
-    processor = Processor.from_folder(config.model.hf_path, data.min_pixels, data.max_pixels)
+    from megatron_hetero.training.sources import open_mixture, open_processor
+
+    mixture, processor = open_mixture(config), open_processor(config)
     for i in range(count):
-        show_sample(console, processor, processor.tokenize(mixture[i]), data.max_seq_length)
+        show_sample(console, processor, processor.tokenize(mixture[i]), config.data.max_seq_length)
     sources = ", ".join(f"{share} ({len(annotations)} records)" for annotations, share in mixture.parts)
     console.print(escape(f"{len(mixture)} samples per epoch from {sources}"), highlight=False, soft_wrap=True)
 

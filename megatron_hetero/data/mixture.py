@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.errors import UserError
+from megatron_hetero.module_names import VISION
 
 _RATE = re.compile(r"\d+(\.\d+)?")
 
@@ -88,7 +89,14 @@ class Mixture:
         self._epochs: dict[int, np.ndarray] = {}
 
     @classmethod
-    def parse(cls, datasets: Sequence[str], registry: Mapping[str, RegistryEntry], shuffle: bool, seed: int) -> Mixture:
+    def parse(
+        cls,
+        datasets: Sequence[str],
+        registry: Mapping[str, RegistryEntry],
+        shuffle: bool,
+        seed: int,
+        encoders: Sequence[str] = (VISION,),
+    ) -> Mixture:
         """Loads the named data sets.
 
         Args:
@@ -97,6 +105,7 @@ class Mixture:
             registry: where each name lies.
             shuffle: draw shares and order anew in each epoch.
             seed: of the random draws; unused without shuffle.
+            encoders: those that images may be for.
 
         Raises:
             UserError: no entry, an unknown name, a bad rate, or a data set that does not load.
@@ -112,7 +121,9 @@ class Mixture:
         for share in shares:
             _check_name(share.name, registry)
         names = dict.fromkeys(share.name for share in shares)
-        loaded = {name: Annotations.load(name, registry[name].annotations, registry[name].images) for name in names}
+        loaded = {
+            name: Annotations.load(name, registry[name].annotations, registry[name].images, encoders) for name in names
+        }
         return cls([(loaded[share.name], share) for share in shares], shuffle=shuffle, seed=seed)
 
     def __len__(self) -> int:

@@ -63,7 +63,7 @@ def _check_json(file: Path) -> None:
 
 
 @contextmanager
-def _as_user_errors(path: Path, what: str) -> Iterator[None]:
+def _as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> Iterator[None]:
     """`transformers` raises OSError, ValueError, KeyError, ... and exceptions of its Rust parts."""
     try:
         yield
@@ -71,25 +71,25 @@ def _as_user_errors(path: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UserError.at(
-            f"model.hf_path: {path}",
+            f"{setting}: {path}",
             found=f"{what} that does not load ({type(error).__name__}: {error})",
             expected=f"{what} of Qwen2.5-VL in transformers format, without code of its own",
             fix=_FIX,
         ) from error
 
 
-def load_config(path: Path) -> Any:
-    """The folder's `Qwen2_5_VLConfig`."""
+def load_config(path: Path, setting: str = "model.hf_path") -> Any:
+    """The `Qwen2_5_VLConfig` of the folder that `setting` names."""
     from transformers import AutoConfig
 
-    with _as_user_errors(path, "a config.json"):
+    with _as_user_errors(path, "a config.json", setting):
         config = AutoConfig.from_pretrained(path, **_LOCAL)
     if config.model_type != "qwen2_5_vl":
         raise UserError.at(
             path / "config.json",
             found=f"model_type {config.model_type!r}",
             expected="'qwen2_5_vl'",
-            fix="set model.hf_path to a Qwen2.5-VL folder",
+            fix=f"set {setting} to a Qwen2.5-VL folder",
         )
     return config
 
@@ -113,24 +113,28 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def load_image_processor(path: Path, min_pixels: int | None, max_pixels: int | None) -> Any:
+def load_image_processor(
+    path: Path, min_pixels: int | None, max_pixels: int | None, setting: str = "model.hf_path"
+) -> Any:
     """The image processor in its PIL form, which gives the same pixels wherever it runs.
 
     Args:
         path: the folder.
         min_pixels: overrides the folder's smallest area in pixels after resizing.
         max_pixels: overrides the folder's largest area.
+        setting: what names the folder.
     """
     from transformers import AutoImageProcessor
 
-    with _as_user_errors(path, "an image processor"):
+    with _as_user_errors(path, "an image processor", setting):
         processor = AutoImageProcessor.from_pretrained(path, backend="pil", **_LOCAL)
         size = dict(processor.size)
         low = min_pixels if min_pixels is not None else size.get("shortest_edge") or size["min_pixels"]
         high = max_pixels if max_pixels is not None else size.get("longest_edge") or size["max_pixels"]
     if not 0 < low <= high:
+        section = "data" if setting == "model.hf_path" else setting.removesuffix(".hf_path")
         raise UserError.at(
-            "data.min_pixels and data.max_pixels",
+            f"{section}.min_pixels and {section}.max_pixels",
             found=f"an area of {low} to {high} pixels",
             expected="0 < min_pixels <= max_pixels",
             because=f"what is not set comes from {path}",

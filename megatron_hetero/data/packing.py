@@ -25,6 +25,8 @@ class PackedBatch:
         position_ids: int64 [3, n], from 0 in each sample.
         cu_seqlens: int64 [samples + 1], where each sample begins and the last one ends.
         grids: int64 [images, 3]; time, height, width in patches, before merging.
+        rows: int64 [images], the tokens of each image.
+        encoders: which encoder each image is for.
         image_positions: int64 [rows], the positions of image tokens: image by image, in raster order of merged patches.
         supervised_tokens: labels that are not -100.
     """
@@ -34,6 +36,8 @@ class PackedBatch:
     position_ids: np.ndarray
     cu_seqlens: np.ndarray
     grids: np.ndarray
+    rows: np.ndarray
+    encoders: tuple[str, ...]
     image_positions: np.ndarray
     supervised_tokens: int
 
@@ -55,6 +59,8 @@ def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
         position_ids=_joined([sample.position_ids for sample in samples], 3),
         cu_seqlens=cu_seqlens,
         grids=np.concatenate([np.zeros((0, 3), np.int64), *(sample.grids for sample in samples)]),
+        rows=_joined([sample.rows for sample in samples]),
+        encoders=tuple(name for sample in samples for name in sample.record.encoders),
         image_positions=_joined(images),
         supervised_tokens=int((labels != IGNORED).sum()),
     )
@@ -91,7 +97,7 @@ def _joined(parts: Sequence[np.ndarray], *dims: int) -> np.ndarray:
 
 
 def _check_rows(sample: TokenizedSample) -> None:
-    rows = int(sample.grids.prod(axis=1).sum()) // sample.merge_size**2
+    rows = int(sample.rows.sum())
     if rows != len(sample.image_positions):
         raise UserError.at(
             f"{sample.record.where}: field 'image'",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def rope_positions(length: int, image_starts: np.ndarray, grids: np.ndarray, merge_size: int) -> np.ndarray:
+def rope_positions(length: int, image_starts: np.ndarray, merged_grids: np.ndarray) -> np.ndarray:
     """Positions in time, height and width of each token.
 
     Text advances all three together. The tokens of an image share one time and take their row and column on its merged
@@ -14,18 +14,16 @@ def rope_positions(length: int, image_starts: np.ndarray, grids: np.ndarray, mer
     Args:
         length: tokens of the sample, image tokens included.
         image_starts: [images] index of each image's first token.
-        grids: [images, 3] time, height, width in patches before merging; time is 1 for images.
-        merge_size: patches per merged token and side.
+        merged_grids: [images, 3] time, height, width in tokens; time is 1 for images.
 
     Returns:
         int64 [3, length].
     """
     positions = np.empty((3, length), dtype=np.int64)
     token = position = 0
-    for start, grid in zip(image_starts.tolist(), grids, strict=True):
+    for start, merged in zip(image_starts.tolist(), merged_grids, strict=True):
         text = start - token
         positions[:, token:start] = np.arange(position, position + text)
-        merged = grid // (1, merge_size, merge_size)
         token, position = start + int(merged.prod()), position + text
         positions[:, start:token] = position + np.indices(merged).reshape(3, -1)
         position += int(merged[1:].max())

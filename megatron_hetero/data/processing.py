@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from megatron_hetero.data import chat, model_folder, pictures
+from megatron_hetero.data.image_reader import ImageReader
 from megatron_hetero.data.positions import rope_positions
 from megatron_hetero.data.records import Record
 from megatron_hetero.errors import UserError
+from megatron_hetero.module_names import VISION
 
+START_OF_IMAGE, END_OF_IMAGE = "<|vision_start|>", "<|vision_end|>"
 # Boxes and object names are content, though the tokenizer lists their marks as special: grounding data writes them.
 _CONTENT_MARKS = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
 
@@ -31,8 +33,8 @@ class TokenizedSample:
         grids: int64 [images, 3]; time, height, width in patches, before merging.
         position_ids: int64 [3, n], multimodal rotary positions from 0.
         image_positions: int64 [rows], the indices of image tokens, image by image in raster order.
-        merge_size: patches per image token and side.
-        record: where it comes from.
+        rows: int64 [images], the tokens of each image.
+        record: where it comes from; it also says which encoder each image is for.
     """
 
     input_ids: np.ndarray
@@ -40,29 +42,40 @@ class TokenizedSample:
     grids: np.ndarray
     position_ids: np.ndarray
     image_positions: np.ndarray
-    merge_size: int
+    rows: np.ndarray
     record: Record
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
 
-class Processor:
-    """The text and image side of a Qwen2.5-VL folder. Holds no open files and can be pickled."""
+@dataclass(frozen=True)
+class EncoderSource:
+    """Where a further encoder comes from: a Qwen2.5-VL `folder`, and the `token` of the model's tokenizer that stands
+    for one of its rows. Areas in pixels, None for the folder's.
+    """
 
-    def __init__(self, tokenizer: Any, image_processor: Any, config: Any, max_image_pixels: int) -> None:
-        """Use `from_folder`."""
-        self.tokenizer = tokenizer
-        self.image_processor = image_processor
-        self.max_image_pixels = max_image_pixels
-        self.image_token_id: int = config.image_token_id
-        self.vision_start_token_id: int = config.vision_start_token_id
-        self.pad_token_id: int = _pad_token_id(tokenizer)
-        self.patch_size: int = image_processor.patch_size
-        self.temporal_patch_size: int = image_processor.temporal_patch_size
-        self.merge_size: int = image_processor.merge_size
-        self.min_pixels: int = image_processor.size["shortest_edge"]
-        self.max_pixels: int = image_processor.size["longest_edge"]
+    folder: Path
+    token: str
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Processor:
+    """The text side of a Qwen2.5-VL folder, and the image side of each encoder. Holds no open files and can be pickled.
+
+    `readers`: by encoder. `shown`: for every encoder but `vision` the text that stands for one of its images.
+    """
+
+    tokenizer: Any
+    readers: Mapping[str, ImageReader]
+    shown: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def vision(self) -> ImageReader:
+        """The reader of the folder's own encoder."""
+        return self.readers[VISION]
 
     @classmethod
     def from_folder(
@@ -71,14 +84,16 @@ class Processor:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         max_image_pixels: int = pictures.MAX_IMAGE_PIXELS,
+        encoders: Mapping[str, EncoderSource] | None = None,
     ) -> Processor:
-        """Loads tokenizer and image processor. Nothing is downloaded and no code of the folder runs.
+        """Loads tokenizer and image processors. Nothing is downloaded and no code of the folders runs.
 
         Args:
             hf_path: a Qwen2.5-VL folder in `transformers` format.
             min_pixels: smallest area of a resized image in pixels; None takes the folder's.
             max_pixels: largest area of a resized image in pixels; None takes the folder's.
             max_image_pixels: pictures with more pixels than this are refused before decoding.
+            encoders: those besides the folder's own, `vision`.
 
         Raises:
             UserError: a file is missing or broken, or the files do not belong together.
@@ -88,9 +103,20 @@ class Processor:
         config = model_folder.load_config(path)
         tokenizer = model_folder.load_tokenizer(path)
         _check_special_tokens(path, tokenizer, config)
-        image_processor = model_folder.load_image_processor(path, min_pixels, max_pixels)
-        model_folder.check_agreement(path, config, image_processor)
-        return cls(tokenizer, image_processor, config, max_image_pixels)
+        readers = {
+            VISION: ImageReader.from_folder(path, config.image_token_id, min_pixels, max_pixels, max_image_pixels)
+        }
+        for name, source in (encoders or {}).items():
+            number = _token_of(name, source.token, tokenizer, {reader.token_id for reader in readers.values()})
+            areas = source.min_pixels, source.max_pixels, max_image_pixels
+            readers[name] = ImageReader.from_folder(source.folder, number, *areas, f"model.encoders.{name}.hf_path")
+        shown = {name: f"{START_OF_IMAGE}{source.token}{END_OF_IMAGE}" for name, source in (encoders or {}).items()}
+        return cls(tokenizer, readers, shown)
+
+    @cached_property
+    def row_tokens(self) -> np.ndarray:
+        """The tokens that stand for rows, int64 [encoders]."""
+        return np.array([reader.token_id for reader in self.readers.values()], np.int64)
 
     def tokenize(self, record: Record) -> TokenizedSample:
         """Tokens of a record. Of its images only the headers are read.
@@ -104,25 +130,28 @@ class Processor:
         self._refuse_special_tokens(record)
         grids = np.array([self.grid(record, k) for k in range(len(record.images))], dtype=np.int64).reshape(-1, 3)
         short_ids, short_supervised = self._encode(record)
-        is_image = short_ids == self.image_token_id
-        if is_image.sum() != len(grids):
+        is_image = np.isin(short_ids, self.row_tokens)
+        wanted = np.array([self.readers[name].token_id for name in record.encoders], np.int64)
+        if not np.array_equal(short_ids[is_image], wanted):
             raise UserError.at(
                 f"{record.where}: chat template of model.hf_path",
                 found=f"{is_image.sum()} image tokens in the rendered text",
-                expected=f"{len(grids)}, one for each image",
+                expected=f"{len(grids)}, one for each image, in the order of the images",
                 fix="use the chat template of Qwen2.5-VL",
             )
+        merges = np.array([self.readers[name].merge_size for name in record.encoders], np.int64)
+        merged = grids // np.stack([np.ones_like(merges), merges, merges], axis=1)
         repeats = np.ones(len(short_ids), dtype=np.int64)
-        repeats[is_image] = grids.prod(axis=1) // self.merge_size**2
+        repeats[is_image] = rows = merged.prod(axis=1)
         starts = (repeats.cumsum() - repeats)[is_image]
         input_ids = short_ids.repeat(repeats)
         return TokenizedSample(
             input_ids=input_ids,
             supervised=short_supervised.repeat(repeats),
             grids=grids,
-            position_ids=rope_positions(len(input_ids), starts, grids, self.merge_size),
-            image_positions=np.flatnonzero(input_ids == self.image_token_id),
-            merge_size=self.merge_size,
+            position_ids=rope_positions(len(input_ids), starts, merged),
+            image_positions=np.flatnonzero(np.isin(input_ids, self.row_tokens)),
+            rows=rows,
             record=record,
         )
 
@@ -130,71 +159,25 @@ class Processor:
         """Token ids and supervision with one token per image."""
         ids: list[int] = []
         supervised: list[bool] = []
-        for piece in chat.render(self.tokenizer, record):
+        for piece in chat.render(self.tokenizer, record, self.shown):
             tokens = self.tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"]
             ids += tokens
             supervised += [piece.supervised] * len(tokens)
         return np.array(ids, dtype=np.int64), np.array(supervised, dtype=bool)
 
     def grid(self, record: Record, k: int) -> tuple[int, int, int]:
-        """(time, height, width) of image ``k`` in patches before merging, from its header."""
-        # Here, since it brings torch; see model_folder.
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
-        path = record.image_path(k)
-        width, height = pictures.picture_size(path, record.where, self.max_image_pixels)
-        try:
-            height, width = smart_resize(
-                height, width, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels
-            )
-        except (ValueError, ZeroDivisionError) as error:
-            raise UserError.at(
-                f"{record.where}: image {path}",
-                found=f"a picture of {width} x {height} pixels ({error})",
-                expected="sides that differ by a factor below 200",
-                fix="crop or split the picture, or remove the record",
-            ) from error
-        return 1, height // self.patch_size, width // self.patch_size
-
-    def load_image(self, path: Path, where: str) -> Image.Image:
-        """The decoded picture, upright, in mode RGB, at its own size.
-
-        Raises:
-            UserError: naming ``path`` and the record ``where``.
-        """
-        return pictures.load_picture(path, where, self.max_image_pixels)
+        """(time, height, width) of image ``k`` in patches before merging, as its encoder cuts it, from its header."""
+        return self.readers[record.encoders[k]].grid(record, k)
 
     def patches(self, record: Record, image_index: int, grid: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Decodes one image into the patches that the vision encoder takes.
-
-        Args:
-            record: the record of the image.
-            image_index: which of its images.
-            grid: [3], the image's row of `TokenizedSample.grids`.
-
-        Returns:
-            float32 [t·h·w, channels · temporal_patch_size · patch_size²], normalised; merged groups are adjacent.
-
-        Raises:
-            UserError: the image cannot be decoded, or its size is not what its header said.
-        """
-        path = record.image_path(image_index)
-        output = self.image_processor(images=[self.load_image(path, record.where)], return_tensors="np")
-        found, expected = output["image_grid_thw"][0].tolist(), np.asarray(grid).tolist()
-        if found != expected:
-            raise UserError.at(
-                f"{record.where}: image {path}",
-                found=f"a decoded picture of {found} patches (time, height, width)",
-                expected=f"{expected}, as its header said",
-                fix="leave the pictures alone while training reads them, or replace this one if it is damaged",
-            )
-        return np.ascontiguousarray(output["pixel_values"], dtype=np.float32)
+        """The patches of an image as its encoder takes them, see `ImageReader.patches`."""
+        return self.readers[record.encoders[image_index]].patches(record, image_index, grid)
 
     @cached_property
     def _special_tokens(self) -> re.Pattern[str]:
         """Matches what the tokenizer would take as control tokens inside a record's text."""
         added = self.tokenizer.added_tokens_decoder
-        control = {str(token) for key, token in added.items() if token.special or key == self.image_token_id}
+        control = {str(token) for key, token in added.items() if token.special or key in self.row_tokens}
         tokens = sorted(token for token in control if not _CONTENT_MARKS.fullmatch(token))
         return re.compile("|".join(map(re.escape, tokens)))
 
@@ -210,9 +193,19 @@ class Processor:
                 )
 
 
-def _pad_token_id(tokenizer: Any) -> int:
-    """Padding is masked everywhere, so any valid token will do where the tokenizer names none."""
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+def _token_of(name: str, token: str, tokenizer: Any, taken: set[int]) -> int:
+    """The number of the token that stands for rows of a further encoder."""
+    number = tokenizer.get_vocab().get(token)
+    if number is None or number in taken or number not in tokenizer.added_tokens_decoder:
+        text = "which stands for another encoder's" if number in taken else "which is no token of its own"
+        raise UserError.at(
+            f"model.encoders.{name}.token",
+            found=f"{token!r}, {text if number is not None else 'which the tokenizer of model.hf_path does not have'}",
+            expected="an added token that nothing else uses",
+            because=f"it marks the places of the rows of encoder {name}",
+            fix="try '<|video_pad|>', which Qwen2.5-VL has and this program does not use, or add one to the tokenizer",
+        )
+    return number
 
 
 def _check_special_tokens(path: Path, tokenizer: Any, config: Any) -> None:

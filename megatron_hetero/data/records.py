@@ -12,15 +12,16 @@ from typing import Literal, cast
 import numpy as np
 
 from megatron_hetero.data.reading import read_records, record_place
-from megatron_hetero.data.validation import validate_record
+from megatron_hetero.data.validation import marks_of, validate_record
 from megatron_hetero.errors import UserError
+from megatron_hetero.module_names import VISION
 
 Role = Literal["system", "user", "assistant"]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one speaker says; the text of a user turn may hold literal ``<image>`` placeholders."""
+    """What one speaker says; the text of a user turn may hold literal ``<image>`` placeholders, or other encoders'."""
 
     role: Role
     text: str
@@ -36,6 +37,7 @@ class Record:
         where: ``train.jsonl:12`` or ``train.json record 12``, for messages.
         turns: an optional system turn, then user and assistant in turn.
         images: paths relative to ``image_folder``, in the order of their placeholders.
+        encoders: the encoder of each image; where nothing is said, ``vision``.
         image_folder: folder the paths are relative to; None only where there are no images.
     """
 
@@ -45,6 +47,11 @@ class Record:
     turns: tuple[Turn, ...]
     images: tuple[str, ...] = ()
     image_folder: Path | None = field(default=None, repr=False)
+    encoders: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "encoders", self.encoders or (VISION,) * len(self.images))
+        assert len(self.encoders) == len(self.images), "one encoder for each image"
 
     def image_path(self, k: int) -> Path:
         """The absolute path of image ``k`` with links resolved. The file need not exist.
@@ -57,7 +64,7 @@ class Record:
         path = os.path.realpath(os.path.join(folder, self.images[k]))
         if os.path.commonpath([folder, path]) != folder:
             raise UserError.at(
-                f"{self.where}: field 'image'",
+                f"{self.where}: field '{marks_of([self.encoders[k]])[0].field}'",
                 found=f"{self.images[k]!r}, which leads to {path}",
                 expected=f"a file inside {folder}",
                 because="annotations must not reach files outside the image folder, through links neither",
@@ -85,13 +92,16 @@ class Annotations(Sequence[Record]):
         self._lines = lines
 
     @classmethod
-    def load(cls, name: str, annotations: Path, images: Path | None) -> Annotations:
+    def load(
+        cls, name: str, annotations: Path, images: Path | None, encoders: Sequence[str] = (VISION,)
+    ) -> Annotations:
         """Reads and validates a JSON list or a JSONL file.
 
         Args:
             name: name of the data set, used in messages.
             annotations: the file; its format follows from its first character.
             images: folder the image paths are relative to; None for text-only data.
+            encoders: those that images may be for, see `marks_of`.
 
         Raises:
             UserError: a missing, broken or empty file, a missing image folder, or a malformed record.
@@ -105,7 +115,9 @@ class Annotations(Sequence[Record]):
             )
         buffer, ends, lines = bytearray(), [0], []
         for raw in read_records(Path(annotations)):
-            turns, pictures = validate_record(raw.value, raw.where, has_image_folder=images is not None)
+            turns, pictures = validate_record(
+                raw.value, raw.where, has_image_folder=images is not None, encoders=encoders
+            )
             buffer += json.dumps([turns, pictures], ensure_ascii=False, separators=(",", ":")).encode("utf-8")
             ends.append(len(buffer))
             lines.append(raw.line)
@@ -132,8 +144,9 @@ class Annotations(Sequence[Record]):
             index=i,
             where=record_place(self.path, i, int(self._lines[i])),
             turns=tuple(Turn(cast(Role, role), text) for role, text in turns),
-            images=tuple(images),
+            images=tuple(path for _, path in images),
             image_folder=self.images,
+            encoders=tuple(encoder for encoder, _ in images),
         )
 
     def __repr__(self) -> str:

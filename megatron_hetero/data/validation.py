@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import posixpath
-from typing import Any
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from megatron_hetero.errors import UserError
+from megatron_hetero.module_names import VISION
 
 IMAGE_PLACEHOLDER = "<image>"
 VIDEO_PLACEHOLDER = "<video>"
@@ -14,13 +17,34 @@ VIDEO_PLACEHOLDER = "<video>"
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 Turns = list[tuple[str, str]]
+Images = list[tuple[str, str]]
+"""Encoder and path, as written, of each image, in the order of their placeholders."""
 
 
-def validate_record(value: Any, where: str, *, has_image_folder: bool) -> tuple[Turns, list[str]]:
-    """Checks one decoded record and reduces it to what training needs.
+class Mark(NamedTuple):
+    """How records show images to an encoder: the field with their paths. The placeholder is that name in brackets."""
+
+    encoder: str
+    field: str
+
+    @property
+    def placeholder(self) -> str:
+        """Where an image goes in a human turn."""
+        return f"<{self.field}>"
+
+
+def marks_of(encoders: Iterable[str]) -> tuple[Mark, ...]:
+    """The marks of encoders: `image` for the encoder `vision`, its own name for any other."""
+    return tuple(Mark(name, "image" if name == VISION else name) for name in encoders)
+
+
+def validate_record(
+    value: Any, where: str, *, has_image_folder: bool, encoders: Sequence[str] = (VISION,)
+) -> tuple[Turns, Images]:
+    """Checks one decoded record and reduces it to what training needs. `encoders`: those that images are for.
 
     Returns:
-        The turns as (role, text) with role in system, user, assistant; and the image paths as written.
+        The turns as (role, text) with role in system, user, assistant; and the images.
 
     Raises:
         UserError: naming ``where`` and the field.
@@ -30,18 +54,34 @@ def validate_record(value: Any, where: str, *, has_image_folder: bool) -> tuple[
             where, found=_kind(value), expected="a JSON object", fix='write {"image": ..., "conversations": [...]}'
         )
     _refuse_videos(value, where)
-    images = _images(value, where)
+    marks = marks_of(encoders)
+    paths = {mark: _images(value, mark.field, where) for mark in marks}
     turns = _turns(value, where)
     _check_order(turns, where)
-    _check_placeholders(turns, images, where)
-    if images and not has_image_folder:
-        raise UserError.at(
-            f"{where}: field 'image'",
-            found=f"{images[0]!r}, but the data set has no image folder",
-            expected="a folder that image paths are relative to",
-            fix="set `images` of this data set in data.registry",
-        )
-    return turns, images
+    for mark in marks:
+        _check_placeholders(turns, paths[mark], mark, where)
+        if paths[mark] and not has_image_folder:
+            raise UserError.at(
+                f"{where}: field '{mark.field}'",
+                found=f"{paths[mark][0]!r}, but the data set has no image folder",
+                expected="a folder that image paths are relative to",
+                fix="set `images` of this data set in data.registry",
+            )
+    return turns, _in_order(turns, paths)
+
+
+def split_at_marks(text: str, marks: Sequence[Mark]) -> tuple[list[str], list[Mark]]:
+    """The stretches of a text between placeholders, and the marks between them."""
+    by_placeholder = {mark.placeholder: mark for mark in marks}
+    parts = re.split("(" + "|".join(map(re.escape, by_placeholder)) + ")", text)
+    return parts[::2], [by_placeholder[placeholder] for placeholder in parts[1::2]]
+
+
+def _in_order(turns: Turns, paths: dict[Mark, list[str]]) -> Images:
+    """Each image's encoder and path, in the order in which the turns show them."""
+    coming = {mark: iter(of_mark) for mark, of_mark in paths.items()}
+    shown = [mark for _, text in turns for mark in split_at_marks(text, list(paths))[1]]
+    return [(mark.encoder, next(coming[mark])) for mark in shown]
 
 
 def _kind(value: Any) -> str:
@@ -62,23 +102,23 @@ def _refuse_videos(value: dict[str, Any], where: str) -> None:
             )
 
 
-def _images(value: dict[str, Any], where: str) -> list[str]:
-    if value.get("images"):
+def _images(value: dict[str, Any], field: str, where: str) -> list[str]:
+    if field == "image" and value.get("images"):
         # Read as if it were absent, the record would train without its pictures.
         raise UserError.at(
             f"{where}: field 'images'", found="'images'", expected="'image'", fix="rename the field to 'image'"
         )
-    image = value.get("image")
+    image = value.get(field)
     images = [] if image is None else [image] if isinstance(image, str) else image
     if not isinstance(images, list):
         raise UserError.at(
-            f"{where}: field 'image'",
+            f"{where}: field '{field}'",
             found=_kind(images),
             expected="a string, a list of strings, or null",
             fix="write the path relative to the image folder",
         )
     for k, path in enumerate(images):
-        _check_image_path(path, f"{where}: field 'image'" + (f"[{k}]" if isinstance(image, list) else ""))
+        _check_image_path(path, f"{where}: field '{field}'" + (f"[{k}]" if isinstance(image, list) else ""))
     return images
 
 
@@ -172,28 +212,28 @@ def _speaker(role: str) -> str:
     return {"user": "human", "assistant": "gpt"}.get(role, role)
 
 
-def _check_placeholders(turns: Turns, images: list[str], where: str) -> None:
+def _check_placeholders(turns: Turns, images: list[str], mark: Mark, where: str) -> None:
     for k, (role, text) in enumerate(turns):
         if VIDEO_PLACEHOLDER in text:
             raise UserError.at(
                 f"{where}: field 'conversations[{k}]'",
                 found=VIDEO_PLACEHOLDER,
-                expected=f"{IMAGE_PLACEHOLDER} placeholders or text only",
+                expected=f"{mark.placeholder} placeholders or text only",
                 because="videos are not supported",
                 fix="remove the record, or extract frames and list them in 'image'",
             )
-        if role != "user" and IMAGE_PLACEHOLDER in text:
+        if role != "user" and mark.placeholder in text:
             raise UserError.at(
                 f"{where}: field 'conversations[{k}]'",
-                found=f"{IMAGE_PLACEHOLDER} in a turn of {_speaker(role)}",
+                found=f"{mark.placeholder} in a turn of {_speaker(role)}",
                 expected="placeholders in human turns only",
                 fix="move the placeholder to the human turn that shows the picture",
             )
-    placeholders = sum(text.count(IMAGE_PLACEHOLDER) for _, text in turns)
+    placeholders = sum(text.count(mark.placeholder) for _, text in turns)
     if placeholders != len(images):
         raise UserError.at(
-            f"{where}: fields 'image' and 'conversations'",
-            found=f"{placeholders} {IMAGE_PLACEHOLDER} placeholders for {len(images)} images",
+            f"{where}: fields '{mark.field}' and 'conversations'",
+            found=f"{placeholders} {mark.placeholder} placeholders for {len(images)} images",
             expected="one placeholder for each image",
             because="each placeholder is where its image's tokens go",
             fix="add or remove placeholders or images",

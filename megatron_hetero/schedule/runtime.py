@@ -65,7 +65,7 @@ class Interpreter:
         width: elements of a row.
         dtype: of hidden states and rows.
         device: where they are.
-        watch: counts seconds of "vision" (any encoder), "text", "boundary" and "pipeline".
+        watch: counts seconds of each module by its name, of "boundary" and of "pipeline".
         watchdog: is told of every action before it begins.
     """
 
@@ -157,7 +157,7 @@ class _Execution:
 
     def _part(self, action: Action) -> str:
         if action.op == "run":
-            return "text" if self._is_text(action) else "vision"
+            return action.module
         return "boundary" if action.op in ("start", "wait") else "pipeline"
 
     def _is_text(self, action: Action) -> bool:

@@ -16,13 +16,19 @@ import yaml
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import did_you_mean
+from megatron_hetero.module_names import ENCODER_NAME, TAKEN, TEXT, VISION, parts_of
 from megatron_hetero.training.flags import markdown_table, print_help, read_flags
 from megatron_hetero.training.settings import build, merge, option, read_yaml, required
 
-PARTS = ("vision", "projector", "text")
-"""What can be frozen; `projector` is a parameter group of the vision module."""
-ENCODER_PARTS = {"vision": ("vision", "projector")}
-"""The parts of each encoder."""
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """One further encoder in `model.encoders`, beside that of `model.hf_path`."""
+
+    hf_path: Path = required("Folder of a Qwen2.5-VL model whose vision encoder becomes a further encoder NAME.")
+    token: str = required("Token that stands for one of its rows, such as `<|video_pad|>`.")
+    min_pixels: int | None = option(None, "Fewest pixels of one of its images.", "its folder's")
+    max_pixels: int | None = option(None, "Most pixels of one of its images.", "its folder's")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +39,12 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = option(
         "bfloat16", "Type of weights and activations; with bfloat16, gradients and master weights are float32."
     )
-    freeze: tuple[Literal["vision", "projector", "text"], ...] = option((), "Parts whose weights do not change.")
+    encoders: Mapping[str, EncoderConfig] = option(
+        {}, "Further encoders by name; `<NAME>` in a human turn shows one an image of the field NAME of the record."
+    )
+    freeze: tuple[str, ...] = option(
+        (), "Parts whose weights do not change: vision, projector, text; of a further encoder NAME, NAME_projector."
+    )
     recompute: Mapping[str, Literal["none", "full"]] = option(
         {}, "Activations of a module that are computed again in the backward pass instead of kept.", "none"
     )
@@ -43,6 +54,16 @@ class ModelConfig:
     backend: Literal["auto", "torch", "te"] = option(
         "auto", "Where layers come from: plain PyTorch, Transformer Engine, or the latter where it is installed."
     )
+
+    @property
+    def encoder_names(self) -> tuple[str, ...]:
+        """All encoders, that of `hf_path` first."""
+        return (VISION, *self.encoders)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What can be frozen."""
+        return tuple(part for module in (*self.encoder_names, TEXT) for part in parts_of(module))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +149,8 @@ class OptimizerConfig:
     name: Literal["adamw", "sgd"] = option("adamw", "AdamW, or plain SGD without momentum or decay.")
     lr: float = option(1e-5, "Highest learning rate.")
     min_lr: float = option(0.0, "Learning rate of the last step under the linear and cosine schedules.")
-    lr_vision: float | None = option(None, "Highest learning rate of the vision encoder, min_lr scaled alike.", "lr")
-    lr_projector: float | None = option(None, "Highest learning rate of the projector, min_lr scaled alike.", "lr")
+    lr_vision: float | None = option(None, "Highest learning rate of the encoders, min_lr scaled alike.", "lr")
+    lr_projector: float | None = option(None, "Highest learning rate of the projectors, min_lr scaled alike.", "lr")
     betas: tuple[float, float] = option((0.9, 0.999), "Decay rates of AdamW's two moments.")
     eps: float = option(1e-8, "Added to the denominator of AdamW.")
     weight_decay: float = option(0.0, "Decay of AdamW; biases and one-dimensional parameters are exempt.")
@@ -195,7 +216,7 @@ class Config:
         _check_model(self.model)
         _check_data(self.data, self.eval)
         _check_export(self.export, self.model)
-        _check_evaluation(self.eval, self.export)
+        _check_evaluation(self.eval, self.export, self.model)
         _check_batch(self.train)
         _check_optimizer(self.optimizer, self.train.iters)
 
@@ -302,12 +323,32 @@ def _check_numbers(config: Config) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
+    for name, encoder in model.encoders.items():
+        _check_encoder(f"model.encoders.{name}", name, encoder)
+    for part in model.freeze:
+        if part not in model.parts:
+            found, expected = f"`{part}`{did_you_mean(part, model.parts)}", f"some of {', '.join(model.parts)}"
+            raise _wrong("model.freeze", found, expected, "the model has no other parts", "rename or remove it")
     if len(set(model.freeze)) != len(model.freeze):
         found = ", ".join(model.freeze)
         raise _wrong("model.freeze", found, "each part once", "a part is frozen or not", "remove the repetition")
-    if set(model.freeze) == set(PARTS):
-        why = "then nothing is left to train"
-        raise _wrong("model.freeze", "all parts", f"at most two of {', '.join(PARTS)}", why, "remove one of them")
+    if set(model.freeze) == set(model.parts):
+        why, expected = "then nothing is left to train", f"not all of {', '.join(model.parts)}"
+        raise _wrong("model.freeze", "all parts", expected, why, "remove one of them")
+
+
+def _check_encoder(where: str, name: str, encoder: EncoderConfig) -> None:
+    if not ENCODER_NAME.fullmatch(name) or name in TAKEN or name.endswith("_projector"):
+        expected, why = "a name of a-z, 0-9 and _ with another meaning nowhere", "flags and records use it"
+        raise _wrong("model.encoders", f"the name `{name}`", expected, why, "rename the encoder, for example `detail`")
+    low, high = encoder.min_pixels, encoder.max_pixels
+    for field_name, area in (("min_pixels", low), ("max_pixels", high)):
+        if area is not None and area < 1:
+            why = "smaller values mean nothing here"
+            raise _wrong(f"{where}.{field_name}", area, "1 or more", why, "raise it, or leave it out")
+    if low is not None and high is not None and low > high:
+        expected, why = f"at most {where}.max_pixels, {high}", "no image could have so many and so few"
+        raise _wrong(f"{where}.min_pixels", low, expected, why, "lower it, or raise the other")
 
 
 def _check_data(data: DataConfig, evaluation: EvalConfig) -> None:
@@ -329,13 +370,19 @@ def _check_data(data: DataConfig, evaluation: EvalConfig) -> None:
 def _check_export(export: ExportConfig, model: ModelConfig) -> None:
     if export.hf_dir is None:
         return
-    target, source = export.hf_dir.resolve(), model.hf_path.resolve()
-    if target == source or target in source.parents or source in target.parents:
-        expected, why = "a folder apart from model.hf_path", "the export replaces its folder, and with it the model"
-        raise _wrong("export.hf_dir", export.hf_dir, expected, why, f"try `--export.hf_dir {source}-trained`")
+    target = export.hf_dir.resolve()
+    sources = {f"model.encoders.{name}.hf_path": encoder.hf_path for name, encoder in model.encoders.items()}
+    for name, folder in {"model.hf_path": model.hf_path, **sources}.items():
+        source = folder.resolve()
+        if target == source or target in source.parents or source in target.parents:
+            expected, why = f"a folder apart from {name}", "the export replaces its folder, and with it the model"
+            raise _wrong("export.hf_dir", export.hf_dir, expected, why, f"try `--export.hf_dir {source}-trained`")
 
 
-def _check_evaluation(evaluation: EvalConfig, export: ExportConfig) -> None:
+def _check_evaluation(evaluation: EvalConfig, export: ExportConfig, model: ModelConfig) -> None:
+    if evaluation.datasets and model.encoders:
+        found, why = ", ".join(evaluation.datasets), "answers come from `transformers`, which has no such model"
+        raise _wrong("eval.datasets", found, "none with model.encoders", why, "remove it")
     if evaluation.datasets and export.hf_dir is None:
         why = "the exported model is what answers"
         raise _wrong(

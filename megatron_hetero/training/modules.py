@@ -22,9 +22,8 @@ from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, group_of, tied_parameter, weight_map
 from megatron_hetero.models.stages import Stage, cut_stages, stages_of_rank
 from megatron_hetero.models.weight_map import Held, WeightMap, held, lay_into
+from megatron_hetero.module_names import TEXT
 from megatron_hetero.topology import Topology
-
-MODULES: Mapping[str, type] = {"vision": VisionModel, "text": TextModel}
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,14 +98,15 @@ def build_module(
 
     Raises `UserError` for a split that does not fit.
     """
-    groups, layers, pp = topology.collection(name), getattr(shapes, name).layers, topology.layouts[name].pp
+    groups, layers, pp = topology.collection(name), shapes[name].layers, topology.layouts[name].pp
     tp, tp_rank = groups.tp.size(), groups.tp.rank()
     every = cut_stages(layers, pp, per_rank=stages_per_rank, split=split, module=name)
     stages = stages_of_rank(every, groups.pp.rank(), pp)
     chunks, copies = [], TIED_COPIES if shapes.text.tied else {}
+    kind: type = TextModel if name == TEXT else VisionModel
     for stage in stages:
-        model = MODULES[name](
-            getattr(shapes, name),
+        model = kind(
+            shapes[name],
             groups,
             topology.platform,
             provider,

@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer_config import ParamPredicate
 
 from megatron_hetero.megatron_adapter import own_parameter_groups
 from megatron_hetero.models.qwen2_5_vl.weights import group_of
+from megatron_hetero.module_names import TEXT, parts_of
 from megatron_hetero.platform import Platform
 from megatron_hetero.training.config import OptimizerConfig
 from megatron_hetero.training.learning_rate import learning_rate
@@ -66,7 +67,10 @@ def _overrides(module: TrainedModule, config: OptimizerConfig) -> dict[ParamKey,
     # `wd_mult` alone does nothing: only Megatron's own scheduler, which is not used here, applies it.
     exempt = {"wd_mult": 0.0, "weight_decay": 0.0}
     overrides: dict[ParamKey, Any] = {ParamKey(name="*.bias", predicate=one_dimensional): exempt}
-    for group, peak in (("vision", config.lr_vision), ("projector", config.lr_projector)):
+    encoder, *projector = parts_of(module.name)
+    rates = {part: config.lr_projector for part in projector}
+    rates |= {} if module.name == TEXT else {encoder: config.lr_vision}
+    for group, peak in rates.items():
         if peak is not None:
             members = {id(p) for name, p in module.parameters.items() if group_of(module.name, name) == group}
             predicate = ParamPredicate(group, lambda p, members=members: id(p) in members)

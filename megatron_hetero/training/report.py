@@ -34,13 +34,17 @@ def _parameters(run: Run, name: str) -> tuple[int, int]:
     return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
 
 
-def describe_boundary(run: Run, batch: StepBatch) -> Group | Table:
-    """The boundary in the first step, as this rank sees it."""
+def describe_boundaries(run: Run, batch: StepBatch) -> Group:
+    """The boundaries in the first step, as this rank sees them."""
+    return Group(*(_boundary(name, run, batch) for name in run.shapes.encoders))
+
+
+def _boundary(encoder: str, run: Run, batch: StepBatch) -> Table:
     row_bytes = run.loader.planner.row_bytes
-    table = Table(title="boundary vision to text, step 1, this rank")
+    table = Table(title=f"boundary {encoder} to text, step 1, this rank")
     for column in ("direction", "rows in place after", "rows received", "bytes received", "bytes sent", "collectives"):
         table.add_column(column, justify="left" if column == "direction" else "right")
-    plans = [m.plan.boundary for m in batch.micro_batches if m.plan.boundary is not None]
+    plans = [m.plan.boundaries[encoder] for m in batch.micro_batches if encoder in m.plan.boundaries]
     backward = [p.backward for p in plans if p.backward is not None]
     for name, directions in (("forward", [p.forward for p in plans]), ("backward", backward)):
         received, sent = sum(d.received_rows for d in directions), sum(d.sent_rows for d in directions)

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
-from megatron_hetero.data.mixture import Mixture, RegistryEntry
-from megatron_hetero.data.processing import Processor
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout import Layout, resolve
 from megatron_hetero.megatron_adapter import prepare_globals
@@ -23,8 +22,16 @@ from megatron_hetero.models.backend import spec_provider
 from megatron_hetero.models.balance import idle_share
 from megatron_hetero.models.hf_folder import StoredWeights, require_writable
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, canonical_name, stored_shapes
+from megatron_hetero.models.qwen2_5_vl.weights import (
+    TIED_COPIES,
+    canonical_name,
+    canonical_name_of,
+    encoder_shapes,
+    folder_shapes,
+    prefix_of,
+)
 from megatron_hetero.models.stages import cut_stages
+from megatron_hetero.module_names import TEXT, VISION, parts_of
 from megatron_hetero.platform import Platform
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.program import Schedule
@@ -32,29 +39,27 @@ from megatron_hetero.schedule.runtime import Interpreter, ModuleOnRank
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings
 from megatron_hetero.schedule.watch import Stopwatch, Watchdog
 from megatron_hetero.topology import Topology
-from megatron_hetero.training.config import ENCODER_PARTS, Config, require_modules, to_yaml
+from megatron_hetero.training.config import Config, require_modules, to_yaml
 from megatron_hetero.training.export import export_model
 from megatron_hetero.training.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients
 from megatron_hetero.training.metrics import MetricsWriter, NullWriter, StepMetrics
-from megatron_hetero.training.modules import MODULES, TrainedModule, build_module
+from megatron_hetero.training.modules import TrainedModule, build_module
 from megatron_hetero.training.optimizer import build_optimizer, rate_of, set_learning_rates
 from megatron_hetero.training.profile import StepProfiler
+from megatron_hetero.training.sources import open_mixture, open_processor
 from megatron_hetero.training.step_flops import utilisation
 from megatron_hetero.training.step_loader import BatchShape, StepBatch, StepLoader
-from megatron_hetero.training.step_plan import StepPlanner
+from megatron_hetero.training.step_plan import StepPlanner, image_encoder
 from megatron_hetero.training.to_device import to_device
 
-TEXT = "text"
-ENCODERS = tuple(name for name in MODULES if name != TEXT)
-"""The modules whose rows go into the text module."""
 REPORTER = 0
 """The rank that prints and writes metrics."""
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Everything that lives as long as a run, on one rank. `modules` are those that this rank has a part of, in the
-    order vision, text; `optimizers` are in the same order.
+    """Everything that lives as long as a run, on one rank. `modules` are those that this rank has a part of, encoders
+    first; `optimizers` are in the same order.
     """
 
     config: Config
@@ -77,21 +82,19 @@ class Run:
         Raises `UserError` for anything that the user can mend; nothing has been written by then.
         """
         shapes, layouts, batch = checked(config, dist.get_world_size())
-        weights = StoredWeights.open(config.model.hf_path, canonical_name)
-        weights.require(stored_shapes(shapes), frozenset(TIED_COPIES) if shapes.text.tied else frozenset())
-        processor = Processor.from_folder(config.model.hf_path, config.data.min_pixels, config.data.max_pixels)
-        registry = {n: RegistryEntry(e.annotations, e.images) for n, e in config.data.registry.items()}
-        mixture = Mixture.parse(config.data.datasets, registry, config.data.shuffle, config.train.seed)
+        weights = _open_weights(config, shapes)
+        processor, mixture = open_processor(config), open_mixture(config)
         if dist.get_rank() == REPORTER and config.export.hf_dir is not None:
             require_writable(config.export.hf_dir)
         torch.manual_seed(config.train.seed)
         platform.prepare_megatron()
         prepare_globals(config.train.seed)
         schedule = checked_schedule(config, layouts, batch)
-        topology = Topology.build(layouts, platform, decoding=ENCODERS, edges=[(name, TEXT) for name in ENCODERS])
+        encoders = config.model.encoder_names
+        topology = Topology.build(layouts, platform, decoding=encoders, edges=[(name, TEXT) for name in encoders])
         modules = _build_modules(config, shapes, topology, weights)
         planner = StepPlanner(
-            shapes.vision,
+            {name: image_encoder(shape) for name, shape in shapes.encoders.items()},
             layouts,
             {name: shards_activations(config, name, layout) for name, layout in layouts.items()},
             topology.rank,
@@ -213,16 +216,16 @@ class Run:
             grad_norm=norm,
             lr=rate,
             tokens=batch.tokens,
-            images=len(batch.grids),
+            images=sum(map(len, batch.grids.values())),
             step_time_s=seconds,
             peak_memory_bytes=int(self.over_ranks([self.platform.peak_memory_bytes()]).max()),
             data_time_s=waited,
             boundary_time_s=sum(laps.get("boundary", [])),
             mfu=utilisation(self.shapes, self.config.model.freeze, batch, seconds, self.topology),
             extra={
-                "patches": sum(prod(grid) for grid in batch.grids),
+                "patches": sum(prod(grid) for grids in batch.grids.values() for grid in grids),
                 "supervised_tokens": batch.supervised,
-                "encoder_idle_share": self._idle_share(laps.get("vision", [])),
+                "encoder_idle_share": self._idle_share(laps),
                 "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
             },
         )
@@ -234,15 +237,17 @@ class Run:
         dist.all_gather_into_tensor(everyone, mine, group=self.topology.world)
         return everyone.view(self.topology.world_size, -1).cpu()
 
-    def _idle_share(self, laps: Sequence[float]) -> float:
-        """The share of the encoder ranks' time in which they wait for the slowest, in each forward and backward of each
-        micro-batch. `laps`: this rank's seconds, none outside the encoder.
+    def _idle_share(self, laps: Mapping[str, Sequence[float]]) -> float:
+        """The share of the encoder ranks' time in which they wait for the slowest of their encoder, in each forward and
+        backward of each micro-batch. `laps`: this rank's seconds by module.
         """
-        ranks = self.topology.layouts["vision"].ranks
-        encoder = self.schedule.roles[self.schedule.role_index[ranks[0]]]
-        runs = sum(a.op == "run" and a.module == "vision" for a in encoder.actions)
-        table = self.over_ranks([*laps, *[0.0] * (runs - len(laps))])
-        return idle_share(*table[list(ranks)].T.tolist())
+        rounds = []
+        for name in self.shapes.encoders:
+            ranks = self.topology.layouts[name].ranks
+            role = self.schedule.roles[self.schedule.role_index[ranks[0]]]
+            runs, mine = sum(a.op == "run" and a.module == name for a in role.actions), laps.get(name, [])
+            rounds += self.over_ranks([*mine, *[0.0] * (runs - len(mine))])[list(ranks)].T.tolist()
+        return idle_share(*rounds)
 
     def shards_activations(self, name: str) -> bool:
         """Whether a module's activations are split along the sequence over its tp ranks."""
@@ -250,7 +255,8 @@ class Run:
 
     def export(self, target: Path) -> None:
         """Write the model to `target` in `transformers` format."""
-        export_model(self.modules, self.shapes, self.topology, target, self.config.model.hf_path, dtype_of(self.config))
+        folders = {VISION: self.config.model.hf_path, **{n: e.hf_path for n, e in self.config.model.encoders.items()}}
+        export_model(self.modules, self.shapes, self.topology, target, folders, dtype_of(self.config))
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -262,21 +268,35 @@ def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, 
     """The shapes of the model, the layouts that fit it and the world, and how the batch is shared out. Raises
     `UserError`.
     """
-    shapes = Qwen25VLShapes.from_folder(config.model.hf_path)
-    require_modules(config, MODULES)
+    further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
+    shapes = Qwen25VLShapes.from_folder(config.model.hf_path, further)
+    require_modules(config, shapes.modules)
     layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
     batch = _batch_shape(config, layouts[TEXT])
     resolve_settings(_schedule_settings(config), layouts, batch.micro_batches)
     for name, layout in layouts.items():
         per_rank = _stages_per_rank(config, name)
         cut_stages(
-            getattr(shapes, name).layers,
+            shapes[name].layers,
             layout.pp,
             per_rank=per_rank,
             split=config.parallel_layers.get(name),
             module=name,
         )
     return shapes, layouts, batch
+
+
+def _open_weights(config: Config, shapes: Qwen25VLShapes) -> dict[str, StoredWeights]:
+    """The stored weights of each module, opened and checked. Raises `UserError`."""
+    own = StoredWeights.open(config.model.hf_path, canonical_name)
+    own.require(folder_shapes(shapes), frozenset(TIED_COPIES) if shapes.text.tied else frozenset())
+    weights = {VISION: own, TEXT: own}
+    for name, encoder in config.model.encoders.items():
+        weights[name] = StoredWeights.open(encoder.hf_path, partial(canonical_name_of, name))
+        # The folder may hold a whole model: its language model is not wanted.
+        others = frozenset(tensor for tensor in weights[name].shapes if not tensor.startswith(prefix_of(name)))
+        weights[name].require(encoder_shapes(name, shapes.encoders[name]), others)
+    return weights
 
 
 def _stages_per_rank(config: Config, name: str) -> int:
@@ -301,7 +321,7 @@ def _batch_shape(config: Config, text: Layout) -> BatchShape:
 
 
 def _build_modules(
-    config: Config, shapes: Qwen25VLShapes, topology: Topology, weights: StoredWeights
+    config: Config, shapes: Qwen25VLShapes, topology: Topology, weights: Mapping[str, StoredWeights]
 ) -> tuple[TrainedModule, ...]:
     provider = spec_provider(config.model.backend, topology.platform)
     return tuple(
@@ -315,12 +335,12 @@ def _build_modules(
             recompute=config.model.recompute.get(name, "none"),
             freeze=config.model.freeze,
             distributed_optimizer=config.optimizer.name == "adamw",
-            weights=weights,
+            weights=weights[name],
             split=config.parallel_layers.get(name),
             stages_per_rank=_stages_per_rank(config, name),
         )
-        for name in MODULES
-        if topology.rank in topology.layouts[name]
+        for name, layout in topology.layouts.items()
+        if topology.rank in layout
     )
 
 
@@ -331,7 +351,7 @@ def transport_of(config: Config) -> torch.dtype:
 
 def checked_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:
     """The schedule of a step, checked. Raises `UserError` where settings and layouts do not fit."""
-    frozen = [name for name in ENCODERS if all(part in config.model.freeze for part in ENCODER_PARTS[name])]
+    frozen = [name for name in config.model.encoder_names if set(parts_of(name)) <= set(config.model.freeze)]
     schedule = build_schedule(layouts, batch.micro_batches, _schedule_settings(config), forward_only=frozen)
     schedule.check()
     return schedule

@@ -13,7 +13,7 @@ An error of any rank reaches all ranks in the next exchange, so that all stop wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,9 +28,11 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, check_length, pack
 from megatron_hetero.data.processing import Processor, TokenizedSample
 from megatron_hetero.errors import UserError
+from megatron_hetero.module_names import TEXT
 from megatron_hetero.platform import CPU
 from megatron_hetero.topology import Topology
 from megatron_hetero.training.step_plan import (
+    Images,
     ImageSource,
     MicroBatchPlan,
     PackMetadata,
@@ -65,27 +67,28 @@ class BatchShape:
 class MicroBatch:
     """One micro-batch on the host: this rank's pack, its plan, and the pixels of the patches that it embeds.
 
-    `pack`: None on ranks outside the text module. `pixels`: fp32 [patches of this rank, padding included, elements of a
-    patch]; None where nobody has an image, and on ranks outside the encoder's first stage.
+    `pack`: None on ranks outside the text module. `pixels`: by encoder, fp32 [patches of this rank, padding included,
+    elements of a patch]; not of encoders for which nobody has an image, nor outside an encoder's first stage.
     """
 
     pack: PackedBatch | None
     plan: MicroBatchPlan
-    pixels: torch.Tensor | None
+    pixels: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class StepBatch:
     """One step on the host.
 
-    Over all replicas: `supervised` and `tokens`, `grids`, the patches of each image, `sample_lengths`, the tokens of
-    each sample, and `encoder_loads`, for each micro-batch the predicted forward flops of each encoder replica.
+    Over all replicas: `supervised` and `tokens`, `grids`, by encoder the patches of each image, `sample_lengths`, the
+    tokens of each sample, and `encoder_loads`, for each micro-batch and encoder the predicted forward flops of each
+    replica.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     supervised: int
     tokens: int
-    grids: tuple[tuple[int, int, int], ...]
+    grids: Mapping[str, tuple[tuple[int, int, int], ...]]
     sample_lengths: tuple[int, ...]
     encoder_loads: tuple[tuple[float, ...], ...]
 
@@ -123,26 +126,32 @@ class StepLoader:
         """Make the batch of `step` (from 1), with `run` in place of `map` where work can be done side by side."""
         packs, error = _attempt(lambda: self._packs(step, run))
         by_rank = self._exchange(step, [metadata for _, metadata in packs or []], error)
-        layout = self.topology.layouts["text"]
+        layout = self.topology.layouts[TEXT]
         first_ranks = [layout.rank_at(dp=replica) for replica in range(layout.dp)]
         told = [[by_rank[rank][m] for rank in first_ranks] for m in range(self.batch.micro_batches)]
         plans = [self.planner.plan([pack.shape for pack in packs_of], m) for m, packs_of in enumerate(told)]
         decoded, error = _attempt(lambda: self._decode(plans, told, run))
-        _require_one_plan(step, self._exchange(step, [p.boundary and p.boundary.digest for p in plans], error))
-        pixels = [self._share_out(plan.pixels, patches) for plan, patches in zip(plans, decoded or [], strict=True)]
+        _require_one_plan(step, self._exchange(step, [_digests(plan) for plan in plans], error))
+        pixels = [
+            {name: self._share_out(name, part, patches.get(name, [])) for name, part in plan.pixels.items()}
+            for plan, patches in zip(plans, decoded or [], strict=True)
+        ]
         own = [packed for packed, _ in packs] if packs else [None] * len(plans)
         everything = [pack for packs_of in told for pack in packs_of]
         return StepBatch(
             micro_batches=tuple(MicroBatch(*parts) for parts in zip(own, plans, pixels, strict=True)),
             supervised=sum(pack.supervised for pack in everything),
             tokens=sum(pack.tokens for pack in everything),
-            grids=tuple(grid for pack in everything for grid in pack.shape.grids),
+            grids={
+                name: tuple(grid for pack in everything for grid in pack.shape.images[i].grids)
+                for i, name in enumerate(self.planner.encoders)
+            },
             sample_lengths=tuple(n for pack in everything for n in pack.shape.lengths),
-            encoder_loads=tuple(plan.loads for plan in plans if plan.loads),
+            encoder_loads=tuple(loads for plan in plans for loads in plan.loads.values()),
         )
 
     def _packs(self, step: int, run: Callable[..., Iterable[Any]]) -> list[tuple[PackedBatch, PackMetadata]]:
-        layout = self.topology.layouts["text"]
+        layout = self.topology.layouts[TEXT]
         if self.topology.rank not in layout:
             return []
         replica = layout.replica_of(self.topology.rank)
@@ -152,8 +161,8 @@ class StepLoader:
         for micro_batch in numbers:
             samples = [(n, sample) for n, sample in zip(micro_batch, tokenised, strict=False) if sample is not None]
             sources = [ImageSource(n, place) for n, sample in samples for place in range(len(sample.grids))]
-            images = [len(sample.grids) for _, sample in samples]
-            packs.append((packed := pack([s for _, s in samples]), pack_metadata(packed, sources, images)))
+            packed = pack([sample for _, sample in samples])
+            packs.append((packed, pack_metadata(packed, sources, list(self.planner.encoders))))
         return packs
 
     def _tokenise(self, number: int) -> TokenizedSample | None:
@@ -162,26 +171,28 @@ class StepLoader:
 
     def _decode(
         self, plans: Sequence[MicroBatchPlan], told: Sequence[Sequence[PackMetadata]], run: Callable[..., Iterable[Any]]
-    ) -> list[list[np.ndarray]]:
-        """For each micro-batch the patches of the images that this rank decodes, fp32 [patches, elements]."""
+    ) -> list[dict[str, list[np.ndarray]]]:
+        """For each micro-batch, by encoder, the patches of the images that this rank decodes, fp32 [patches,
+        elements].
+        """
         wanted = []
         for m, (plan, packs) in enumerate(zip(plans, told, strict=True)):
-            images = [pair for pack in packs for pair in zip(pack.sources, pack.shape.grids, strict=True)]
-            wanted += [(m, *images[i]) for i in (plan.pixels.decodes if plan.pixels is not None else ())]
-        decoded: list[list[np.ndarray]] = [[] for _ in plans]
-        for (m, *_), patches in zip(wanted, run(self._patches, wanted), strict=True):
-            decoded[m].append(patches)
+            for i, name in enumerate(self.planner.encoders):
+                images = [pair for p in packs for pair in zip(p.sources[i], p.shape.images[i].grids, strict=True)]
+                wanted += [(m, name, *images[k]) for k in (plan.pixels[name].decodes if name in plan.pixels else ())]
+        decoded: list[dict[str, list[np.ndarray]]] = [{} for _ in plans]
+        for (m, name, *_), patches in zip(wanted, run(self._patches, wanted), strict=True):
+            decoded[m].setdefault(name, []).append(patches)
         return decoded
 
-    def _patches(self, wanted: tuple[int, ImageSource, tuple[int, int, int]]) -> np.ndarray:
-        _, source, grid = wanted
+    def _patches(self, wanted: tuple[int, str, ImageSource, tuple[int, int, int]]) -> np.ndarray:
+        *_, source, grid = wanted
         return self.processor.patches(self.mixture[source.sample], source.place, grid)
 
-    def _share_out(self, plan: PixelPlan | None, decoded: list[np.ndarray]) -> torch.Tensor | None:
+    def _share_out(self, encoder: str, plan: PixelPlan, decoded: list[np.ndarray]) -> torch.Tensor:
         """Patches of the images that this rank decoded to those that it embeds, with zeros for padding after them."""
-        if plan is None:
-            return None
-        elements, communicator = self.planner.shape.patch_elements, self._pixels
+        communicator, reader = self._pixels[encoder], self.processor.readers[encoder]
+        elements = communicator.width // reader.merge_size**2
         own = decoded[0] if len(decoded) == 1 else np.concatenate([np.zeros((0, elements), np.float32), *decoded])
         units = torch.from_numpy(own).view(-1, communicator.width)
         embedded = communicator.forward(load_plan(plan.exchange, CPU), units).view(-1, elements)
@@ -189,11 +200,12 @@ class StepLoader:
         return padded.pin_memory() if self.topology.platform.is_cuda else padded
 
     @cached_property
-    def _pixels(self) -> BoundaryCommunicator:
-        """Between the hosts of this rank's encoder replica: a row is the patches of one unit."""
-        shape = self.planner.shape
-        width = shape.unit * shape.patch_elements
-        return BoundaryCommunicator(self.topology.host_replicas["vision"], CPU, width, torch.float32, check=False)
+    def _pixels(self) -> dict[str, BoundaryCommunicator]:
+        """By encoder, between the hosts of this rank's replica of it: a row is the patches of one unit."""
+        return {
+            name: BoundaryCommunicator(group, CPU, self.planner.encoders[name].unit_width, torch.float32, check=False)
+            for name, group in self.topology.host_replicas.items()
+        }
 
     def _exchange(self, step: int, mine: Any, error: str | None) -> list[Any]:
         """Everybody's `mine`, by rank. Raises the first rank's error on every rank."""
@@ -205,29 +217,45 @@ class StepLoader:
         return [content for content, _ in told]
 
 
-def pack_metadata(packed: PackedBatch, sources: Sequence[ImageSource], images: Sequence[int]) -> PackMetadata:
-    """What other ranks need to know of `packed`. `images`: of each sample."""
+def pack_metadata(packed: PackedBatch, sources: Sequence[ImageSource], encoders: Sequence[str]) -> PackMetadata:
+    """What other ranks need to know of `packed`. `sources`: of all its images, in turn."""
+    chosen = [np.array([name == encoder for name in packed.encoders], bool) for encoder in encoders]
     shape = PackShape(
-        lengths=tuple(np.diff(packed.cu_seqlens).tolist()),
-        images=tuple(images),
-        grids=tuple((int(t), int(h), int(w)) for t, h, w in packed.grids),
-        image_positions=packed.image_positions.astype(np.int64).tobytes(),
+        lengths=tuple(np.diff(packed.cu_seqlens).tolist()), images=tuple(_images_of(packed, mine) for mine in chosen)
     )
-    return PackMetadata(shape, tuple(sources), packed.supervised_tokens)
+    of_encoders = tuple(tuple(source for source, own in zip(sources, mine, strict=True) if own) for mine in chosen)
+    return PackMetadata(shape, of_encoders, packed.supervised_tokens)
 
 
-def _require_one_plan(step: int, by_rank: Sequence[Sequence[int | None]]) -> None:
-    """Check that all ranks planned the same crossings. `by_rank`: the digest of each micro-batch's plan, None where a
-    rank takes no part. Raises `RuntimeError` on every rank.
+def _images_of(packed: PackedBatch, mine: np.ndarray) -> Images:
+    """Those images of a pack that are chosen: bool [images]."""
+    places, starts = packed.image_positions, packed.cu_seqlens
+    first_places = places[np.cumsum(packed.rows) - packed.rows]
+    sample = np.searchsorted(starts[1:], first_places[mine], side="right")
+    return Images(
+        counts=tuple(np.bincount(sample, minlength=len(starts) - 1).tolist()),
+        grids=tuple((int(t), int(h), int(w)) for t, h, w in packed.grids[mine]),
+        places=places[np.repeat(mine, packed.rows)].astype(np.int64).tobytes(),
+    )
+
+
+def _digests(plan: MicroBatchPlan) -> dict[str, int]:
+    return {name: part.digest for name, part in plan.boundaries.items()}
+
+
+def _require_one_plan(step: int, by_rank: Sequence[Sequence[Mapping[str, int]]]) -> None:
+    """Check that all ranks planned the same crossings. `by_rank`: for each micro-batch the digests of the plans of the
+    boundaries in which a rank takes part, by encoder. Raises `RuntimeError` on every rank.
     """
     for micro_batch, digests in enumerate(zip(*by_rank, strict=True)):
-        found = {digest for digest in digests if digest is not None}
-        if len(found) > 1:
-            raise RuntimeError(
-                f"step {step}, micro-batch {micro_batch}: found {len(found)} different plans of the boundary, expected "
-                "one, because every rank plans from the same integers; run the same versions of program and NumPy "
-                "with the same model on all nodes"
-            )
+        for encoder in {name: None for of_rank in digests for name in of_rank}:
+            found = {of_rank[encoder] for of_rank in digests if encoder in of_rank}
+            if len(found) > 1:
+                raise RuntimeError(
+                    f"step {step}, micro-batch {micro_batch}: found {len(found)} different plans of the boundary from "
+                    f"{encoder}, expected one, because every rank plans from the same integers; run the same versions "
+                    "of program and NumPy with the same model on all nodes"
+                )
 
 
 def _parallel(pool: Executor) -> Callable[..., Iterable[Any]]:

@@ -8,13 +8,14 @@ All of it follows from the shapes of the packs, so that micro-batches of one sha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
 
+from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import RankPlan, plan_boundary
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout import Layout
@@ -22,6 +23,7 @@ from megatron_hetero.models.balance import deal, deal_in_order, loads_of
 from megatron_hetero.models.qwen2_5_vl.geometry import Grid
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.qwen2_5_vl.vision import encoding_cost
+from megatron_hetero.module_names import TEXT
 from megatron_hetero.training.encoder_shards import EncoderShards, EncoderShare
 from megatron_hetero.training.token_shards import TokenShards, TokenShare
 
@@ -38,32 +40,41 @@ class ImageSource:
 
 
 @dataclass(frozen=True)
-class PackShape:
-    """What decides how a pack is cut. Hashable.
+class Images:
+    """The images of a pack that are for one encoder. Hashable.
 
-    `lengths`: tokens of each sample; `images`: images of each sample. `grids`: of all images. `image_positions`: the
-    bytes of int64 [rows of the pack], where rows go in the pack.
+    `counts`: images of each sample; `grids`: of all images. `places`: the bytes of int64 [rows], where rows go in the
+    pack.
     """
 
-    lengths: tuple[int, ...]
-    images: tuple[int, ...]
+    counts: tuple[int, ...]
     grids: tuple[Grid, ...]
-    image_positions: bytes
+    places: bytes
 
     @property
     def positions(self) -> np.ndarray:
         """Where rows go in the pack, int64 [rows]."""
-        return np.frombuffer(self.image_positions, np.int64)
+        return np.frombuffer(self.places, np.int64)
+
+
+@dataclass(frozen=True)
+class PackShape:
+    """What decides how a pack is cut: the tokens of each sample, and the images of each encoder, in the order of the
+    encoders. Hashable.
+    """
+
+    lengths: tuple[int, ...]
+    images: tuple[Images, ...]
 
 
 @dataclass(frozen=True)
 class PackMetadata:
-    """What other ranks need to know of a pack: its shape, where its images come from, and the number of its supervised
-    tokens.
+    """What other ranks need to know of a pack: its shape, where the images of each encoder come from, and the number of
+    its supervised tokens.
     """
 
     shape: PackShape
-    sources: tuple[ImageSource, ...]
+    sources: tuple[tuple[ImageSource, ...], ...]
     supervised: int
 
     @property
@@ -74,7 +85,7 @@ class PackMetadata:
 
 @dataclass(frozen=True, eq=False)
 class PixelPlan:
-    """The pixels that one rank of the encoder's first stage decodes and embeds.
+    """The pixels that one rank of an encoder's first stage decodes and embeds.
 
     `decodes`: numbers of the images that this rank decodes. `exchange`: how the units of their patches reach the ranks
     of its replica that embed them (the forward direction). `padding`: patches of zeros after those that it embeds.
@@ -89,42 +100,67 @@ class PixelPlan:
 class MicroBatchPlan:
     """Everything that ranks agree on about one micro-batch, as one rank sees it.
 
-    `pixels`, `encoder` and `text` are what this rank decodes, encodes and reads: None where it is not of the encoder's
-    first stage, of the encoder, or of the text module. `boundary`: how rows reach the text, None where this rank takes
-    no part. `loads`: predicted forward flops of each encoder replica.
+    `text`: what this rank reads, None outside the text module. By encoder, `pixels` and `encoders` are what this rank
+    decodes and encodes, where it is of the encoder's first stage and of the encoder; `boundaries` how rows reach the
+    text, where this rank takes part; `loads` the predicted forward flops of each replica.
 
-    Where no pack of the micro-batch has an image, there is nothing but `text`: nobody encodes and nothing crosses.
+    An encoder for which no pack of the micro-batch has an image is in none of them: nobody encodes, nothing crosses.
     """
 
     text: TokenShare | None
-    pixels: PixelPlan | None = None
-    encoder: EncoderShare | None = None
-    boundary: RankPlan | None = None
-    loads: tuple[float, ...] = ()
+    pixels: Mapping[str, PixelPlan] = field(default_factory=dict)
+    encoders: Mapping[str, EncoderShare] = field(default_factory=dict)
+    boundaries: Mapping[str, RankPlan] = field(default_factory=dict)
+    loads: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EncoderKind:
+    """What planning needs to know of an encoder, whatever it encodes.
+
+    `unit_width`: input elements of one row. `rows` and `cost` (predicted forward flops) of an item of a grid. `shards`:
+    what its ranks hold, from its layout, whether activations are sharded over tp, the grids, and which replica has
+    which.
+    """
+
+    unit_width: int
+    rows: Callable[[Grid], int]
+    cost: Callable[[Grid], float]
+    shards: Callable[[Layout, bool, tuple[Grid, ...], tuple[tuple[int, ...], ...]], EncoderShards]
+
+
+def image_encoder(shape: VisionShape) -> EncoderKind:
+    """An encoder of images."""
+    return EncoderKind(
+        unit_width=shape.unit * shape.patch_elements,
+        rows=shape.rows,
+        cost=lambda grid: encoding_cost(grid, shape),
+        shards=partial(EncoderShards, shape),
+    )
 
 
 class StepPlanner:
     """Plans micro-batches for `rank`.
 
     Args:
-        shape: of the vision encoder.
-        layouts: of the modules "vision" and "text".
-        sequence_parallel: for both, whether activations are sharded over tp.
+        encoders: by name.
+        layouts: of the encoders and of "text".
+        sequence_parallel: for all of them, whether activations are sharded over tp.
         row_bytes: bytes of a row on the wire.
-        balance: how images are dealt to the encoder's replicas.
+        balance: how images are dealt to an encoder's replicas.
     """
 
     def __init__(
         self,
-        shape: VisionShape,
+        encoders: Mapping[str, EncoderKind],
         layouts: Mapping[str, Layout],
         sequence_parallel: Mapping[str, bool],
         rank: int,
         row_bytes: int,
         balance: Balance = "replica",
     ):
-        self.shape = shape
-        self.vision, self.text = layouts["vision"], layouts["text"]
+        self.encoders, self.layouts = dict(encoders), dict(layouts)
+        self.text = layouts[TEXT]
         self.sharded = dict(sequence_parallel)
         self.rank = rank
         self.row_bytes = row_bytes
@@ -138,73 +174,100 @@ class StepPlanner:
         Raises:
             UserError: a pack has more or fewer places for rows than its images have rows.
         """
-        shapes = tuple(packs)
-        plan, first = self._shared(shapes)
-        if first is None or self.rank not in first.layout:
-            return plan
-        return replace(plan, pixels=self._own(first, turn % (first.layout.size // first.layout.dp)))
+        plan, first_stages = self._shared(tuple(packs))
+        pixels = {
+            name: self._own(name, shards, turn % (shards.layout.size // shards.layout.dp))
+            for name, shards in first_stages.items()
+            if self.rank in shards.layout
+        }
+        return replace(plan, pixels=pixels) if pixels else plan
 
-    def _plan(self, packs: tuple[PackShape, ...]) -> tuple[MicroBatchPlan, EncoderShards | None]:
-        """Everything but pixels, which other ranks decode in each turn; and the shards of the encoder's first stage."""
+    def _plan(self, packs: tuple[PackShape, ...]) -> tuple[MicroBatchPlan, dict[str, EncoderShards]]:
+        """Everything but pixels, which other ranks decode in each turn; and the shards of the encoders' first stages,
+        of those that have images.
+        """
         for replica, pack in enumerate(packs):
-            require_rows_for_places(replica, pack, self.shape.unit)
-        tokens = TokenShards(
-            self.text.stage(0), self.sharded["text"], tuple(p.lengths for p in packs), tuple(p.positions for p in packs)
-        )
-        share = tokens.share(self.text.beside(self.rank, 0)) if self.rank in self.text else None
-        grids = tuple(grid for pack in packs for grid in pack.grids)
-        if not grids:
-            return MicroBatchPlan(share), None
-        costs = [encoding_cost(grid, self.shape) for grid in grids]
-        dealt = deal(costs, self.vision.dp) if self.balance == "replica" else deal_in_order(len(costs), self.vision.dp)
-        first = EncoderShards(self.shape, self.vision.stage(0), self.sharded["vision"], grids, tuple(map(tuple, dealt)))
-        last = first if self.vision.pp == 1 else replace(first, layout=self.vision.stage(self.vision.pp - 1))
-        boundary = plan_boundary(last.ownership(), tokens.ownership(), self.row_bytes)
+            for kind, images in zip(self.encoders.values(), pack.images, strict=True):
+                require_rows_for_places(replica, pack.lengths, images, kind.rows)
+        places = {name: tuple(p.images[i].positions for p in packs) for i, name in enumerate(self.encoders)}
+        lengths = tuple(p.lengths for p in packs)
+        tokens = TokenShards(self.text.stage(0), self.sharded[TEXT], lengths, places)
+        plan = MicroBatchPlan(tokens.share(self.text.beside(self.rank, 0)) if self.rank in self.text else None)
+        first_stages = {}
+        for i, name in enumerate(self.encoders):
+            grids = tuple(grid for pack in packs for grid in pack.images[i].grids)
+            if grids:
+                encoding, first_stages[name] = self._plan_encoder(name, grids, tokens.ownership(name))
+                plan = _joined(plan, encoding)
+        return plan, first_stages
+
+    def _plan_encoder(
+        self, name: str, grids: tuple[Grid, ...], wanted: Ownership
+    ) -> tuple[MicroBatchPlan, EncoderShards]:
+        """The part of one encoder, whose rows the text module wants."""
+        kind, layout = self.encoders[name], self.layouts[name]
+        costs = [kind.cost(grid) for grid in grids]
+        dealt = deal(costs, layout.dp) if self.balance == "replica" else deal_in_order(len(costs), layout.dp)
+        first = kind.shards(layout.stage(0), self.sharded[name], grids, tuple(map(tuple, dealt)))
+        last = first if layout.pp == 1 else replace(first, layout=layout.stage(layout.pp - 1))
+        boundary = plan_boundary(last.ownership(), wanted, self.row_bytes)
         plan = MicroBatchPlan(
-            text=share,
-            encoder=first.share(self.vision.beside(self.rank, 0)) if self.rank in self.vision else None,
-            boundary=boundary.rank(self.rank) if self.rank in boundary.ranks else None,
-            loads=tuple(loads_of(costs, dealt)),
+            text=None,
+            encoders={name: first.share(layout.beside(self.rank, 0))} if self.rank in layout else {},
+            boundaries={name: boundary.rank(self.rank)} if self.rank in boundary.ranks else {},
+            loads={name: tuple(loads_of(costs, dealt))},
         )
         return plan, first
 
-    def _plan_pixels(self, shards: EncoderShards, turn: int) -> PixelPlan:
+    def _plan_pixels(self, name: str, shards: EncoderShards, turn: int) -> PixelPlan:
         replica = shards.layout.replica_of(self.rank)
-        unit_bytes = 4 * self.shape.unit * self.shape.patch_elements
+        unit_bytes = 4 * self.encoders[name].unit_width
         patches = plan_boundary(shards.decoded(replica, turn), shards.replica_ownership(replica), unit_bytes)
         return PixelPlan(
             shards.decodes(self.rank, turn), patches.rank(self.rank, backward=False), shards.share(self.rank).padding
         )
 
 
-def require_rows_for_places(replica: int, pack: PackShape, unit: int) -> None:
+def _joined(plan: MicroBatchPlan, more: MicroBatchPlan) -> MicroBatchPlan:
+    """`plan` with what `more` says of an encoder."""
+    return replace(
+        plan,
+        encoders={**plan.encoders, **more.encoders},
+        boundaries={**plan.boundaries, **more.boundaries},
+        loads={**plan.loads, **more.loads},
+    )
+
+
+def require_rows_for_places(
+    replica: int, lengths: Sequence[int], images: Images, rows_of: Callable[[Grid], int]
+) -> None:
     """Check that each sample's images have as many rows as the sample has places for them, and that places ascend.
-    `unit`: patches of a row.
+    `lengths`: tokens of the samples.
 
     Raises:
         UserError: naming the replica, the first sample that is wrong, and both numbers.
     """
-    places, ends = pack.positions, np.cumsum(pack.lengths)
+    places, ends = images.positions, np.cumsum(lengths)
     where = f"pack of text replica {replica}"
-    if len(places) and (places[0] < 0 or places[-1] >= sum(pack.lengths) or np.any(np.diff(places) <= 0)):
+    if len(places) and (places[0] < 0 or places[-1] >= sum(lengths) or np.any(np.diff(places) <= 0)):
         raise UserError.at(
             where,
             found="image tokens out of order, twice in one place, or outside the samples",
-            expected=f"ascending positions below {sum(pack.lengths)}",
+            expected=f"ascending positions below {sum(lengths)}",
             because="each row takes the place of one image token",
             fix="make grids and image positions from the same samples",
         )
-    rows = [frames * height * width // unit for frames, height, width in pack.grids]
-    of_image = np.repeat(np.arange(len(pack.lengths)), pack.images)
-    expected = np.bincount(of_image, weights=rows, minlength=len(pack.lengths)).astype(int)
-    found = np.bincount(np.searchsorted(ends, places, side="right"), minlength=len(pack.lengths))
+    rows = [rows_of(grid) for grid in images.grids]
+    of_image = np.repeat(np.arange(len(lengths)), images.counts)
+    expected = np.bincount(of_image, weights=rows, minlength=len(lengths)).astype(int)
+    found = np.bincount(np.searchsorted(ends, places, side="right"), minlength=len(lengths))
     wrong = np.flatnonzero(found != expected)
     if len(wrong):
         sample = int(wrong[0])
         raise UserError.at(
             f"{where}, sample {sample}",
             found=f"{found[sample]} image tokens",
-            expected=f"{expected[sample]}, one for each row of its {pack.images[sample]} images",
+            expected=f"{expected[sample]}, one for each row of its {images.counts[sample]} images",
             because="each row takes the place of one image token",
             fix="make grids and image positions from the same samples",
         )

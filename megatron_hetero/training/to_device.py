@@ -11,6 +11,7 @@ from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.models.attention import AttentionPlan, Segments
 from megatron_hetero.models.qwen2_5_vl.text import TextInput
 from megatron_hetero.models.qwen2_5_vl.vision import VisionInput
+from megatron_hetero.module_names import TEXT
 from megatron_hetero.platform import Platform, on_device
 from megatron_hetero.schedule.runtime import DeviceMicroBatch
 from megatron_hetero.training.encoder_shards import EncoderShare
@@ -24,13 +25,12 @@ PADDING_TOKEN = 0
 def to_device(batch: MicroBatch, platform: Platform, dtype: torch.dtype) -> DeviceMicroBatch:
     """Move one micro-batch; pixels arrive in `dtype`."""
     plan, inputs = batch.plan, {}
-    if plan.encoder is not None:
-        pixels = None if batch.pixels is None else _move(batch.pixels, platform).to(dtype)
-        inputs["vision"] = _vision_input(plan.encoder, pixels, platform)
+    for name, share in plan.encoders.items():
+        pixels = _move(batch.pixels[name], platform).to(dtype) if name in batch.pixels else None
+        inputs[name] = _vision_input(share, pixels, platform)
     if plan.text is not None and batch.pack is not None:
-        inputs["text"] = _text_input(batch.pack, plan.text, platform)
-    boundaries = {} if plan.boundary is None else {"vision": load_plan(plan.boundary, platform.device)}
-    return DeviceMicroBatch(inputs, boundaries)
+        inputs[TEXT] = _text_input(batch.pack, plan.text, platform)
+    return DeviceMicroBatch(inputs, {name: load_plan(part, platform.device) for name, part in plan.boundaries.items()})
 
 
 def _vision_input(share: EncoderShare, pixels: Tensor | None, platform: Platform) -> VisionInput:

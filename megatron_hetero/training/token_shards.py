@@ -11,6 +11,7 @@ length over `tp`, the last ones filled up with padding. For one sample of 12 tok
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -29,7 +30,7 @@ class TokenShare:
     padding, a multiple of the tp ranks that share activations, and never 0, since Megatron's layers do not accept
     tensors without elements. `sp_lengths`: tokens of each sp member of this rank's cp member; `cp_lengths`: of each
     cp member. `pieces`: what the cp member attends to. `rows_at`: int64, where the rows that reach this rank go in
-    its shard of the embedding, in their order of arrival.
+    its shard of the embedding: encoder by encoder, those of each in their order of arrival.
     """
 
     tokens: np.ndarray
@@ -44,18 +45,18 @@ class TokenShare:
 class TokenShards:
     """The packs of all replicas, cut. `layout` of the text module; `sharded`: sequence-parallel activations over tp.
 
-    `lengths`: for each pack the tokens of its samples. `image_positions`: for each pack, int64, where its rows go.
-    Rows are numbered over the packs in turn.
+    `lengths`: for each pack the tokens of its samples. `places`: by encoder, for each pack, int64, where its rows go.
+    The rows of an encoder are numbered over the packs in turn.
     """
 
     layout: Layout
     sharded: bool
     lengths: tuple[tuple[int, ...], ...]
-    image_positions: tuple[np.ndarray, ...]
+    places: Mapping[str, tuple[np.ndarray, ...]]
 
-    def ownership(self) -> Ownership:
-        """Which rows each rank needs, in ascending order: those of the tokens that it embeds."""
-        group, _ = self._places
+    def ownership(self, encoder: str) -> Ownership:
+        """Which rows of an encoder each rank needs, in ascending order: those of the tokens that it embeds."""
+        group, _ = self._cut_places[encoder]
         return Ownership.dealt(holding_groups(self.layout, self.sharded), group)
 
     def share(self, rank: int) -> TokenShare:
@@ -80,14 +81,16 @@ class TokenShards:
         groups = holding_groups(self.layout, self.sharded)
         # Groups come in the order of the layout's ranks, all of one size.
         mine = self.layout.ranks.index(rank) // len(groups[0])
-        group, place = self._places
-        return place[group == mine]
+        return np.concatenate([np.zeros(0, np.int64), *(p[g == mine] for g, p in self._cut_places.values())])
 
     @cached_property
-    def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each row the group of ranks that needs it, and its place in their shard of the embedding."""
+    def _cut_places(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """By encoder, for each row the group of ranks that needs it, and its place in their shard of the embedding."""
+        return {encoder: self._cut(places) for encoder, places in self.places.items()}
+
+    def _cut(self, places: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
         layout, tp = self.layout, self.layout.tp if self.sharded else 1
-        pack, member, place, total = self._place_in_context()
+        pack, member, place, total = self._place_in_context(places)
         # Which run of floor(k * total / sp) a place falls into: the largest k that begins at or before it.
         sp_rank = ((place + 1) * layout.sp - 1) // total
         start, stop = sp_rank * total // layout.sp, (sp_rank + 1) * total // layout.sp
@@ -96,14 +99,16 @@ class TokenShards:
         group = ((pack * layout.cp + member) * layout.sp + sp_rank) * tp + tp_rank
         return group, place - start - tp_rank * share
 
-    def _place_in_context(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _place_in_context(
+        self, places: tuple[np.ndarray, ...]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """For each row its pack, cp member, place among that member's tokens, and their number."""
         cp = self.layout.cp
-        pack = np.repeat(np.arange(len(self.lengths)), [len(p) for p in self.image_positions])
+        pack = np.repeat(np.arange(len(self.lengths)), [len(p) for p in places])
         lengths = np.array([n for samples in self.lengths for n in samples], np.int64)
         first_sample = np.cumsum([0, *map(len, self.lengths)])
         ends = np.concatenate([[0], np.cumsum(lengths)])
-        token = np.concatenate([np.zeros(0, np.int64), *self.image_positions]) + ends[first_sample[pack]]
+        token = np.concatenate([np.zeros(0, np.int64), *places]) + ends[first_sample[pack]]
         sample = np.searchsorted(ends[1:], token, side="right")
         numbers = np.arange(len(lengths)) - np.repeat(first_sample[:-1], np.diff(first_sample))
         offset = token - ends[sample]

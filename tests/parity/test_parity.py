@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from tests.parity import jobs
 from tests.support.folders import ModelChoice, write_data, write_model
-from tests.support.oracle import Oracle, stored_name
+from tests.support.oracle import Oracle, TwoTowers, stored_name
 from tests.support.pool import Pool
 
 GLOBAL_BATCH = 8
@@ -31,13 +32,21 @@ MODELS = {
     "one-kv-head": replace(BASE, kv_heads=1, seed=2, full_layers=(0, 2)),
     "deep": replace(BASE, text_layers=4, vision_layers=4, full_layers=(1, 3), seed=4),
     "deep-tied": replace(BASE, text_layers=4, vision_layers=4, full_layers=(1, 3), tied=True, seed=5),
+    "two-encoders": replace(BASE, seed=6),
+    "two-encoders-deep": replace(BASE, text_layers=4, seed=7),
     "twelve-heads": replace(BASE, heads=12, kv_heads=4, head_dim=8, vision_heads=12, vision_head_dim=4, seed=3),
 }
 
 
+DETAIL = replace(BASE, vision_layers=2, vision_heads=2, vision_head_dim=12, vision_ffn=40, full_layers=(0,), seed=8)
+"""The second encoder of models with two."""
+
+
 @dataclass(frozen=True)
 class Case:
-    """One row of the matrix: layouts, model, samples per micro-batch, what else is set, and the global batch."""
+    """One row of the matrix: layouts (`detail`: of a second encoder), model, samples per micro-batch, what else is set,
+    and the global batch.
+    """
 
     vision: str
     text: str
@@ -46,10 +55,12 @@ class Case:
     micro: int = 1
     flags: tuple[str, ...] = ()
     batch: int = GLOBAL_BATCH
+    detail: str | None = None
 
     def __str__(self) -> str:
         extra = " whole activations" if self.flags == WHOLE else f" {self.flags[0].split('.')[1]}" if self.flags else ""
-        return f"{self.vision}|{self.text} {self.model} micro {self.micro}{extra}"
+        encoders = self.vision if self.detail is None else f"{self.vision}+{self.detail}"
+        return f"{encoders}|{self.text} {self.model} micro {self.micro}{extra}"
 
 
 RECOMPUTE = ("--model.recompute.vision", "full", "--model.recompute.text", "full")
@@ -118,6 +129,10 @@ CASES = [
     Case("sp:2,dp:2", "cp:2,dp:2", 4, micro=2, flags=IN_ORDER),
     Case("sp:3", "tp:3", 3, model="twelve-heads", micro=2),
     Case("dp:3", "tp:3", 3, model="twelve-heads", flags=WHOLE),
+    Case("sp:2", "tp:2", 2, model="two-encoders", micro=2, detail="dp:2"),
+    Case("dp:1@0", "tp:2@2-3", 4, model="two-encoders", detail="dp:1@1"),
+    Case("sp:2@1-2", "pp:2@1-2", 3, model="two-encoders-deep", detail="dp:1@0"),
+    Case("dp:2@0-1", "tp:2,pp:2@2-5", 6, model="two-encoders-deep", detail="sp:2@2-3"),
 ]
 
 
@@ -148,23 +163,27 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Cas
     def get(case: Case) -> Expected:
         key = case.model, case.batch
         if key not in found:
-            found[key] = _ask_oracle(tmp_path_factory.mktemp(case.model), MODELS[case.model], case.batch)
+            folder, choice = tmp_path_factory.mktemp(case.model), MODELS[case.model]
+            found[key] = _ask_oracle(folder, choice, case.batch, two_towers=case.detail is not None)
         return found[key]
 
     yield get
 
 
-def _ask_oracle(folder: Path, choice: ModelChoice, batch: int) -> Expected:
+def _ask_oracle(folder: Path, choice: ModelChoice, batch: int, *, two_towers: bool) -> Expected:
     write_model(folder / "model", choice)
-    data = write_data(folder, 3 * batch, seed=choice.seed, turns=2)
-    oracle = Oracle.load(folder / "model", data)
+    if two_towers:
+        write_model(folder / "detail", DETAIL)
+    details = (1, 0, 0, 2) if two_towers else (0,)
+    data = write_data(folder, 3 * batch, seed=choice.seed, turns=2, details=details)
+    load = partial((TwoTowers if two_towers else Oracle).load, folder / "model", data)
+    oracle = load()
     loss, gradients = oracle.step(range(batch))
     before = oracle.weights()
-    return Expected(folder, loss, gradients, before, {name: _train(folder, data, name, batch) for name in OPTIMIZERS})
+    return Expected(folder, loss, gradients, before, {name: _train(load(), name, batch) for name in OPTIMIZERS})
 
 
-def _train(folder: Path, data: Path, name: str, batch: int) -> Trained:
-    oracle = Oracle.load(folder / "model", data)
+def _train(oracle: Oracle, name: str, batch: int) -> Trained:
     optimizer = OPTIMIZERS[name](oracle.model.parameters())
     losses, norms = [], []
     for step in range(3):
@@ -182,6 +201,9 @@ def _flags(case: Case, folder: Path, *more: str) -> list[str]:
     text += f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false --data.workers 0 "
     text += f"--train.global_batch_size {case.batch} --train.micro_batch_size {case.micro} --log.dir {folder}/log "
     text += f"--vision-parallel {case.vision} --text-parallel {case.text}"
+    if case.detail is not None:
+        text += f" --model.encoders.detail.hf_path {folder}/detail --model.encoders.detail.token <|video_pad|>"
+        text += f" --detail-parallel {case.detail}"
     return [*text.split(), *case.flags, *more]
 
 

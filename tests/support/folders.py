@@ -102,34 +102,47 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def write_data(
-    folder: Path, samples: int, seed: int = 0, pictures: tuple[int, ...] = (1, 2, 0, 1), turns: int = 1
+    folder: Path,
+    samples: int,
+    seed: int = 0,
+    pictures: tuple[int, ...] = (1, 2, 0, 1),
+    turns: int = 1,
+    details: tuple[int, ...] = (0,),
 ) -> Path:
-    """`folder/data.jsonl` and `folder/images`: sample i has `pictures[i % len]` noise pictures of several sizes."""
+    """`folder/data.jsonl` and `folder/images`: sample i has `pictures[i % len]` noise pictures of several sizes, and
+    `details[i % len]` for the encoder `detail`, shown after the first.
+    """
     rng = random.Random(seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     records = []
     for i in range(samples):
-        images = []
-        for k in range(pictures[i % len(pictures)]):
-            size = rng.choice([(56, 56), (84, 56), (140, 84), (112, 196), (61, 200)])
-            picture = Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
-            picture.save(folder / "images" / f"{i}_{k}.png")
-            images.append(f"{i}_{k}.png")
-        records.append(_record(images, turns, rng))
+        images = [_picture(folder, f"{i}_{k}.png", rng) for k in range(pictures[i % len(pictures)])]
+        more = [_picture(folder, f"{i}_detail_{k}.png", rng) for k in range(details[i % len(details)])]
+        records.append(_record(images, more, turns, rng))
     path = folder / "data.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
-def _record(images: list[str], turns: int, rng: random.Random) -> dict[str, object]:
+def _picture(folder: Path, name: str, rng: random.Random) -> str:
+    size = rng.choice([(56, 56), (84, 56), (140, 84), (112, 196), (61, 200)])
+    Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1])).save(folder / "images" / name)
+    return name
+
+
+def _record(images: list[str], details: list[str], turns: int, rng: random.Random) -> dict[str, object]:
     def say(low: int, high: int) -> str:
         return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high)))
 
     conversations = []
     for turn in range(turns):
-        marks = "<image>\n" * (len(images) if turn == 0 else 0)
+        shown = ["<image>\n"] * len(images)
+        shown[1:1] = ["<detail>\n"] * len(details)
+        marks = "".join(shown) if turn == 0 else ""
         conversations += [{"from": "human", "value": marks + say(2, 6)}, {"from": "gpt", "value": say(1, 8)}]
     record: dict[str, object] = {"conversations": conversations}
     if images:
         record["image"] = images if len(images) > 1 else images[0]
+    if details:
+        record["detail"] = details if len(details) > 1 else details[0]
     return record

@@ -7,6 +7,7 @@ Nothing of the project is used here but the format of the data: processor, chat 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,20 +61,28 @@ class Oracle:
         return {stored_name(n): p.detach().clone() for n, p in self.model.named_parameters()}
 
     def _sample(self, record: dict) -> tuple[Tensor, int]:
-        names = record.get("image") or []
-        pictures = [Image.open(self.folder / n) for n in ([names] if isinstance(names, str) else names)]
-        vision = self.images(images=pictures, return_tensors="pt") if pictures else {}
-        ids = self._tokens(record, vision.get("image_grid_thw", []))
-        labels = self._labels(ids)
-        types = (ids == self.model.config.image_token_id).int()
-        logits = self.model(
-            input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], mm_token_type_ids=types[None], **vision
-        ).logits[0]
-        targets = labels[1:]
+        ids, logits = self._logits(record)
+        targets = self._labels(ids)[1:]
         loss = torch.nn.functional.cross_entropy(logits[:-1].float(), targets, ignore_index=-100, reduction="sum")
         return loss, int((targets != -100).sum())
 
-    def _tokens(self, record: dict, grids: Any) -> Tensor:
+    def _logits(self, record: dict) -> tuple[Tensor, Tensor]:
+        """The tokens of a record [n], and the logits [n, vocabulary]."""
+        vision = self._images(record, "image", self.images)
+        ids = self._tokens(self._render(record), {"<|image_pad|>": vision.get("image_grid_thw", [])})
+        types = (ids == self.model.config.image_token_id).int()
+        output = self.model(
+            input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], mm_token_type_ids=types[None], **vision
+        )
+        return ids, output.logits[0]
+
+    def _images(self, record: dict, field: str, processor: Any) -> dict[str, Tensor]:
+        """Patches and grids of the images of a field; nothing where there are none."""
+        names = record.get(field) or []
+        pictures = [Image.open(self.folder / n) for n in ([names] if isinstance(names, str) else names)]
+        return processor(images=pictures, return_tensors="pt") if pictures else {}
+
+    def _render(self, record: dict) -> str:
         messages = []
         for turn in record["conversations"]:
             parts = turn["value"].split("<image>")
@@ -81,10 +90,14 @@ class Oracle:
             for k, part in enumerate(parts):
                 content += [{"type": "image"}] * (k > 0) + [{"type": "text", "text": part}] * bool(part)
             messages.append({"role": ROLES[turn["from"]], "content": content})
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        for grid in grids:
-            text = text.replace("<|image_pad|>", "<|placeholder|>" * (int(grid.prod()) // 4), 1)
-        text = text.replace("<|placeholder|>", "<|image_pad|>")
+        return self.tokenizer.apply_chat_template(messages, tokenize=False)
+
+    def _tokens(self, text: str, grids_of: dict[str, Any]) -> Tensor:
+        """The tokens of a text in which each pad stands once for each image of a grid."""
+        for pad, grids in grids_of.items():
+            for grid in grids:
+                text = text.replace(pad, "<|placeholder|>" * (int(grid.prod()) // 4), 1)
+            text = text.replace("<|placeholder|>", pad)
         return torch.tensor(self.tokenizer(text)["input_ids"])
 
     def _labels(self, ids: Tensor) -> Tensor:
@@ -103,6 +116,55 @@ class Oracle:
         return labels
 
 
+@dataclass
+class TwoTowers(Oracle):
+    """A model with a second vision tower, `detail`, for the pictures of the field of that name: two of `transformers`'
+    modules, with the rows of both in the places of their own pads.
+    """
+
+    detail: Any = None
+    detail_images: Any = None
+
+    @classmethod
+    def load(cls, model: Path, data: Path) -> TwoTowers:
+        """Load everything in fp32; the second tower from the folder `detail` beside the model's."""
+        other = model.parent / "detail"
+        loaded = Oracle.load(model, data)
+        whole: Any = loaded.model
+        # A part of the model, so that its parameters are among the model's.
+        whole.detail = Qwen2_5_VLForConditionalGeneration.from_pretrained(other, dtype=torch.float32).model.visual
+        processor = Qwen2VLImageProcessorPil.from_pretrained(other)
+        return cls(**vars(loaded), detail=whole.detail, detail_images=processor)
+
+    def _render(self, record: dict) -> str:
+        return super()._render(record).replace("<detail>", "<|vision_start|><|video_pad|><|vision_end|>")
+
+    def _logits(self, record: dict) -> tuple[Tensor, Tensor]:
+        core: Any = self.model.model
+        towers = {"<|image_pad|>": (core.visual, "image", self.images),
+                  "<|video_pad|>": (self.detail, "detail", self.detail_images)}  # fmt: skip
+        inputs = {pad: self._images(record, field, images) for pad, (_, field, images) in towers.items()}
+        text = self._render(record)
+        shown = [pad for pad in re.findall(r"<\|(?:image|video)_pad\|>", text)]
+        grids = {pad: found.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long)) for pad, found in inputs.items()}
+        ids = self._tokens(text, grids)
+        embedded = core.get_input_embeddings()(ids[None])
+        is_row = torch.zeros_like(ids, dtype=torch.bool)
+        for pad, (tower, *_) in towers.items():
+            if inputs[pad]:
+                rows = tower(inputs[pad]["pixel_values"], grid_thw=grids[pad]).pooler_output
+                mine = ids == self.tokenizer.convert_tokens_to_ids(pad)
+                embedded, is_row = embedded.masked_scatter(mine[None, :, None], rows), is_row | mine
+        coming = {pad: iter(of_pad) for pad, of_pad in grids.items()}
+        in_order = torch.stack([next(coming[pad]) for pad in shown]) if shown else None
+        everything = torch.ones_like(ids)[None]
+        positions, _ = core.get_rope_index(ids[None], is_row[None].int(), in_order, attention_mask=everything)
+        hidden = core.language_model(inputs_embeds=embedded, position_ids=positions, attention_mask=everything)
+        return ids, self.model.lm_head(hidden.last_hidden_state)[0]
+
+
 def stored_name(name: str) -> str:
     """The name of a parameter in a published folder."""
+    if name.startswith("detail."):
+        return name.replace("detail.", "detail.visual.", 1)
     return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")

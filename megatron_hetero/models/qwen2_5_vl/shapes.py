@@ -1,15 +1,19 @@
-"""The shapes of a Qwen2.5-VL model, read from the `config.json` of its `transformers` folder."""
+"""The shapes of a Qwen2.5-VL model, read from the `config.json` of its `transformers` folder, and of further vision
+encoders beside its own.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout import ModuleShape
+from megatron_hetero.module_names import TEXT, VISION
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,10 @@ class VisionShape:
         """Patches that are merged into one row."""
         return self.merge**2
 
+    def rows(self, grid: tuple[int, int, int]) -> int:
+        """Rows of an image of `grid` patches (time, height, width)."""
+        return math.prod(grid) // self.unit
+
 
 @dataclass(frozen=True)
 class TextShape:
@@ -75,67 +83,99 @@ class TextShape:
 
 @dataclass(frozen=True)
 class Qwen25VLShapes:
-    """Both modules' shapes, and the id of the token that stands for an image's row."""
+    """The modules' shapes: of all encoders by name, the folder's own `vision` first, and of the text module."""
 
-    vision: VisionShape
+    encoders: Mapping[str, VisionShape]
     text: TextShape
-    image_token_id: int
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Qwen25VLShapes:
-        """Read `folder/config.json` (as saved by any version of transformers). Raises `UserError`."""
-        config = _read_config(folder)
-        vision, text = config.vision_config, config.text_config
+    def from_folder(cls, folder: Path, further: Mapping[str, Path] | None = None) -> Qwen25VLShapes:
+        """Read `folder/config.json` (as saved by any version of transformers), and those of `further` encoders, which
+        are vision encoders of Qwen2.5-VL folders whose rows are as wide. Raises `UserError`.
+        """
+        config = _read_config(folder, "model.hf_path")
         _check_supported(folder, config)
-        rope = text.rope_parameters
-        return cls(
-            vision=VisionShape(
-                layers=vision.depth,
-                hidden=vision.hidden_size,
-                heads=vision.num_heads,
-                ffn=vision.intermediate_size,
-                channels=vision.in_channels,
-                patch=vision.patch_size,
-                temporal_patch=vision.temporal_patch_size,
-                merge=vision.spatial_merge_size,
-                window=vision.window_size // vision.spatial_merge_size // vision.patch_size,
-                full_layers=frozenset(vision.fullatt_block_indexes),
-                out_hidden=vision.out_hidden_size,
-                rope_theta=float(vision.rope_parameters["rope_theta"]),
-            ),
-            text=TextShape(
-                layers=text.num_hidden_layers,
-                hidden=text.hidden_size,
-                heads=text.num_attention_heads,
-                kv_heads=text.num_key_value_heads,
-                ffn=text.intermediate_size,
-                vocab=text.vocab_size,
-                tied=bool(config.tie_word_embeddings),
-                rope_theta=float(rope["rope_theta"]),
-                mrope_section=tuple(rope.get("mrope_section", (16, 24, 24))),
-                norm_eps=text.rms_norm_eps,
-                max_positions=text.max_position_embeddings,
-            ),
-            image_token_id=config.image_token_id,
-        )
+        encoders, text = {VISION: _vision_shape(config.vision_config)}, _text_shape(config)
+        for name, path in (further or {}).items():
+            other = _read_config(path, f"model.encoders.{name}.hf_path")
+            _check_supported(path, other)
+            encoders[name] = _vision_shape(other.vision_config)
+            if encoders[name].out_hidden != text.hidden:
+                raise UserError.at(
+                    path / "config.json",
+                    found=f"vision_config.out_hidden_size = {encoders[name].out_hidden}",
+                    expected=f"{text.hidden}, the hidden size of the text module",
+                    because=f"rows of encoder {name} go into its embedding",
+                    fix="take an encoder that was made for a language model of that width",
+                )
+        return cls(encoders, text)
+
+    @property
+    def vision(self) -> VisionShape:
+        """The folder's own encoder."""
+        return self.encoders[VISION]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of all modules: encoders, then text."""
+        return (*self.encoders, TEXT)
+
+    def __getitem__(self, module: str) -> VisionShape | TextShape:
+        return self.text if module == TEXT else self.encoders[module]
 
     def module_shapes(self) -> dict[str, ModuleShape]:
         """What layouts are validated against."""
-        v, t = self.vision, self.text
-        return {
-            "vision": ModuleShape("vision", v.heads, v.heads, v.hidden, v.layers, "encoder"),
-            "text": ModuleShape("text", t.heads, t.kv_heads, t.hidden, t.layers, "text"),
+        t = self.text
+        encoders = {
+            name: ModuleShape(name, v.heads, v.heads, v.hidden, v.layers, "encoder")
+            for name, v in self.encoders.items()
         }
+        return {**encoders, TEXT: ModuleShape(TEXT, t.heads, t.kv_heads, t.hidden, t.layers, "text")}
 
 
-def _read_config(folder: Path) -> Any:
+def _vision_shape(vision: Any) -> VisionShape:
+    return VisionShape(
+        layers=vision.depth,
+        hidden=vision.hidden_size,
+        heads=vision.num_heads,
+        ffn=vision.intermediate_size,
+        channels=vision.in_channels,
+        patch=vision.patch_size,
+        temporal_patch=vision.temporal_patch_size,
+        merge=vision.spatial_merge_size,
+        window=vision.window_size // vision.spatial_merge_size // vision.patch_size,
+        full_layers=frozenset(vision.fullatt_block_indexes),
+        out_hidden=vision.out_hidden_size,
+        rope_theta=float(vision.rope_parameters["rope_theta"]),
+    )
+
+
+def _text_shape(config: Any) -> TextShape:
+    text = config.text_config
+    rope = text.rope_parameters
+    return TextShape(
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        ffn=text.intermediate_size,
+        vocab=text.vocab_size,
+        tied=bool(config.tie_word_embeddings),
+        rope_theta=float(rope["rope_theta"]),
+        mrope_section=tuple(rope.get("mrope_section", (16, 24, 24))),
+        norm_eps=text.rms_norm_eps,
+        max_positions=text.max_position_embeddings,
+    )
+
+
+def _read_config(folder: Path, setting: str) -> Any:
     from transformers import Qwen2_5_VLConfig
 
     path = folder / "config.json"
     if not folder.is_dir() or not path.is_file():
         missing = path if folder.is_dir() else folder
         raise UserError(
-            f"model.hf_path: found no {missing}, expected a transformers folder of Qwen2.5-VL with config.json and "
+            f"{setting}: found no {missing}, expected a transformers folder of Qwen2.5-VL with config.json and "
             "safetensors weights; download one, or make a small one: python -m megatron_hetero.tools.make_demo DIR"
         )
     try:

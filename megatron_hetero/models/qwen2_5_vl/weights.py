@@ -7,6 +7,7 @@ from math import prod
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, TextShape, VisionShape
 from megatron_hetero.models.stages import LAYERS, Stage
 from megatron_hetero.models.weight_map import Interval, Piece, WeightMap, share, stack
+from megatron_hetero.module_names import TEXT, VISION, parts_of
 
 TIED_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 """What a folder of a tied model may store a second time, and the tensor that it must equal."""
@@ -24,28 +25,57 @@ def canonical_name(stored: str) -> str:
     return stored
 
 
+def prefix_of(encoder: str) -> str:
+    """What names of an encoder's tensors begin with, here: those of further encoders lie in folders of their own, where
+    they begin as the first one's do.
+    """
+    return "visual." if encoder == VISION else f"{encoder}.visual."
+
+
+def canonical_name_of(encoder: str, stored: str) -> str:
+    """The name here of a tensor in the folder of a further encoder."""
+    name = canonical_name(stored)
+    return prefix_of(encoder) + name.removeprefix("visual.") if name.startswith("visual.") else name
+
+
 def group_of(module: str, parameter: str) -> str:
-    """The parameter group (what `model.freeze` and learning rates name): `vision`, `projector` or `text`."""
-    return "projector" if module == "vision" and parameter.startswith("merger.") else module
+    """The parameter group of a parameter, one of `parts_of` the module."""
+    return parts_of(module)[-1] if parameter.startswith("merger.") else module
 
 
 def stored_shapes(shapes: Qwen25VLShapes) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a folder of this model must hold, with its shape, in the order in which it is written."""
-    v, t = shapes.vision, shapes.text
-    width = v.hidden * v.unit
+    """Every tensor of the model with its shape, in the order in which it is written: first those of further encoders,
+    then what a folder of Qwen2.5-VL must hold.
+    """
+    further = [encoder_shapes(name, shape) for name, shape in shapes.encoders.items() if name != VISION]
+    return {name: shape for of_encoder in further for name, shape in of_encoder.items()} | folder_shapes(shapes)
+
+
+def folder_shapes(shapes: Qwen25VLShapes) -> dict[str, tuple[int, ...]]:
+    """The tensors of a Qwen2.5-VL folder: those of the encoder `vision` and of the text module."""
+    return encoder_shapes(VISION, shapes.vision) | _text_shapes(shapes.text)
+
+
+def encoder_shapes(encoder: str, v: VisionShape) -> dict[str, tuple[int, ...]]:
+    """The tensors of one encoder."""
+    prefix, width = prefix_of(encoder), v.hidden * v.unit
     stored: dict[str, tuple[int, ...]] = {
-        "visual.patch_embed.proj.weight": (v.hidden, v.channels, v.temporal_patch, v.patch, v.patch)
+        "patch_embed.proj.weight": (v.hidden, v.channels, v.temporal_patch, v.patch, v.patch)
     }
     for i in range(v.layers):
-        stored |= {f"visual.blocks.{i}.{name}": shape for name, shape in _vision_layer_shapes(v).items()}
+        stored |= {f"blocks.{i}.{name}": shape for name, shape in _vision_layer_shapes(v).items()}
     stored |= {
-        "visual.merger.ln_q.weight": (v.hidden,),
-        "visual.merger.mlp.0.weight": (width, width),
-        "visual.merger.mlp.0.bias": (width,),
-        "visual.merger.mlp.2.weight": (v.out_hidden, width),
-        "visual.merger.mlp.2.bias": (v.out_hidden,),
-        "model.embed_tokens.weight": (t.vocab, t.hidden),
+        "merger.ln_q.weight": (v.hidden,),
+        "merger.mlp.0.weight": (width, width),
+        "merger.mlp.0.bias": (width,),
+        "merger.mlp.2.weight": (v.out_hidden, width),
+        "merger.mlp.2.bias": (v.out_hidden,),
     }
+    return {prefix + name: shape for name, shape in stored.items()}
+
+
+def _text_shapes(t: TextShape) -> dict[str, tuple[int, ...]]:
+    stored: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (t.vocab, t.hidden)}
     for i in range(t.layers):
         stored |= {f"model.layers.{i}.{name}": shape for name, shape in _text_layer_shapes(t).items()}
     stored["model.norm.weight"] = (t.hidden,)
@@ -93,11 +123,12 @@ def _text_layer_shapes(t: TextShape) -> dict[str, tuple[int, ...]]:
 
 
 def weight_map(module: str, shapes: Qwen25VLShapes, tp_rank: int, tp: int, stage: Stage | None = None) -> WeightMap:
-    """The map of `module` ("vision" or "text") for one rank of a tensor-parallel group of `tp`; only what `stage` holds
-    where one is given. Layers are numbered over the whole module.
+    """The map of `module` (an encoder or "text") for one rank of a tensor-parallel group of `tp`; only what `stage`
+    holds where one is given. Layers are numbered over the whole module.
     """
-    if module == "vision":
-        return _vision_map(shapes.vision, tp_rank, tp, stage or Stage.whole(shapes.vision.layers))
+    if module != TEXT:
+        v = shapes.encoders[module]
+        return _vision_map(prefix_of(module), v, tp_rank, tp, stage or Stage.whole(v.layers))
     return _text_map(shapes.text, tp_rank, tp, stage or Stage.whole(shapes.text.layers))
 
 
@@ -105,7 +136,7 @@ def tied_parameter(module: str, shapes: Qwen25VLShapes, stage: Stage) -> str | N
     """The parameter of `stage` of which another stage holds a copy: the embedding of a tied model, which is on the
     first stage, and the head on the last. None where there is none.
     """
-    if module != "text" or not shapes.text.tied or stage.is_first == stage.is_last:
+    if module != TEXT or not shapes.text.tied or stage.is_first == stage.is_last:
         return None
     return EMBEDDING if stage.is_first else HEAD
 
@@ -124,24 +155,24 @@ def _gate_and_up(prefix: str, kind: str, ffn: int, tp_rank: int, tp: int) -> tup
     return Piece(f"{prefix}gate_proj.{kind}", rows), Piece(f"{prefix}up_proj.{kind}", rows, at=length)
 
 
-def _vision_map(v: VisionShape, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
+def _vision_map(prefix: str, v: VisionShape, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
     result: dict[str, tuple[Piece, ...]] = {}
     if stage.is_first:
-        result["patch_embed.weight"] = _whole("visual.patch_embed.proj.weight", v.hidden)
+        result["patch_embed.weight"] = _whole(prefix + "patch_embed.proj.weight", v.hidden)
     for i in stage.layers:
-        own, stored = f"{LAYERS}{i}.", f"visual.blocks.{i}."
+        own, stored = f"{LAYERS}{i}.", f"{prefix}blocks.{i}."
         result |= {own + name: pieces for name, pieces in _vision_layer_map(stored, v, tp_rank, tp).items()}
-    return result | _merger_map(v, tp_rank, tp) if stage.is_last else result
+    return result | _merger_map(f"{prefix}merger.", v, tp_rank, tp) if stage.is_last else result
 
 
-def _merger_map(v: VisionShape, tp_rank: int, tp: int) -> dict[str, tuple[Piece, ...]]:
+def _merger_map(stored: str, v: VisionShape, tp_rank: int, tp: int) -> dict[str, tuple[Piece, ...]]:
     part, _ = share(v.hidden * v.unit, tp_rank, tp)
     return {
-        "merger.ln_q.weight": _whole("visual.merger.ln_q.weight", v.hidden),
-        "merger.linear_fc1.weight": stack(("visual.merger.mlp.0.weight", part)),
-        "merger.linear_fc1.bias": stack(("visual.merger.mlp.0.bias", part)),
-        "merger.linear_fc2.weight": _columns("visual.merger.mlp.2.weight", v.out_hidden, part),
-        "merger.linear_fc2.bias": _whole("visual.merger.mlp.2.bias", v.out_hidden),
+        "merger.ln_q.weight": _whole(stored + "ln_q.weight", v.hidden),
+        "merger.linear_fc1.weight": stack((stored + "mlp.0.weight", part)),
+        "merger.linear_fc1.bias": stack((stored + "mlp.0.bias", part)),
+        "merger.linear_fc2.weight": _columns(stored + "mlp.2.weight", v.out_hidden, part),
+        "merger.linear_fc2.bias": _whole(stored + "mlp.2.bias", v.out_hidden),
     }
 
 

@@ -33,9 +33,10 @@ def samples(draw: st.DrawFn) -> TokenizedSample:
     supervised = np.array(draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))) & is_text
     supervised[0] = False
     grid_array = np.array(grids, dtype=np.int64).reshape(-1, 3)
-    positions = rope_positions(len(ids), np.array(starts, dtype=np.int64), grid_array, 2)
-    record = Record("test", 0, "train.jsonl:1", ())
-    return TokenizedSample(input_ids, supervised, grid_array, positions, np.flatnonzero(~is_text), 2, record)
+    positions = rope_positions(len(ids), np.array(starts, dtype=np.int64), grid_array // (1, 2, 2))
+    record = Record("test", 0, "train.jsonl:1", (), ("a.png",) * len(grids))
+    rows = grid_array.prod(axis=1) // 4
+    return TokenizedSample(input_ids, supervised, grid_array, positions, np.flatnonzero(~is_text), rows, record)
 
 
 def stretches(batch: PackedBatch) -> list[slice]:
@@ -68,8 +69,8 @@ def test_packs_of_real_samples(processor: Processor, make_record: MakeRecord, pi
     batch = pack(parts)
     trained = processor.tokenizer.decode(batch.labels[batch.labels >= 0])
     assert trained == "A disc.<|im_end|>Hello.<|im_end|>Yes.<|im_end|>"
-    assert (batch.labels != processor.image_token_id).all()
-    assert (batch.input_ids[batch.image_positions] == processor.image_token_id).all()
+    assert (batch.labels != processor.vision.token_id).all()
+    assert (batch.input_ids[batch.image_positions] == processor.vision.token_id).all()
 
 
 def test_a_pack_without_images_has_empty_arrays(processor: Processor, make_record: MakeRecord) -> None:
@@ -89,7 +90,7 @@ def test_a_pack_may_be_empty() -> None:
 
 def test_image_tokens_must_match_grids(processor: Processor, make_record: MakeRecord, pictures: Path) -> None:
     sample = processor.tokenize(make_record("<image>", "x", images=["56x56.png"], folder=pictures))
-    wrong = dataclasses.replace(sample, grids=np.array([[1, 4, 6]]))
+    wrong = dataclasses.replace(sample, rows=np.array([6]))
     with pytest.raises(UserError, match=r"train\.jsonl:1.*found 4 image tokens, expected 6"):
         pack([sample, wrong])
 

@@ -103,7 +103,7 @@ def test_images_become_tokens(processor: Processor, make_record: MakeRecord, pic
     assert sample.input_ids.tolist() == reference_ids(processor, record, sample.grids)
     assert supervised_texts(processor, sample) == ["One.<|im_end|>", "Two.<|im_end|>"]
     assert len(sample.image_positions) == sample.grids.prod(axis=1).sum() // 4
-    assert set(sample.input_ids[sample.image_positions]) == {processor.image_token_id}
+    assert set(sample.input_ids[sample.image_positions]) == {processor.vision.token_id}
 
 
 def test_positions_equal_transformers(processor: Processor, make_record: MakeRecord, pictures: Path) -> None:
@@ -112,7 +112,7 @@ def test_positions_equal_transformers(processor: Processor, make_record: MakeRec
         names = ["640x480.png", "33x90.png", "100x40.png"][:count]
         record = make_record("a <image> b " * count + "What?", "One.", images=names, folder=pictures)
         sample = processor.tokenize(record)
-        is_image = sample.input_ids == processor.image_token_id
+        is_image = sample.input_ids == processor.vision.token_id
         expected = _reference_positions(model, is_image, sample.grids)
         np.testing.assert_array_equal(sample.position_ids, expected)
 
@@ -131,7 +131,7 @@ def test_positions_equal_transformers_for_any_grids(images: list[tuple[int, int,
         kinds += [True] * (height * width)
     kinds += [False] * (tail or not images)
     grids = np.array([(1, 2 * h, 2 * w) for _, h, w in images], dtype=np.int64).reshape(-1, 3)
-    positions = rope_positions(len(kinds), np.array(starts, dtype=np.int64), grids, 2)
+    positions = rope_positions(len(kinds), np.array(starts, dtype=np.int64), grids // (1, 2, 2))
     np.testing.assert_array_equal(positions, _reference_positions(_rope_model(), np.array(kinds), grids))
 
 
@@ -207,7 +207,7 @@ def test_older_processor_files_load_without_a_warning(model_folder: Path, tmp_pa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         processor = Processor.from_folder(folder, None, None)
-    assert (processor.min_pixels, processor.max_pixels) == (3136, 9999)
+    assert (processor.vision.min_pixels, processor.vision.max_pixels) == (3136, 9999)
     assert processor.tokenizer.chat_template
 
 
@@ -265,7 +265,7 @@ def test_the_limit_on_pixels_reaches_both_ways(model_folder: Path, make_record: 
     with pytest.raises(UserError, match="at most 1000 pixels"):
         processor.tokenize(record)
     with pytest.raises(UserError, match="at most 1000 pixels"):
-        processor.load_image(pictures / "56x56.png", "train.jsonl:1")
+        processor.vision.load_image(pictures / "56x56.png", "train.jsonl:1")
 
 
 TEMPLATES = {

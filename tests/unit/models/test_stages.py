@@ -95,7 +95,7 @@ def test_names() -> None:
 
 def shapes_of(layers: int, tied: bool) -> Qwen25VLShapes:
     vision = VisionShape(layers, 8, 2, 6, 3, 2, 1, 2, 4, frozenset({0}), 8, 1e4)
-    return Qwen25VLShapes(vision, TextShape(layers, 8, 2, 1, 6, 7, tied, 1e4, (1, 1), 1e-6, 64), 0)
+    return Qwen25VLShapes({"vision": vision}, TextShape(layers, 8, 2, 1, 6, 7, tied, 1e4, (1, 1), 1e-6, 64))
 
 
 @given(splits, st.booleans(), st.sampled_from([(0, 1), (0, 2), (1, 2)]))

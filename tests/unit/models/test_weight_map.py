@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from math import lcm
 
 import numpy as np
@@ -43,11 +44,11 @@ def shapes_and_tp(draw: st.DrawFn) -> tuple[Qwen25VLShapes, int]:
         ffn=draw(size), channels=3, patch=2, temporal_patch=1, merge=draw(st.integers(1, 2)), window=4,
         full_layers=frozenset({0}), out_hidden=text.hidden, rope_theta=1e4,
     )  # fmt: skip
-    return Qwen25VLShapes(vision, text, 0), tp
+    further = {"detail": replace(vision, layers=1, ffn=draw(size))} if draw(st.booleans()) else {}
+    return Qwen25VLShapes({"vision": vision, **further}, text), tp
 
 
 some = settings(max_examples=60, deadline=None)
-MODULES = ("vision", "text")
 
 
 def maps_of(shapes: Qwen25VLShapes, module: str, tp: int) -> list[WeightMap]:
@@ -61,7 +62,7 @@ def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 def times_held(shapes: Qwen25VLShapes, tp: int) -> dict[str, np.ndarray]:
     """For each stored element, how many pieces of the tensor-parallel group hold it."""
     counts = {name: np.zeros(matrix(shape), int) for name, shape in stored_shapes(shapes).items()}
-    for module in MODULES:
+    for module in shapes.modules:
         for own_map in maps_of(shapes, module, tp):
             for pieces in own_map.values():
                 for piece in pieces:
@@ -84,7 +85,7 @@ def test_every_stored_element_is_held_as_often_as_expected(case: tuple[Qwen25VLS
 def test_held_counts_what_is_held(case: tuple[Qwen25VLShapes, int]) -> None:
     shapes, tp = case
     counts = times_held(shapes, tp)
-    for module in MODULES:
+    for module in shapes.modules:
         maps = maps_of(shapes, module, tp)
         for own_map, own_held in zip(maps, held(maps), strict=True):
             assert own_map.keys() == own_held.keys()
@@ -104,7 +105,7 @@ def test_scatter_then_assemble_is_exact(case: tuple[Qwen25VLShapes, int]) -> Non
     generator = torch.Generator().manual_seed(0)
     stored = {name: torch.randn(shape, generator=generator) for name, shape in stored_shapes(shapes).items()}
     parts = []
-    for module in MODULES:
+    for module in shapes.modules:
         maps = maps_of(shapes, module, tp)
         for name in maps[0]:
             shape = local_shape([own_map[name] for own_map in maps], stored)
@@ -183,6 +184,6 @@ def test_names() -> None:
 def test_parameter_count() -> None:
     vision = VisionShape(1, 4, 2, 3, 3, 2, 1, 1, 4, frozenset({0}), 4, 1e4)
     text = TextShape(1, 4, 2, 1, 3, 5, True, 1e4, (1,), 1e-6, 64)
-    shapes = Qwen25VLShapes(vision, text, 0)
+    shapes = Qwen25VLShapes({"vision": vision}, text)
     assert parameter_count(shapes) == sum(int(np.prod(s)) for s in stored_shapes(shapes).values())
     assert "lm_head.weight" not in stored_shapes(shapes)

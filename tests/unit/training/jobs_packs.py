@@ -9,7 +9,7 @@ import numpy as np
 from megatron_hetero.layout import Layout
 from megatron_hetero.models.qwen2_5_vl.geometry import Grid
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.training.step_plan import Balance, MicroBatchPlan, PackShape, StepPlanner
+from megatron_hetero.training.step_plan import Balance, Images, MicroBatchPlan, PackShape, StepPlanner, image_encoder
 from megatron_hetero.training.token_shards import TokenShare
 
 SHAPE = VisionShape(
@@ -57,36 +57,37 @@ def _pack(samples: list[list[Grid]], rng: np.random.Generator, batch: str) -> Pa
         at += text()
         lengths.append(at - start)
     joined = np.concatenate(positions).astype(np.int64)
-    images = tuple(map(len, samples))
-    return PackShape(tuple(lengths), images, tuple(grid for grids in samples for grid in grids), joined.tobytes())
+    grids = tuple(grid for grids in samples for grid in grids)
+    return PackShape(tuple(lengths), (Images(tuple(map(len, samples)), grids, joined.tobytes()),))
 
 
 def planner(layouts: Mapping[str, Layout], sharded: Sharded, rank: int, balance: Balance = "replica") -> StepPlanner:
     """A planner of `rank` for rows of 24 bytes."""
-    return StepPlanner(SHAPE, layouts, sharded, rank, 24, balance)
+    return StepPlanner({"vision": image_encoder(SHAPE)}, layouts, sharded, rank, 24, balance)
 
 
 def first_rows(packs: list[PackShape]) -> list[int]:
     """Where the rows of each pack begin, and the end."""
-    return np.cumsum([0, *(len(pack.positions) for pack in packs)]).tolist()
+    return np.cumsum([0, *(len(pack.images[0].positions) for pack in packs)]).tolist()
 
 
 def first_rows_of_images(packs: list[PackShape]) -> list[int]:
     """Where the rows of each image begin, and the end."""
-    return np.cumsum([0, *(int(np.prod(g)) // SHAPE.unit for pack in packs for g in pack.grids)]).tolist()
+    return np.cumsum([0, *(int(np.prod(g)) // SHAPE.unit for pack in packs for g in pack.images[0].grids)]).tolist()
 
 
 def decoded_units(plan: MicroBatchPlan, packs: list[PackShape]) -> np.ndarray:
     """The global rows of the units that a rank decodes, in order: image by image."""
     first = first_rows_of_images(packs)
-    images = plan.pixels.decodes if plan.pixels is not None else ()
+    images = plan.pixels["vision"].decodes if plan.pixels else ()
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i + 1]) for i in images)])
 
 
 def needed_rows(share: TokenShare, packs: list[PackShape], layout: Layout, sharded: bool, rank: int) -> np.ndarray:
     """The global rows that belong at `rows_at`, from the tokens that the rank embeds."""
     at = layout.coordinate(rank)
-    row_at = dict(zip(packs[at.dp].positions.tolist(), range(*first_rows(packs)[at.dp : at.dp + 2]), strict=True))
+    rows = range(*first_rows(packs)[at.dp : at.dp + 2])
+    row_at = dict(zip(packs[at.dp].images[0].positions.tolist(), rows, strict=True))
     length = share.padded // layout.tp if sharded else share.padded
     start = length * at.tp if sharded else 0
     embedded = share.tokens[start : start + length].tolist()

@@ -15,7 +15,16 @@ from megatron_hetero.boundary.plan import DirectionPlan, RankPlan
 from megatron_hetero.layout import Layout
 from megatron_hetero.training.step_plan import PackShape
 from tests.support.pool import world
-from tests.unit.training.jobs_packs import BATCHES, SHAPE, Sharded, decoded_units, needed_rows, planner, random_packs
+from tests.unit.training.jobs_packs import (
+    BATCHES,
+    SHAPE,
+    Sharded,
+    decoded_units,
+    first_rows,
+    needed_rows,
+    planner,
+    random_packs,
+)
 
 WIDTH = 3
 CPU = torch.device("cpu")
@@ -59,14 +68,15 @@ def _cross(
 ) -> dict[str, Any]:
     rank = dist.get_rank()
     plan = planner(layouts, sharded, rank).plan(packs, turn)
-    if plan.boundary is None or plan.pixels is None:
-        assert sum(len(pack.positions) for pack in packs) == 0 and plan.text is not None and not len(plan.text.rows_at)
+    if not plan.boundaries or not plan.pixels:
+        assert first_rows(packs)[-1] == 0 and plan.text is not None and not len(plan.text.rows_at)
         return {"collectives": (0, 0)}
-    held = _embedded_units(decoded_units(plan, packs), plan.pixels.exchange, replica)
+    held = _embedded_units(decoded_units(plan, packs), plan.pixels["vision"].exchange, replica)
     assert plan.text is not None
     needed = needed_rows(plan.text, packs, layouts["text"], sharded["text"], rank)
-    x, c = (_integers(sum(len(pack.positions) for pack in packs), s) for s in (1, 2))
-    boundary, returning = plan.boundary, plan.boundary.backward
+    x, c = (_integers(first_rows(packs)[-1], s) for s in (1, 2))
+    boundary = plan.boundaries["vision"]
+    returning = boundary.backward
     assert returning is not None
     communicator = BoundaryCommunicator(world(), CPU, WIDTH, torch.float64, check=False)
     crossed, forward = _counted(communicator, "forward", boundary, x[held], boundary.forward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -264,16 +264,16 @@ def decoded(flags: list[str]) -> list[dict[str, Any]]:
     """Per step: which images this rank decoded, those that its encoder replica encodes, and how many there are."""
     run = build(flags)
     seen: list[tuple[str, int]] = []
-    processor, results = run.loader.processor, []
-    real = processor.patches
+    reader, results = run.loader.processor.vision, []
+    real = reader.patches
 
     def spy(record: Any, place: int, grid: Any) -> np.ndarray:
         seen.append((record.where, place))
         return real(record, place, grid)
 
-    with mock.patch.object(processor, "patches", spy):
+    with mock.patch.object(reader, "patches", spy):
         for _, batch, _ in run.batches():
-            results.append({"decoded": sorted(seen), "images": len(batch.grids)})
+            results.append({"decoded": sorted(seen), "images": len(batch.grids["vision"])})
             seen.clear()
     return results
 
@@ -287,8 +287,8 @@ def batches(flags: list[str]) -> list[list[tuple[list[int], bytes, int]]]:
     ]
 
 
-def _bytes(pixels: torch.Tensor | None) -> bytes:
-    return b"" if pixels is None else pixels.numpy().tobytes()
+def _bytes(pixels: Mapping[str, torch.Tensor]) -> bytes:
+    return b"".join(of_encoder.numpy().tobytes() for of_encoder in pixels.values())
 
 
 def export_of(flags: list[str], target: Path) -> Arrays:

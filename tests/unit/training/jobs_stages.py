@@ -214,8 +214,9 @@ def train_text(trainee: Trainee, seeds: Sequence[int]) -> tuple[Tensor, dict[int
     for start in range(0, len(seeds), layout.dp):
         packs = Packs(trainee.shapes, tuple(seeds[start : start + layout.dp]))
         sharded = trainee.case.sequence_parallel and layout.tp > 1
-        shards = TokenShards(layout.stage(0), sharded, packs.lengths, packs.places)
-        batch, ids = packs.input(shards, layout.beside(rank, 0)), shards.ownership().held_by(layout.beside(rank, 0))
+        shards = TokenShards(layout.stage(0), sharded, packs.lengths, {"vision": packs.places})
+        first = layout.beside(rank, 0)
+        batch, ids = packs.input(shards, first), shards.ownership("vision").held_by(first)
         rows = packs.rows[ids].requires_grad_()
 
         def enter(model: TextModel, batch: TextInput = batch, rows: Tensor = rows) -> tuple[Tensor, ...]:
@@ -304,7 +305,7 @@ def vision(case: Case) -> dict[str, Any]:
 def export(case: Case, target: Path) -> list[str]:
     """Write what was read. Returns the modules that this rank holds a part of."""
     trainee = Trainee(case)
-    export_model(trainee.modules, trainee.shapes, trainee.topology, target, case.folder, torch.float32)
+    export_model(trainee.modules, trainee.shapes, trainee.topology, target, {"vision": case.folder}, torch.float32)
     return [module.name for module in trainee.modules]
 
 
@@ -319,7 +320,7 @@ def loading(case: Case, name: str) -> dict[str, Any]:
     """The numbers of this rank's layers, as Megatron has them; and what is said of a map of another stage."""
     trainee = Trainee(case)
     module, layout = trainee.module, trainee.layouts[name]
-    every = cut_stages(getattr(trainee.shapes, name).layers, layout.pp, split=case.split, module=name)
+    every = cut_stages(trainee.shapes[name].layers, layout.pp, split=case.split, module=name)
     assert module.stages == stages_of_rank(every, layout.coordinate(dist.get_rank()).pp, layout.pp)
     weights = StoredWeights.open(case.folder, canonical_name)
     said = {}

@@ -175,6 +175,7 @@ def test_names_with_a_rate_are_refused_in_the_registry(write) -> None:
         load_config(write("", MINIMAL.replace("demo", "demo%5")))
 
 
+DETAIL = "--model.encoders.detail.hf_path x --model.encoders.detail.token y"
 IN_FLAGS = [
     ("--train.iter 3", ["--train.iter", "did you mean `iters`?"]),
     ("--iters 3", ["did you mean `--train.iters`?"]),
@@ -194,6 +195,15 @@ IN_FLAGS = [
     ("--model.freeze vision text projector", ["model.freeze", "nothing is left to train"]),
     ("--model.freeze text text", ["model.freeze", "each part once"]),
     ("--model.freeze head", ["model.freeze", "vision, projector, text"]),
+    ("--model.encoders.detail.hf_path x", ["model.encoders.detail.token: found nothing"]),
+    ("--model.encoders.text.hf_path x --model.encoders.text.token y", ["the name `text`", "for example `detail`"]),
+    ("--model.encoders.A.hf_path x --model.encoders.A.token y", ["the name `A`"]),
+    (f"{DETAIL} --model.encoders.detail.min_pixels 9 --model.encoders.detail.max_pixels 8", ["max_pixels, 8"]),
+    (f"{DETAIL} --model.encoders.detail.min_pixels 0", ["model.encoders.detail.min_pixels", "1 or more"]),
+    (f"{DETAIL} --model.freeze detail_projecter", ["did you mean `detail_projector`?"]),
+    (f"{DETAIL} --model.freeze vision projector detail detail_projector text", ["nothing is left to train"]),
+    (f"{DETAIL} --export.hf_dir x/y", ["export.hf_dir", "model.encoders.detail.hf_path"]),
+    (f"{DETAIL} --export.hf_dir z --eval.datasets demo", ["eval.datasets", "none with model.encoders"]),
     ("--model.recompute.vision ful", ["model.recompute.vision", "did you mean `full`?"]),
 ]
 

@@ -8,7 +8,9 @@ from megatron_hetero.training.config import Config, flag_table_markdown, load_co
 from megatron_hetero.training.flags import flag_rows
 
 FIELDS = """
-model.hf_path model.dtype model.freeze model.recompute.MODULE model.sequence_parallel.MODULE model.backend
+model.hf_path model.dtype model.encoders.NAME.hf_path model.encoders.NAME.token
+model.encoders.NAME.min_pixels model.encoders.NAME.max_pixels
+model.freeze model.recompute.MODULE model.sequence_parallel.MODULE model.backend
 data.registry.NAME.annotations data.registry.NAME.images data.datasets data.shuffle data.max_seq_length data.too_long
 data.min_pixels data.max_pixels data.balance data.workers boundary.transport parallel_layers.MODULE
 schedule.kind schedule.waves schedule.run_ahead schedule.virtual_stages schedule.timeout_s

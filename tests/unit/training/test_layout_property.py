@@ -47,19 +47,19 @@ class Case:
     @cached_property
     def shards(self) -> EncoderShards:
         """Images are dealt at random: who encodes what is free."""
-        grids = tuple(grid for pack in self.packs for grid in pack.grids)
+        grids = tuple(grid for pack in self.packs for grid in pack.images[0].grids)
         replica = np.random.default_rng(self.seed).integers(self.vision.dp, size=len(grids))
         dealt = tuple(tuple(np.flatnonzero(replica == i).tolist()) for i in range(self.vision.dp))
         return EncoderShards(SHAPE, self.vision, self.sharded[0], grids, dealt)
 
     @cached_property
     def tokens(self) -> TokenShards:
-        lengths, positions = (tuple(getattr(pack, name) for pack in self.packs) for name in ("lengths", "positions"))
-        return TokenShards(self.text, self.sharded[1], lengths, positions)
+        places = {"vision": tuple(pack.images[0].positions for pack in self.packs)}
+        return TokenShards(self.text, self.sharded[1], tuple(pack.lengths for pack in self.packs), places)
 
     @cached_property
     def boundary(self) -> Boundary:
-        return Boundary.of(self.shards.ownership(), self.tokens.ownership())
+        return Boundary.of(self.shards.ownership(), self.tokens.ownership("vision"))
 
 
 @lru_cache
@@ -162,7 +162,7 @@ def tokens_of_rows(packs: list[PackShape]) -> list[np.ndarray]:
     """For each token of each pack the row that belongs there, -1 where it is text."""
     found = [np.full(sum(pack.lengths), -1) for pack in packs]
     for tokens, pack, first in zip(found, packs, first_rows(packs), strict=False):
-        tokens[pack.positions] = first + np.arange(len(pack.positions))
+        tokens[pack.images[0].positions] = first + np.arange(len(pack.images[0].positions))
     return found
 
 

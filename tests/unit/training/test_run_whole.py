@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megatron_hetero.errors import UserError
@@ -75,6 +76,49 @@ def test_an_export_can_be_trained_again_in_another_layout(make_flags: MakeFlags,
     again = make_flags("dp:4", "tp:2,dp:2", f"{more} --model.hf_path {tmp_path / 'export'}", batch=8)
     assert pools(4).run(jobs.losses, again)[0] == [pytest.approx(straight[1], rel=1e-5)]
     assert straight[1] < straight[0]
+
+
+def test_two_encoders_go_out_as_two_folders(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
+    """A further encoder learns, is written beside the model, and goes on from there as before."""
+    other = ModelChoice(vision_layers=1, vision_heads=2, full_layers=(0,), seed=9)
+    detail = write_model(tmp_path / "detail", other)
+    data = write_data(tmp_path, 8, details=(1, 0, 2, 0))
+
+    def flags(more: str, steps: int) -> list[str]:
+        layouts = "--detail-parallel dp:1@1 --model.freeze detail"
+        adamw = f"--optimizer.name adamw --optimizer.lr 1e-3 --train.iters {steps}"
+        token = "--model.encoders.detail.token <|video_pad|>"
+        more = f"--train.micro_batch_size 4 {layouts} {adamw} {token} {more}"
+        return make_flags("dp:1@0", "tp:2@2-3", more, data=data, batch=8)
+
+    straight = pools(4).run(jobs.losses, flags(f"--model.encoders.detail.hf_path {detail}", 2))[0]
+    target = tmp_path / "export"
+    first = flags(f"--model.encoders.detail.hf_path {detail}", 1)
+    weights = pools(4).run(jobs.export_of, first, target)[0]
+    before = load_file(detail / "model.safetensors")
+    written = {canonical_name(n): t for n, t in load_file(target / "encoders" / "detail" / "model.safetensors").items()}
+    assert {f"detail.{name}" for name in written} == {name for name in weights if name.startswith("detail.")}
+    for name, tensor in written.items():
+        np.testing.assert_array_equal(tensor.numpy(), weights[f"detail.{name}"], err_msg=name)
+    stored = {canonical_name(name): tensor for name, tensor in before.items()}
+    changed = {name.startswith("visual.merger.") for name, t in written.items() if not torch.equal(t, stored[name])}
+    assert changed == {True}, "the encoder is frozen, its projector learns"
+    again = f"--model.hf_path {target} --model.encoders.detail.hf_path {target}/encoders/detail"
+    assert pools(4).run(jobs.losses, flags(again, 1))[0] == [pytest.approx(straight[1], rel=1e-5)]
+    assert straight[1] < straight[0]
+
+
+@pytest.mark.parametrize("choice, message", [
+    (ModelChoice(heads=2), "out_hidden_size = 24, expected 48"),
+    (None, "model.encoders.detail.hf_path: found no"),
+])  # fmt: skip
+def test_encoders_that_do_not_fit(
+    choice: ModelChoice | None, message: str, make_flags: MakeFlags, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "detail", choice) if choice is not None else tmp_path / "nowhere"
+    more = f"--model.encoders.detail.hf_path {folder} --model.encoders.detail.token <|video_pad|>"
+    with pytest.raises(UserError, match=message):
+        checked(load_config(make_flags("dp:4", "dp:4", more)), 4)
 
 
 def test_crossings_run_beside_the_embedding(make_flags: MakeFlags, pools: Pools) -> None:

@@ -16,7 +16,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.layout import Layout
 from megatron_hetero.models.context import zigzag_tokens
 from megatron_hetero.models.qwen2_5_vl.geometry import image_geometry
-from megatron_hetero.training.step_plan import MicroBatchPlan, PackShape
+from megatron_hetero.training.step_plan import Images, MicroBatchPlan, PackShape
 from tests.unit.training.jobs_packs import (
     BATCHES,
     SHAPE,
@@ -56,15 +56,14 @@ def embedded_units(plans: list[MicroBatchPlan], packs: list[PackShape], vision: 
     """The units whose patches each rank has once all replicas have shared what they decoded."""
     results: list[np.ndarray] = []
     for rank, plan in enumerate(plans):
-        assert plan.pixels is not None
-        forward, replica = plan.pixels.exchange.forward, vision.group_of(rank, "tp", "sp", "cp")
-        assert plan.pixels.exchange.ranks == replica
+        forward, replica = plan.pixels["vision"].exchange.forward, vision.group_of(rank, "tp", "sp", "cp")
+        assert plan.pixels["vision"].exchange.ranks == replica
         result = np.full(forward.rows, -1)
         result[forward.kept_to] = decoded_units(plan, packs)[forward.kept_from]
         results.append(result)
     for stage in ("scatter", "gather"):
         for rank, plan in enumerate(plans):
-            exchange = plan.pixels.exchange.forward.exchange(stage)  # pyright: ignore
+            exchange = plan.pixels["vision"].exchange.forward.exchange(stage)  # pyright: ignore
             if exchange is not None:
                 replica = vision.group_of(rank, "tp", "sp", "cp")
                 parts = [_sent(plans, packs, results, peer, replica.index(rank), stage) for peer in replica]
@@ -76,7 +75,7 @@ def embedded_units(plans: list[MicroBatchPlan], packs: list[PackShape], vision: 
 def _sent(
     plans: list[MicroBatchPlan], packs: list[PackShape], results: list[np.ndarray], sender: int, to: int, stage: str
 ) -> np.ndarray:
-    exchange = plans[sender].pixels.exchange.forward.exchange(stage)  # pyright: ignore
+    exchange = plans[sender].pixels["vision"].exchange.forward.exchange(stage)  # pyright: ignore
     assert exchange is not None
     source = decoded_units(plans[sender], packs) if stage == "scatter" else results[sender]
     return np.split(source[exchange.send], np.cumsum(exchange.send_counts)[:-1])[to]
@@ -87,18 +86,17 @@ def _sent(
 def test_every_image_is_decoded_once_and_every_unit_encoded_once(case: Case) -> None:
     packs, layouts, sharded, _ = case
     plans, vision = plans_of(case), layouts["vision"]
-    total = sum(len(pack.positions) for pack in packs)
+    total = sum(len(pack.images[0].positions) for pack in packs)
     if total == 0:
-        assert all(p.pixels is p.encoder is p.boundary is None and not len(p.text.rows_at) for p in plans)  # pyright: ignore
+        assert all(not p.pixels and not p.encoders and not p.boundaries and not len(p.text.rows_at) for p in plans)  # pyright: ignore
         return
-    images = [image for plan in plans for image in plan.pixels.decodes]  # pyright: ignore
-    assert sorted(images) == list(range(sum(len(pack.grids) for pack in packs)))
+    images = [image for plan in plans for image in plan.pixels["vision"].decodes]  # pyright: ignore
+    assert sorted(images) == list(range(sum(len(pack.images[0].grids) for pack in packs)))
     units = embedded_units(plans, packs, vision)
     copies = 1 if sharded["vision"] else vision.tp
     assert Counter(np.concatenate(units).tolist()) == Counter(dict.fromkeys(range(total), copies))
     for rank, plan in enumerate(plans):
-        assert plan.boundary is not None and plan.boundary.backward is not None
-        assert plan.boundary.backward.rows == len(units[rank]), "gradients come back of other rows"
+        assert plan.boundaries["vision"].backward.rows == len(units[rank]), "gradients come back of other rows"
         if not sharded["vision"]:
             assert units[rank].tolist() == units[vision.group_of(rank, "tp")[0]].tolist()
 
@@ -114,10 +112,10 @@ def test_every_image_position_gets_its_row(case: Case) -> None:
         needed = needed_rows(plan.text, packs, text, sharded["text"], rank)
         assert needed.tolist() == sorted(needed.tolist())
         found.update(needed.tolist())
-        if plan.boundary is not None:
-            assert plan.boundary.forward.rows == len(needed)
+        if plan.boundaries:
+            assert plan.boundaries["vision"].forward.rows == len(needed)
     copies = 1 if sharded["text"] else text.tp
-    assert found == Counter(dict.fromkeys(range(sum(len(p.positions) for p in packs)), copies))
+    assert found == Counter(dict.fromkeys(range(sum(len(p.images[0].positions) for p in packs)), copies))
 
 
 @some
@@ -148,17 +146,17 @@ def test_shares_fit_together(case: Case) -> None:
     """Patches, positions and lengths that the ranks of a replica and of a shard are given agree."""
     packs, layouts, sharded, _ = case
     plans, vision = plans_of(case), layouts["vision"]
-    if plans[0].encoder is None:
+    if not plans[0].encoders:
         return
     units, table = embedded_units(plans, packs, vision), _raster_positions(packs)
     for rank, plan in enumerate(plans):
-        share, at = plan.encoder, vision.coordinate(rank)  # pyright: ignore
+        share, at = plan.encoders["vision"], vision.coordinate(rank)  # pyright: ignore
         group = vision.group_of(rank, "tp")
         shard = np.concatenate([units[r] for r in group]) if sharded["vision"] else units[rank]
         np.testing.assert_array_equal(share.positions, table[shard].reshape(-1, 2).T)
         assert share.sp_lengths[at.sp] == sum(share.windows) == SHAPE.unit * len(shard)
         assert share.cp_lengths[at.cp] == sum(share.sp_lengths) == sum(share.pieces.queries)
-        padded = {SHAPE.unit * len(units[r]) + plans[r].pixels.padding for r in group}  # pyright: ignore
+        padded = {SHAPE.unit * len(units[r]) + plans[r].pixels["vision"].padding for r in group}  # pyright: ignore
         assert len(padded) == 1 and padded.pop() > 0, "ranks that share activations hold different lengths"
 
 
@@ -167,7 +165,7 @@ def _raster_positions(packs: list[PackShape]) -> np.ndarray:
     units = [
         [(row + i, column + j) for i in range(2) for j in range(2)]
         for pack in packs
-        for _, rows, columns in pack.grids
+        for _, rows, columns in pack.images[0].grids
         for row in range(0, rows, 2)
         for column in range(0, columns, 2)
     ]
@@ -180,8 +178,7 @@ def test_shards_are_near_even(vision: str) -> None:
     layouts = {"vision": Layout.parse(vision, 8), "text": Layout.parse("tp:8", 8)}
     [pack] = random_packs("even", layouts["text"], 0)
     for plan in plans_of(([pack], layouts, {"vision": False, "text": False}, 0)):
-        assert plan.encoder is not None
-        for lengths in (plan.encoder.sp_lengths, plan.encoder.cp_lengths):
+        for lengths in (plan.encoders["vision"].sp_lengths, plan.encoders["vision"].cp_lengths):
             assert max(lengths) <= sum(lengths) / len(lengths) + SHAPE.window**2 * SHAPE.unit
 
 
@@ -189,11 +186,11 @@ def test_no_rank_needs_more_than_its_rows_in_its_shard() -> None:
     """sp:8 to tp:8 with sharded activations: each row crosses to one rank, and the traffic is at most all rows."""
     layouts = {"vision": Layout.parse("sp:8", 8), "text": Layout.parse("tp:8", 8)}
     packs = random_packs("ragged", layouts["text"], 5)
-    plans = [plan.boundary for plan in plans_of((packs, layouts, {"vision": True, "text": True}, 0))]  # pyright: ignore
-    total = sum(prod(grid) // SHAPE.unit for grid in packs[0].grids)
+    plans = [plan.boundaries["vision"] for plan in plans_of((packs, layouts, {"vision": True, "text": True}, 0))]  # pyright: ignore
+    total = sum(prod(grid) // SHAPE.unit for grid in packs[0].images[0].grids)
     assert total == sum(plan.forward.rows for plan in plans) == first_rows_of_images(packs)[-1]
     assert 0 < sum(plan.forward.received_rows for plan in plans) <= total
-    windows = [int(n) for grid in packs[0].grids for n in image_geometry(grid, 2, SHAPE.window).windows]
+    windows = [int(n) for grid in packs[0].images[0].grids for n in image_geometry(grid, 2, SHAPE.window).windows]
     assert sum(windows) == total
 
 
@@ -202,7 +199,7 @@ def test_decoding_moves_from_rank_to_rank() -> None:
     layouts = {name: Layout.parse("sp:8", 8) for name in ("vision", "text")}
     packs = random_packs("even", layouts["text"], 0)
     planners = [planner(layouts, {"vision": False, "text": False}, rank) for rank in range(8)]
-    turns = [[p.plan(packs, turn).pixels.decodes for p in planners] for turn in range(8)]  # pyright: ignore
+    turns = [[p.plan(packs, turn).pixels["vision"].decodes for p in planners] for turn in range(8)]  # pyright: ignore
     assert [decodes.index((0,)) for decodes in turns] == [(turns[0].index((0,)) + turn) % 8 for turn in range(8)]
 
 
@@ -210,25 +207,23 @@ def test_micro_batches_of_one_shape_are_planned_once() -> None:
     layouts = {"vision": Layout.parse("sp:4,dp:2", 8), "text": Layout.parse("tp:2,dp:4", 8)}
     packs = random_packs("ragged", layouts["text"], 3)
     ours = planner(layouts, {"vision": True, "text": True}, 5)
-    copies = [
-        PackShape(*(getattr(p, name) for name in ("lengths", "images", "grids", "image_positions"))) for p in packs
-    ]
+    copies = [PackShape(p.lengths, tuple(Images(i.counts, i.grids, i.places) for i in p.images)) for p in packs]
     first, again, other = (
         ours.plan(packs),
         ours.plan(copies, turn=1),
         ours.plan(random_packs("ragged", layouts["text"], 4)),
     )
-    assert first.boundary is again.boundary and first.encoder is again.encoder and first.text is again.text
-    assert first.boundary is not other.boundary
-    assert first.pixels is ours.plan(copies, turn=4).pixels  # four ranks share a replica's images
-    assert first.pixels is not again.pixels
+    assert first.boundaries is again.boundaries and first.encoders is again.encoders and first.text is again.text
+    assert first.boundaries is not other.boundaries
+    assert first.pixels["vision"] is ours.plan(copies, turn=4).pixels["vision"]  # four ranks share a replica's images
+    assert first.pixels["vision"] is not again.pixels["vision"]
 
 
 def test_balance_decides_who_encodes() -> None:
     layouts = {"vision": Layout.parse("dp:8", 8), "text": Layout.parse("dp:8", 8)}
     packs = random_packs("ragged", layouts["text"], 11)
     loads = {
-        balance: planner(layouts, {"vision": True, "text": True}, 0, balance).plan(packs).loads  # pyright: ignore
+        balance: planner(layouts, {"vision": True, "text": True}, 0, balance).plan(packs).loads["vision"]  # pyright: ignore
         for balance in ("off", "replica")
     }
     assert sum(loads["off"]) == pytest.approx(sum(loads["replica"])) and max(loads["replica"]) < max(loads["off"])
@@ -250,7 +245,10 @@ def test_places_that_are_not_the_images_rows_are_refused(change: str, message: s
     good = [*range(6, 10), 11, 12]  # of two images in the last of three samples
     wrong = {"one less": good[:-1], "one more": [*good, 13], "another sample's": [0, *good[1:]],
              "twice": [*good[:-1], good[-2]], "outside": [*good[:-1], 15]}[change]  # fmt: skip
-    packs = [PackShape((3, 2, 10), (0, 0, 2), grids, np.array(places, np.int64).tobytes()) for places in (good, wrong)]
+    packs = [
+        PackShape((3, 2, 10), (Images((0, 0, 2), grids, np.array(places, np.int64).tobytes()),))
+        for places in (good, wrong)
+    ]
     messages = set()
     for rank in range(2):
         ours = planner(layouts, {"vision": True, "text": True}, rank)

@@ -1,0 +1,114 @@
+"""What one encoder sees of the images that are for it: sizes from headers, patches from decoded pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from megatron_hetero.data import model_folder, pictures
+from megatron_hetero.data.records import Record
+from megatron_hetero.errors import UserError
+
+
+class ImageReader:
+    """The image processor of a Qwen2.5-VL folder. Holds no open files and can be pickled.
+
+    Attributes:
+        token_id: the token that stands for one merged patch.
+        patch_size, temporal_patch_size: of the encoder, in pixels and frames.
+        merge_size: patches per token and side.
+        min_pixels, max_pixels: areas that images are enlarged or reduced to.
+    """
+
+    def __init__(self, image_processor: Any, token_id: int, max_image_pixels: int) -> None:
+        """Use `from_folder`."""
+        self.image_processor = image_processor
+        self.token_id = token_id
+        self.max_image_pixels = max_image_pixels
+        self.patch_size: int = image_processor.patch_size
+        self.temporal_patch_size: int = image_processor.temporal_patch_size
+        self.merge_size: int = image_processor.merge_size
+        self.min_pixels: int = image_processor.size["shortest_edge"]
+        self.max_pixels: int = image_processor.size["longest_edge"]
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: Path,
+        token_id: int,
+        min_pixels: int | None,
+        max_pixels: int | None,
+        max_image_pixels: int,
+        setting: str = "model.hf_path",
+    ) -> ImageReader:
+        """Read the folder that `setting` names, see `Processor.from_folder`.
+
+        Raises:
+            UserError: a file is missing or broken, or the files do not belong together.
+        """
+        config = model_folder.load_config(folder, setting)
+        image_processor = model_folder.load_image_processor(folder, min_pixels, max_pixels, setting)
+        model_folder.check_agreement(folder, config, image_processor)
+        return cls(image_processor, token_id, max_image_pixels)
+
+    def grid(self, record: Record, k: int) -> tuple[int, int, int]:
+        """(time, height, width) of image ``k`` in patches before merging, from its header."""
+        # Here, since it brings torch; see model_folder.
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        path = record.image_path(k)
+        width, height = pictures.picture_size(path, record.where, self.max_image_pixels)
+        try:
+            height, width = smart_resize(
+                height, width, self.patch_size * self.merge_size, self.min_pixels, self.max_pixels
+            )
+        except (ValueError, ZeroDivisionError) as error:
+            raise UserError.at(
+                f"{record.where}: image {path}",
+                found=f"a picture of {width} x {height} pixels ({error})",
+                expected="sides that differ by a factor below 200",
+                fix="crop or split the picture, or remove the record",
+            ) from error
+        return 1, height // self.patch_size, width // self.patch_size
+
+    def rows(self, grids: np.ndarray) -> np.ndarray:
+        """Tokens of each of ``grids``, int64 [..., 3] in patches."""
+        return grids.prod(axis=-1) // self.merge_size**2
+
+    def load_image(self, path: Path, where: str) -> Image.Image:
+        """The decoded picture, upright, in mode RGB, at its own size.
+
+        Raises:
+            UserError: naming ``path`` and the record ``where``.
+        """
+        return pictures.load_picture(path, where, self.max_image_pixels)
+
+    def patches(self, record: Record, image_index: int, grid: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Decodes one image into the patches that the encoder takes.
+
+        Args:
+            record: the record of the image.
+            image_index: which of its images.
+            grid: [3], the image's row of `TokenizedSample.grids`.
+
+        Returns:
+            float32 [t·h·w, channels · temporal_patch_size · patch_size²], normalised; merged groups are adjacent.
+
+        Raises:
+            UserError: the image cannot be decoded, or its size is not what its header said.
+        """
+        path = record.image_path(image_index)
+        output = self.image_processor(images=[self.load_image(path, record.where)], return_tensors="np")
+        found, expected = output["image_grid_thw"][0].tolist(), np.asarray(grid).tolist()
+        if found != expected:
+            raise UserError.at(
+                f"{record.where}: image {path}",
+                found=f"a decoded picture of {found} patches (time, height, width)",
+                expected=f"{expected}, as its header said",
+                fix="leave the pictures alone while training reads them, or replace this one if it is damaged",
+            )
+        return np.ascontiguousarray(output["pixel_values"], dtype=np.float32)

@@ -1,0 +1,21 @@
+"""What modules and their parts are called: in flags, records, layouts and messages."""
+
+from __future__ import annotations
+
+import re
+
+VISION, TEXT = "vision", "text"
+"""The modules of a vision-language model's own folder. Further encoders have names of their own."""
+
+ENCODER_NAME = re.compile(r"[a-z][a-z0-9_]*")
+TAKEN = frozenset(
+    {VISION, TEXT, "projector", "image", "images", "video", "videos", "conversations", "id", "boundary", "pipeline"}
+)
+"""What no further encoder can be called, since it means something else in flags, records or metrics."""
+
+
+def parts_of(module: str) -> tuple[str, ...]:
+    """The parts of a module that can be frozen: of an encoder itself and its projector."""
+    if module == TEXT:
+        return (TEXT,)
+    return module, "projector" if module == VISION else f"{module}_projector"

@@ -1,0 +1,24 @@
+"""What a configuration reads from: its data sets and its model's processor."""
+
+from __future__ import annotations
+
+from megatron_hetero.data.mixture import Mixture, RegistryEntry
+from megatron_hetero.data.processing import EncoderSource, Processor
+from megatron_hetero.training.config import Config
+
+
+def open_mixture(config: Config) -> Mixture:
+    """The data sets of `data.datasets`, loaded. Raises `UserError`."""
+    data = config.data
+    registry = {name: RegistryEntry(entry.annotations, entry.images) for name, entry in data.registry.items()}
+    return Mixture.parse(data.datasets, registry, data.shuffle, config.train.seed, config.model.encoder_names)
+
+
+def open_processor(config: Config) -> Processor:
+    """The tokenizer of `model.hf_path` and the image processor of each encoder. Raises `UserError`."""
+    further = {
+        name: EncoderSource(encoder.hf_path, encoder.token, encoder.min_pixels, encoder.max_pixels)
+        for name, encoder in config.model.encoders.items()
+    }
+    data = config.data
+    return Processor.from_folder(config.model.hf_path, data.min_pixels, data.max_pixels, encoders=further)

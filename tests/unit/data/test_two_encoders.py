@@ -1,0 +1,113 @@
+"""Records that show images to two encoders: who sees what, in which order, at which positions."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_hetero.data.packing import pack
+from megatron_hetero.data.processing import EncoderSource, Processor
+from megatron_hetero.data.records import Annotations
+from megatron_hetero.errors import UserError
+from megatron_hetero.training.step_loader import pack_metadata
+from megatron_hetero.training.step_plan import ImageSource
+
+ENCODERS = ("vision", "detail")
+ANSWER = {"from": "gpt", "value": "A cup."}
+MIXED = {
+    "conversations": [
+        {"from": "human", "value": "<detail>\nand <image>?"}, ANSWER,
+        {"from": "human", "value": "<image> or <detail>"}, ANSWER,
+    ],
+    "image": ["100x40.png", "56x56.png"],
+    "detail": ["200x140.png", "33x90.png"],
+}  # fmt: skip
+
+
+def load(folder: Path, pictures: Path, record: object, encoders: tuple[str, ...] = ENCODERS) -> Annotations:
+    path = folder / "train.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    return Annotations.load("d", path, pictures, encoders)
+
+
+@pytest.fixture(scope="module")
+def two(model_folder: Path) -> Processor:
+    source = EncoderSource(model_folder, "<|video_pad|>", min_pixels=28 * 28 * 9, max_pixels=28 * 28 * 30)
+    return Processor.from_folder(model_folder, encoders={"detail": source})
+
+
+def test_images_come_in_the_order_of_their_placeholders(tmp_path: Path, pictures: Path) -> None:
+    [record] = load(tmp_path, pictures, MIXED)
+    assert record.images == ("200x140.png", "100x40.png", "56x56.png", "33x90.png")
+    assert record.encoders == ("detail", "vision", "vision", "detail")
+
+
+def test_each_encoder_has_its_own_token_and_sizes(two: Processor, tmp_path: Path, pictures: Path) -> None:
+    [record] = load(tmp_path, pictures, MIXED)
+    sample = two.tokenize(record)
+    tokens = two.tokenizer.convert_tokens_to_ids(["<|video_pad|>", "<|image_pad|>"])
+    expected = np.repeat(np.array([tokens[0], tokens[1], tokens[1], tokens[0]]), sample.rows)
+    np.testing.assert_array_equal(sample.input_ids[sample.image_positions], expected)
+    assert sample.rows.tolist() == [int(grid.prod()) // 4 for grid in sample.grids]
+    assert all(9 <= rows <= 30 for rows in sample.rows[[0, 3]])
+    alone = Processor.from_folder(two_folder(two), None, None)
+    assert sample.grids[1].tolist() == list(alone.grid(record, 1))
+    starts = sample.image_positions[np.cumsum(sample.rows) - sample.rows]
+    for start, rows, grid in zip(starts, sample.rows, sample.grids, strict=True):
+        inside = sample.position_ids[:, start : start + rows]
+        assert (inside[0] == inside[0, 0]).all() and np.ptp(inside[1]) == grid[1] // 2 - 1
+        assert np.ptp(inside[2]) == grid[2] // 2 - 1
+
+
+def two_folder(processor: Processor) -> Path:
+    return Path(processor.tokenizer.name_or_path)
+
+
+def test_packs_say_which_rows_are_whose(two: Processor, tmp_path: Path, pictures: Path) -> None:
+    [record] = load(tmp_path, pictures, MIXED)
+    plain = {"conversations": [{"from": "human", "value": "<image>"}, ANSWER], "image": "56x56.png"}
+    samples = [two.tokenize(r) for r in (record, *load(tmp_path, pictures, plain))]
+    packed = pack(samples)
+    sources = [ImageSource(7, k) for k in range(4)] + [ImageSource(8, 0)]
+    told = pack_metadata(packed, sources, ENCODERS)
+    vision, detail = told.shape.images
+    assert (vision.counts, detail.counts) == ((2, 1), (2, 0))
+    assert told.sources == ((sources[1], sources[2], sources[4]), (sources[0], sources[3]))
+    for images, token in ((vision, "<|image_pad|>"), (detail, "<|video_pad|>")):
+        own = np.flatnonzero(packed.input_ids == two.tokenizer.convert_tokens_to_ids(token))
+        np.testing.assert_array_equal(images.positions, own)
+
+
+@pytest.mark.parametrize(
+    "change, parts",
+    [
+        ({"detail": "a.png"}, ["'detail' and 'conversations'", "2 <detail> placeholders for 1 images"]),
+        ({"detail": ["../a.png", "b.png"]}, ["field 'detail'[0]", "leaves the image folder"]),
+        ({"detail": 3}, ["field 'detail'", "a number"]),
+        ({"conversations": [{"from": "human", "value": "<image><image>"}, {"from": "gpt", "value": "<detail>"}]},
+         ["conversations[1]", "<detail> in a turn of gpt"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(change: dict, parts: list[str], tmp_path: Path, pictures: Path) -> None:
+    with pytest.raises(UserError) as error:
+        load(tmp_path, pictures, MIXED | change)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_without_such_an_encoder_the_mark_is_text(tmp_path: Path, pictures: Path) -> None:
+    [record] = load(tmp_path, pictures, MIXED, encoders=("vision",))
+    assert record.encoders == ("vision", "vision") and "<detail>" in record.turns[0].text
+
+
+@pytest.mark.parametrize(
+    "token, found", [("<|image_pad|>", "stands for another encoder's"), ("<|nothing|>", "does not have"),
+                     ("a", "no token of its own")],
+)  # fmt: skip
+def test_tokens_that_do_not_serve_are_refused(token: str, found: str, model_folder: Path) -> None:
+    with pytest.raises(UserError, match=f"model.encoders.detail.token: .*{re.escape(found)}"):
+        Processor.from_folder(model_folder, encoders={"detail": EncoderSource(model_folder, token)})
