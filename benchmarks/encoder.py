@@ -16,9 +16,10 @@ from megatron_hetero.layout import ModuleShape, resolve
 from megatron_hetero.megatron_adapter import prepare_globals
 from megatron_hetero.models.attention import AttentionPlan, Segments
 from megatron_hetero.models.backend import spec_provider
+from megatron_hetero.models.qwen2_5_vl.cost import encoding_cost
 from megatron_hetero.models.qwen2_5_vl.geometry import Grid
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.models.qwen2_5_vl.vision import VisionInput, VisionModel, encoding_cost
+from megatron_hetero.models.qwen2_5_vl.vision import VisionInput, VisionModel
 from megatron_hetero.platform import Platform
 from megatron_hetero.topology import Topology
 from megatron_hetero.training.step_plan import EncoderShards

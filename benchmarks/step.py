@@ -103,7 +103,7 @@ def _measure_case(crews: dict[str, Crew], case: int, rounds: int) -> tuple[dict[
 
 def _encoder_sweep(options: argparse.Namespace, folder: Path) -> EncoderReport:
     from benchmarks.encoder import EncoderBench, encoder_shape
-    from megatron_hetero.models.qwen2_5_vl.vision import encoding_cost
+    from megatron_hetero.models.qwen2_5_vl.cost import encoding_cost
 
     crew = Crew(options.ranks, folder / "store", EncoderBench)
     report = EncoderReport(options.layers, options.ranks)

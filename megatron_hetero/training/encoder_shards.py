@@ -20,6 +20,7 @@ from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.layout import Layout
 from megatron_hetero.models.balance import deal
 from megatron_hetero.models.context import Pieces, contiguous_pieces
+from megatron_hetero.models.qwen2_5_vl.cost import forward_flops_per_patch
 from megatron_hetero.models.qwen2_5_vl.geometry import (
     EncoderPlan,
     Grid,
@@ -29,7 +30,6 @@ from megatron_hetero.models.qwen2_5_vl.geometry import (
     shard_units,
 )
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.models.qwen2_5_vl.vision import forward_flops_per_patch
 from megatron_hetero.training.token_shards import holding_groups, tp_share
 
 

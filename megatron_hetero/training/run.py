@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout import Layout, resolve
 from megatron_hetero.megatron_adapter import prepare_globals
 from megatron_hetero.models.backend import spec_provider
 from megatron_hetero.models.balance import idle_share
@@ -30,25 +29,30 @@ from megatron_hetero.models.qwen2_5_vl.weights import (
     folder_shapes,
     prefix_of,
 )
-from megatron_hetero.models.stages import cut_stages
-from megatron_hetero.module_names import TEXT, VISION, parts_of
+from megatron_hetero.module_names import TEXT, VISION
 from megatron_hetero.platform import Platform
-from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.runtime import Interpreter, ModuleOnRank
-from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings
 from megatron_hetero.schedule.watch import Stopwatch, Watchdog
 from megatron_hetero.topology import Topology
-from megatron_hetero.training.config import Config, require_modules, to_yaml
+from megatron_hetero.training.config import Config, to_yaml
 from megatron_hetero.training.export import export_model
 from megatron_hetero.training.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients
 from megatron_hetero.training.metrics import MetricsWriter, NullWriter, StepMetrics
 from megatron_hetero.training.modules import TrainedModule, build_module
 from megatron_hetero.training.optimizer import build_optimizer, rate_of, set_learning_rates
 from megatron_hetero.training.profile import StepProfiler
+from megatron_hetero.training.resolved import (
+    checked,
+    checked_schedule,
+    dtype_of,
+    shards_activations,
+    stages_per_rank,
+    transport_of,
+)
 from megatron_hetero.training.sources import open_mixture, open_processor
 from megatron_hetero.training.step_flops import utilisation
-from megatron_hetero.training.step_loader import BatchShape, StepBatch, StepLoader
+from megatron_hetero.training.step_loader import StepBatch, StepLoader
 from megatron_hetero.training.step_plan import StepPlanner, image_encoder
 from megatron_hetero.training.to_device import to_device
 
@@ -259,33 +263,6 @@ class Run:
         export_model(self.modules, self.shapes, self.topology, target, folders, dtype_of(self.config))
 
 
-def dtype_of(config: Config) -> torch.dtype:
-    """`model.dtype` as torch has it."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
-
-
-def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, Layout], BatchShape]:
-    """The shapes of the model, the layouts that fit it and the world, and how the batch is shared out. Raises
-    `UserError`.
-    """
-    further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
-    shapes = Qwen25VLShapes.from_folder(config.model.hf_path, further)
-    require_modules(config, shapes.modules)
-    layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
-    batch = _batch_shape(config, layouts[TEXT])
-    resolve_settings(_schedule_settings(config), layouts, batch.micro_batches)
-    for name, layout in layouts.items():
-        per_rank = _stages_per_rank(config, name)
-        cut_stages(
-            shapes[name].layers,
-            layout.pp,
-            per_rank=per_rank,
-            split=config.parallel_layers.get(name),
-            module=name,
-        )
-    return shapes, layouts, batch
-
-
 def _open_weights(config: Config, shapes: Qwen25VLShapes) -> dict[str, StoredWeights]:
     """The stored weights of each module, opened and checked. Raises `UserError`."""
     own = StoredWeights.open(config.model.hf_path, canonical_name)
@@ -297,27 +274,6 @@ def _open_weights(config: Config, shapes: Qwen25VLShapes) -> dict[str, StoredWei
         others = frozenset(tensor for tensor in weights[name].shapes if not tensor.startswith(prefix_of(name)))
         weights[name].require(encoder_shapes(name, shapes.encoders[name]), others)
     return weights
-
-
-def _stages_per_rank(config: Config, name: str) -> int:
-    return config.schedule.virtual_stages if name == TEXT else 1
-
-
-def _schedule_settings(config: Config) -> ScheduleSettings:
-    chosen = config.schedule
-    return ScheduleSettings(chosen.kind, chosen.waves, chosen.run_ahead, chosen.virtual_stages)
-
-
-def _batch_shape(config: Config, text: Layout) -> BatchShape:
-    total, micro = config.train.global_batch_size, config.train.micro_batch_size
-    if total % (text.dp * micro):
-        share = text.dp * micro
-        raise UserError(
-            f"train.global_batch_size (--train.global_batch_size): found {total}, expected a multiple of "
-            f"{share}, because {text.dp} replicas of the text module train micro-batches of {micro}; "
-            f"try --train.global_batch_size {-(-total // share) * share}"
-        )
-    return BatchShape(text.dp, total // (text.dp * micro), micro)
 
 
 def _build_modules(
@@ -337,24 +293,11 @@ def _build_modules(
             distributed_optimizer=config.optimizer.name == "adamw",
             weights=weights[name],
             split=config.parallel_layers.get(name),
-            stages_per_rank=_stages_per_rank(config, name),
+            stages_per_rank=stages_per_rank(config, name),
         )
         for name, layout in topology.layouts.items()
         if topology.rank in layout
     )
-
-
-def transport_of(config: Config) -> torch.dtype:
-    """What rows are sent as."""
-    return torch.bfloat16 if config.boundary.transport == "bfloat16" else dtype_of(config)
-
-
-def checked_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:
-    """The schedule of a step, checked. Raises `UserError` where settings and layouts do not fit."""
-    frozen = [name for name in config.model.encoder_names if set(parts_of(name)) <= set(config.model.freeze)]
-    schedule = build_schedule(layouts, batch.micro_batches, _schedule_settings(config), forward_only=frozen)
-    schedule.check()
-    return schedule
 
 
 def _interpreter(
@@ -387,11 +330,6 @@ def _interpreter(
         watch=watch,
         watchdog=Watchdog(config.schedule.timeout_s, topology.rank),
     )
-
-
-def shards_activations(config: Config, name: str, layout: Layout) -> bool:
-    """Whether a module's activations are split along the sequence over its tp ranks."""
-    return config.model.sequence_parallel.get(name, True) and layout.tp > 1
 
 
 def _writer(config: Config, rank: int) -> MetricsWriter | NullWriter:

@@ -31,6 +31,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.module_names import TEXT
 from megatron_hetero.platform import CPU
 from megatron_hetero.topology import Topology
+from megatron_hetero.training.resolved import BatchShape
 from megatron_hetero.training.step_plan import (
     Images,
     ImageSource,
@@ -42,25 +43,6 @@ from megatron_hetero.training.step_plan import (
 )
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """How a step's samples are shared out: `replicas` of the text module, each with `micro_batches` of `samples`."""
-
-    replicas: int
-    micro_batches: int
-    samples: int
-
-    @property
-    def step_samples(self) -> int:
-        """Samples of one step: the global batch."""
-        return self.replicas * self.micro_batches * self.samples
-
-    def numbers(self, step: int, replica: int, micro_batch: int) -> range:
-        """Samples of the stream (from 0) that a replica trains in a micro-batch of `step` (from 1)."""
-        first = (step - 1) * self.step_samples + (micro_batch * self.replicas + replica) * self.samples
-        return range(first, first + self.samples)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,9 @@ from megatron_hetero.boundary.plan import RankPlan, plan_boundary
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout import Layout
 from megatron_hetero.models.balance import deal, deal_in_order, loads_of
+from megatron_hetero.models.qwen2_5_vl.cost import encoding_cost
 from megatron_hetero.models.qwen2_5_vl.geometry import Grid
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.models.qwen2_5_vl.vision import encoding_cost
 from megatron_hetero.module_names import TEXT
 from megatron_hetero.training.encoder_shards import EncoderShards, EncoderShare
 from megatron_hetero.training.token_shards import TokenShards, TokenShare

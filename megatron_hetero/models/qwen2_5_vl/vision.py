@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from megatron_hetero.models.attention import AttentionPlan, rotary_frequencies
 from megatron_hetero.models.backend import layer_spec, padded, recompute_options, transformer_config
+from megatron_hetero.models.qwen2_5_vl.cost import padded_patches
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.stages import Stage
 from megatron_hetero.platform import Platform
@@ -44,16 +44,6 @@ class VisionInput:
     pixels: Tensor | None
     positions: Tensor
     attention: AttentionPlan
-
-
-def padded_patches(patches: int, unit: int, sequence_shards: int) -> int:
-    """Patches of a shard with padding: whole units for each of the ranks that share its activations, and never none.
-
-    `sequence_shards`: tp with sequence-parallel activations, else 1. An empty shard takes part in collectives, and
-    Megatron's layers do not accept tensors without elements.
-    """
-    share = unit * sequence_shards
-    return max(1, -(-patches // share)) * share
 
 
 class PatchMerger(torch.nn.Module):
@@ -172,21 +162,3 @@ def rotary_table(positions_2n: Tensor, shape: VisionShape) -> Tensor:
     angles = (positions_2n[..., None].float() * frequencies).transpose(0, 1).flatten(1)
     angles = torch.cat((angles, angles), dim=-1)
     return torch.stack((angles.cos(), angles.sin()))
-
-
-def forward_flops_per_patch(shape: VisionShape) -> tuple[float, float]:
-    """Cost model of encoding: (flops per patch, flops per patch and patch of its sequence in full-attention layers)."""
-    window_patches = shape.window**2 * shape.unit
-    linear = (
-        shape.layers * (8 * shape.hidden**2 + 6 * shape.hidden * shape.ffn) + 2 * shape.patch_elements * shape.hidden
-    )
-    merger = 2 * shape.hidden * (shape.hidden * shape.unit + shape.out_hidden)
-    windowed = (shape.layers - len(shape.full_layers)) * 4 * shape.hidden * window_patches
-    return float(linear + merger + windowed), float(len(shape.full_layers) * 4 * shape.hidden)
-
-
-def encoding_cost(grid: tuple[int, int, int], shape: VisionShape) -> float:
-    """Predicted forward flops of encoding an image of `grid` patches."""
-    linear, quadratic = forward_flops_per_patch(shape)
-    frame = float(np.prod(grid[1:]))
-    return grid[0] * (linear * frame + quadratic * frame * frame)

@@ -14,8 +14,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from megatron_hetero.models import balance
 from megatron_hetero.models.balance import deal, deal_in_order, idle_share, loads_of
+from megatron_hetero.models.qwen2_5_vl.cost import encoding_cost
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.models.qwen2_5_vl.vision import encoding_cost
 
 REPLICAS = 8
 SEEDS = range(200)

@@ -1,0 +1,106 @@
+"""What a configuration comes to in a world of ranks: shapes, layouts, the batch, the schedule, all checked against each
+other. Pure, and quick to import: neither Megatron-Core nor a process group is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout import Layout, resolve
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.stages import cut_stages
+from megatron_hetero.module_names import TEXT, parts_of
+from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings
+from megatron_hetero.training.config import Config, require_modules
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How a step's samples are shared out: `replicas` of the text module, each with `micro_batches` of `samples`."""
+
+    replicas: int
+    micro_batches: int
+    samples: int
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of one step: the global batch."""
+        return self.replicas * self.micro_batches * self.samples
+
+    def numbers(self, step: int, replica: int, micro_batch: int) -> range:
+        """Samples of the stream (from 0) that a replica trains in a micro-batch of `step` (from 1)."""
+        first = (step - 1) * self.step_samples + (micro_batch * self.replicas + replica) * self.samples
+        return range(first, first + self.samples)
+
+
+def dtype_of(config: Config) -> torch.dtype:
+    """`model.dtype` as torch has it."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
+
+
+def transport_of(config: Config) -> torch.dtype:
+    """What rows are sent as."""
+    return torch.bfloat16 if config.boundary.transport == "bfloat16" else dtype_of(config)
+
+
+def shards_activations(config: Config, name: str, layout: Layout) -> bool:
+    """Whether a module's activations are split along the sequence over its tp ranks."""
+    return config.model.sequence_parallel.get(name, True) and layout.tp > 1
+
+
+def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, Layout], BatchShape]:
+    """The shapes of the model, the layouts that fit it and the world, and how the batch is shared out. Raises
+    `UserError`.
+    """
+    further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
+    shapes = Qwen25VLShapes.from_folder(config.model.hf_path, further)
+    require_modules(config, shapes.modules)
+    layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
+    batch = _batch_shape(config, layouts[TEXT])
+    resolve_settings(_schedule_settings(config), layouts, batch.micro_batches)
+    for name, layout in layouts.items():
+        per_rank = stages_per_rank(config, name)
+        cut_stages(
+            shapes[name].layers,
+            layout.pp,
+            per_rank=per_rank,
+            split=config.parallel_layers.get(name),
+            module=name,
+        )
+    return shapes, layouts, batch
+
+
+def checked_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:
+    """The schedule of a step, checked. Raises `UserError` where settings and layouts do not fit."""
+    frozen = [name for name in config.model.encoder_names if set(parts_of(name)) <= set(config.model.freeze)]
+    schedule = build_schedule(layouts, batch.micro_batches, _schedule_settings(config), forward_only=frozen)
+    schedule.check()
+    return schedule
+
+
+def stages_per_rank(config: Config, name: str) -> int:
+    """Pipeline stages of a module on each of its ranks."""
+    return config.schedule.virtual_stages if name == TEXT else 1
+
+
+def _schedule_settings(config: Config) -> ScheduleSettings:
+    chosen = config.schedule
+    return ScheduleSettings(chosen.kind, chosen.waves, chosen.run_ahead, chosen.virtual_stages)
+
+
+def _batch_shape(config: Config, text: Layout) -> BatchShape:
+    total, micro = config.train.global_batch_size, config.train.micro_batch_size
+    if total % (text.dp * micro):
+        share = text.dp * micro
+        raise UserError(
+            f"train.global_batch_size (--train.global_batch_size): found {total}, expected a multiple of "
+            f"{share}, because {text.dp} replicas of the text module train micro-batches of {micro}; "
+            f"try --train.global_batch_size {-(-total // share) * share}"
+        )
+    return BatchShape(text.dp, total // (text.dp * micro), micro)
