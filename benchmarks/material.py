@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,24 +52,28 @@ class ModelSize:
 
 def write_material(folder: Path, size: ModelSize, cases: list[Case]) -> None:
     """`folder/model`, and `folder/data.jsonl` in which case i has the samples from `SAMPLES` x i on."""
+    sides = [case.side if k < case.images else 0 for case in cases for k in range(SAMPLES)]
+    write_samples(folder, size, sides)
+
+
+def write_samples(folder: Path, size: ModelSize, sides: Sequence[int]) -> None:
+    """`folder/model`, and `folder/data.jsonl` in which each sample has a picture of `sides` pixels; 0 is none."""
     _write_model(folder / "model", size)
     (folder / "images").mkdir()
     rng = random.Random(0)
-    records = [_record(folder, case, i, k, rng) for i, case in enumerate(cases) for k in range(SAMPLES)]
+    records = [_record(folder, side, f"{i}.png", rng) for i, side in enumerate(sides)]
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
-def _record(folder: Path, case: Case, number: int, k: int, rng: random.Random) -> dict[str, object]:
+def _record(folder: Path, side: int, name: str, rng: random.Random) -> dict[str, object]:
     question, answer = (" ".join(rng.choices(WORDS, k=n)) for n in (12, 24))
-    pictured = k < case.images
     turns = [
-        {"from": "human", "value": ("<image>\n" if pictured else "") + question},
+        {"from": "human", "value": ("<image>\n" if side else "") + question},
         {"from": "gpt", "value": answer},
     ]
-    if not pictured:
+    if not side:
         return {"conversations": turns}
-    name = f"{number}_{k}.png"
-    picture = Image.frombytes("RGB", (case.side, case.side), rng.randbytes(3 * case.side**2))
+    picture = Image.frombytes("RGB", (side, side), rng.randbytes(3 * side**2))
     picture.save(folder / "images" / name, compress_level=0)
     return {"conversations": turns, "image": name}
 

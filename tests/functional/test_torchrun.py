@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -49,12 +49,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def started(folder: Path, *flags: str, ranks: int = 2) -> Iterator[subprocess.Popen[str]]:
+def started(
+    folder: Path, *flags: str, ranks: int = 2, program: Sequence[str] = (str(PROGRAM),)
+) -> Iterator[subprocess.Popen[str]]:
     """torchrun with the folder's configuration; whatever is left of it at the end is killed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*command, str(PROGRAM), "--config", str(folder / "config.yaml"), *flags],
+        [*command, *program, "--config", str(folder / "config.yaml"), *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

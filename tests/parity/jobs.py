@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
 from megatron_hetero.platform import CPU, Platform
+from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.training.config import load_config
 from megatron_hetero.training.export import assemble, gather_parameters
 from megatron_hetero.training.gradients import scale_gradients
@@ -42,6 +45,17 @@ def gradients(flags: list[str]) -> dict[str, Any]:
         "norm": summary.norm / batch.supervised,
         "gradients": _stored(run, lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p)),
     }
+
+
+def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float, float]]:
+    """Loss and gradient norm of one step under the configured schedule, then under others."""
+    run = _build([*flags, "--optimizer.name", "sgd"])
+    layouts, micro_batches = run.topology.layouts, run.schedule.micro_batches
+    batch, found = run.loader.load(1, map), []
+    for schedule in [run.schedule, *(build_schedule(layouts, micro_batches, settings) for settings in others)]:
+        summary = replace(run, schedule=schedule).gradients(batch)
+        found.append((summary.loss_sum / batch.supervised, summary.norm / batch.supervised))
+    return found
 
 
 def _build(flags: list[str]) -> Run:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.parity import jobs
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.oracle import Oracle, TwoTowers, stored_name
@@ -70,6 +71,8 @@ VIRTUAL = ("--schedule.virtual_stages", "2")
 NOT_AHEAD = ("--schedule.run_ahead", "0")
 IN_ORDER = ("--data.balance", "off")
 WHOLE = ("--model.sequence_parallel.vision", "false", "--model.sequence_parallel.text", "false")
+WAVES = [ScheduleSettings(waves=waves) for waves in (1, 2, GLOBAL_BATCH)]
+AHEAD = [ScheduleSettings(run_ahead=ahead) for ahead in (0, 1, 3)]
 CASES = [
     Case("dp:1", "dp:1", 1, micro=2),
     Case("dp:1", "dp:1", 1, model="tied"),
@@ -117,9 +120,13 @@ CASES = [
     Case("dp:3@0-2", "tp:1,dp:2@3-4", 5, model="twelve-heads", micro=2),
     Case("sp:4", "pp:4", 4, model="deep"),
     Case("sp:4", "pp:4", 4, model="deep", flags=RECOMPUTED),
+    Case("sp:4", "pp:4", 4, model="deep", micro=4),
+    Case("sp:4", "pp:4", 4, model="deep", micro=8),
     Case("sp:4", "tp:2,pp:2", 4, model="deep-tied"),
     Case("dp:4", "pp:2,dp:2", 4, model="deep-tied", micro=2),
     Case("sp:2@0-1", "pp:2@1-2", 3, model="deep"),
+    Case("sp:2@0-1", "pp:2@1-2", 3, model="deep", micro=4),
+    Case("sp:2@0-1", "pp:2@1-2", 3, model="deep", micro=8),
     Case("pp:2@0-1", "tp:2@2-3", 4, model="deep"),
     Case("pp:2,sp:2", "pp:2,tp:2", 4, model="deep-tied", flags=UNEVEN),
     Case("dp:1@0", "pp:2@1-2", 3, model="deep", flags=VIRTUAL),
@@ -253,8 +260,30 @@ def test_rounded_transport(expected: Callable[[Case], Expected], pools: Callable
     assert 1e-5 < _norm(difference) / _norm(want.gradients) < 2e-2
 
 
+@pytest.mark.parametrize(
+    "case, others",
+    [
+        (Case("sp:2", "pp:2", 2, model="deep"), [*WAVES, ScheduleSettings("recompute")]),
+        (Case("sp:2@0-1", "pp:2@1-2", 3, model="deep"), [*WAVES, ScheduleSettings("recompute")]),
+        (Case("dp:1@0", "pp:2@1-2", 3, model="deep"), AHEAD),
+        (Case("sp:2", "pp:2", 2, model="deep", flags=VIRTUAL), [replace(s, virtual_stages=2) for s in WAVES]),
+        (Case("dp:1@0", "pp:2@1-2", 3, model="deep", flags=VIRTUAL), [replace(s, virtual_stages=2) for s in AHEAD]),
+    ],
+    ids=["colocated", "mixed", "disjoint", "colocated, virtual stages", "disjoint, virtual stages"],
+)
+def test_no_schedule_changes_the_loss(
+    case: Case, others: list[ScheduleSettings], expected: Callable[[Case], Expected], pools: Callable[[int], Pool]
+) -> None:
+    want = expected(case)
+    found = pools(case.ranks).run(jobs.losses, _flags(case, want.folder), others)[0]
+    assert len(found) == 1 + len(others)
+    for loss, norm in found:
+        assert loss == pytest.approx(want.loss, rel=1e-5)
+        assert (loss, norm) == pytest.approx(found[0], rel=1e-6)
+
+
 # What differs between cases of one pair of layouts shows in the gradients.
-ONE_OF_EACH_PAIR = list({(case.vision, case.text): case for case in reversed(CASES)}.values())[::-1]
+ONE_OF_EACH_PAIR = list({(c.vision, c.detail, c.text): c for c in reversed(CASES)}.values())[::-1]
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH_PAIR, ids=str)

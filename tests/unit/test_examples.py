@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -9,36 +10,44 @@ from pathlib import Path
 import pytest
 
 from megatron_hetero.layout import ModuleShape, resolve
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.qwen2_5_vl.weights import parameter_count
+from megatron_hetero.tools.make_demo import DemoOptions, make_demo
 from megatron_hetero.training.config import load_config, require_modules
+from megatron_hetero.training.run import checked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Ranks that the example is for; text heads, key/value heads, hidden size, layers. All share one vision encoder.
-MODELS = {
-    "3b": (8, 16, 2, 2048, 36),
-    "7b": (8, 28, 4, 3584, 28),
-    "32b": (16, 40, 8, 5120, 64),
-    "72b": (32, 64, 8, 8192, 80),
-}
+RANKS = {"3b": 8, "7b": 8, "32b": 16, "72b": 32}
+"""What the example of each published model is for."""
+PARAMETERS = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336, "72b": 73_410_777_344}
+"""Of the published weights."""
 NUMBERS = {"one": 1, "two": 2, "four": 4}
 
 
+def _published(size: str) -> Qwen25VLShapes:
+    return Qwen25VLShapes.from_folder(EXAMPLES / f"models/qwen2_5_vl_{size}")
+
+
 def _shapes(size: str) -> dict[str, ModuleShape]:
-    _, heads, kv_heads, hidden, layers = MODELS[size]
-    return {
-        "vision": ModuleShape("vision", 16, 16, 1280, 32, "encoder"),
-        "text": ModuleShape("text", heads, kv_heads, hidden, layers, "text"),
-    }
+    return _published(size).module_shapes()
 
 
 def test_every_example_is_tested() -> None:
-    assert {file.name for file in EXAMPLES.glob("*.yaml")} == {f"qwen2_5_vl_{size}.yaml" for size in MODELS}
+    files = {file.name for file in EXAMPLES.glob("*.yaml")}
+    assert files == {"tiny.yaml", *(f"qwen2_5_vl_{size}.yaml" for size in RANKS)}
+    assert {folder.name for folder in EXAMPLES.glob("models/*")} == {f"qwen2_5_vl_{size}" for size in RANKS}
 
 
-@pytest.mark.parametrize("size", MODELS)
+@pytest.mark.parametrize("size", RANKS)
+def test_shapes_have_the_published_number_of_parameters(size: str) -> None:
+    assert parameter_count(_published(size)) == PARAMETERS[size]
+
+
+@pytest.mark.parametrize("size", RANKS)
 def test_example_loads_and_its_layouts_fit(size: str) -> None:
     file = EXAMPLES / f"qwen2_5_vl_{size}.yaml"
     config = load_config(["--config", str(file)])
-    ranks, shapes = MODELS[size][0], _shapes(size)
+    ranks, shapes = RANKS[size], _shapes(size)
     nodes = re.search(r" on (\w+) nodes? of eight GPUs", file.read_text(encoding="utf-8"))
     assert nodes and 8 * NUMBERS[nodes[1]] == ranks
     require_modules(config, shapes)
@@ -61,3 +70,47 @@ def test_the_readmes_eight_gpu_command() -> None:
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("slurm/*.sbatch")), ids=lambda path: path.name)
 def test_slurm_scripts_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def _asked_of_torchrun(script: str, folder: Path, nodes: int, **more: str) -> list[str]:
+    """The command line of pretrain_vlm.py that a job script ends in. Slurm's two programs are stood in for."""
+    (folder / "srun").write_text('#!/bin/bash\nexport SLURM_NODEID=1\nexec "${@:2}"\n')
+    (folder / "scontrol").write_text("#!/bin/bash\necho node0\n")
+    (folder / ".venv/bin").mkdir(parents=True)
+    (folder / ".venv/bin/python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    for program in ("srun", "scontrol", ".venv/bin/python"):
+        (folder / program).chmod(0o755)
+    job = {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "node[0-9]", "SLURM_JOB_ID": "7"}
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder)} | job | more
+    command = ["bash", str(EXAMPLES / "slurm" / script), "--config", str(EXAMPLES / "qwen2_5_vl_32b.yaml")]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()
+
+
+def test_the_disjoint_job_gives_modules_nodes_of_their_own(tmp_path: Path) -> None:
+    asked = _asked_of_torchrun("disjoint.sbatch", tmp_path, nodes=6, VISION_NODES="2", TEXT="tp:8,pp:2")
+    assert asked[asked.index("--node-rank") + 1] == "1"
+    config = load_config(asked[asked.index("pretrain_vlm.py") + 1 :])
+    layouts = resolve(config.parallel, _shapes("32b"), 48)
+    assert str(layouts["vision"]) == "sp:8,dp:2@0-15"
+    assert str(layouts["text"]) == "tp:8,dp:2,pp:2@16-47"
+
+
+def test_the_disjoint_job_leaves_nodes_for_both_modules(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        _asked_of_torchrun("disjoint.sbatch", tmp_path, nodes=1)
+    assert "found 1 of 1 nodes" in refused.value.stderr
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--vision-parallel dp:1@0 --text-parallel dp:1@1 --train.micro_batch_size 8"], ids=["shared", "apart"]
+)
+def test_the_tiny_example_fits_what_make_demo_writes(flags: str, tmp_path: Path) -> None:
+    make_demo(tmp_path / "demo", DemoOptions(train_pictures=2, heldout_questions=2))
+    (tmp_path / "examples").mkdir()
+    text = (EXAMPLES / "tiny.yaml").read_text(encoding="utf-8")
+    assert all(flag in text for flag in flags.split(" --"))
+    (tmp_path / "examples/tiny.yaml").write_text(text, encoding="utf-8")
+    config = load_config(["--config", str(tmp_path / "examples/tiny.yaml"), *flags.split()])
+    checked(config, 2)
+    assert all(entry.annotations.is_file() for entry in config.data.registry.values())

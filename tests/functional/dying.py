@@ -1,0 +1,95 @@
+"""`pretrain_vlm.py` on a rank that is killed in a chosen phase: `-m tests.functional.dying FILE RANK PHASE FLAGS...`.
+
+The rank leaves FILE behind as it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pretrain_vlm
+from megatron_hetero.launch import guarded, rank
+from megatron_hetero.schedule.watch import Stopwatch
+
+CALLS = {
+    "start-up": ("megatron_hetero.platform", "Platform.init_process_group", 1),
+    "groups": ("torch.distributed", "new_group", 3),
+    "data": ("megatron_hetero.training.step_loader", "StepLoader.load", 2),
+    "gradient sums": ("megatron_hetero.training.run", "reduce_gradients", 2),
+    "update": ("megatron_hetero.training.run", "Run._update", 2),
+    "export": ("megatron_hetero.training.export", "gather_parameters", 1),
+}
+"""Phases that are the n-th call of a function."""
+ACTIONS = {
+    "forward": r"\w+\.\d\.F1",
+    "boundary": r"\w+>\w+\.F1",
+    "boundary, waiting": r"\w+>\w+\.F1!",
+    "pipeline": r"\w+\.\d[<>]\d\.[FB]1!?",
+    "backward": r"\w+\.\d\.B1",
+    "boundary back": r"\w+>\w+\.B1",
+}
+"""Phases that are an action of the schedule, in the second step."""
+
+
+def arm(phase: str, die: Callable[[], None]) -> None:
+    """Have this process `die` when it comes to `phase`."""
+    if phase in CALLS:
+        module, name, times = CALLS[phase]
+        *path, last = name.split(".")
+        owner: Any = importlib.import_module(module)
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, last, _dying(getattr(owner, last), times, die))
+    else:
+        setattr(Stopwatch, "part", _dying_part(Stopwatch.part, ACTIONS[phase], die))  # noqa: B010
+
+
+def _dying(function: Callable[..., Any], times: int, die: Callable[[], None]) -> Callable[..., Any]:
+    calls = Counter[str]()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        calls["all"] += 1
+        if calls["all"] == times:
+            die()
+        return function(*args, **kwargs)
+
+    return called
+
+
+def _dying_part(part: Callable[..., Any], pattern: str, die: Callable[[], None]) -> Callable[..., Any]:
+    seen = Counter[str]()
+
+    @contextlib.contextmanager
+    def watched(self: Stopwatch, name: str, label: str = "") -> Iterator[None]:
+        seen[label] += 1
+        if seen[label] == 2 and re.fullmatch(pattern, label):
+            die()
+        with part(self, name, label):
+            yield
+
+    return watched
+
+
+def main(file: str, victim: str, phase: str, *flags: str) -> None:
+    """Run the program; die in it where this is the victim."""
+
+    def die() -> None:
+        Path(file).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank() == int(victim):
+        arm(phase, die)
+    guarded(pretrain_vlm.main, flags)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
