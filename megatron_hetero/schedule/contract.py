@@ -11,8 +11,8 @@ A module has stages, most often one. Which of the protocols below its model fulf
 
 Rows are [rows, width], those that this rank needs of all encoders, one encoder after the other. What an encoder
 returns are those that this rank holds in the boundary's plan, [held, width]; more rows at its end are padding, which
-does not cross. Hidden states have the shape that `hidden_shape` says and the interpreter's dtype. The loss is a scalar,
-the sum over this rank's part of the micro-batch.
+does not cross. Hidden states have the shape that the next stage's `hidden_shape` says, and the interpreter's dtype.
+The loss is a scalar, the sum over this rank's part of the micro-batch.
 
 What a model is given is a leaf of its own graph, which ends with what it returns. Models communicate inside their own
 module as they like, if all ranks of a stage do so in one order.

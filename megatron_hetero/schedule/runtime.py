@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -162,6 +162,8 @@ class _Execution:
         self.batches: dict[int, DeviceMicroBatch] = {}
         self.entered: dict[Key, Tensor] = {}  # leaves: what a stage was given
         self.left: dict[Key, Tensor] = {}  # what it made of it
+        self.left_shape: dict[Key, torch.Size] = {}
+        self.posted: deque[Action] = deque()  # gradients that may come, in order, once it is known how large they are
         self.arriving: dict[Action, tuple[Tensor, Any]] = {}
         self.arrived: dict[tuple[str, Key], Tensor] = {}
         self.leaving: deque[tuple[Any, Tensor]] = deque()
@@ -257,7 +259,8 @@ class _Execution:
                 left.dim() == 0, action, f"a loss of shape {tuple(left.shape)}", "a scalar, the sum of losses"
             )
             self.loss += left.detach()
-        self.left[key] = left
+        self.left[key], self.left_shape[key] = left, left.shape
+        self._receive_posted()
 
     def _first_text_stage(self, action: Action) -> Tensor:
         micro_batch = action.micro_batch
@@ -310,7 +313,19 @@ class _Execution:
         batch = self._input(action)
         if batch is None:
             return
-        shape = self._model(action).hidden_shape(batch)
+        if action.kind != "B":
+            self._receive(action, self._model(action).hidden_shape(batch))
+            return
+        # A gradient is as large as the output that it is of, which may only be computed between post and take.
+        self.posted.append(action)
+        self._receive_posted()
+
+    def _receive_posted(self) -> None:
+        while self.posted and _key(self.posted[0]) in self.left_shape:
+            action = self.posted.popleft()
+            self._receive(action, self.left_shape[_key(action)])
+
+    def _receive(self, action: Action, shape: Sequence[int]) -> None:
         buffer = torch.empty(shape, dtype=self.of.dtype, device=self.of.device)
         self.arriving[action] = buffer, dist.irecv(buffer, self._partner(action), group=self._pipeline(action))
 
