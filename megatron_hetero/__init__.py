@@ -1,11 +1,117 @@
 """Heterogeneous parallelism for multimodal training on Megatron-Core: each module in its own layout, on its own
 ranks.
+
+The names below are the library; docs/library.md shows how they go together. They are imported when they are first used,
+so that what plans (layouts, boundaries, schedules, their simulation) needs no torch and no GPU.
 """
 
 import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 # What Megatron-Core says on every rank, at import and from inside its own calls, is not for our users.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
 warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
 )
+
+if TYPE_CHECKING:
+    from megatron_hetero.boundary.autograd import cross
+    from megatron_hetero.boundary.communicator import (
+        BoundaryCommunicator,
+        Crossing,
+        LoadedPlan,
+        boundary_communicators,
+        load_plan,
+    )
+    from megatron_hetero.boundary.ownership import Ownership
+    from megatron_hetero.boundary.plan import BoundaryPlan, RankPlan, plan_boundary
+    from megatron_hetero.errors import UserError
+    from megatron_hetero.launch import guarded, process_group
+    from megatron_hetero.layout import Layout, ModuleShape, resolve, validate
+    from megatron_hetero.platform import Platform
+    from megatron_hetero.schedule.builders import build_schedule
+    from megatron_hetero.schedule.check import ScheduleError
+    from megatron_hetero.schedule.contract import (
+        DeviceMicroBatch,
+        EmbeddingTextStage,
+        EncoderStage,
+        LaterStage,
+        ModuleOnRank,
+        TextStage,
+    )
+    from megatron_hetero.schedule.drawing import draw, timeline
+    from megatron_hetero.schedule.program import Schedule
+    from megatron_hetero.schedule.runtime import Interpreter
+    from megatron_hetero.schedule.settings import ScheduleSettings
+    from megatron_hetero.schedule.simulator import Simulation, simulate
+    from megatron_hetero.topology import Topology
+
+__all__ = [
+    "BoundaryCommunicator",
+    "BoundaryPlan",
+    "Crossing",
+    "DeviceMicroBatch",
+    "EmbeddingTextStage",
+    "EncoderStage",
+    "Interpreter",
+    "LaterStage",
+    "Layout",
+    "LoadedPlan",
+    "ModuleOnRank",
+    "ModuleShape",
+    "Ownership",
+    "Platform",
+    "RankPlan",
+    "Schedule",
+    "ScheduleError",
+    "ScheduleSettings",
+    "Simulation",
+    "TextStage",
+    "Topology",
+    "UserError",
+    "boundary_communicators",
+    "build_schedule",
+    "cross",
+    "draw",
+    "guarded",
+    "load_plan",
+    "plan_boundary",
+    "process_group",
+    "resolve",
+    "simulate",
+    "timeline",
+    "validate",
+]
+
+_HOMES = {
+    "boundary.autograd": "cross",
+    "boundary.communicator": "BoundaryCommunicator Crossing LoadedPlan boundary_communicators load_plan",
+    "boundary.ownership": "Ownership",
+    "boundary.plan": "BoundaryPlan RankPlan plan_boundary",
+    "errors": "UserError",
+    "launch": "guarded process_group",
+    "layout": "Layout ModuleShape resolve validate",
+    "platform": "Platform",
+    "schedule.builders": "build_schedule",
+    "schedule.check": "ScheduleError",
+    "schedule.contract": "DeviceMicroBatch EmbeddingTextStage EncoderStage LaterStage ModuleOnRank TextStage",
+    "schedule.drawing": "draw timeline",
+    "schedule.program": "Schedule",
+    "schedule.runtime": "Interpreter",
+    "schedule.settings": "ScheduleSettings",
+    "schedule.simulator": "Simulation simulate",
+    "topology": "Topology",
+}
+"""Where each public name is defined, by submodule."""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,13 +6,17 @@ between (a later stage starts when the one before it has arrived):
     crossing = communicator.start_forward(plan, rows)
     ...                                    # embed the tokens
     rows = crossing.wait()
+
+Where source and destination share no rank, whoever waits for a crossing needs nothing of the other side but that it has
+started. Sums of parts are therefore complete, and on their way, when `start_backward` returns: it waits for the other
+ranks that hold parts. For crossings that autograd goes back through see `megatron_hetero.boundary.autograd`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +26,9 @@ from torch import Tensor
 from megatron_hetero.boundary.plan import DirectionPlan, Exchange, RankPlan
 from megatron_hetero.layout_grammar import format_ranks
 from megatron_hetero.platform import on_device
+
+if TYPE_CHECKING:
+    from megatron_hetero.topology import Topology
 
 Index = slice | Tensor
 """Rows of a buffer: a run of them, which needs no copy to be sent or received, or int64 indices on the device."""
@@ -110,8 +117,13 @@ class BoundaryCommunicator:
         """Bytes of a row on the wire."""
         return self.width * self.transport.itemsize
 
+    def no_rows(self) -> Tensor:
+        """What a rank that holds no rows passes: [0, width]."""
+        return torch.empty(0, self.width, dtype=self.dtype, device=self.device)
+
     def forward(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
-        """Source rows of this rank, [held, width], to the rows that it needs, [needed, width]. Not differentiable.
+        """Source rows of this rank, [held, width], to the rows that it needs, [needed, width]. Not differentiable: see
+        `cross` for that.
 
         Raises:
             ValueError: on every rank, if the rows of any do not fit the plan, or plans differ (see `check`).
@@ -131,7 +143,10 @@ class BoundaryCommunicator:
         return self._start("forward", plan, plan.forward, rows)
 
     def start_backward(self, plan: LoadedPlan, grads: Tensor) -> Crossing:
-        """Start `backward`, which raises here. The gradients must not change until it has been waited for."""
+        """Start `backward`, which raises here. The gradients must not change until it has been waited for.
+
+        Where they are parts of sums and the two sides share no rank, this waits for the ranks of this side.
+        """
         return self._start("backward", plan, plan.backward, grads)
 
     @torch.no_grad()
@@ -142,8 +157,7 @@ class BoundaryCommunicator:
         elif problem:
             raise ValueError(problem)
         assert direction is not None
-        exchange = _point_to_point if plan.point_to_point else _all_to_all
-        return Crossing(direction, rows.detach(), self, exchange)
+        return Crossing(direction, rows.detach(), self, point_to_point=plan.point_to_point)
 
     def _problem(self, name: str, plan: LoadedPlan, direction: LoadedDirection | None, rows: Tensor) -> str | None:
         """What is wrong with this rank's plan or rows, if anything."""
@@ -165,6 +179,20 @@ class BoundaryCommunicator:
         return f"boundary {name} on rank {dist.get_rank()}: found {found}, expected {expected}"
 
 
+def boundary_communicators(
+    topology: Topology, width: int, dtype: torch.dtype, *, transport: torch.dtype | None = None, check: bool = True
+) -> dict[str, BoundaryCommunicator]:
+    """A communicator for each boundary of the topology that this rank takes part in, by the module that rows leave.
+
+    `width`: elements of a row; the others as for `BoundaryCommunicator`.
+    """
+    device = topology.platform.device
+    return {
+        source: BoundaryCommunicator(group, device, width, dtype, transport=transport, check=check)
+        for (source, _), group in topology.boundaries.items()
+    }
+
+
 class Crossing:
     """Rows on their way. `wait` returns those that arrive; call it once."""
 
@@ -173,9 +201,10 @@ class Crossing:
         direction: LoadedDirection,
         rows: Tensor,
         communicator: BoundaryCommunicator,
-        exchange: _ExchangeFunction,
+        *,
+        point_to_point: bool,
     ):
-        self._communicator, self._exchange = communicator, exchange
+        self._communicator, self._point_to_point = communicator, point_to_point
         self._dtype, self._wire = communicator.dtype, communicator.transport
         self._loan = communicator._buffers.loan()
         self._arrived = self._room(direction)
@@ -205,7 +234,8 @@ class Crossing:
         if direction.reduce is not None:
             sums = self._loan.borrow(len(rows), self._dtype).copy_(rows)
             flight = self._launch(direction.reduce, self._rounded(rows), sums)
-            yield
+            if not self._point_to_point:  # Else the receivers may wait for the sums before this rank waits itself.
+                yield
             flight.land()
             rows = sums
         rows = self._rounded(rows)
@@ -229,7 +259,8 @@ class Crossing:
             _put(self._arrived, direction.kept_to, _take(rows, direction.kept_from, loan))
 
     def _launch(self, plan: LoadedExchange, source: Tensor, target: Tensor) -> _Flight:
-        return _Flight(plan, source, target, self._communicator, self._exchange)
+        exchange = _point_to_point if self._point_to_point else _all_to_all
+        return _Flight(plan, source, target, self._communicator, exchange)
 
 
 class _Flight:

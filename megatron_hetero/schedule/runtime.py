@@ -1,4 +1,5 @@
-"""Executes a schedule: one loop over a rank's actions, whatever builder made them. What actions mean is in `actions`.
+"""Executes a schedule: one loop over a rank's actions, whatever builder made them. What actions mean is in `actions`,
+what is asked of the models in `contract`.
 
 Crossings and transfers are explicit, not autograd's: outputs are detached where they leave a rank and become leaves
 where they arrive, so that every rank takes part whether or not it holds a row.
@@ -12,8 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,38 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.boundary.communicator import BoundaryCommunicator, Crossing, LoadedPlan
+from megatron_hetero.boundary.communicator import BoundaryCommunicator, Crossing, LoadedPlan, boundary_communicators
+from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import format_ranks
 from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.watch import Stopwatch, Watchdog
+from megatron_hetero.topology import Topology
 
-
-@dataclass(frozen=True, eq=False)
-class DeviceMicroBatch:
-    """A micro-batch on the device, as far as this rank needs it.
-
-    `inputs`: what each module reads; a module that has nothing to do, on all of its ranks, is missing (an encoder in a
-    micro-batch without images). `boundaries`: by encoder, how its rows cross; missing where nothing does.
-    """
-
-    inputs: Mapping[str, Any]
-    boundaries: Mapping[str, LoadedPlan]
-
-
-@dataclass(frozen=True, eq=False)
-class ModuleOnRank:
-    """What this rank holds of a module.
-
-    `stages`: the model of each of its stages, by number. A model is called with its input and, after the first stage,
-    hidden states of `hidden_shape(input)`; the first stage of the text module has `embed(input)`, and is called with
-    that and the rows of all encoders one after the other. `forward_group`, `backward_group`: communicators of the
-    module's pipeline for activations and for gradients, where it has stages.
-    """
-
-    stages: Mapping[int, Any]
-    forward_group: dist.ProcessGroup | None = None
-    backward_group: dist.ProcessGroup | None = None
+PipelineGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
+"""Of a module with stages, for this rank: one for activations, one for gradients."""
 
 
 class Interpreter:
@@ -60,7 +39,9 @@ class Interpreter:
 
     Args:
         modules: what this rank holds, by name.
-        communicators: of the boundaries to the text module that this rank takes part in, by encoder.
+        communicators: of the boundaries to the text module that this rank takes part in, by encoder. They must not
+            `check`: the two sides start crossings in different orders.
+        pipelines: the groups of those of this rank's modules that have stages.
         rank: of this process.
         width: elements of a row.
         dtype: of hidden states and rows.
@@ -73,6 +54,7 @@ class Interpreter:
         self,
         modules: Mapping[str, ModuleOnRank],
         communicators: Mapping[str, BoundaryCommunicator],
+        pipelines: Mapping[str, PipelineGroups],
         *,
         rank: int,
         width: int,
@@ -81,15 +63,87 @@ class Interpreter:
         watch: Stopwatch,
         watchdog: Watchdog,
     ):
-        self.modules, self.communicators = modules, communicators
+        assert not any(c.check for c in communicators.values()), "the sides of a boundary start in different orders"
+        self.modules, self.communicators, self.pipelines = modules, communicators, pipelines
         self.rank, self.width, self.dtype, self.device = rank, width, dtype, device
         self.watch, self.watchdog = watch, watchdog
 
+    @classmethod
+    def build(
+        cls,
+        topology: Topology,
+        modules: Mapping[str, ModuleOnRank],
+        *,
+        width: int,
+        dtype: torch.dtype,
+        transport: torch.dtype | None = None,
+        timeout_s: float = 1800.0,
+        watch: Stopwatch | None = None,
+    ) -> Interpreter:
+        """An interpreter on the groups of a topology that was built with the boundaries as `edges`.
+
+        Args:
+            topology: with this rank and its groups.
+            modules: what this rank holds, by name.
+            width: elements of a row.
+            dtype: of hidden states and rows.
+            transport: what rows are rounded to on the wire; None sends them as they are.
+            timeout_s: seconds after which an action that has not ended ends the process, with a message. 0: never.
+            watch: where times are wanted.
+
+        Raises:
+            UserError: `modules` are not those that the topology places on this rank, or miss a stage.
+        """
+        _require_placed(topology, modules)
+        return cls(
+            modules,
+            boundary_communicators(topology, width, dtype, transport=transport, check=False),
+            topology.pipelines,
+            rank=topology.rank,
+            width=width,
+            dtype=dtype,
+            device=topology.platform.device,
+            watch=watch or Stopwatch(topology.platform, keeps=False),
+            watchdog=Watchdog(timeout_s, topology.rank),
+        )
+
     def run(self, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]) -> Tensor:
-        """Execute this rank's actions. `load` moves a micro-batch to the device. Gradients accumulate; returns this
-        rank's sum of token losses, fp32 scalar.
+        """Execute this rank's actions.
+
+        Args:
+            schedule: of the modules and layouts that the interpreter was built for.
+            load: moves a micro-batch, counted from 0, to the device; called when an action first needs it.
+
+        Returns:
+            This rank's sum of losses, fp32 scalar, 0 where it holds no last stage of the text module. Gradients
+            accumulate in the parameters.
+
+        Raises:
+            ValueError: what a model returned does not fit, or a plan is another rank's or batch's.
         """
         return _Execution(self, schedule, load).run()
+
+
+def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> None:
+    """Check that a rank holds the modules, and the first of their stages, that its layouts say."""
+    rank = topology.rank
+    for name, layout in topology.layouts.items():
+        expected = f"stage {layout.coordinate(rank).pp} of `{name}`" if rank in layout else f"none of `{name}`"
+        held = sorted(modules[name].stages) if name in modules else []
+        if (layout.coordinate(rank).pp in held) if rank in layout else not held:
+            continue
+        raise UserError.at(
+            f"interpreter on rank {rank}",
+            found=f"stages {held} of `{name}`" if held else f"no stage of `{name}`",
+            expected=expected,
+            because=f"its layout is {layout}",
+            fix="give each rank the stages that the layouts say, `layout.coordinate(rank).pp` being the first",
+        )
+    if unknown := sorted(modules.keys() - topology.layouts.keys()):
+        found, expected = f"`{unknown[0]}`", f"some of {', '.join(topology.layouts)}"
+        raise UserError.at(
+            f"interpreter on rank {rank}", found=found, expected=expected, fix="name it as in the layouts"
+        )
 
 
 Key = tuple[str, int, int]
@@ -108,6 +162,8 @@ class _Execution:
         self.batches: dict[int, DeviceMicroBatch] = {}
         self.entered: dict[Key, Tensor] = {}  # leaves: what a stage was given
         self.left: dict[Key, Tensor] = {}  # what it made of it
+        self.left_shape: dict[Key, torch.Size] = {}
+        self.posted: deque[Action] = deque()  # gradients that may come, in order, once it is known how large they are
         self.arriving: dict[Action, tuple[Tensor, Any]] = {}
         self.arrived: dict[tuple[str, Key], Tensor] = {}
         self.leaving: deque[tuple[Any, Tensor]] = deque()
@@ -199,26 +255,30 @@ class _Execution:
             else:
                 left = self._model(action)(self._input(action))
         if self._is_text(action) and action.stage == module.stages - 1:
+            self._require(
+                left.dim() == 0, action, f"a loss of shape {tuple(left.shape)}", "a scalar, the sum of losses"
+            )
             self.loss += left.detach()
-        self.left[key] = left
+        self.left[key], self.left_shape[key] = left, left.shape
+        self._receive_posted()
 
     def _first_text_stage(self, action: Action) -> Tensor:
         micro_batch = action.micro_batch
         rows = [self.rows[e.name, micro_batch] for e in self.schedule.encoders if (e.name, micro_batch) in self.rows]
-        embedded = self._embed(action)
-        self.embedded.pop(micro_batch)
+        self._embed(micro_batch)
+        embedded = [self.embedded.pop(micro_batch)] if micro_batch in self.embedded else []
         return self._model(action)(
-            self._input(action), embedded, rows[0] if len(rows) == 1 else torch.cat([self._no_rows(), *rows])
+            self._input(action), *embedded, rows[0] if len(rows) == 1 else torch.cat([self._no_rows(), *rows])
         )
 
-    def _embed(self, action: Action) -> Tensor:
-        """The embedding of the tokens of a micro-batch, made when it is first asked for."""
-        micro_batch, text = action.micro_batch, self.schedule.text
-        if micro_batch not in self.embedded:
-            with torch.profiler.record_function("text embedding"), torch.set_grad_enabled(text.backward):
-                batch = self._batch(micro_batch).inputs[text.name]
-                self.embedded[micro_batch] = self.of.modules[text.name].stages[0].embed(batch)
-        return self.embedded[micro_batch]
+    def _embed(self, micro_batch: int) -> None:
+        """What the first text stage computes without rows, where it does and has not done so."""
+        text = self.schedule.text
+        if micro_batch in self.embedded or not self.of.modules[text.name].embeds:
+            return
+        with torch.profiler.record_function("text embedding"), torch.set_grad_enabled(text.backward):
+            first: Any = self.of.modules[text.name].stages[0]
+            self.embedded[micro_batch] = first.embed(self._batch(micro_batch).inputs[text.name])
 
     def _backward(self, action: Action) -> None:
         key = _key(action)
@@ -238,11 +298,12 @@ class _Execution:
             return
         key = _key(action)
         if action.kind == "B":
-            tensor: Any = self.entered.pop(key).grad
+            tensor = _grad_of(self.entered.pop(key))
         else:
             tensor = self.left[key].detach()
             if not self.left[key].requires_grad:  # nothing comes back to it
                 del self.left[key]
+        self._require(tensor.dtype == self.of.dtype, action, f"hidden states of {tensor.dtype}", f"{self.of.dtype}")
         tensor = tensor.contiguous()
         self.leaving.append((dist.isend(tensor, self._partner(action), group=self._pipeline(action)), tensor))
         while self.leaving and self.leaving[0][0].is_completed():
@@ -252,7 +313,19 @@ class _Execution:
         batch = self._input(action)
         if batch is None:
             return
-        shape = self._model(action).hidden_shape(batch)
+        if action.kind != "B":
+            self._receive(action, self._model(action).hidden_shape(batch))
+            return
+        # A gradient is as large as the output that it is of, which may only be computed between post and take.
+        self.posted.append(action)
+        self._receive_posted()
+
+    def _receive_posted(self) -> None:
+        while self.posted and _key(self.posted[0]) in self.left_shape:
+            action = self.posted.popleft()
+            self._receive(action, self.left_shape[_key(action)])
+
+    def _receive(self, action: Action, shape: Sequence[int]) -> None:
         buffer = torch.empty(shape, dtype=self.of.dtype, device=self.of.device)
         self.arriving[action] = buffer, dist.irecv(buffer, self._partner(action), group=self._pipeline(action))
 
@@ -266,9 +339,8 @@ class _Execution:
     def _partner(self, action: Action) -> int:
         return self.schedule.partner(self.of.rank, action)
 
-    def _pipeline(self, action: Action) -> dist.ProcessGroup | None:
-        module = self.of.modules[action.module]
-        return module.backward_group if action.kind == "B" else module.forward_group
+    def _pipeline(self, action: Action) -> dist.ProcessGroup:
+        return self.of.pipelines[action.module][action.kind == "B"]
 
     # ------------------------------------------------------------------------------------------- boundaries
 
@@ -282,8 +354,7 @@ class _Execution:
             self.crossings[key] = communicator.start_forward(plan, self._encoded(action, plan))
         else:
             rows = self.rows.pop((encoder, action.micro_batch), None)
-            grads = self._no_rows() if rows is None else rows.grad
-            self.crossings[key] = communicator.start_backward(plan, grads)  # pyright: ignore[reportArgumentType]
+            self.crossings[key] = communicator.start_backward(plan, self._no_rows() if rows is None else _grad_of(rows))
 
     def _encoded(self, action: Action, plan: LoadedPlan) -> Tensor:
         """The rows of this rank that cross; none on ranks that only receive."""
@@ -300,7 +371,7 @@ class _Execution:
         text, encoder = self.schedule.text, self.schedule.module[action.module]
         reads = (text.name, 0) in self._role.places
         if action.kind == "F" and reads:
-            self._embed(action)
+            self._embed(action.micro_batch)
         if crossing is None:
             return
         arrived = self.crossings.pop(_crossing(action)).wait()
@@ -324,6 +395,12 @@ class _Execution:
         if rows is not None and following.micro_batch == action.micro_batch and rows.requires_grad:
             rows.register_post_accumulate_grad_hook(lambda _: self._start(following))
 
+    def _require(self, fits: bool, action: Action, found: str, expected: str) -> None:
+        """Check what a model returned."""
+        if not fits:
+            where = f"micro-batch {action.micro_batch} of `{action.module}`, stage {action.stage}"
+            raise UserError.at(where, found=found, expected=expected, fix="mend what the model of the stage returns")
+
     def _no_rows(self) -> Tensor:
         return torch.zeros(0, self.of.width, dtype=self.of.dtype, device=self.of.device)
 
@@ -335,6 +412,11 @@ def _key(action: Action) -> Key:
 
 def _crossing(action: Action) -> tuple[str, str, int]:
     return action.kind, action.module, action.micro_batch
+
+
+def _grad_of(leaf: Tensor) -> Tensor:
+    """The gradient of what a model was given; 0 where it made no use of it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def _with_padding(grads: Tensor, encoded: Tensor) -> Tensor:

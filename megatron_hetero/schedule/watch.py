@@ -17,22 +17,24 @@ from megatron_hetero.platform import Platform
 
 class Stopwatch:
     """Seconds spent in named parts of a step: of the device's stream on a GPU (without waiting for it), of the host on
-    a CPU.
+    a CPU. `keeps`: whether laps are kept, for someone who reads them; otherwise profilers alone see the parts.
     """
 
-    def __init__(self, platform: Platform):
+    def __init__(self, platform: Platform, *, keeps: bool = True):
         self._platform = platform
+        self._keeps = keeps
         self._laps: list[tuple[str, Any, Any]] = []
 
     @contextlib.contextmanager
     def part(self, name: str, label: str = "") -> Iterator[None]:
         """Count the time inside towards `name`. Profilers show it by `label`, or by `name` where that is left out."""
-        start = self._now()
+        start = self._now() if self._keeps else None
         try:
             with torch.profiler.record_function(label or name):
                 yield
         finally:
-            self._laps.append((name, start, self._now()))
+            if self._keeps:
+                self._laps.append((name, start, self._now()))
 
     def read(self) -> dict[str, list[float]]:
         """The seconds of each lap of each part since the last reading. On a GPU the device must have been waited

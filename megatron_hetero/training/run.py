@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.errors import UserError
 from megatron_hetero.megatron_adapter import prepare_globals
 from megatron_hetero.models.backend import spec_provider
@@ -33,7 +32,7 @@ from megatron_hetero.module_names import TEXT, VISION
 from megatron_hetero.platform import Platform
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.runtime import Interpreter, ModuleOnRank
-from megatron_hetero.schedule.watch import Stopwatch, Watchdog
+from megatron_hetero.schedule.watch import Stopwatch
 from megatron_hetero.topology import Topology
 from megatron_hetero.training.config import Config, to_yaml
 from megatron_hetero.training.export import export_model
@@ -303,32 +302,19 @@ def _build_modules(
 def _interpreter(
     config: Config, shapes: Qwen25VLShapes, topology: Topology, modules: Sequence[TrainedModule], watch: Stopwatch
 ) -> Interpreter:
-    communicators = {
-        encoder: BoundaryCommunicator(
-            group,
-            topology.platform.device,
-            shapes.text.hidden,
-            dtype_of(config),
-            transport=transport_of(config),
-            # What crosses was counted when the step was planned, and an error then reached every rank.
-            check=False,
-        )
-        for (encoder, _), group in topology.boundaries.items()
-    }
     on_rank = {}
     for module in modules:
         layout, first = topology.layouts[module.name], topology.layouts[module.name].coordinate(topology.rank).pp
         stages = {first + i * layout.pp: chunk for i, chunk in enumerate(module.chunks)}
-        on_rank[module.name] = ModuleOnRank(stages, *topology.pipelines.get(module.name, ()))
-    return Interpreter(
+        on_rank[module.name] = ModuleOnRank(stages, embeds=module.name == TEXT and 0 in stages)
+    return Interpreter.build(
+        topology,
         on_rank,
-        communicators,
-        rank=topology.rank,
         width=shapes.text.hidden,
         dtype=dtype_of(config),
-        device=topology.platform.device,
+        transport=transport_of(config),
+        timeout_s=config.schedule.timeout_s,
         watch=watch,
-        watchdog=Watchdog(config.schedule.timeout_s, topology.rank),
     )
 
 

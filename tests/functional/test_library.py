@@ -1,0 +1,90 @@
+"""The library with modules that are not ours: the example in all placements, against the same modules in one process
+(it compares losses and gradients itself), and started as a user starts it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from examples.custom_modules import Options
+from tests.functional import library_jobs as jobs
+from tests.support.pool import Pool
+
+Pools = Callable[[int], Pool]
+
+ROOT = Path(__file__).parents[2]
+# Encoder, decoder, way.
+PLACEMENTS = [
+    ("dp:4", "sp:2,dp:2", "autograd"),  # colocated
+    ("dp:4", "sp:2,dp:2", "schedule"),
+    ("dp:2@0-1", "sp:2@2-3", "autograd"),  # disjoint, gradients of rows in parts
+    ("dp:2@0-1", "sp:2@2-3", "schedule"),
+    ("dp:3@0-2", "sp:2@2-3", "autograd"),  # mixed
+    ("dp:3@0-2", "sp:2@2-3", "schedule"),
+    ("dp:4", "sp:2,pp:2", "schedule"),  # stages: colocated, disjoint, mixed
+    ("dp:2@0-1", "pp:2@2-3", "schedule"),
+    ("dp:3@0-2", "pp:2@2-3", "schedule"),
+]
+
+
+@pytest.mark.parametrize("encoder, decoder, way", PLACEMENTS)
+def test_losses_and_gradients_are_those_of_one_process(encoder: str, decoder: str, way: str, pools: Pools) -> None:
+    options = Options(encoder, decoder, way, steps=2, micro_batches=5, samples=5, check=True)
+    (first, said), *others = pools(4).run(jobs.trained, options)
+    assert len(first) == 2 and all(losses == first for losses, _ in others)
+    assert said[0].endswith("autograd" if way == "autograd" else "a schedule")
+    assert "from one process" in said[-1]
+
+
+def test_more_replicas_than_samples(pools: Pools) -> None:
+    for way in ("autograd", "schedule"):
+        pools(4).run(jobs.trained, Options("dp:4", "dp:4", way, steps=1, micro_batches=4, samples=2, check=True))
+
+
+def test_it_learns(pools: Pools) -> None:
+    (losses, _), *_ = pools(4).run(jobs.trained, Options(steps=12))
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize(
+    "options, found",
+    [
+        (Options("tp:4"), "found 1 attention heads and tp:4"),
+        (Options(decoder_parallel="cp:4"), "axis cp): found cp:4, expected cp:1"),
+        (Options("dp:2@0-1", "dp:1@2"), "ranks 3: found no module that covers them"),
+        (Options(decoder_parallel="pp:4"), "found 2 layers and pp:4"),
+        (Options(decoder_parallel="sp:2,pp:2", run="autograd"), "--run: found `autograd` with the decoder's layout"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(options: Options, found: str, pools: Pools) -> None:
+    [message] = set(pools(4).run(jobs.refusal, options))
+    assert found in message
+
+
+def launched(*flags: str, ranks: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*command, "examples/custom_modules.py", *flags],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+def test_under_torchrun() -> None:
+    finished = launched(
+        "--check", "--steps", "2", "--encoder-parallel", "dp:1@0", "--decoder-parallel", "dp:1@1", ranks=2
+    )
+    assert finished.returncode == 0, finished.stderr
+    first, *schedule, before, last = finished.stdout.splitlines()
+    assert first == "encoder dp:1@0, decoder dp:1@1, run by a schedule"
+    assert [line.split()[:2] for line in schedule] == [["0", "encoder.0"], ["1", "decoder.0"]]
+    assert before.startswith("step 1/2: loss ") and last.startswith("step 2/2: loss ")
