@@ -48,7 +48,7 @@ def test_flags_named_in_the_text_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8").replace(flag_table_markdown(), "")
     known = re.findall(r"`--([a-zA-Z_.]+)`", flag_table_markdown())
     patterns = [
-        re.escape(flag).replace("NAME", r"[\w-]+").replace("MODULE", r"(vision|text|MODULE)")
+        re.escape(flag).replace("NAME", r"[\w-]+").replace("MODULE", r"(vision|text|encoder|decoder|MODULE)")
         for flag in [*known, "parallel.MODULE", "MODULE-parallel"]
     ]
     named = set(re.findall(r"(?<![\w-])--((?:[a-z_]+\.)[a-zA-Z_.-]+|[a-zA-Z]+-parallel)", text))
