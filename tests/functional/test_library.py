@@ -67,6 +67,21 @@ def test_layouts_that_do_not_fit_are_refused(options: Options, found: str, pools
     assert found in message
 
 
+def test_a_decoder_may_ignore_its_rows(pools: Pools) -> None:
+    assert pools(4).run(jobs.run_decoder, "uses rows") == [(12.0, 12.0)] * 4
+    assert pools(4).run(jobs.run_decoder, "ignores rows") == [(4.0, 0.0)] * 4
+
+
+def test_what_models_return_and_where_they_are_must_fit(pools: Pools) -> None:
+    for message in pools(4).run(jobs.misfit, "no scalar"):
+        assert message.startswith("micro-batch 0 of `decoder`, stage 0: found a loss of shape (2,), expected a scalar")
+    said = pools(4).run(jobs.misfit, "other type")
+    assert said[:2] == ["", ""] and "found hidden states of torch.float64, expected torch.float32" in said[2]
+    said = pools(4).run(jobs.misfit, "other stage")
+    assert said[2] == "" and "on rank 3: found stages [0] of `decoder`, expected stage 1 of `decoder`" in said[3]
+    assert "on rank 0: found `audio`, expected some of encoder, decoder" in pools(4).run(jobs.misfit, "unknown")[0]
+
+
 def launched(*flags: str, ranks: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
