@@ -167,6 +167,19 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Section `plan`: what `--plan` assumes of the data."""
+
+    images: int = option(1, "Images of each sample, for each encoder, that `--plan` assumes.")
+    image_side: int = option(896, "Width and height of these images in pixels, as they are encoded.")
+    tokens: int = option(512, "Tokens of each sample besides its image tokens.")
+    supervised: float = option(0.5, "Share of these tokens that the loss counts: the last ones.")
+    memory_gb: float | None = option(
+        None, "Memory of a device in GB (10^9 bytes); ranks that need more are listed as problems.", "unknown"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything that can be set. Its values are checked when it is made.
 
@@ -189,6 +202,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -286,6 +300,11 @@ _LOWEST: dict[str, tuple[float, bool]] = {
     "optimizer.warmup_iters": (0, True),
     "eval.limit": (1, True),
     "eval.max_new_tokens": (1, True),
+    "plan.images": (0, True),
+    "plan.image_side": (1, True),
+    "plan.tokens": (1, True),
+    "plan.supervised": (0, False),
+    "plan.memory_gb": (0, False),
 }
 
 
