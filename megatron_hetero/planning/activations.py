@@ -7,18 +7,19 @@ s / tp with sequence-parallel activations), of width h:
     two norms      each: input in fp32 [l, h], its scale fp32 [l, 1], the normed [l, h], the output [l, h]
     attention      queries, keys and the projection that holds the values; under sp what was exchanged, under cp what
                    was gathered, instead; the output, a number for each query in fp32, and the padded output
-    MLP            gate and up [s, 2 ffn], silu of the gate [s, ffn], their product [s, ffn]
+    MLP            gate and up [s, 2 ffn], silu of the gate [s, ffn], a copy of up [s, ffn], their product [s, ffn]
 
 Recomputed layers keep their input [l, h]; one at a time keeps all of the above during its backward pass.
 
-Transformer Engine and flash-attn save a little less: no copy in fp32 for norms, no silu of the gate.
+Transformer Engine and flash-attn save a little less: no copies in fp32 for norms, and of the MLP
+gate, up and product only.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_hetero.layout import Layout
@@ -54,8 +55,8 @@ class StageBytes:
     """What a stage keeps of one micro-batch on one rank.
 
     `saved`: by autograd, from forward to backward. `entered`, `left`: hidden states (or rows) that came in and go out,
-    as far as autograd does not hold them anyway. `message`: hidden states between stages. `again`: what a recomputed
-    layer adds for the time of its backward pass.
+    as far as autograd does not hold them anyway. `message`: hidden states between stages. `again`: what recomputed
+    layers add for the time of their backward pass, when what follows the layers has been let go already.
     """
 
     saved: int
@@ -72,8 +73,8 @@ def norm_bytes(shape: LayerShape, local: int) -> int:
 
 
 def mlp_bytes(shape: LayerShape, padded: int) -> int:
-    """Gate, up, silu of the gate, their product."""
-    return shape.itemsize * padded * shape.ffn * (3 + shape.passes.weights)
+    """Gate and up as one tensor, silu of the gate, up once more (Megatron adds an offset to it), their product."""
+    return shape.itemsize * padded * shape.ffn * (4 + shape.passes.weights)
 
 
 def attention_bytes(shape: LayerShape, shard: Shard, *, windowed: bool) -> int:
@@ -120,8 +121,8 @@ def layer_bytes(shape: LayerShape, shard: Shard, *, windowed: bool = False) -> i
     return 2 * norm_bytes(shape, shard.local) + attention + mlp_bytes(shape, shard.padded)
 
 
-def _layers(shape: LayerShape, shard: Shard, windowed: Collection[bool], recompute: bool) -> tuple[int, int]:
-    """What layers save, with the table of rotary embeddings; and what one that is recomputed adds."""
+def _layers(shape: LayerShape, shard: Shard, windowed: Sequence[bool], recompute: bool) -> tuple[int, int]:
+    """What layers save, with the table of rotary embeddings; and the most that those add that are recomputed."""
     if not shape.passes.inputs:
         return 0, 0
     count, hidden = len(windowed), shape.itemsize * shard.local * shape.hidden
@@ -129,8 +130,10 @@ def _layers(shape: LayerShape, shard: Shard, windowed: Collection[bool], recompu
     each = {kind: layer_bytes(shape, shard, windowed=kind) for kind in set(windowed)}
     if not recompute:
         return table + sum(each[kind] for kind in windowed), 0
-    # In fp32 the input that is kept is the first norm's.
-    return table + count * hidden, max(each.values()) - (hidden if shape.itemsize == FP32 else 0)
+    # In fp32 the input that is kept is the first norm's. Inputs of later layers are gone by then.
+    own = hidden if shape.itemsize == FP32 else 0
+    again = max(each[kind] - own - hidden * (count - 1 - i) for i, kind in enumerate(windowed))
+    return table + count * hidden, again
 
 
 def text_stage(
@@ -142,11 +145,13 @@ def text_stage(
     message = itemsize * shard.local * shape.hidden
     if stage.is_first:
         saved += 8 * shard.padded
+    after = 0
     if stage.is_last:
-        saved += norm_bytes(layer, shard.local) - itemsize * shard.local * shape.hidden * passes.weights
-        saved += _head_bytes(shape, layout, shard.supervised, itemsize, passes)
+        after = norm_bytes(layer, shard.local) - itemsize * shard.local * shape.hidden * passes.weights
+        after += _head_bytes(shape, layout, shard.supervised, itemsize, passes)
     entered = 0 if stage.is_first or recompute or itemsize == FP32 else message
-    return StageBytes(saved, entered, 0 if stage.is_last else message, message, again)
+    left = 0 if stage.is_last else message
+    return StageBytes(saved + after, entered, left, message, max(0, again - after))
 
 
 def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes) -> LayerShape:
@@ -175,11 +180,10 @@ def encoder_stage(
     message = itemsize * shard.local * shape.hidden
     if stage.is_first and encoder:
         saved += itemsize * shard.local * shape.patch_elements
-    if stage.is_last:
-        saved += _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector))
+    after = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector)) if stage.is_last else 0
     entered = 0 if stage.is_first or recompute or itemsize == FP32 or not encoder else message
     left = itemsize * shard.local // shape.unit * shape.out_hidden if stage.is_last else message
-    return StageBytes(saved, entered, left, message, again)
+    return StageBytes(saved + after, entered, left, message, max(0, again - after))
 
 
 def encoder_layer(shape: VisionShape, layout: Layout, itemsize: int, passes: Passes) -> LayerShape:
