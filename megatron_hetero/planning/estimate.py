@@ -23,7 +23,7 @@ from megatron_hetero.planning.staging import CrossingLoans, loans_of, peak_stagi
 from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.planning.work import durations, encoder_trains, text_passes
 from megatron_hetero.schedule.program import Role, Schedule
-from megatron_hetero.schedule.simulator import Simulation, simulate
+from megatron_hetero.schedule.simulator import Key, Simulation, simulate
 from megatron_hetero.training.config import Config
 from megatron_hetero.training.resolved import (
     TEXT,
@@ -56,7 +56,8 @@ class Plan:
     """What `config` means for `world_size` ranks.
 
     `stages`: the pipeline stages of each module. `parameters`: by module and pipeline coordinate. `memory`: bytes,
-    int64 [ranks, kinds], see `KINDS`. `simulation`: the schedule with operations of a rank in place of seconds.
+    int64 [ranks, kinds], see `KINDS`. `work`: operations of a rank, by module, kind and stage. `simulation`: the
+    schedule with these in place of seconds.
     """
 
     config: Config
@@ -71,6 +72,7 @@ class Plan:
     boundaries: tuple[Boundary, ...]
     shards: Mapping[str, ModuleShards]
     memory: np.ndarray
+    work: Mapping[Key, float]
     simulation: Simulation
 
     @classmethod
@@ -85,10 +87,11 @@ class Plan:
         boundaries = tuple(_boundary(config, assumed, schedule, name) for name in shards if shards[name].used
                            and name != TEXT)  # fmt: skip
         images = {name: max(map(len, assumed.dealt(name))) for name in encoders_of(shapes)}
-        found = _Memory(config, assumed, schedule, stages, parameters, boundaries, shards)
+        memory = _Memory(config, assumed, schedule, stages, parameters, boundaries, shards).table(world_size)
+        work = durations(config, assumed, stages, images)
         return cls(
             config, world_size, shapes, layouts, batch, assumed, stages, schedule, parameters, boundaries, shards,
-            found.table(world_size), simulate(schedule, durations(config, assumed, stages, images)),
+            memory, work, simulate(schedule, work),
         )  # fmt: skip
 
     @cached_property

@@ -16,7 +16,7 @@ import yaml
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import did_you_mean
-from megatron_hetero.training.flags import markdown_table, print_help, read_flags
+from megatron_hetero.training.flags import PlanRequest, markdown_table, print_help, read_flags
 from megatron_hetero.training.settings import build, merge, option, read_yaml, required
 
 PARTS = ("vision", "projector", "text")
@@ -214,8 +214,9 @@ class Config:
         _check_optimizer(self.optimizer, self.train.iters)
 
 
-def load_config(argv: Sequence[str]) -> Config:
-    """The configuration that a command line (without the program's name) asks for; ``--help`` prints and exits.
+def load_command(argv: Sequence[str]) -> tuple[Config, PlanRequest | None]:
+    """The configuration that a command line (without the program's name) asks for, and the plan if it asks for one;
+    ``--help`` prints and exits.
 
     Raises:
         UserError: a file, name or value is wrong; the message names it and says what to do.
@@ -225,7 +226,16 @@ def load_config(argv: Sequence[str]) -> Config:
         print_help(Config)
         raise SystemExit(0)
     settings = read_yaml(line.config, Config) if line.config else {}
-    return build(Config, merge(settings, line.settings))
+    return build(Config, merge(settings, line.settings)), line.plan
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """The configuration of a command line that asks for no plan. Raises `UserError`, as `load_command` does."""
+    config, plan = load_command(argv)
+    if plan is not None:
+        why = "this program makes none"
+        raise UserError.at("--plan", found="it", expected="no plan", because=why, fix="use pretrain_vlm.py")
+    return config
 
 
 def to_yaml(config: Config) -> str:
