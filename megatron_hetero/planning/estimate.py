@@ -35,7 +35,7 @@ from megatron_hetero.training.resolved import (
     transport_of,
 )
 
-KINDS = ("weights", "gradients", "optimizer", "activations", "boundary")
+KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary")
 """Kinds of memory, in the order of the columns of `Plan.memory`."""
 
 

@@ -16,8 +16,8 @@ from megatron_hetero.schedule.simulator import Span
 
 MOST_ROWS = 24
 """Roles in the picture of the schedule."""
-MOST_LINES = 64
-"""Replicas of a block that are parted by lines."""
+MOST_MARKS = 128
+"""Marks between replicas, or ranks, of a module."""
 CHARACTER = 0.0068
 """Width of a character of the labels, as a share of the picture's."""
 
@@ -85,8 +85,10 @@ def _draw_topology(axis: Any, plan: Plan, colours: Mapping[str, str]) -> None:
     labels = [f"{name}\n{layout.degrees_text}\n{shortened(layout.ranks)}" for name, layout in plan.layouts.items()]
     axis.set_yticks(range(len(labels)), labels, fontsize=8)
     axis.set_ylim(len(labels) - 0.5, -0.5)
-    axis.set_xlim(-0.5, plan.world_size - 0.5)
+    margin = 0.002 * plan.world_size  # so that edges are not cut off
+    axis.set_xlim(-0.5 - margin, plan.world_size - 0.5 + margin)
     axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.set_title(f"Who holds what: {plan.world_size:,} ranks", loc="left", fontsize=10)
     axis.set_xlabel("rank")
     axis.spines[["top", "right", "left"]].set_visible(False)
@@ -105,7 +107,7 @@ def _texts(plan: Plan, name: str, layout: Layout, stage: int) -> list[str]:
     layers = ", ".join(str(s).removeprefix("layers ") for s in held)
     axes = " x ".join(f"{axis}:{n}" for axis, n in layout.degrees.items() if n > 1 and axis != "pp") or "one rank"
     parameters = f"{plan.parameters[name, stage].parameters / 1e6:,.1f} M parameters each"
-    number = f"stage {stage}: " if layout.pp > 1 else ""
+    number = f"pp {stage}: " if layout.pp > 1 else ""
     return [
         f"{number}layers {layers}\n{axes}\n{parameters}",
         f"{number}\n{layers}\n{axes}".replace(": \n", "\n").lstrip("\n"),
@@ -124,8 +126,8 @@ def _draw_block(axis: Any, at: int, first: int, last: int, colour: str, texts: S
 
 
 def _draw_replicas(axis: Any, at: int, layout: Layout, ranks: Sequence[int]) -> None:
-    """Dotted lines between ranks of a replica, solid ones between replicas, where there are few."""
-    for size, style in ((layout.tp * layout.sp * layout.cp, "-"), (1, ":")):
-        if len(ranks) // size <= MOST_LINES // layout.pp:
+    """Long marks between replicas, short ones between their ranks, at the foot of a block, where there are few."""
+    for size, length in ((layout.tp * layout.sp * layout.cp, 0.14), (1, 0.06)):
+        if len(ranks) // size <= MOST_MARKS // layout.pp:
             places = [ranks[i] - 0.5 for i in range(size, len(ranks), size)]
-            axis.vlines(places, at - 0.4, at + 0.4, color="black", linewidth=0.5, linestyle=style)
+            axis.vlines(places, at + 0.4 - length, at + 0.4, color="black", linewidth=0.6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 
@@ -58,8 +59,8 @@ def _memory(plan: Plan) -> Iterator[PlanProblem]:
     kind = KINDS[int(plan.memory[worst].argmax())]
     role = plan.schedule.roles[plan.schedule.role_index[worst]]
     yield PlanProblem(
-        f"{_counted(len(over), 'rank')} need more than the {limit:g} GB of plan.memory_gb: rank {worst} "
-        f"({role.name}) needs {totals[worst] / 1e9:.2f} GB, most of it {kind}",
+        f"plan.memory_gb, {limit:g} GB, is not enough for {_counted(len(over), 'rank')}: rank {worst} ({role.name}) "
+        f"needs {totals[worst] / 1e9:.2f} GB, most of it {kind}",
         _AGAINST.get(kind) or _against_activations(plan, role),
     )
 
@@ -123,11 +124,11 @@ def _empty_shards(plan: Plan) -> Iterator[PlanProblem]:
         members = layout.sp * layout.cp
         if not shards.used or members == 1:
             continue
-        busy = {i for i, shard in enumerate(shards.shards) if shard.member}
-        empty = sum(i in busy and not shards.shards[i].tokens for i in shards.of_rank.tolist())
+        idle = [bool(shard.pieces) and not shard.tokens for shard in shards.shards]
+        empty = int(np.array(idle)[shards.of_rank].sum())
         if empty:
             yield PlanProblem(
-                f"{_counted(empty, 'rank')} of {name} get no window of their replica's images under "
+                f"no window of their replica's images falls to {_counted(empty, 'rank')} of {name} under "
                 f"{layout.degrees_text}",
                 f"lower sp or cp of {name}, or raise train.micro_batch_size",
             )
@@ -145,8 +146,8 @@ def _waiting(plan: Plan) -> Iterator[PlanProblem]:
         ranks = sum(len(r.ranks) for r in found)
         where = " and ".join(names)
         yield PlanProblem(
-            f"{_counted(ranks, 'rank')} of {where} compute nothing for up to {share:.0%} of a step "
-            f"(ranks {shortened(role.ranks)})",
+            f"{_counted(ranks, 'rank')} of {where} wait for up to {share:.0%} of a step, such as "
+            f"{'rank' if len(role.ranks) == 1 else 'ranks'} {shortened(role.ranks)}",
             _against_waiting(plan, names),
         )
 
@@ -214,12 +215,13 @@ def _stages(plan: Plan) -> Iterator[PlanProblem]:
 
 def _heads(plan: Plan) -> Iterator[PlanProblem]:
     text, layout = plan.shapes.text, plan.layouts[TEXT]
-    over = layout.tp * layout.sp
-    if over > text.kv_heads:
-        what = "held" if layout.sp == 1 else "held or sent"
+    held = text.kv_copies(layout.tp)
+    on_rank = text.kv_heads * held // layout.tp
+    copies = held * lcm(on_rank, layout.sp) // on_rank
+    if copies > 1:
+        what = f"tp:{layout.tp}" + (f" and sp:{layout.sp}" if layout.sp > 1 else "")
         yield PlanProblem(
-            f"{over} ranks of tp and sp share the {text.kv_heads} key/value heads of {TEXT}, so that each is {what} "
-            f"{over / text.kv_heads:g} times",
+            f"{TEXT} has {text.kv_heads} key/value heads for {what}, so that each is computed or sent {copies} times",
             f"use cp in place of what tp·sp has above {text.kv_heads}, where memory allows",
         )
 

@@ -16,10 +16,10 @@ from megatron_hetero.training.resolved import TEXT
 
 NOT_COUNTED = (
     "Not counted: micro-batches that wait to be used (but for the pixels that the patch embedding keeps), gradients of "
-    "activations and other workspace inside an action, messages between stages on their way, buffers of NCCL, Megatron's "
-    "buffer for gathering activations over tp, the CUDA context, and fragmentation. Allow 10 to 20 % for them. Logits are "
-    "counted, as probabilities of the supervised tokens in fp32. Activations are those of plain PyTorch layers with fused "
-    "attention; Transformer Engine and flash-attn keep less."
+    "activations and other workspace inside an action, messages between stages on their way, buffers of NCCL, "
+    "Megatron's buffer for gathering activations over tp, the CUDA context, and fragmentation. Allow 10 to 20 % for "
+    "them. Logits are counted, as probabilities of the supervised tokens in fp32. Activations are those of plain "
+    "PyTorch layers with fused attention; Transformer Engine and flash-attn keep less."
 )
 SHOWN_ROLES = (8, 4)
 """Lines of the schedule that are shown of the first and of the last roles."""

@@ -41,8 +41,8 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class ModuleShards:
-    """The different shards of a module, and for each of its layout's ranks, in order, the number of its own: -1 where
-    the rank's replica has nothing to do in a micro-batch although others have.
+    """The different shards of a module, and for each of its layout's ranks, in order, the number of its own. There are
+    none where the module has nothing to do.
     """
 
     shards: tuple[Shard, ...]

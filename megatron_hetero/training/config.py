@@ -212,6 +212,7 @@ class Config:
         _check_evaluation(self.eval, self.export)
         _check_batch(self.train)
         _check_optimizer(self.optimizer, self.train.iters)
+        _check_plan(self.plan)
 
 
 def load_command(argv: Sequence[str]) -> tuple[Config, PlanRequest | None]:
@@ -405,6 +406,14 @@ def _check_optimizer(optimizer: OptimizerConfig, iters: int) -> None:
             "optimizer.warmup_iters", optimizer.warmup_iters, expected, why, f"try `--optimizer.warmup_iters {iters}`"
         )
     _check_unused(optimizer)
+
+
+def _check_plan(plan: PlanConfig) -> None:
+    if plan.supervised > 1:
+        why = "it is a share of the tokens"
+        raise _wrong(
+            "plan.supervised", plan.supervised, "more than 0 and at most 1", why, "try `--plan.supervised 0.5`"
+        )
 
 
 def _check_unused(optimizer: OptimizerConfig) -> None:

@@ -36,7 +36,7 @@ def measure(flags: list[str]) -> dict[str, Any]:
     plans = [m.plan.boundary for m in step.micro_batches if m.plan.boundary is not None]
     return {
         "weights": _bytes(p for module in run.modules for p in module.parameters.values()),
-        "gradients": sum(b.grad_data.nbytes for m in run.modules if m.ddp is not None for b in m.ddp.buffers),
+        "gradients": sum(map(_gradient_bytes, run.modules)),
         "optimizer": sum(map(_optimizer_bytes, run.optimizers)),
         "activations": live.peak,
         "boundary": sum(pool.peak for pool in pools),
@@ -118,6 +118,10 @@ def _pixels(run: Run, plan: MicroBatchPlan) -> Tensor | None:
 def _bytes(tensors: Any) -> int:
     """Bytes of the memory that tensors lie in."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _gradient_bytes(module: Any) -> int:
+    return 0 if module.ddp is None else sum(buffer.grad_data.nbytes for buffer in module.ddp.buffers)
 
 
 def _optimizer_bytes(optimizer: Any) -> int:

@@ -44,7 +44,6 @@ CASES = [
     Case("sp:2", "tp:2", 2, BF16),
     Case("tp:2", "tp:2", 2, f"{WHOLE} {SGD} {BF16}"),
     Case("cp:2", "cp:2", 2, "--train.micro_batch_size 2"),
-    Case("cp:2", "sp:2", 2, f"{BF16} --boundary.transport exact"),
     Case("dp:2", "cp:2", 2, "--boundary.transport bfloat16"),
     Case("dp:1@0", "dp:1@1", 2, f"{RECOMPUTE} --schedule.run_ahead 2"),
     Case("sp:2,tp:2", "tp:4", 4, f"{BF16} --model.freeze vision projector"),
@@ -89,7 +88,6 @@ def test_plan_is_what_a_step_takes(case: Case, folders: dict[bool, Path], pools:
         exact = [kind for kind in KINDS if kind != "activations"]
         assert {kind: planned[kind] for kind in exact} == {kind: found[kind] for kind in exact}, f"rank {rank}"
         assert planned["activations"] == pytest.approx(found["activations"], rel=0.1), f"rank {rank}"
-        print("RATIO", case, rank, planned["activations"] / max(1, found["activations"]), found["activations"])
         assert found["planned"] == found["parameters"]
     for boundary in plan.boundaries:
         for name, traffic in boundary.traffic.items():
