@@ -85,7 +85,7 @@ def test_16k_ranks_are_planned_in_seconds(world: int, vision: str, text: str, ma
     "world, vision, text, more, words",
     [
         (8, "dp:8", "tp:4,dp:2", "", ("6 of the 8 replicas of vision have no image", "raise train.micro_batch_size")),
-        (14, "dp:14", "sp:7,tp:2", "", ("4 key/value heads for tp:2 and sp:7, so that each is computed or sent 7", "cp")),
+        (14, "dp:14", "sp:7,tp:2", "", ("key/value heads for tp:2 and sp:7, so that each is computed or sent 7", "cp")),
         (4, "sp:4", "pp:4", "--schedule.waves 1", ("wait for up to", "--schedule.waves 2")),
         (29, "dp:1@0", "tp:28@1-28", "", ("of text wait for up to", "give vision more of the ranks")),
         (9, "dp:8@0-7", "tp:1@8", "--plan.image_side 140", ("of vision wait for up to", "give it fewer ranks")),
