@@ -2,6 +2,10 @@
 
     torchrun --nproc-per-node 8 pretrain_vlm.py --config FILE --vision-parallel sp:8 --text-parallel tp:4,dp:2
 
+or plan that, without GPUs and without torchrun:
+
+    python pretrain_vlm.py --plan --world-size 8 --config FILE --vision-parallel sp:8 --text-parallel tp:4,dp:2
+
 `python pretrain_vlm.py --help` lists every flag.
 """
 
@@ -9,15 +13,27 @@ import sys
 from collections.abc import Sequence
 
 from megatron_hetero.launch import guarded, process_group, rank
-from megatron_hetero.training.config import load_config
-from megatron_hetero.training.evaluation import evaluate_export
-from megatron_hetero.training.report import describe, describe_boundaries
-from megatron_hetero.training.run import Run
+from megatron_hetero.training.config import Config, load_command
 
 
 def main(argv: Sequence[str]) -> None:
+    """Do what the command line asks for."""
+    config, planned = load_command(argv)
+    if planned is None:
+        train(config)
+    else:
+        # Imported where they are needed: a plan does not wait for Megatron-Core.
+        from megatron_hetero.planning.command import show_plan
+
+        show_plan(config, planned)
+
+
+def train(config: Config) -> None:
     """Build the run, train it, export the model, and answer the held-out questions with it."""
-    config = load_config(argv)
+    from megatron_hetero.training.evaluation import evaluate_export
+    from megatron_hetero.training.report import describe, describe_boundaries
+    from megatron_hetero.training.run import Run
+
     with process_group() as platform:
         run = Run.build(config, platform)
         with run.writer as writer:

@@ -86,22 +86,28 @@ def draw(panels: Mapping[str, Simulation | Rows], file: str | Path) -> None:
     Raises:
         UserError: the file has another ending, or matplotlib is not installed.
     """
-    if Path(file).suffix not in (".svg", ".png"):
-        expected = "a name that ends in .svg or .png"
-        raise UserError.at("drawing of a schedule", found=str(file), expected=expected, fix="rename it")
+    require_picture(file)
     held = {title: rows_of(panel) if isinstance(panel, Simulation) else panel for title, panel in panels.items()}
     heights = [max(1, len(rows)) for rows in held.values()]
-    figure = _new_figure((14, 1.2 * len(held) + 0.38 * sum(heights)))
+    figure = new_figure((14, 1.2 * len(held) + 0.38 * sum(heights)))
     axes = figure.subplots(len(held), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    colours = _colours(held.values())
+    colours = colours_of(held.values())
     for axis, (title, rows) in zip(axes, held.items(), strict=True):
-        _draw_panel(axis, title, rows, colours)
+        draw_panel(axis, title, rows, colours)
     axes[-1].set_xlabel("seconds")
-    _draw_legend(figure, held.values(), colours)
+    draw_legend(figure, held.values(), colours)
     figure.savefig(file, dpi=130)
 
 
-def _new_figure(size: tuple[float, float]) -> Any:
+def require_picture(file: str | Path) -> None:
+    """Check that the file is one that pictures are drawn to. Raises `UserError`."""
+    if Path(file).suffix not in (".svg", ".png"):
+        expected = "a name that ends in .svg or .png"
+        raise UserError.at("drawing of a schedule", found=str(file), expected=expected, fix="rename it")
+
+
+def new_figure(size: tuple[float, float]) -> Any:
+    """A figure of matplotlib of so many inches. Raises `UserError` where it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -114,7 +120,7 @@ def _new_figure(size: tuple[float, float]) -> Any:
     return Figure(figsize=size, layout="constrained")
 
 
-def _colours(panels: Iterable[Rows]) -> dict[str, str]:
+def colours_of(panels: Iterable[Rows]) -> dict[str, str]:
     """A colour for each module, the same in all panels."""
     names = dict.fromkeys(s.action.module for rows in panels for spans in rows.values() for s in spans)
     return {name: f"C{i % 10}" for i, name in enumerate(sorted(names))}
@@ -124,11 +130,11 @@ _STYLE: dict[str, dict[str, Any]] = {"F": {"alpha": 0.45}, "R": {"alpha": 0.45, 
 """How forward, repeated forward and backward look in their module's colour."""
 
 
-def _draw_panel(axis: Any, title: str, rows: Rows, colours: Mapping[str, str]) -> None:
+def draw_panel(axis: Any, title: str, rows: Rows, colours: Mapping[str, str]) -> None:
+    """Draws one panel on an axis of matplotlib."""
     seconds = max((s.end for spans in rows.values() for s in spans), default=0.0)
     for at, spans in enumerate(rows.values()):
-        for span in spans:
-            _draw_span(axis, at, span, colours, seconds)
+        _draw_row(axis, at, spans, colours, seconds)
     axis.set_title(title, loc="left", fontsize=10)
     axis.set_yticks(range(len(rows)), list(rows), fontsize=8)
     axis.set_ylim(len(rows) - 0.5, -0.5)
@@ -137,28 +143,34 @@ def _draw_panel(axis: Any, title: str, rows: Rows, colours: Mapping[str, str]) -
     axis.tick_params(left=False)
 
 
-def _draw_span(axis: Any, at: int, span: Span, colours: Mapping[str, str], seconds: float) -> None:
-    took = span.end - span.start
-    if span.action.op in ("take", "wait") and took > 0:
-        axis.broken_barh([(span.start, took)], (at - 0.04, 0.08), color="0.75", linewidth=0)
-    if span.action.op != "run" or took <= 0:
-        return
-    style = _STYLE[span.action.kind]
-    axis.broken_barh(
-        [(span.start, took)],
-        (at - 0.4, 0.8),
-        facecolor=colours[span.action.module],
-        edgecolor="white",
-        linewidth=0.5,
-        **style,
-    )
-    if took > 0.012 * seconds:
+def _draw_row(axis: Any, at: int, spans: Sequence[Span], colours: Mapping[str, str], seconds: float) -> None:
+    """The spans of one row. All of one kind are one object, since thousands would take matplotlib long."""
+    bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    waits = []
+    for span in spans:
+        took = span.end - span.start
+        if span.action.op in ("take", "wait") and took > 0:
+            waits.append((span.start, took))
+        if span.action.op == "run" and took > 0:
+            bars.setdefault((span.action.module, span.action.kind), []).append((span.start, took))
+            _number(axis, at, span, seconds)
+    axis.broken_barh(waits, (at - 0.04, 0.08), color="0.75", linewidth=0)
+    for (module, kind), ranges in bars.items():
+        axis.broken_barh(
+            ranges, (at - 0.4, 0.8), facecolor=colours[module], edgecolor="white", linewidth=0.5, **_STYLE[kind]
+        )
+
+
+def _number(axis: Any, at: int, span: Span, seconds: float) -> None:
+    """The micro-batch of a span, where there is room for it."""
+    if span.end - span.start > 0.012 * seconds:
         colour = "white" if span.action.kind == "B" else "black"
-        middle = span.start + took / 2
+        middle = (span.start + span.end) / 2
         axis.text(middle, at, span.action.micro_batch, ha="center", va="center", fontsize=7, color=colour)
 
 
-def _draw_legend(figure: Any, panels: Iterable[Rows], colours: Mapping[str, str]) -> None:
+def draw_legend(figure: Any, panels: Iterable[Rows], colours: Mapping[str, str]) -> None:
+    """Adds the legend of panels to a figure."""
     from matplotlib.patches import Patch
 
     names = {"F": "forward", "R": "forward again", "B": "backward"}

@@ -17,7 +17,7 @@ import yaml
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import did_you_mean
 from megatron_hetero.module_names import ENCODER_NAME, TAKEN, TEXT, VISION, parts_of
-from megatron_hetero.training.flags import markdown_table, print_help, read_flags
+from megatron_hetero.training.flags import PlanRequest, markdown_table, print_help, read_flags
 from megatron_hetero.training.settings import build, merge, option, read_yaml, required
 
 
@@ -188,6 +188,19 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Section `plan`: what `--plan` assumes of the data."""
+
+    images: int = option(1, "Images of each sample, for each encoder, that `--plan` assumes.")
+    image_side: int = option(896, "Width and height of these images in pixels, as they are encoded.")
+    tokens: int = option(512, "Tokens of each sample besides its image tokens.")
+    supervised: float = option(0.5, "Share of these tokens that the loss counts: the last ones.")
+    memory_gb: float | None = option(
+        None, "Memory of a device in GB (10^9 bytes); ranks that need more are listed as problems.", "unknown"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything that can be set. Its values are checked when it is made.
 
@@ -210,6 +223,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -219,10 +233,12 @@ class Config:
         _check_evaluation(self.eval, self.export, self.model)
         _check_batch(self.train)
         _check_optimizer(self.optimizer, self.train.iters)
+        _check_plan(self.plan)
 
 
-def load_config(argv: Sequence[str]) -> Config:
-    """The configuration that a command line (without the program's name) asks for; ``--help`` prints and exits.
+def load_command(argv: Sequence[str]) -> tuple[Config, PlanRequest | None]:
+    """The configuration that a command line (without the program's name) asks for, and the plan if it asks for one;
+    ``--help`` prints and exits.
 
     Raises:
         UserError: a file, name or value is wrong; the message names it and says what to do.
@@ -232,7 +248,16 @@ def load_config(argv: Sequence[str]) -> Config:
         print_help(Config)
         raise SystemExit(0)
     settings = read_yaml(line.config, Config) if line.config else {}
-    return build(Config, merge(settings, line.settings))
+    return build(Config, merge(settings, line.settings)), line.plan
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """The configuration of a command line that asks for no plan. Raises `UserError`, as `load_command` does."""
+    config, plan = load_command(argv)
+    if plan is not None:
+        why = "this program makes none"
+        raise UserError.at("--plan", found="it", expected="no plan", because=why, fix="use pretrain_vlm.py")
+    return config
 
 
 def to_yaml(config: Config) -> str:
@@ -307,6 +332,11 @@ _LOWEST: dict[str, tuple[float, bool]] = {
     "optimizer.warmup_iters": (0, True),
     "eval.limit": (1, True),
     "eval.max_new_tokens": (1, True),
+    "plan.images": (0, True),
+    "plan.image_side": (1, True),
+    "plan.tokens": (1, True),
+    "plan.supervised": (0, False),
+    "plan.memory_gb": (0, False),
 }
 
 
@@ -423,6 +453,14 @@ def _check_optimizer(optimizer: OptimizerConfig, iters: int) -> None:
             "optimizer.warmup_iters", optimizer.warmup_iters, expected, why, f"try `--optimizer.warmup_iters {iters}`"
         )
     _check_unused(optimizer)
+
+
+def _check_plan(plan: PlanConfig) -> None:
+    if plan.supervised > 1:
+        why = "it is a share of the tokens"
+        raise _wrong(
+            "plan.supervised", plan.supervised, "more than 0 and at most 1", why, "try `--plan.supervised 0.5`"
+        )
 
 
 def _check_unused(optimizer: OptimizerConfig) -> None:

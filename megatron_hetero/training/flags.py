@@ -7,7 +7,7 @@ Lists take several values (``--data.datasets a b%50``). ``--MODULE-parallel X`` 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
@@ -21,12 +21,35 @@ from megatron_hetero.training.conversion import describe
 from megatron_hetero.training.settings import Setting, Tree, children, is_leaf, item_type, step
 
 
+class PlanRequest(NamedTuple):
+    """That a plan is wanted in place of training: for how many ranks, and the file of its picture, if any."""
+
+    world_size: int = 1
+    picture: Path | None = None
+
+
 class CommandLine(NamedTuple):
-    """What the command line says: the settings, the configuration file if any, and whether help is wanted."""
+    """What the command line says: the settings, the configuration file if any, whether help is wanted, and the plan if
+    one is.
+    """
 
     settings: Tree
     config: Path | None
     help: bool
+    plan: PlanRequest | None = None
+
+
+PLAN_FLAGS = {
+    "--plan": (
+        "no value",
+        "off",
+        "Print what training would take instead: parameters, traffic, memory, schedule.",
+    ),
+    "--world-size": ("integer", "1", "Number of ranks that `--plan` is for."),
+    "--plan-svg": ("path", "none", "Draw topology and schedule of the plan too, to a file that ends in .svg or .png."),
+}
+"""Flags without a setting: values, default and meaning."""
+MOST_RANKS = 1 << 20
 
 
 def read_flags(argv: Sequence[str], root: type) -> CommandLine:
@@ -36,15 +59,43 @@ def read_flags(argv: Sequence[str], root: type) -> CommandLine:
         UserError: a flag is unknown, given twice, or has too few or too many values.
     """
     tree: Tree = {}
-    config = None
+    config, planned = None, {}
     for flag, values in _flags(argv):
         if flag in ("--help", "-h"):
             return CommandLine({}, None, True)
         if flag == "--config":
             config = Path(_one(flag, values))
+        elif flag in PLAN_FLAGS:
+            planned[flag] = values
         else:
             _insert(tree, flag, values, root)
-    return CommandLine(tree, config, False)
+    return CommandLine(tree, config, False, _plan_request(planned))
+
+
+def _plan_request(given: Mapping[str, list[str]]) -> PlanRequest | None:
+    """The plan that `PLAN_FLAGS` ask for. Raises `UserError`."""
+    if values := given.get("--plan"):
+        raise UserError.at("--plan", found=f"`{values[0]}`", expected="no value", fix="write --plan alone")
+    if "--world-size" in given and not {"--plan", "--plan-svg"} & given.keys():
+        raise UserError.at(
+            "--world-size",
+            found="it without --plan",
+            expected="both",
+            because="training runs on the ranks that torchrun starts",
+            fix="add --plan, or start training with torchrun --nproc-per-node",
+        )
+    if not given:
+        return None
+    picture = Path(_one("--plan-svg", given["--plan-svg"])).absolute() if "--plan-svg" in given else None
+    return PlanRequest(_world_size(given.get("--world-size", ["1"])), picture)
+
+
+def _world_size(values: list[str]) -> int:
+    text = _one("--world-size", values)
+    if not re.fullmatch("[0-9]+", text) or not 1 <= int(text) <= MOST_RANKS:
+        expected = f"a number of ranks from 1 to {MOST_RANKS}"
+        raise UserError.at("--world-size", found=f"`{text}`", expected=expected, fix="write --world-size 8")
+    return int(text)
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -118,7 +169,8 @@ class FlagRow(NamedTuple):
 
 def flag_rows(root: type) -> list[FlagRow]:
     """Every flag, in the order of the configuration."""
-    return [FlagRow("--config", "path", "none", "YAML file with settings; flags win over it."), *_rows(root, "--")]
+    config = FlagRow("--config", "path", "none", "YAML file with settings; flags win over it.")
+    return [config, *(FlagRow(flag, *shown) for flag, shown in PLAN_FLAGS.items()), *_rows(root, "--")]
 
 
 def print_help(root: type) -> None:

@@ -17,13 +17,17 @@ schedule.kind schedule.waves schedule.run_ahead schedule.virtual_stages schedule
 train.profile.start train.profile.steps train.iters train.global_batch_size train.micro_batch_size train.seed
 optimizer.name optimizer.lr optimizer.min_lr optimizer.lr_vision optimizer.lr_projector optimizer.betas optimizer.eps
 optimizer.weight_decay optimizer.clip_grad optimizer.schedule optimizer.warmup_iters log.dir log.tensorboard
-export.hf_dir eval.datasets eval.limit eval.max_new_tokens
+export.hf_dir eval.datasets eval.limit eval.max_new_tokens plan.images plan.image_side plan.tokens plan.supervised
+plan.memory_gb
 """
 
 
 def test_every_setting_has_a_flag_and_a_sentence() -> None:
     rows = flag_rows(Config)
-    assert {row.flag for row in rows} == {"--config", "--MODULE-parallel", *(f"--{name}" for name in FIELDS.split())}
+    assert {row.flag for row in rows} == {
+        *("--config", "--MODULE-parallel", "--plan", "--world-size", "--plan-svg"),
+        *(f"--{name}" for name in FIELDS.split()),
+    }
     assert all(row.text.endswith(".") and row.values and row.default for row in rows)
 
 

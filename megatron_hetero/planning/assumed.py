@@ -1,0 +1,124 @@
+"""What a micro-batch is assumed to look like: every sample the same, with square images of one size.
+
+A sample is the rows of its images, encoder by encoder, then its text, of which the last tokens are supervised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hetero.boundary.ownership import Ownership
+from megatron_hetero.layout import Layout
+from megatron_hetero.models.balance import deal, deal_in_order
+from megatron_hetero.models.qwen2_5_vl.cost import encoding_cost
+from megatron_hetero.models.qwen2_5_vl.geometry import Grid
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, VisionShape
+from megatron_hetero.module_names import TEXT
+from megatron_hetero.training.config import Config, PlanConfig
+from megatron_hetero.training.encoder_shards import EncoderShards
+from megatron_hetero.training.resolved import BatchShape, shards_activations
+from megatron_hetero.training.token_shards import TokenShards
+
+
+@dataclass(frozen=True)
+class AssumedSample:
+    """`grids`: by encoder, the patches (time, height, width) of the sample's images; `rows`: of one image, by encoder.
+    `tokens`: of the sample, image tokens included; `supervised`: tokens that the loss counts.
+    """
+
+    grids: Mapping[str, tuple[Grid, ...]]
+    rows: Mapping[str, int]
+    tokens: int
+    supervised: int
+
+    def positions(self, encoder: str) -> np.ndarray:
+        """Where the encoder's rows go in the sample, int64."""
+        sizes = {name: self.rows[name] * len(grids) for name, grids in self.grids.items()}
+        names = list(sizes)
+        first = sum(sizes[name] for name in names[: names.index(encoder)])
+        return np.arange(first, first + sizes[encoder])
+
+
+def assumed_sample(plan: PlanConfig, shapes: Qwen25VLShapes) -> AssumedSample:
+    """The sample that section `plan` describes, for a model of these shapes."""
+    square = {name: square_grid(plan.image_side, shape) for name, shape in shapes.encoders.items()}
+    grids = {name: (grid,) * plan.images for name, grid in square.items()}
+    rows = {name: shapes.encoders[name].rows(grid) for name, grid in square.items()}
+    tokens = plan.tokens + sum(rows[name] * len(grids[name]) for name in grids)
+    return AssumedSample(grids, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
+
+
+def square_grid(side: int, shape: VisionShape) -> Grid:
+    """The patches of a square image of `side` pixels, which is resized to whole units as the processor does."""
+    unit = shape.patch * shape.merge
+    patches = max(1, round(side / unit)) * shape.merge
+    return 1, patches, patches
+
+
+@dataclass(frozen=True, eq=False)
+class AssumedBatch:
+    """A micro-batch of such samples. All micro-batches of a step are alike, and so are all replicas of the text module.
+
+    `sharded`: by module, whether activations are split along the sequence over tp.
+    """
+
+    sample: AssumedSample
+    shapes: Qwen25VLShapes
+    layouts: Mapping[str, Layout]
+    batch: BatchShape
+    sharded: Mapping[str, bool]
+    balance: str
+
+    @classmethod
+    def of(
+        cls, config: Config, shapes: Qwen25VLShapes, layouts: Mapping[str, Layout], batch: BatchShape
+    ) -> AssumedBatch:
+        """The assumption of section `plan` of the configuration."""
+        sharded = {name: shards_activations(config, name, layout) for name, layout in layouts.items()}
+        return cls(assumed_sample(config.plan, shapes), shapes, layouts, batch, sharded, config.data.balance)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample of a pack."""
+        return (self.sample.tokens,) * self.batch.samples
+
+    def dealt(self, encoder: str) -> list[list[int]]:
+        """The images of a micro-batch that each replica of the encoder gets."""
+        grids, dp = self.sample.grids[encoder], self.layouts[encoder].dp
+        count = len(grids) * self.batch.samples * self.batch.replicas
+        if self.balance != "replica":
+            return deal_in_order(count, dp)
+        cost = encoding_cost(grids[0], self.shapes.encoders[encoder]) if grids else 0.0
+        return deal([cost] * count, dp)
+
+    def token_shards(self, layout: Layout) -> TokenShards:
+        """The packs of the replicas of `layout`, a stage of the text module."""
+        places = {name: (self.places(name),) * layout.dp for name in self.shapes.encoders}
+        return TokenShards(layout, self.sharded[TEXT], (self.lengths,) * layout.dp, places)
+
+    def places(self, encoder: str) -> np.ndarray:
+        """Where the encoder's rows go in a pack, int64."""
+        starts = np.arange(self.batch.samples)[:, None] * self.sample.tokens
+        return (starts + self.sample.positions(encoder)).ravel()
+
+    def encoder_shards(self, encoder: str) -> EncoderShards:
+        """The images of a micro-batch as the encoder's last stage holds them."""
+        layout, grids = self.layouts[encoder], self.sample.grids[encoder]
+        dealt = tuple(map(tuple, self.dealt(encoder)))
+        everything = grids * (self.batch.samples * self.batch.replicas)
+        last = layout.stage(layout.pp - 1)
+        return EncoderShards(self.shapes.encoders[encoder], last, self.sharded[encoder], everything, dealt)
+
+    def sides(self, encoder: str) -> tuple[Ownership, Ownership]:
+        """Who holds the encoder's rows, and who needs them."""
+        needed = self.token_shards(self.layouts[TEXT].stage(0)).ownership(encoder)
+        return self.encoder_shards(encoder).ownership(), needed
+
+
+def one_replica(layout: Layout) -> Layout:
+    """A layout of one replica and one stage with the other degrees, on ranks from 0."""
+    size = layout.tp * layout.sp * layout.cp
+    return Layout(tp=layout.tp, sp=layout.sp, cp=layout.cp, dp=1, pp=1, ranks=tuple(range(size)))

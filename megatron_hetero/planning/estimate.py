@@ -1,0 +1,230 @@
+"""Puts a plan together: what a configuration means for each rank of a world. Pure; the only file that it reads is the
+model's `config.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.layout import Layout
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.stages import Stage, cut_stages, stages_of_rank
+from megatron_hetero.planning.activations import StageBytes, encoder_stage, text_stage
+from megatron_hetero.planning.assumed import AssumedBatch
+from megatron_hetero.planning.lifetimes import RankBytes, peak_activations
+from megatron_hetero.planning.parameters import ParameterBytes, parameter_bytes, parameters_of
+from megatron_hetero.planning.shards import ModuleShards, Shard, encoder_shards, text_shards
+from megatron_hetero.planning.staging import CrossingLoans, loans_of, peak_staging
+from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
+from megatron_hetero.planning.work import durations, encoder_trains, text_passes
+from megatron_hetero.schedule.program import Role, Schedule
+from megatron_hetero.schedule.simulator import Key, Simulation, simulate
+from megatron_hetero.training.config import Config
+from megatron_hetero.training.resolved import (
+    TEXT,
+    BatchShape,
+    checked,
+    checked_schedule,
+    dtype_of,
+    stages_per_rank,
+    transport_of,
+)
+
+KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary")
+"""Kinds of memory, in the order of the columns of `Plan.memory`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Boundary:
+    """The boundary of one encoder in a micro-batch: `traffic` by direction, the backward one only where there is one.
+    `row_bytes`: of a row on the wire.
+    """
+
+    encoder: str
+    traffic: Mapping[str, DirectionTraffic]
+    row_bytes: int
+    point_to_point: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What `config` means for `world_size` ranks.
+
+    `stages`: the pipeline stages of each module. `parameters`: by module and pipeline coordinate. `memory`: bytes,
+    int64 [ranks, kinds], see `KINDS`. `work`: operations of a rank, by module, kind and stage. `simulation`: the
+    schedule with these in place of seconds.
+    """
+
+    config: Config
+    world_size: int
+    shapes: Qwen25VLShapes
+    layouts: Mapping[str, Layout]
+    batch: BatchShape
+    assumed: AssumedBatch
+    stages: Mapping[str, tuple[Stage, ...]]
+    schedule: Schedule
+    parameters: Mapping[tuple[str, int], ParameterBytes]
+    boundaries: tuple[Boundary, ...]
+    shards: Mapping[str, ModuleShards]
+    memory: np.ndarray
+    work: Mapping[Key, float]
+    simulation: Simulation
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> Plan:
+        """Plan. Raises `UserError` where the configuration does not fit the model or the world."""
+        shapes, layouts, batch = checked(config, world_size)
+        schedule = checked_schedule(config, layouts, batch)
+        assumed = AssumedBatch.of(config, shapes, layouts, batch)
+        stages = {name: _stages(config, shapes, name, layout) for name, layout in layouts.items()}
+        parameters = dict(_parameters(config, shapes, layouts, stages))
+        shards = {TEXT: text_shards(assumed), **{name: encoder_shards(assumed, name) for name in shapes.encoders}}
+        boundaries = tuple(_boundary(config, assumed, schedule, name) for name in shards if shards[name].used
+                           and name != TEXT)  # fmt: skip
+        images = {name: max(map(len, assumed.dealt(name))) for name in shapes.encoders}
+        memory = _Memory(config, assumed, schedule, stages, parameters, boundaries, shards).table(world_size)
+        work = durations(config, assumed, stages, images)
+        return cls(
+            config, world_size, shapes, layouts, batch, assumed, stages, schedule, parameters, boundaries, shards,
+            memory, work, simulate(schedule, work),
+        )  # fmt: skip
+
+    @cached_property
+    def kinds_of_ranks(self) -> tuple[tuple[Role, np.ndarray, np.ndarray], ...]:
+        """Ranks with equal numbers: their role, the ranks ascending, and bytes by kind."""
+        found = []
+        for role in self.schedule.roles:
+            ranks = np.array(role.ranks)
+            rows, which = np.unique(self.memory[ranks], axis=0, return_inverse=True)
+            found += [(role, ranks[which.ravel() == i], row) for i, row in enumerate(rows)]
+        return tuple(sorted(found, key=lambda kind: int(kind[1][0])))
+
+
+def _stages(config: Config, shapes: Qwen25VLShapes, name: str, layout: Layout) -> tuple[Stage, ...]:
+    layers = shapes.text.layers if name == TEXT else shapes.encoders[name].layers
+    split = config.parallel_layers.get(name)
+    return cut_stages(layers, layout.pp, per_rank=stages_per_rank(config, name), split=split, module=name)
+
+
+def _parameters(
+    config: Config, shapes: Qwen25VLShapes, layouts: Mapping[str, Layout], stages: Mapping[str, Sequence[Stage]]
+):
+    """Of each module and pipeline coordinate."""
+    itemsize, adamw = dtype_of(config).itemsize, config.optimizer.name == "adamw"
+    for name, layout in layouts.items():
+        for at in range(layout.pp):
+            held = stages_of_rank(stages[name], at, layout.pp)
+            parameters = parameters_of(name, shapes, layout.tp, held, config.model.freeze)
+            yield (name, at), parameter_bytes(parameters, layout.sp * layout.cp * layout.dp, itemsize, adamw)
+
+
+def _boundary(config: Config, assumed: AssumedBatch, schedule: Schedule, encoder: str) -> Boundary:
+    row_bytes = assumed.shapes.text.hidden * transport_of(config).itemsize
+    plan = plan_boundary(*assumed.sides(encoder), row_bytes)
+    traffic = traffic_of(plan)
+    if not schedule.module[encoder].backward:
+        del traffic["backward"]
+    return Boundary(encoder, traffic, row_bytes, plan.point_to_point)
+
+
+@dataclass(frozen=True, eq=False)
+class _Memory:
+    """Fills the table of memory. Ranks that differ in nothing that matters are computed once."""
+
+    config: Config
+    assumed: AssumedBatch
+    schedule: Schedule
+    stages: Mapping[str, tuple[Stage, ...]]
+    parameters: Mapping[tuple[str, int], ParameterBytes]
+    boundaries: Sequence[Boundary]
+    shards: Mapping[str, ModuleShards]
+
+    def table(self, world_size: int) -> np.ndarray:
+        """Bytes of all ranks by kind."""
+        table = np.zeros((world_size, len(KINDS)), np.int64)
+        for (name, at), held in self.parameters.items():
+            layout = self.assumed.layouts[name]
+            ranks = np.array(layout.stage(at).ranks)
+            table[ranks, 0] += held.weights
+            table[ranks, 1] += held.gradients
+            table[ranks, 2] += held.optimizer[np.arange(len(ranks)) // layout.tp]
+        table[:, 4] = self._staging(world_size)
+        rows = [_by_rank(boundary, world_size) for boundary in self.boundaries]
+        for role in self.schedule.roles:
+            table[list(role.ranks), 3] = self._activations(role, rows)
+        return table
+
+    def _staging(self, world_size: int) -> np.ndarray:
+        """Bytes that communicators borrow on each rank."""
+        found = np.zeros(world_size, np.int64)
+        rounded = transport_of(self.config) != dtype_of(self.config)
+        role_of = self.schedule.role_index
+        for boundary in self.boundaries:
+            loans = {d: loans_of(t, boundary.row_bytes, rounded) for d, t in boundary.traffic.items()}
+            backward = loans.get("backward") or [None] * len(loans["forward"])
+            crossing = [[a for a in role.actions if a.op in ("start", "wait") and a.module == boundary.encoder]
+                        for role in self.schedule.roles]  # fmt: skip
+            known: dict[tuple[int, CrossingLoans, CrossingLoans | None], int] = {}
+            ranks = boundary.traffic["forward"].ranks.tolist()
+            for rank, there, back in zip(ranks, loans["forward"], backward, strict=True):
+                key = role_of[rank], there, back
+                if key not in known:
+                    known[key] = peak_staging(crossing[key[0]], there, back)
+                found[rank] += known[key]
+        return found
+
+    def _activations(self, role: Role, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        """Peak bytes of the ranks of a role."""
+        names = dict.fromkeys(name for name, _ in role.places)
+        ranks = np.array(role.ranks)
+        columns = [self._shard_numbers(name, ranks) for name in names]
+        sides = [self.schedule.crosses(role, boundary.encoder) for boundary in self.boundaries]
+        columns += [side[ranks] for pair in rows for side in pair]
+        kinds, which = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+        found = []
+        for kind in kinds.tolist():
+            numbers = dict(zip(names, kind, strict=False))
+            of_rank = self._rank_bytes(role, numbers, kind[len(names) :], sides)
+            found.append(peak_activations(self.schedule, role, of_rank))
+        return np.array(found)[which.ravel()]
+
+    def _shard_numbers(self, name: str, ranks: np.ndarray) -> np.ndarray:
+        places = np.searchsorted(np.array(self.assumed.layouts[name].ranks), ranks)
+        return self.shards[name].of_rank[places]
+
+    def _rank_bytes(
+        self, role: Role, numbers: Mapping[str, int], rows: Sequence[int], sides: Sequence[tuple[bool, bool]]
+    ) -> RankBytes:
+        """`rows`: held and needed of each boundary in turn."""
+        width = self.assumed.shapes.text.hidden * dtype_of(self.config).itemsize
+        encoders = [boundary.encoder for boundary in self.boundaries]
+        held = {e: n * width for e, n, (on, _) in zip(encoders, rows[::2], sides, strict=True) if on}
+        needed = {e: n * width for e, n, (_, on) in zip(encoders, rows[1::2], sides, strict=True) if on}
+        stages = {
+            (name, stage): self._stage(name, stage, self.shards[name].shards[numbers[name]])
+            for name, stage in role.places
+            if self.shards[name].used
+        }
+        return RankBytes(stages, held, needed, transport_of(self.config) != dtype_of(self.config))
+
+    def _stage(self, name: str, number: int, shard: Shard) -> StageBytes:
+        itemsize, stage, layout = dtype_of(self.config).itemsize, self.stages[name][number], self.assumed.layouts[name]
+        recompute = self.config.model.recompute.get(name, "none") == "full"
+        if name == TEXT:
+            passes = text_passes(self.config)
+            return text_stage(self.assumed.shapes.text, layout, stage, shard, itemsize, passes, recompute)
+        shape, trains = self.assumed.shapes.encoders[name], encoder_trains(self.config, name)
+        return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute)
+
+
+def _by_rank(boundary: Boundary, world_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that each rank of the world holds, and needs."""
+    forward = boundary.traffic["forward"]
+    found = np.zeros((2, world_size), np.int64)
+    found[0, forward.ranks], found[1, forward.ranks] = forward.held, forward.needed
+    return found[0], found[1]

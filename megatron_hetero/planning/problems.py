@@ -1,0 +1,253 @@
+"""What is wrong, or wasteful, in a plan that fits, and what to do about it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
+
+import numpy as np
+
+from megatron_hetero.layout import Layout
+from megatron_hetero.layout_grammar import format_ranks
+from megatron_hetero.module_names import TEXT
+from megatron_hetero.planning.estimate import KINDS, Plan
+from megatron_hetero.schedule.program import Role
+
+MOST_IDLE = 0.3
+"""Share of a step that ranks may wait before it is a problem."""
+MOST_PADDING = 0.01
+"""Share of a width that may be padding."""
+UNEVEN = 1.25
+"""How much more than the mean a pipeline stage may compute."""
+
+
+@dataclass(frozen=True)
+class PlanProblem:
+    """What was found, and what to do."""
+
+    found: str
+    fix: str
+
+
+def problems_of(plan: Plan) -> tuple[PlanProblem, ...]:
+    """All problems of a plan, the gravest kinds first."""
+    finders = (_memory, _assumption, _idle_replicas, _empty_shards, _waiting, _stages, _heads, _padding)
+    return tuple(problem for find in finders for problem in find(plan))
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+_AGAINST = {
+    "weights": "raise tp or pp of its modules",
+    "gradients": "raise tp or pp of its modules",
+    "optimizer": "raise dp, sp or cp of its modules, whose ranks share the optimizer, or tp or pp",
+    "boundary": "lower train.micro_batch_size, or split activations over tp (model.sequence_parallel)",
+}
+
+
+def _memory(plan: Plan) -> Iterator[PlanProblem]:
+    limit = plan.config.plan.memory_gb
+    if limit is None:
+        return
+    totals = plan.memory.sum(axis=1)
+    over = np.flatnonzero(totals > limit * 1e9)
+    if not len(over):
+        return
+    worst = int(totals.argmax())
+    kind = KINDS[int(plan.memory[worst].argmax())]
+    role = plan.schedule.roles[plan.schedule.role_index[worst]]
+    yield PlanProblem(
+        f"plan.memory_gb, {limit:g} GB, is not enough for {_counted(len(over), 'rank')}: rank {worst} ({role.name}) "
+        f"needs {totals[worst] / 1e9:.2f} GB, most of it {kind}",
+        _AGAINST.get(kind) or _against_activations(plan, role),
+    )
+
+
+def _against_activations(plan: Plan, role: Role) -> str:
+    """The setting that helps most and is not in use yet."""
+    names = list(dict.fromkeys(name for name, _ in role.places))
+    keeping = [name for name in names if plan.config.model.recompute.get(name, "none") == "none"]
+    if keeping:
+        flags = " and ".join(f"--model.recompute.{name} full" for name in keeping)
+        return f"set {flags}, or raise sp, cp or tp of these modules"
+    window = max((module.window for module in plan.schedule.encoders if module.name in names), default=0)
+    if window > 1:
+        return f"lower schedule.waves from {window}, or set --schedule.kind recompute"
+    return f"raise sp, cp or tp of {' and '.join(names)}, or lower train.micro_batch_size"
+
+
+# ------------------------------------------------------------------------------------------------ samples
+
+
+def _assumption(plan: Plan) -> Iterator[PlanProblem]:
+    data, chosen, sample = plan.config.data, plan.config.plan, plan.assumed.sample
+    if sample.tokens > data.max_seq_length:
+        yield PlanProblem(
+            f"the assumed sample has {sample.tokens:,} tokens, more than data.max_seq_length, {data.max_seq_length:,}: "
+            "training would refuse it",
+            "raise data.max_seq_length, or lower plan.image_side, plan.images or plan.tokens",
+        )
+    pixels = chosen.image_side**2
+    if chosen.images and data.max_pixels is not None and pixels > data.max_pixels:
+        yield PlanProblem(
+            f"the assumed images have {pixels:,} pixels, more than data.max_pixels, {data.max_pixels:,}: training "
+            "would reduce them",
+            f"try --plan.image_side {int(data.max_pixels**0.5)}",
+        )
+
+
+# ---------------------------------------------------------------------------------------- encoder replicas
+
+
+def _idle_replicas(plan: Plan) -> Iterator[PlanProblem]:
+    for name in plan.shapes.encoders:
+        dealt, layout = plan.assumed.dealt(name), plan.layouts[name]
+        images, idle = sum(map(len, dealt)), sum(not mine for mine in dealt)
+        if images and idle:
+            yield PlanProblem(
+                f"{idle:,} of the {layout.dp:,} replicas of {name} have no image in a micro-batch of {images:,}",
+                f"raise train.micro_batch_size, or give {name} less dp and more {_more_axis(plan, name, layout)}",
+            )
+
+
+def _more_axis(plan: Plan, name: str, layout: Layout) -> str:
+    """An axis that may grow."""
+    heads = plan.shapes.encoders[name].heads
+    return "sp" if heads // layout.tp > layout.sp else "cp"
+
+
+def _empty_shards(plan: Plan) -> Iterator[PlanProblem]:
+    for name in plan.shapes.encoders:
+        layout, shards = plan.layouts[name], plan.shards[name]
+        members = layout.sp * layout.cp
+        if not shards.used or members == 1:
+            continue
+        idle = [bool(shard.pieces) and not shard.tokens for shard in shards.shards]
+        empty = int(np.array(idle)[shards.of_rank].sum())
+        if empty:
+            yield PlanProblem(
+                f"no window of their replica's images falls to {_counted(empty, 'rank')} of {name} under "
+                f"{layout.degrees_text}",
+                f"lower sp or cp of {name}, or raise train.micro_batch_size",
+            )
+
+
+# ----------------------------------------------------------------------------------------------- schedule
+
+
+def _waiting(plan: Plan) -> Iterator[PlanProblem]:
+    shares = {role: plan.simulation.bubble(role.ranks[0]) for role in plan.schedule.roles}
+    waiting = {role: share for role, share in shares.items() if share > MOST_IDLE}
+    for names in dict.fromkeys(_modules(role) for role in waiting):
+        found = {role: share for role, share in waiting.items() if _modules(role) == names}
+        role, share = max(found.items(), key=lambda pair: pair[1])
+        ranks = sum(len(r.ranks) for r in found)
+        where = " and ".join(names)
+        yield PlanProblem(
+            f"{_counted(ranks, 'rank')} of {where} wait for up to {share:.0%} of a step, such as "
+            f"{'rank' if len(role.ranks) == 1 else 'ranks'} {shortened(role.ranks)}",
+            _against_waiting(plan, names),
+        )
+
+
+def _modules(role: Role) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name, _ in role.places))
+
+
+def _against_waiting(plan: Plan, names: tuple[str, ...]) -> str:
+    if TEXT not in names:
+        return _against_unequal(plan, names)
+    encoders = [e for e in plan.schedule.encoders if e.style == "ahead"]
+    if encoders and _encoder_is_slower(plan):
+        return f"give {' and '.join(e.name for e in encoders)} more of the ranks: it is slower than {TEXT}"
+    return _against_bubble(plan)
+
+
+def _against_unequal(plan: Plan, names: tuple[str, ...]) -> str:
+    where = " and ".join(names)
+    if all(plan.schedule.module[name].style == "ahead" for name in names):
+        fewer = "give it fewer ranks, or share ranks with text"
+        return f"{where} waits for {TEXT}: {fewer}, or raise schedule.run_ahead"
+    return f"{where} waits while other ranks run {TEXT}: let the modules have the same ranks, or none in common"
+
+
+def _encoder_is_slower(plan: Plan) -> bool:
+    """Whether ranks of an encoder alone compute longer than those of the text module."""
+    busy = {role: plan.simulation.busy(role.ranks[0]) for role in plan.schedule.roles}
+    text = max(seconds for role, seconds in busy.items() if TEXT in _modules(role))
+    return max(seconds for role, seconds in busy.items() if TEXT not in _modules(role)) > text
+
+
+def _against_bubble(plan: Plan) -> str:
+    """What shortens the filling and draining of the text module's pipeline."""
+    layout, config, text = plan.layouts[TEXT], plan.config, plan.schedule.text
+    if layout.pp == 1:
+        return f"give {TEXT} fewer ranks, or share ranks with the encoder"
+    options = []
+    waves = next((e.window for e in plan.schedule.encoders if e.style == "waves"), None)
+    if waves is not None and waves < plan.batch.micro_batches:
+        options.append(f"--schedule.waves {min(2 * waves, plan.batch.micro_batches)} or --schedule.kind recompute")
+    total = 2 * config.train.global_batch_size
+    options.append(f"more micro-batches (--train.global_batch_size {total})")
+    if text.virtual == 1 and plan.shapes.text.layers >= 2 * layout.pp:
+        options.append("--schedule.virtual_stages 2")
+    return f"try {', '.join(options)}, or a lower pp"
+
+
+def _stages(plan: Plan) -> Iterator[PlanProblem]:
+    for name, stages in plan.stages.items():
+        if len(stages) == 1 or not plan.shards[name].used:
+            continue
+        work = [plan.work[name, "F", i] for i in range(len(stages))]
+        worst, mean = int(np.argmax(work)), sum(work) / len(work)
+        if work[worst] > UNEVEN * mean:
+            yield PlanProblem(
+                f"stage {worst} of {name} ({stages[worst]}) computes {work[worst] / mean:.2f} times the mean of the "
+                "stages, and the others wait for it",
+                f"give it fewer layers with --parallel_layers.{name}",
+            )
+
+
+# ------------------------------------------------------------------------------------------------- widths
+
+
+def _heads(plan: Plan) -> Iterator[PlanProblem]:
+    text, layout = plan.shapes.text, plan.layouts[TEXT]
+    held = text.kv_copies(layout.tp)
+    on_rank = text.kv_heads * held // layout.tp
+    copies = held * lcm(on_rank, layout.sp) // on_rank
+    if copies > 1:
+        what = f"tp:{layout.tp}" + (f" and sp:{layout.sp}" if layout.sp > 1 else "")
+        yield PlanProblem(
+            f"{TEXT} has {text.kv_heads} key/value heads for {what}, so that each is computed or sent {copies} times",
+            f"use cp in place of what tp·sp has above {text.kv_heads}, where memory allows",
+        )
+
+
+def _padding(plan: Plan) -> Iterator[PlanProblem]:
+    text, tp = plan.shapes.text, plan.layouts[TEXT].tp
+    widths = [(TEXT, "vocabulary", text.vocab, tp), (TEXT, "MLP width", text.ffn, tp)]
+    for name, shape in plan.shapes.encoders.items():
+        widths.append((name, "MLP width", shape.ffn, plan.layouts[name].tp))
+    for name, what, size, degree in widths:
+        padded = -(-size // degree) * degree
+        if padded - size > MOST_PADDING * size:
+            yield PlanProblem(
+                f"the {what} of {name}, {size:,}, is padded to {padded:,} for tp:{degree}, "
+                f"{padded / size - 1:.1%} more",
+                f"choose a tp of {name} that divides it",
+            )
+
+
+# -------------------------------------------------------------------------------------------------- words
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def shortened(ranks: tuple[int, ...] | list[int], most: int = 28) -> str:
+    """Ranks as ranges, of which long lists show the beginning only."""
+    text = format_ranks(ranks)
+    return text if len(text) <= most else f"{text[: text.rindex(',', 0, most - 1)]},…" if "," in text[:most] else text

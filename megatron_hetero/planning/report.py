@@ -1,0 +1,193 @@
+"""A plan as text for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megatron_hetero.module_names import TEXT
+from megatron_hetero.planning.estimate import KINDS, Boundary, Plan
+from megatron_hetero.planning.problems import problems_of, shortened
+from megatron_hetero.schedule.drawing import timeline
+from megatron_hetero.schedule.simulator import role_label
+
+NOT_COUNTED = (
+    "Not counted: micro-batches that wait to be used (but for the pixels that the patch embedding keeps), gradients of "
+    "activations and other workspace inside an action, messages between stages on their way, buffers of NCCL, "
+    "Megatron's buffer for gathering activations over tp, the CUDA context, and fragmentation. Allow 10 to 20 % for "
+    "them. Logits are counted, as probabilities of the supervised tokens in fp32. Activations are those of plain "
+    "PyTorch layers with fused attention; Transformer Engine and flash-attn keep less."
+)
+SHOWN_ROLES = (8, 4)
+"""Lines of the schedule that are shown of the first and of the last roles."""
+SHOWN_KINDS = 24
+"""Rows of the table of memory, at most; where there are more, each role shows its largest."""
+WIDTH = 150
+"""Columns where the output is no terminal."""
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print everything."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=WIDTH)
+    console.print(Group(*_described(plan, console.width)), highlight=False)
+
+
+def _described(plan: Plan, width: int) -> Iterator[RenderableType]:
+    yield from (Text(line) for line in assumptions(plan))
+    yield from ("", _modules(plan), "")
+    yield from (_boundaries(plan), "") if plan.boundaries else ("Nothing crosses the boundaries: no images.", "")
+    yield from (_memory(plan), Text(NOT_COUNTED, style="dim"), "")
+    yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in _schedule(plan, width))
+    yield ""
+    problems = problems_of(plan)
+    yield Text("Problems" if problems else "No problems found.", style="bold")
+    for number, problem in enumerate(problems, 1):
+        yield Text(f"{number}. {problem.found[:1].upper()}{problem.found[1:]}.\n   -> {problem.fix}.")
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """What is planned, and what is assumed of the data, in sentences."""
+    config, batch, sample = plan.config, plan.batch, plan.assumed.sample
+    texts = "replica" if batch.replicas == 1 else "replicas"
+    lines = [
+        f"Plan of {config.model.hf_path} in {config.model.dtype} with {config.optimizer.name} on {plan.world_size:,} "
+        "ranks",
+        f"A step: {batch.step_samples:,} samples, {batch.micro_batches:,} micro-batches of {batch.samples:,} for each "
+        f"of {batch.replicas:,} {texts} of {TEXT}.",
+    ]
+    for name, grids in sample.grids.items():
+        side = grids[0][1] * plan.shapes.vision.patch if grids else 0
+        what = f"{len(grids)} image{'s' * (len(grids) != 1)}"
+        if grids:
+            what += f" of {side:,}x{side:,} pixels ({grids[0][1] * grids[0][2]:,} patches, {sample.rows[name]:,} rows)"
+        lines.append(f"Assumed of every sample, for {name}: {what} (plan.images, plan.image_side).")
+    lines.append(
+        f"Assumed of every sample: {config.plan.tokens:,} tokens besides (plan.tokens), {sample.supervised:,} of them "
+        f"supervised (plan.supervised), {sample.tokens:,} in all."
+    )
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------- tables
+
+
+def _table(title: str, *columns: str, left: int = 1) -> Table:
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < left else "right")
+    return table
+
+
+def _modules(plan: Plan) -> Table:
+    columns = ("module", "layout", "ranks", "stages", "parameters per rank", "trained per rank")
+    table = _table("Modules", *columns, left=4)
+    for name, layout in plan.layouts.items():
+        held = [plan.parameters[name, at] for at in range(layout.pp)]
+        table.add_row(
+            name, layout.degrees_text, shortened(layout.ranks), _stages_text(plan, name),
+            _between([h.parameters for h in held]), _between([h.trained for h in held]),
+        )  # fmt: skip
+    return table
+
+
+def _stages_text(plan: Plan, name: str) -> str:
+    sizes = [len(stage.layers) for stage in plan.stages[name]]
+    if len(sizes) == 1:
+        return f"{sizes[0]} layers"
+    return f"{len(sizes)} of {_between(sizes)} layers"
+
+
+def _between(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _boundaries(plan: Plan) -> Table:
+    table = _table(
+        "Boundaries, in a step", "from", "to", "rows", "bytes received", "most by a rank", "most sent by a rank",
+        "operations of a rank", left=2,
+    )  # fmt: skip
+    for boundary in plan.boundaries:
+        for direction, traffic in boundary.traffic.items():
+            steps, unit = plan.batch.micro_batches, boundary.row_bytes * plan.batch.micro_batches
+            ends = (boundary.encoder, TEXT) if direction == "forward" else (TEXT, boundary.encoder)
+            table.add_row(
+                *ends, f"{_rows(plan, boundary) * steps:,}", size_text(int(traffic.received.sum()) * unit),
+                size_text(int(traffic.received.max(initial=0)) * unit),
+                size_text(int(traffic.sent.max(initial=0)) * unit), _operations(boundary, direction, steps),
+            )  # fmt: skip
+    return table
+
+
+def _rows(plan: Plan, boundary: Boundary) -> int:
+    """Rows of a micro-batch."""
+    sample = plan.assumed.sample
+    of_sample = sample.rows[boundary.encoder] * len(sample.grids[boundary.encoder])
+    return of_sample * plan.batch.samples * plan.batch.replicas
+
+
+def _operations(boundary: Boundary, direction: str, steps: int) -> str:
+    traffic = boundary.traffic[direction]
+    if boundary.point_to_point:
+        return f"{traffic.pairs * steps:,} messages in all"
+    count = len(traffic.stages) * steps
+    return f"{count:,} collective{'s' * (count != 1)}"
+
+
+def _memory(plan: Plan) -> Table:
+    table = _table("Memory of a rank", "ranks", "number", "holds", *KINDS, "sum", left=1)
+    table.columns[2].justify = "left"
+    rows = [(role.name, sizes.tolist(), ranks.tolist()) for role, ranks, sizes in plan.kinds_of_ranks]
+    grouped: dict[tuple[str, ...], list[int]] = {}
+    for name, sizes, ranks in rows:
+        grouped.setdefault((name, *map(size_text, [*sizes, sum(sizes)])), []).extend(ranks)
+    shown = list(grouped) if len(grouped) <= SHOWN_KINDS else _largest(rows)
+    for key in shown:
+        ranks = sorted(grouped[key])
+        table.add_row(shortened(ranks), f"{len(ranks):,}", *key)
+    if left := len(grouped) - len(shown):
+        table.caption = f"{left} further kinds of ranks, each smaller than one that is shown and holds the same"
+    return table
+
+
+def _largest(rows: Sequence[tuple[str, list[int], list[int]]]) -> list[tuple[str, ...]]:
+    """The key of the row of each role that needs most."""
+    largest: dict[str, list[int]] = {}
+    for name, sizes, _ in rows:
+        if sum(sizes) > sum(largest.get(name, [-1])):
+            largest[name] = sizes
+    return [(name, *map(size_text, [*sizes, sum(sizes)])) for name, sizes in largest.items()]
+
+
+def size_text(size: int) -> str:
+    """Bytes as people read them, in powers of 1,000."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size} B" if size else "0"
+
+
+# ----------------------------------------------------------------------------------------------- schedule
+
+
+def _schedule(plan: Plan, width: int) -> Iterator[str]:
+    simulation = plan.simulation
+    works = [w for w in (s.end - s.start for spans in simulation.spans for s in spans if s.action.op == "run") if w]
+    unit = max(min(works), max(works) / 4) if works else 1.0
+    lines = timeline(simulation, unit=unit, columns=max(10, width // 5)).splitlines()
+    yield f"Schedule; work takes as long as it has operations, a cell is {unit / 1e12:,.3g} TFLOP of a rank"
+    first, last = SHOWN_ROLES
+    if len(lines) > first + last + 1:
+        lines[first:-last] = [f"… {len(lines) - first - last} more roles"]
+    yield from lines
+    shares = {role_label(role): simulation.bubble(role.ranks[0]) for role in plan.schedule.roles}
+    low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    yield (
+        f"Ranks wait {simulation.mean_bubble:.1%} of the step in the mean; the least {shares[low]:.1%} ({low}), "
+        f"the most {shares[high]:.1%} ({high})"
+    )

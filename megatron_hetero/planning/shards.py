@@ -1,0 +1,115 @@
+"""What each rank's layers work on in an assumed micro-batch: a few different shards, and which rank has which. Pure.
+
+All replicas of the text module work on packs that are alike, and so do all encoder replicas with as many images, so
+that shards are computed for one of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hetero.layout import Layout
+from megatron_hetero.models.context import Pieces
+from megatron_hetero.models.qwen2_5_vl.cost import padded_patches
+from megatron_hetero.module_names import TEXT
+from megatron_hetero.planning.assumed import AssumedBatch, one_replica
+from megatron_hetero.training.encoder_shards import EncoderShards
+
+Spans = tuple[tuple[int, int], ...]
+"""Queries and keys of pieces of attention, in order."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank of a module works on in one micro-batch; lengths in tokens (patches for an encoder).
+
+    `tokens`: of its shard, which its tp group shares; `padded`: with padding; `local`: those that it holds between
+    layers, a part of `padded` with sequence-parallel activations. `member`: tokens of its cp member, over all of its sp
+    members. `pieces`: of full attention; `windows`: of local attention. `supervised`: tokens that predict.
+    """
+
+    tokens: int
+    padded: int
+    local: int
+    member: int
+    pieces: Spans
+    windows: Spans = ()
+    supervised: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleShards:
+    """The different shards of a module, and for each of its layout's ranks, in order, the number of its own. There are
+    none where the module has nothing to do.
+    """
+
+    shards: tuple[Shard, ...]
+    of_rank: np.ndarray
+
+    @property
+    def used(self) -> bool:
+        """Whether the module has anything to do at all."""
+        return len(self.shards) > 0
+
+
+def text_shards(assumed: AssumedBatch) -> ModuleShards:
+    """The shards of the text module."""
+    layout, sharded = assumed.layouts[TEXT], assumed.sharded[TEXT]
+    one = one_replica(layout)
+    shards = assumed.token_shards(one)
+    labels = np.zeros(sum(assumed.lengths), bool)
+    for end in np.cumsum(assumed.lengths):
+        labels[end - 1 - assumed.sample.supervised : end - 1] = True
+    found = []
+    for rank in range(0, one.size, layout.tp):
+        share = shards.share(rank)
+        shard = Shard(
+            tokens=len(share.tokens),
+            padded=share.padded,
+            local=share.padded // (layout.tp if sharded else 1),
+            member=sum(share.sp_lengths),
+            pieces=_spans(share.pieces),
+            supervised=int(labels[share.tokens].sum()),
+        )
+        found += [shard] * layout.tp
+    return _numbered([found], layout, np.zeros(layout.dp, np.int64))
+
+
+def encoder_shards(assumed: AssumedBatch, encoder: str) -> ModuleShards:
+    """The shards of an encoder; none where the assumed samples have no images."""
+    layout, images = assumed.layouts[encoder], np.array([len(i) for i in assumed.dealt(encoder)])
+    if not images.any():
+        return ModuleShards((), np.full(layout.size, -1))
+    kinds = np.unique(images)
+    found = [_of_replica(assumed, encoder, int(count)) for count in kinds]
+    return _numbered(found, layout, np.searchsorted(kinds, images))
+
+
+def _of_replica(assumed: AssumedBatch, encoder: str, images: int) -> list[Shard]:
+    """The shards of the ranks of a replica with so many images."""
+    shape, layout, sharded = assumed.shapes.encoders[encoder], assumed.layouts[encoder], assumed.sharded[encoder]
+    grids = assumed.sample.grids[encoder][:1] * images
+    shards = EncoderShards(shape, one_replica(layout), sharded, grids, (tuple(range(images)),))
+    found = []
+    for rank in range(0, shards.layout.size, layout.tp):
+        share = shards.share(rank)
+        patches, split = share.positions.shape[1], layout.tp if sharded else 1
+        padded = padded_patches(patches, shape.unit, split)
+        windows = tuple((n, n) for n in share.windows)
+        shard = Shard(patches, padded, padded // split, sum(share.sp_lengths), _spans(share.pieces), windows)
+        found += [shard] * layout.tp
+    return found
+
+
+def _spans(pieces: Pieces) -> Spans:
+    return tuple(zip(pieces.queries, pieces.keys, strict=True))
+
+
+def _numbered(kinds: list[list[Shard]], layout: Layout, kind_of_replica: np.ndarray) -> ModuleShards:
+    """`kinds`: the shards of the ranks of one replica, for each kind of replica."""
+    number: dict[Shard, int] = {}
+    table = np.array([[number.setdefault(shard, len(number)) for shard in kind] for kind in kinds])
+    of_stage = table[kind_of_replica].ravel()  # tp, sp and cp vary fastest, then dp, then pp
+    return ModuleShards(tuple(number), np.tile(of_stage, layout.pp))

@@ -1,0 +1,116 @@
+"""The buffers that a boundary's communicator borrows in a step, followed loan by loan. Pure.
+
+`BoundaryCommunicator` lends buffers whose sizes are powers of two and keeps them for later crossings. A crossing
+borrows, in this order, and gives back when it has been waited for:
+
+    arriving rows, and leaving ones         where the wire has a type of its own
+    rows that it sends, rows that arrive    of each exchange, where they are not one run of a buffer; until it has ended
+    rows that stay                          where they are not one run; given back at once
+
+Where a rank takes part in no crossing, or rows are runs everywhere, there is nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_hetero.planning.traffic import DirectionTraffic
+from megatron_hetero.schedule.actions import Action
+
+
+@dataclass(frozen=True)
+class CrossingLoans:
+    """What one crossing borrows on one rank, in bytes, in order. `whole`: until the end of the crossing. `scatter`,
+    `gather`: until the exchange has ended, where 0 is nothing; None where there is none. `kept`: for a moment.
+    """
+
+    whole: tuple[int, ...]
+    scatter: tuple[int, ...] | None
+    kept: int
+    gather: tuple[int, ...] | None
+
+
+def loans_of(direction: DirectionTraffic, row_bytes: int, rounded: bool) -> list[CrossingLoans]:
+    """What each rank of a direction borrows. `row_bytes`: on the wire. `rounded`: the wire has a type of its own.
+
+    Rows that are sums of parts, which nothing in this program sends, would need more.
+    """
+    assert direction.stage("reduce") is None, "no module holds its rows' gradients in parts"
+    whole = [direction.needed, direction.held]
+    staged: dict[str, list[np.ndarray]] = {
+        stage.stage: [stage.send.staged(), stage.receive.staged()] for stage in direction.stages
+    }
+    columns = [*whole, direction.kept.staged(), *staged.get("scatter", []), *staged.get("gather", [])]
+    table = (np.stack(columns, axis=1) * row_bytes).tolist()
+    return [_loans(row, rounded, "scatter" in staged, "gather" in staged) for row in table]
+
+
+def _loans(row: list[int], rounded: bool, scatter: bool, gather: bool) -> CrossingLoans:
+    return CrossingLoans(
+        whole=tuple(row[:2]) if rounded else (),
+        scatter=tuple(row[3:5]) if scatter else None,
+        kept=row[2],
+        gather=tuple(row[-2:]) if gather else None,
+    )
+
+
+@dataclass
+class BufferPool:
+    """As the communicator's pool, of sizes only. `peak`: the most bytes that it held."""
+
+    free: list[int] = field(default_factory=list)
+    held: int = 0
+    peak: int = 0
+
+    def take(self, size: int) -> int:
+        """Lend a buffer of at least so many bytes; returns its size."""
+        fitting = [buffer for buffer in self.free if buffer >= size]
+        if fitting:
+            self.free.remove(min(fitting))
+            return min(fitting)
+        if self.free:
+            self.held -= min(self.free)
+            self.free.remove(min(self.free))
+        made = 1 << max(0, size - 1).bit_length()
+        self.held += made
+        self.peak = max(self.peak, self.held)
+        return made
+
+
+def peak_staging(actions: Iterable[Action], forward: CrossingLoans, backward: CrossingLoans | None) -> int:
+    """The most bytes that the communicator of one boundary holds on a rank that executes `actions`, those of the
+    boundary alone, when every crossing borrows alike.
+    """
+    pool, courses = BufferPool(), {}
+    for action in actions:
+        key, loans = (action.kind, action.micro_batch), forward if action.kind == "F" else backward
+        if action.op == "start" and loans is not None:
+            courses[key] = _course(pool, loans)
+            next(courses[key], None)
+        elif action.op == "wait" and key in courses:
+            for _ in courses.pop(key):
+                pass
+    return pool.peak
+
+
+def _course(pool: BufferPool, loans: CrossingLoans) -> Iterator[None]:
+    """A crossing, with a yield wherever an exchange is in the air."""
+    whole = [pool.take(size) for size in loans.whole]
+    flight = _borrow(pool, loans.scatter or ())
+    pool.free += _borrow(pool, (loans.kept,))
+    if loans.scatter is not None:
+        yield
+        pool.free += reversed(flight)
+    if loans.gather is not None:
+        flight = _borrow(pool, loans.gather)
+        yield
+        pool.free += reversed(flight)
+    pool.free += reversed(whole)
+
+
+def _borrow(pool: BufferPool, sizes: Iterable[int]) -> list[int]:
+    """Rows that are none, or one run, are not staged."""
+    return [pool.take(size) for size in sizes if size]

@@ -1,0 +1,86 @@
+"""How much each stage computes in a micro-batch, which stands for the time that it takes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_hetero.models.qwen2_5_vl.geometry import image_geometry
+from megatron_hetero.models.stages import Stage
+from megatron_hetero.module_names import TEXT, parts_of
+from megatron_hetero.planning.assumed import AssumedBatch
+from megatron_hetero.schedule.simulator import Key
+from megatron_hetero.training.config import Config
+from megatron_hetero.training.flops import (
+    Passes,
+    TextFlopShape,
+    VisionFlopShape,
+    merger_flops,
+    text_flops,
+    vision_flops,
+)
+
+FORWARD = Passes(inputs=False, weights=False)
+
+
+def text_forward(assumed: AssumedBatch, stage: Stage) -> float:
+    """Operations of one rank in the forward pass of a text stage: an even share of its replica's."""
+    t, layout = assumed.shapes.text, assumed.layouts[TEXT]
+    width = t.kv_heads * t.head_dim
+    shape = TextFlopShape(
+        len(stage.layers), t.hidden, t.hidden, width, t.ffn, t.vocab if stage.is_last else 0
+    )  # fmt: skip
+    supervised = assumed.sample.supervised * len(assumed.lengths)
+    return text_flops(shape, assumed.lengths, supervised, FORWARD) / (layout.tp * layout.sp * layout.cp)
+
+
+def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: float) -> float:
+    """Operations of one rank in the forward pass of an encoder's stage, in a replica with so many images."""
+    v, layout, grids = assumed.shapes.encoders[encoder], assumed.layouts[encoder], assumed.sample.grids[encoder]
+    if not grids:
+        return 0.0
+    full = sum(layer in v.full_layers for layer in stage.layers)
+    shape = VisionFlopShape(
+        len(stage.layers), full, v.hidden, v.ffn, v.patch_elements if stage.is_first else 0, v.unit, v.out_hidden
+    )
+    patches = grids[0][0] * grids[0][1] * grids[0][2]
+    windows = (image_geometry(grids[0], v.merge, v.window).windows * v.unit).tolist()
+    whole = vision_flops(shape, [patches], windows, FORWARD, FORWARD)
+    of_image = whole if stage.is_last else whole - merger_flops(shape, patches, FORWARD)
+    return images * of_image / (layout.tp * layout.sp * layout.cp)
+
+
+def durations(
+    config: Config, assumed: AssumedBatch, stages: Mapping[str, Sequence[Stage]], images: Mapping[str, float]
+) -> dict[Key, float]:
+    """Operations of one rank in all work of a step, by module, kind and stage. `images`: of an encoder's replica.
+
+    A backward pass costs one forward pass for the gradients of inputs and one for those of weights, where they are
+    computed, and one more where layers are recomputed.
+    """
+    found: dict[Key, float] = {}
+    for name, of_module in stages.items():
+        for number, stage in enumerate(of_module):
+            text = name == TEXT
+            forward = text_forward(assumed, stage) if text else encoder_forward(assumed, name, stage, images[name])
+            passes = text_passes(config) if text else encoder_passes(config, name)
+            again = config.model.recompute.get(name, "none") == "full"
+            found[name, "F", number] = found[name, "R", number] = forward
+            found[name, "B", number] = forward * (passes.linear - 1 + again)
+    return found
+
+
+def text_passes(config: Config) -> Passes:
+    """Which gradients the text module computes."""
+    return Passes(inputs=True, weights=TEXT not in config.model.freeze)
+
+
+def encoder_trains(config: Config, encoder: str) -> tuple[bool, bool]:
+    """Whether an encoder trains, and whether its projector does."""
+    own, projector = parts_of(encoder)
+    return own not in config.model.freeze, projector not in config.model.freeze
+
+
+def encoder_passes(config: Config, encoder: str) -> Passes:
+    """Which gradients an encoder's layers compute."""
+    trains, _ = encoder_trains(config, encoder)
+    return Passes(trains, trains)

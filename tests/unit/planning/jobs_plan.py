@@ -1,0 +1,251 @@
+"""What the workers of the pool run for the tests of plans: real steps on the data that a plan assumes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_hetero.boundary.communicator import _Buffers
+from megatron_hetero.data.packing import IGNORED, PackedBatch
+from megatron_hetero.planning.assumed import AssumedBatch
+from megatron_hetero.planning.parameters import parameters_of
+from megatron_hetero.platform import CPU, Platform
+from megatron_hetero.schedule.runtime import _Execution
+from megatron_hetero.schedule.watch import Stopwatch
+from megatron_hetero.training.config import load_config
+from megatron_hetero.training.run import Run
+from megatron_hetero.training.step_loader import MicroBatch, StepBatch
+from megatron_hetero.training.step_plan import Images, MicroBatchPlan, PackShape
+
+
+def measure(flags: list[str]) -> dict[str, Any]:
+    """Bytes by kind that one real step takes on this rank, rows that it sends and receives, and its parameters."""
+    config = load_config(flags)
+    run = Run.build(config, Platform(CPU, "gloo"))
+    assumed = AssumedBatch.of(config, run.shapes, run.topology.layouts, run.loader.batch)
+    step = _step(run, assumed)
+    live = LiveActivations(run)
+    pools = [_count_buffers(communicator) for communicator in run.interpreter.communicators.values()]
+    with live:
+        run.train_step(1, step)
+    plans = {name: [m.plan.boundaries[name] for m in step.micro_batches if name in m.plan.boundaries]
+             for name in run.shapes.encoders}  # fmt: skip
+    return {
+        "weights": _bytes(p for module in run.modules for p in module.parameters.values()),
+        "gradients": sum(map(_gradient_bytes, run.modules)),
+        "optimizer": sum(map(_optimizer_bytes, run.optimizers)),
+        "activations": live.peak,
+        "boundary": sum(pool.peak for pool in pools),
+        "forward": {name: _rows([plan.forward for plan in own]) for name, own in plans.items()},
+        "backward": {name: _rows([plan.backward for plan in own if plan.backward]) for name, own in plans.items()},
+        "parameters": {m.name: [list(m.parameters), m.parameters_per_rank] for m in run.modules},
+        "planned": {m.name: _planned(run, m) for m in run.modules},
+    }
+
+
+def _planned(run: Run, module: Any) -> list[Any]:
+    tp = module.groups.tp.size()
+    found = parameters_of(module.name, run.shapes, tp, module.stages, run.config.model.freeze)
+    return [[p.name for p in found], sum(p.elements for p in found)]
+
+
+def _rows(directions: list[Any]) -> tuple[int, int, int]:
+    """Rows received and sent, and exchanges, in all micro-batches."""
+    return (
+        sum(d.received_rows for d in directions),
+        sum(d.sent_rows for d in directions),
+        sum(d.collectives for d in directions),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- data
+
+
+def _step(run: Run, assumed: AssumedBatch) -> StepBatch:
+    """The step that a plan assumes, as the loader would make it."""
+    shape, batch = _pack_shape(assumed), assumed.batch
+    plans = [run.loader.planner.plan([shape] * batch.replicas, m) for m in range(batch.micro_batches)]
+    pack = _pack(assumed) if run.topology.rank in run.topology.layouts["text"] else None
+    return StepBatch(
+        micro_batches=tuple(MicroBatch(pack, plan, _pixels(run, plan)) for plan in plans),
+        supervised=assumed.sample.supervised * batch.step_samples,
+        tokens=assumed.sample.tokens * batch.step_samples,
+        grids=dict(assumed.sample.grids),
+        sample_lengths=(assumed.sample.tokens,) * batch.step_samples,
+        encoder_loads=tuple(loads for plan in plans for loads in plan.loads.values()),
+    )
+
+
+def _pack_shape(assumed: AssumedBatch) -> PackShape:
+    samples = assumed.batch.samples
+    return PackShape(
+        assumed.lengths,
+        tuple(
+            Images((len(grids),) * samples, grids * samples, assumed.places(encoder).astype(np.int64).tobytes())
+            for encoder, grids in assumed.sample.grids.items()
+        ),
+    )
+
+
+def _pack(assumed: AssumedBatch) -> PackedBatch:
+    samples, tokens, supervised = assumed.batch.samples, assumed.sample.tokens, assumed.sample.supervised
+    labels = np.full((samples, tokens), IGNORED, np.int64)
+    labels[:, tokens - 1 - supervised : tokens - 1] = 7
+    return PackedBatch(
+        input_ids=np.arange(samples * tokens) % 50,
+        labels=labels.ravel(),
+        position_ids=np.tile(np.arange(tokens), (3, samples)),
+        cu_seqlens=np.arange(samples + 1) * tokens,
+        # What says where rows go is the plan.
+        grids=np.zeros((0, 3), np.int64),
+        rows=np.zeros(0, np.int64),
+        encoders=(),
+        image_positions=np.zeros(0, np.int64),
+        supervised_tokens=supervised * samples,
+    )
+
+
+def _pixels(run: Run, plan: MicroBatchPlan) -> dict[str, Tensor]:
+    found = {}
+    for name, pixels in plan.pixels.items():
+        shape = run.shapes.encoders[name]
+        patches = pixels.exchange.forward.rows * shape.unit + pixels.padding
+        found[name] = torch.randn(patches, shape.patch_elements, generator=torch.Generator().manual_seed(0))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- measures
+
+
+def _bytes(tensors: Any) -> int:
+    """Bytes of the memory that tensors lie in."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _gradient_bytes(module: Any) -> int:
+    return 0 if module.ddp is None else sum(buffer.grad_data.nbytes for buffer in module.ddp.buffers)
+
+
+def _optimizer_bytes(optimizer: Any) -> int:
+    """State, and master weights of their own."""
+    if optimizer is None:
+        return 0
+    total = 0
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        state = [t for of_p in part.optimizer.state.values() for t in of_p.values() if isinstance(t, Tensor)]
+        names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+        masters = [t for name in names for group in getattr(part, name, []) for t in group]
+        total += sum(t.nbytes for t in [*state, *masters])
+    return total
+
+
+class _CountedBuffers(_Buffers):
+    """Buffers that know the most that there were."""
+
+    def __init__(self, width: int, device: torch.device):
+        super().__init__(width, device)
+        self.lent, self.peak = 0, 0
+
+    def take(self, size: int) -> Tensor:
+        buffer = super().take(size)
+        self.lent += buffer.nbytes
+        self.peak = max(self.peak, self.lent + sum(b.nbytes for b in self._free))
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        super().give_back(buffer)
+        self.lent -= buffer.nbytes
+
+
+def _count_buffers(communicator: Any) -> _CountedBuffers:
+    communicator._buffers = _CountedBuffers(communicator.width, communicator.device)
+    return communicator._buffers
+
+
+class _Kept:
+    """A tensor that autograd keeps; leaves the books when autograd lets it go."""
+
+    def __init__(self, tensor: Tensor, books: dict[int, list[int]]):
+        self.tensor, self.books, self.address = tensor.detach(), books, tensor.untyped_storage().data_ptr()
+        self.books.setdefault(self.address, [0, tensor.untyped_storage().nbytes()])[0] += 1
+
+    def __del__(self) -> None:
+        self.books[self.address][0] -= 1
+        if not self.books[self.address][0]:
+            del self.books[self.address]
+
+
+class LiveActivations:
+    """Inside, the most bytes that lived at once on this rank: of what autograd keeps, without parameters, and of the
+    hidden states and rows that the interpreter keeps. Each memory counts once.
+    """
+
+    def __init__(self, run: Run):
+        self.peak, self.saved, self.execution = 0, {}, None
+        self.parameters = {p.untyped_storage().data_ptr() for m in run.modules for p in m.parameters.values()}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
+        run.interpreter.watch = _Sampler(run.platform, self)  # pyright: ignore[reportAttributeAccessIssue]
+        run.interpreter.run = lambda schedule, load: self._execute(run, schedule, load)  # pyright: ignore
+
+    def __enter__(self) -> LiveActivations:
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.hooks.__exit__(*error)
+
+    def _execute(self, run: Run, schedule: Any, load: Any) -> Tensor:
+        self.execution = _Execution(run.interpreter, schedule, load)
+        return self.execution.run()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() in self.parameters or not tensor.untyped_storage().nbytes():
+            return _Plain(tensor)
+        kept = _Kept(tensor, self.saved)
+        self.sample()
+        return kept
+
+    def sample(self) -> None:
+        """Look at what lives now."""
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._held()}
+        extra = sum(size for address, size in held.items() if address not in self.saved)
+        self.peak = max(self.peak, extra + sum(size for _, size in self.saved.values()))
+
+    def _held(self) -> Iterator[Tensor]:
+        execution = self.execution
+        if execution is None:
+            return
+        for of_kind in (execution.entered, execution.left, execution.arrived, execution.embedded, execution.row_grads):
+            yield from of_kind.values()
+        for rows in execution.rows.values():
+            yield from (t for t in (rows, rows.grad) if t is not None)
+        yield from (buffer for buffer, _ in execution.arriving.values())
+        for crossing in execution.crossings.values():
+            if crossing._wire == crossing._dtype:
+                yield crossing._arrived
+
+
+class _Plain:
+    """What is not counted."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+
+class _Sampler(Stopwatch):
+    """Looks at what lives after every action."""
+
+    def __init__(self, platform: Platform, live: LiveActivations):
+        super().__init__(platform)
+        self.live = live
+
+    @contextlib.contextmanager
+    def part(self, name: str, what: str = "") -> Iterator[None]:
+        with super().part(name, what):
+            yield
+        self.live.sample()

@@ -1,0 +1,105 @@
+"""Memory and traffic of plans against real steps of small models on gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from megatron_hetero.planning.estimate import KINDS, Plan
+from megatron_hetero.training.config import load_config
+from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.pool import Pool
+from tests.unit.planning import jobs_plan as jobs
+
+DEEP = ModelChoice(text_layers=4, vision_layers=4, full_layers=(1, 3), text_ffn=75, seed=4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Layouts (`detail`: of a second encoder), further flags, whether the head is tied, and samples of a step."""
+
+    vision: str
+    text: str
+    ranks: int
+    more: str = ""
+    tied: bool = False
+    batch: int = 4
+    detail: str = ""
+
+    def __str__(self) -> str:
+        encoders = f"{self.vision}+{self.detail}" if self.detail else self.vision
+        return f"{encoders}|{self.text} {self.more.replace('--', '')}{' tied' if self.tied else ''}"
+
+
+BF16, SGD = "--model.dtype bfloat16", "--optimizer.name sgd"
+WHOLE = "--model.sequence_parallel.vision false --model.sequence_parallel.text false"
+RECOMPUTE = "--model.recompute.vision full --model.recompute.text full"
+CASES = [
+    Case("dp:1", "dp:1", 1),
+    Case("dp:1", "dp:1", 1, f"{BF16} {RECOMPUTE}", tied=True),
+    Case("dp:1", "dp:1", 1, "--model.freeze vision --plan.images 2"),
+    Case("dp:1", "dp:1", 1, f"--model.freeze text {BF16}"),
+    Case("dp:1", "dp:1", 1, "--plan.images 0"),
+    Case("sp:2", "tp:2", 2, BF16),
+    Case("tp:2", "tp:2", 2, f"{WHOLE} {SGD} {BF16}"),
+    Case("cp:2", "cp:2", 2, "--train.micro_batch_size 2"),
+    Case("dp:2", "cp:2", 2, "--boundary.transport bfloat16"),
+    Case("dp:1@0", "dp:1@1", 2, f"{RECOMPUTE} --schedule.run_ahead 2"),
+    Case("sp:2,tp:2", "tp:4", 4, f"{BF16} --model.freeze vision projector"),
+    Case("sp:4", "pp:4", 4, "--schedule.waves 3", batch=6),
+    Case("sp:4", "tp:2,pp:2", 4, f"{BF16} --schedule.kind recompute", tied=True),
+    Case("dp:4", "pp:2,dp:2", 4, "--schedule.virtual_stages 2", tied=True, batch=8),
+    Case("dp:2@0-1", "pp:2@2-3", 4, f"{BF16} --parallel_layers.text 1 3"),
+    Case("pp:2,sp:2", "cp:2,tp:2", 4, "--train.micro_batch_size 2 --plan.images 2", batch=8),
+    Case("dp:3@0-2", "tp:2@2-3", 4, "--plan.images 2 --model.freeze projector"),
+    Case("sp:2", "tp:2", 2, detail="dp:2"),
+    Case("dp:2@0-1", "pp:2@2-3", 4, f"{BF16} --model.freeze detail", detail="sp:2@2-3"),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Models with an untied and with a tied head, and data that only has to exist."""
+    found = {tied: tmp_path_factory.mktemp("plan") for tied in (False, True)}
+    for tied, folder in found.items():
+        write_model(folder / "model", replace(DEEP, tied=tied))
+        write_model(folder / "detail", replace(DEEP, vision_layers=2, vision_heads=2, vision_ffn=44, full_layers=(0,)))
+        write_data(folder, 8)
+    return found
+
+
+def flags_of(case: Case, folder: Path) -> list[str]:
+    """The command line of a case. A setting that the case gives wins."""
+    common = (
+        f"--model.hf_path {folder}/model --data.registry.d.annotations {folder}/data.jsonl --data.datasets d "
+        f"--data.registry.d.images {folder}/images --data.workers 0 --train.iters 1 --log.dir {folder}/log "
+        f"--train.global_batch_size {case.batch} --plan.image_side 84 --plan.tokens 13 "
+        f"--vision-parallel {case.vision} --text-parallel {case.text}"
+    )
+    dtype = "" if "dtype" in case.more else " --model.dtype float32"
+    if case.detail:
+        common += f" --model.encoders.detail.hf_path {folder}/detail --model.encoders.detail.token <|video_pad|>"
+        common += f" --detail-parallel {case.detail}"
+    return [*common.split(), *dtype.split(), *case.more.split()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plan_is_what_a_step_takes(case: Case, folders: dict[bool, Path], pools: Callable[[int], Pool]) -> None:
+    flags = flags_of(case, folders[case.tied])
+    measured = pools(case.ranks).run(jobs.measure, flags)
+    plan = Plan.of(load_config(flags), case.ranks)
+    for rank, found in enumerate(measured):
+        planned = dict(zip(KINDS, plan.memory[rank].tolist(), strict=True))
+        exact = [kind for kind in KINDS if kind != "activations"]
+        assert {kind: planned[kind] for kind in exact} == {kind: found[kind] for kind in exact}, f"rank {rank}"
+        assert planned["activations"] == pytest.approx(found["activations"], rel=0.1), f"rank {rank}"
+        assert found["planned"] == found["parameters"]
+    for boundary in plan.boundaries:
+        for name, traffic in boundary.traffic.items():
+            steps, ranks = plan.batch.micro_batches, traffic.ranks.tolist()
+            rows = zip(ranks, (traffic.received * steps).tolist(), (traffic.sent * steps).tolist(), strict=True)
+            for rank, received, sent in rows:
+                assert measured[rank][name][boundary.encoder] == (received, sent, len(traffic.stages) * steps)

@@ -1,0 +1,92 @@
+"""The parts that plans are made of, each against what it stands for."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.planning.parameters import Parameter, buckets_of, parameter_bytes
+from megatron_hetero.planning.staging import BufferPool
+from megatron_hetero.planning.traffic import Indexed, traffic_of
+from tests.unit.planning.conftest import MakePlan
+
+SIZES = (7, 300, 64, 1, 129)
+
+
+def _parameters(tied: int | None = None, frozen: int | None = None) -> list[Parameter]:
+    return [Parameter(f"p{i}", size, i != frozen, i == tied) for i, size in enumerate(SIZES)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("tied", [None, 0, 4])
+def test_shares_of_the_optimizer_are_those_of_the_elements_in_each_part(ranks: int, tied: int | None) -> None:
+    parameters = _parameters(tied, frozen=2)
+    found = parameter_bytes(parameters, ranks, 2, adamw=True)
+    expected = np.zeros(ranks, np.int64)
+    for bucket in buckets_of(parameters, ranks, True):
+        assert bucket.size % math.lcm(ranks, 128) == 0
+        owner = np.full(bucket.size, -1)
+        for i, (start, end) in enumerate(bucket.bounds):
+            assert start % 64 == 0
+            owner[start:end] = i
+        for rank, part in enumerate(np.split(owner, ranks)):
+            held = part[part >= 0]
+            expected[rank] += 12 * len(held) + 4 * len(np.unique(held))
+    assert found.optimizer.tolist() == expected.tolist()
+    assert found.trained == sum(SIZES) - SIZES[2] and found.parameters == sum(SIZES)
+    assert found.gradients == 4 * sum(b.size for b in buckets_of(parameters, ranks, True))
+
+
+def test_sgd_keeps_master_weights_of_bfloat16_alone() -> None:
+    parameters = _parameters(frozen=0)
+    assert parameter_bytes(parameters, 4, 4, adamw=False).optimizer.tolist() == [0] * 4
+    halves = parameter_bytes(parameters, 4, 2, adamw=False)
+    assert halves.optimizer.tolist() == [4 * (sum(SIZES) - 7)] * 4
+    assert halves.weights == 2 * sum(SIZES) and halves.gradients == 4 * (sum(SIZES) - 7)
+
+
+@pytest.mark.parametrize(
+    "world, vision, text, more",
+    [
+        (8, "sp:2,dp:4", "tp:4,dp:2", "--plan.images 3 --plan.image_side 200"),
+        (8, "dp:8", "cp:2,tp:2,dp:2", "--plan.images 2 --plan.image_side 140"),
+        (8, "tp:4,dp:2", "tp:2,dp:4", "--model.sequence_parallel.vision false --model.sequence_parallel.text false"),
+        (7, "dp:3@0-2", "tp:2,pp:2@3-6", "--model.sequence_parallel.text false --plan.image_side 140"),
+        (6, "sp:2@0,5", "tp:4@1-4", ""),
+    ],
+)
+def test_traffic_is_that_of_each_ranks_plan(world: int, vision: str, text: str, more: str, make_plan: MakePlan) -> None:
+    assumed = make_plan(world, vision, text, more).assumed
+    boundary = plan_boundary(*assumed.sides("vision"), 8)
+    for name, traffic in traffic_of(boundary).items():
+        for i, rank in enumerate(traffic.ranks.tolist()):
+            direction = getattr(boundary.rank(rank), name)
+            assert (traffic.held[i], traffic.needed[i]) == (direction.held, direction.rows)
+            assert (traffic.received[i], traffic.sent[i]) == (direction.received_rows, direction.sent_rows)
+            _assert_same(traffic.kept, i, direction.kept_from)
+            for stage in traffic.stages:
+                exchange = direction.exchange(stage.stage)
+                _assert_same(stage.send, i, exchange.send)
+                _assert_same(stage.receive, i, exchange.receive)
+        moves = [move for move in boundary.moves() if move.direction == name]
+        assert traffic.pairs == len(moves)
+
+
+def _assert_same(indexed: Indexed, at: int, index: np.ndarray) -> None:
+    assert indexed.counts[at] == len(index)
+    assert indexed.runs[at] == bool(np.all(np.diff(index) == 1))
+
+
+def test_buffers_are_powers_of_two_and_used_again() -> None:
+    pool = BufferPool()
+    first = pool.take(100)
+    assert (first, pool.held) == (128, 128)
+    pool.free.append(first)
+    assert (pool.take(128), pool.held) == (128, 128)
+    pool.free.append(128)
+    assert (pool.take(129), pool.held) == (256, 256)  # takes the place of the smaller one
+    assert pool.take(5) == 8
+    assert pool.peak == 264

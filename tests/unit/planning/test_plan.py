@@ -1,0 +1,192 @@
+"""Plans of whole configurations: numbers that follow from the layouts, problems, output, pictures, bad input."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.qwen2_5_vl.weights import parameter_count
+from megatron_hetero.planning.command import show_plan
+from megatron_hetero.planning.estimate import KINDS
+from megatron_hetero.planning.picture import draw_plan
+from megatron_hetero.planning.problems import problems_of, shortened
+from megatron_hetero.planning.report import size_text
+from megatron_hetero.training.config import load_command, load_config
+from tests.unit.planning.conftest import MakePlan
+
+ROOT = Path(__file__).parents[3]
+
+
+def _found(plan: object) -> str:
+    return "\n".join(f"{problem.found} -> {problem.fix}" for problem in problems_of(plan))  # pyright: ignore
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+def test_stages_hold_the_whole_model_once(make_plan: MakePlan) -> None:
+    plan = make_plan(8, "pp:2,dp:4", "pp:4,dp:2")
+    assert sum(held.parameters for held in plan.parameters.values()) == parameter_count(plan.shapes)
+
+
+def test_every_rank_is_of_one_kind(make_plan: MakePlan) -> None:
+    plan = make_plan(12, "sp:2,dp:2@0-3", "tp:2,pp:2,dp:2@4-11")
+    ranks = np.concatenate([ranks for _, ranks, _ in plan.kinds_of_ranks])
+    assert sorted(ranks.tolist()) == list(range(12))
+    for _, alike, row in plan.kinds_of_ranks:
+        assert (plan.memory[alike] == row).all()
+
+
+def test_what_a_setting_is_for_shows_in_the_memory(make_plan: MakePlan) -> None:
+    layouts = 8, "sp:8", "tp:2,pp:2,dp:2", "--train.global_batch_size 32"
+    activations, optimizer = KINDS.index("activations"), KINDS.index("optimizer")
+    usual = make_plan(*layouts).memory
+    for flag in ("--schedule.waves 1", "--schedule.kind recompute", "--model.recompute.vision full"):
+        found = make_plan(*layouts[:3], f"{layouts[3]} {flag}").memory
+        assert (found[:, activations] < usual[:, activations]).all(), flag
+        assert (found[:, :activations] == usual[:, :activations]).all(), flag
+    sgd = make_plan(*layouts[:3], f"{layouts[3]} --optimizer.name sgd").memory
+    assert (sgd[:, optimizer] != usual[:, optimizer]).all()
+
+
+def test_encoder_activations_do_not_grow_with_the_micro_batches(make_plan: MakePlan) -> None:
+    found = [
+        make_plan(4, "sp:4", "pp:4", f"--schedule.waves 4 --train.global_batch_size {batch}").memory
+        for batch in (8, 32)
+    ]
+    assert (found[0] == found[1]).all()
+
+
+@pytest.mark.parametrize(
+    "world, vision, text",
+    [(16384, "sp:8", "tp:4,pp:16,dp:256"), (16640, "dp:256@0-255", "tp:4,pp:16,dp:256@256-16639")],
+    ids=["colocated", "disjoint"],
+)
+def test_16k_ranks_are_planned_in_seconds(world: int, vision: str, text: str, make_plan: MakePlan) -> None:
+    """The time of this process alone, with room for a slow one: the whole program answers in under 10 s."""
+    start = time.process_time()
+    plan = make_plan(world, vision, text, "--train.global_batch_size 8192")
+    assert time.process_time() - start < 15
+    assert len(plan.memory) == world and (plan.memory[:, 0] > 0).all()
+
+
+# ----------------------------------------------------------------------------------------------- problems
+
+
+@pytest.mark.parametrize(
+    "world, vision, text, more, words",
+    [
+        (8, "dp:8", "tp:4,dp:2", "", ("6 of the 8 replicas of vision have no image", "raise train.micro_batch_size")),
+        (14, "dp:14", "sp:7,tp:2", "", ("key/value heads for tp:2 and sp:7, so that each is computed or sent 7", "cp")),
+        (4, "sp:4", "pp:4", "--schedule.waves 1", ("wait for up to", "--schedule.waves 2")),
+        (29, "dp:1@0", "tp:28@1-28", "", ("of text wait for up to", "give vision more of the ranks")),
+        (9, "dp:8@0-7", "tp:1@8", "--plan.image_side 140", ("of vision wait for up to", "give it fewer ranks")),
+        (4, "sp:4", "pp:4", "--parallel_layers.text 10 2 2 2", ("stage 0 of text", "--parallel_layers.text")),
+        (1, "dp:1", "dp:1", "--plan.memory_gb 0.5", ("is not enough for 1 rank", "needs")),
+        (1, "dp:1", "dp:1", "--plan.memory_gb 90 --plan.images 3", ("most of it", "raise")),
+        (1, "dp:1", "dp:1", "--plan.tokens 4000", ("more than data.max_seq_length", "raise data.max_seq_length")),
+        (1, "dp:1", "dp:1", "--data.max_pixels 200704", ("more than data.max_pixels", "--plan.image_side 448")),
+        (8, "sp:8", "tp:4,dp:2", "--plan.image_side 112", ("no window of", "lower sp or cp")),
+        (16, "tp:16", "tp:4,dp:4", "", ("the MLP width of vision, 340, is padded to 352", "a tp of vision")),
+    ],
+)  # fmt: skip
+def test_problems_are_found_with_what_to_do(
+    world: int, vision: str, text: str, more: str, words: tuple[str, ...], make_plan: MakePlan
+) -> None:
+    found = _found(make_plan(world, vision, text, more))
+    assert all(word in found for word in words), found
+
+
+def test_a_good_plan_has_no_problems(make_plan: MakePlan) -> None:
+    assert not problems_of(make_plan(4, "sp:4", "tp:4", "--train.global_batch_size 16 --plan.memory_gb 80"))
+
+
+# ------------------------------------------------------------------------------------------------- output
+
+
+def test_output_has_every_part(plan_flags: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--vision-parallel dp:2@0-1 --text-parallel tp:2,pp:2@2-5 --plan --world-size 6"
+    show_plan(*_with_plan(load_command(plan_flags(flags))))
+    shown = capsys.readouterr().out
+    for part in (
+        "bfloat16 with adamw on 6 ranks", "1 image of 896x896 pixels (4,096 patches, 1,024 rows)", "512 tokens besides",
+        "Modules", "tp:2,pp:2", "Boundaries, in a step", "messages in all", "Memory of a rank", "Not counted:",
+        "2-3 text.0", "vF0", "Ranks wait", "Problems",
+    ):  # fmt: skip
+        assert part in shown, part
+
+
+def _with_plan(command: tuple) -> tuple:
+    assert command[1] is not None
+    return command
+
+
+def test_samples_without_images_can_be_planned(
+    plan_flags: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_plan(*_with_plan(load_command(plan_flags("--plan --plan.images 0"))))
+    assert "Nothing crosses" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["plan.svg", "plan.png"])
+def test_pictures_are_drawn(name: str, make_plan: MakePlan, tmp_path: Path) -> None:
+    draw_plan(make_plan(6, "sp:2@0,5", "tp:2,pp:2@1-4", "--train.global_batch_size 4"), tmp_path / name)
+    assert (tmp_path / name).stat().st_size > 5000
+
+
+def test_the_program_plans_without_megatron_data_or_weights(plan_flags: Callable[[str], list[str]]) -> None:
+    argv = plan_flags("--plan --world-size 2 --vision-parallel sp:2 --text-parallel tp:2")
+    code = f"import sys, pretrain_vlm; pretrain_vlm.main({argv!r}); assert 'megatron.core' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "No problems found." in done.stdout
+
+
+def test_sizes_and_ranks_are_short() -> None:
+    assert [size_text(n) for n in (0, 999, 1000, 2_500_000, 10**10)] == ["0", "999 B", "1.00 kB", "2.50 MB", "10.00 GB"]
+    assert shortened(tuple(range(100))) == "0-99"
+    assert shortened(tuple(range(0, 100, 2))).endswith(",…") and len(shortened(tuple(range(0, 100, 2)))) <= 28
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--plan --world-size 0", "--world-size: found `0`, expected a number of ranks from 1"),
+        ("--plan --world-size many", "--world-size: found `many`"),
+        ("--plan --world-size", "--world-size: found no value"),
+        ("--world-size 8", "--world-size: found it without --plan"),
+        ("--plan yes", "--plan: found `yes`, expected no value"),
+        ("--plan --plan-svg plan.gif", "plan.gif"),
+        ("--plan --plan-svg /nowhere/plan.svg", "--plan-svg /nowhere/plan.svg: found no such file or directory"),
+        ("--plan --plan.image_side 0", "plan.image_side"),
+        ("--plan --plan.supervised 2", "plan.supervised"),
+        ("--plan --world-size 4 --text-parallel tp:3", "text layout `tp:3`"),
+        ("--plan --world-size 4 --vision-parallel dp:1@0", "global_batch_size"),
+    ],
+)
+def test_bad_input_is_one_message(flags: str, message: str, plan_flags: Callable[[str], list[str]]) -> None:
+    more = " --train.global_batch_size 6" if "dp:1@0" in flags else ""
+    with pytest.raises(UserError, match=re.escape(message)):
+        show_plan(*_with_plan(load_command(plan_flags(flags + more))))
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    flags = f"--plan --model.hf_path {tmp_path} --data.registry.d.annotations x --data.datasets d"
+    with pytest.raises(UserError, match=r"config\.json"):
+        show_plan(*_with_plan(load_command(flags.split())))
+
+
+def test_programs_that_make_no_plan_say_so(plan_flags: Callable[[str], list[str]]) -> None:
+    with pytest.raises(UserError, match=r"use pretrain_vlm\.py|Use pretrain_vlm\.py"):
+        load_config(plan_flags("--plan"))
