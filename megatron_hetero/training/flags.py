@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
@@ -167,10 +168,11 @@ class FlagRow(NamedTuple):
     text: str
 
 
-def flag_rows(root: type) -> list[FlagRow]:
+@lru_cache
+def flag_rows(root: type) -> tuple[FlagRow, ...]:
     """Every flag, in the order of the configuration."""
     config = FlagRow("--config", "path", "none", "YAML file with settings; flags win over it.")
-    return [config, *(FlagRow(flag, *shown) for flag, shown in PLAN_FLAGS.items()), *_rows(root, "--")]
+    return config, *(FlagRow(flag, *shown) for flag, shown in PLAN_FLAGS.items()), *_rows(root, "--")
 
 
 def print_help(root: type) -> None:
