@@ -167,8 +167,7 @@ def _against_waiting(plan: Plan, names: tuple[str, ...]) -> str:
 def _against_unequal(plan: Plan, names: tuple[str, ...]) -> str:
     where = " and ".join(names)
     if all(plan.schedule.module[name].style == "ahead" for name in names):
-        fewer = "give it fewer ranks, or share ranks with text"
-        return f"{where} waits for {TEXT}: {fewer}, or raise schedule.run_ahead"
+        return f"{where} waits for {TEXT}: give it fewer ranks, or share ranks with {TEXT}"
     return f"{where} waits while other ranks run {TEXT}: let the modules have the same ranks, or none in common"
 
 
