@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import queue
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 1800.0
+LOOK_S = 5.0
+"""How often it is looked whether processes that do not answer are alive."""
 
 
 class Crew:
@@ -53,17 +56,25 @@ class Crew:
 
     def _collect(self) -> list[Any]:
         results: dict[int, Any] = {}
+        deadline = time.monotonic() + TIMEOUT_S
         while len(results) < self.ranks:
             try:
-                rank, result, failure = self._results.get(timeout=TIMEOUT_S)
+                rank, result, failure = self._results.get(timeout=LOOK_S)
             except queue.Empty:
-                self.close()
-                raise TimeoutError(f"ranks {set(range(self.ranks)) - results.keys()} do not answer") from None
+                self._require_answers(set(range(self.ranks)) - results.keys(), deadline)
+                continue
             if failure is not None:
                 self.close()
                 raise RuntimeError(f"rank {rank}: {failure}")
             results[rank] = result
         return [results[rank] for rank in range(self.ranks)]
+
+    def _require_answers(self, missing: set[int], deadline: float) -> None:
+        """Raise where ranks have died (a fault below Python tells nothing), or it has taken too long."""
+        dead = [rank for rank in missing if not self._workers[rank].is_alive()]
+        if dead or time.monotonic() > deadline:
+            self.close()
+            raise TimeoutError(f"ranks {dead} died" if dead else f"ranks {missing} do not answer")
 
 
 def _serve(rank: int, ranks: int, store: str, build: Any, args: Any, orders: Any, results: Any) -> None:

@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.crew import Crew  # noqa: E402  (after the number of threads is set)
 from benchmarks.material import ModelSize, write_samples  # noqa: E402
-from benchmarks.schedule_report import ScheduleReport  # noqa: E402
+from benchmarks.schedule_report import EVEN, UNEVEN, ScheduleReport  # noqa: E402
 from megatron_hetero.schedule.settings import ScheduleSettings  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,13 +35,12 @@ SHARED = ModelSize(vision_layers=4, text_layers=8)
 """The encoder takes about half as long as the text module, as in Qwen2.5-VL's 3B and 7B with mostly images."""
 FOUR = ModelSize(vision_layers=4, text_layers=4)
 PLACEMENTS = (
-    ("dp:1@0", "dp:1@1", 2, APART),
-    ("sp:2", "pp:2", 2, SHARED),
-    ("sp:2@0-1", "pp:2@2-3", 4, FOUR),
-    ("sp:4", "pp:4", 4, FOUR),
+    ("dp:1@0", "dp:1@1", 2, APART, ScheduleSettings()),
+    ("sp:2", "pp:2", 2, SHARED, ScheduleSettings()),
+    ("sp:2@0-1", "pp:2@2-3", 4, FOUR, ScheduleSettings()),
+    ("sp:4", "pp:4", 4, FOUR, ScheduleSettings(waves=4)),
 )
-"""What is recorded: layouts, ranks and model."""
-EVEN, UNEVEN = "equal pictures", "pictures of 64 to 400 patches"
+"""What is recorded: layouts, ranks, model and schedule."""
 WINDOWED = 224
 """Pixels of a side whose picture has a window of the encoder for each of four ranks."""
 
@@ -52,8 +51,8 @@ def main() -> None:
     report = ScheduleReport(options.micro_batches)
     if options.results is not None:
         options.results.mkdir(parents=True, exist_ok=True)
-    for vision, text, ranks, size in PLACEMENTS:
-        _record(report, options, vision, text, ranks, size)
+    for placement in PLACEMENTS:
+        _record(report, options, *placement)
     for name, sides in {EVEN: [168], UNEVEN: _random_sides(options.micro_batches)}.items():
         _compare_run_ahead(report, options, name, sides)
     _compare_waves(report, options)
@@ -99,12 +98,18 @@ def _crew(
 
 
 def _record(
-    report: ScheduleReport, options: argparse.Namespace, vision: str, text: str, ranks: int, size: ModelSize
+    report: ScheduleReport,
+    options: argparse.Namespace,
+    vision: str,
+    text: str,
+    ranks: int,
+    size: ModelSize,
+    settings: ScheduleSettings,
 ) -> None:
     from benchmarks.recording import on_one_clock, require_order
 
     side = WINDOWED if ranks > 2 else 168
-    with _crew(vision, text, ranks, size, [side] * 8, {"": ScheduleSettings()}) as crew:
+    with _crew(vision, text, ranks, size, [side] * 8, {"": settings}) as crew:
         crew.run("step", "")
         schedule = crew.run("schedule", "")[0]
         steps = [on_one_clock(crew.run("record", "")) for _ in range(options.recorded)]

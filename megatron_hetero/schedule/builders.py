@@ -3,8 +3,10 @@
   1. *Colocated, text pp:1*: `waves` of one micro-batch: encode, cross, text forward and backward, cross back, encoder
      backward.
   2. *Colocated, text pp > 1*: every rank encodes.
-       waves      per wave of W micro-batches: encode and cross them, 1F1B of the text over them, cross back, encoder
-                  backward. Encoder activations of W micro-batches live. The pipeline fills and drains once per wave.
+       waves      encode and cross W micro-batches; one 1F1B of the text over all. In it all ranks take turns at the
+                  encoder whenever the first stage needs rows of the next W: what the first stage has run backward
+                  crosses back, its encoder backward is run, and the next W are encoded and cross. Encoder activations
+                  of W + pp - 1 micro-batches live, since the pipeline is not drained for it.
        recompute  encode and cross all, keeping rows only; 1F1B over all; then per micro-batch forward again and
                   backward. Encoder activations of one micro-batch live; a second forward is paid for one pipeline fill.
   3. *Disjoint*, `ahead`: the first text stage's order of forwards and backwards sets the pace. When it takes the rows
@@ -12,12 +14,25 @@
      runs the same. That makes the encoder the stage before the first in 1F1B. Several encoders run side by side.
   4. *Mixed*: as 2, on ranks that hold only one of the modules too; encoders whose ranks are apart from all of these
      run as in 3.
-  5. Virtual stages: the text's 1F1B is the interleaved one, in all of the above.
+  5. Virtual stages: the text's 1F1B is the interleaved one, in all of the above. The pipeline drains between waves.
+
+When all ranks turn to the encoder, a stage waits for those that are further behind. So each turns to it when it would
+have come as far as it has when the first stage does, if there were no encoder: stage s just before the forward of a
+micro-batch that comes s // 3 earlier, where a backward takes twice as long as a forward. For pp:4, waves of four and
+micro-batch 4, the first of its wave (E: the encoder's turn; numbers say which micro-batches are run backward, and
+forward):
+
+    stage 0   F0 F1 F2 F3 B0 E F4 B1          E: backward of 0, forward of 4 to 7
+    stage 1   F0 F1 F2 B0 F3 B1 E F4 B2
+    stage 2   F0 F1 B0 F2 B1 F3 B2 E F4 B3
+    stage 3   F0 B0 F1 B1 F2 B2 E F3 B3
 
 An encoder's own pipeline stages follow each other by one micro-batch.
 
-Why no order deadlocks. In a phase of a wave (encode, return) all ranks walk through one list, each leaving out what it
-has no part in, and nothing in the list needs what comes later. The phases follow one another on all ranks. What runs
+Why no order deadlocks. In a turn of the encoder (return, encode) all ranks walk through one list, each leaving out what
+it has no part in, and nothing in the list needs what comes later. The turns follow one another on all ranks, and what
+a stage runs before a turn needs only what others run before it: a stage turns at the same forward as the stage before
+it, or at one that comes one earlier. What runs
 ahead walks through the first text stage's list, one step behind in what it receives and ahead in what it gives.
 `Schedule.check` proves it again for each schedule.
 """
@@ -27,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout import Layout
@@ -134,9 +149,19 @@ class _Plan:
         return [range(first, min(first + size, self.batches)) for first in range(0, self.batches, size)]
 
     @cached_property
+    def turns(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """For each turn of the encoders that share ranks with the text, after the first encoding: the micro-batches
+        that return, and those that are encoded.
+        """
+        in_flight = self.schedule.in_flight_between_waves
+        ends = [max(0, wave[0] - in_flight) for wave in self.waves[1:]] + [self.batches]
+        returned = [range(*pair) for pair in pairwise([0, *ends])]
+        return list(zip(returned, [*self.waves[1:], range(0)], strict=True))
+
+    @cached_property
     def pace(self) -> list[Work]:
         """What the first stage of the text runs, in order."""
-        return [work for wave in self.waves for work in pipeline_order(self.text, 0, wave) if work.stage == 0]
+        return [work for part in _text_parts(self, 0) for work in part if work.stage == 0]
 
     @property
     def starts_back_early(self) -> bool:
@@ -168,10 +193,11 @@ def _order(plan: _Plan, role: Role) -> Iterator[Action]:
     is_first = _stage(role, plan.text) == 0
     if is_first and plan.run_ahead:  # Rows of the first micro-batch may come at any time.
         yield from (plan.start("F", encoder, 0) for encoder in plan.ahead)
-    for wave in plan.waves:
-        yield from _encode(plan, role, wave)
-        yield from _text(plan, role, wave)
-        yield from _return(plan, role, wave)
+    yield from _encode(plan, role, plan.waves[0])
+    for works, (returned, encoded) in zip(_text_parts(plan, _stage(role, plan.text)), plan.turns, strict=True):
+        yield from _text(plan, works)
+        yield from _return(plan, role, returned)
+        yield from _encode(plan, role, encoded)
     if is_first:
         last = range(max(0, plan.batches - 1 - plan.run_ahead), plan.batches)
         yield from (plan.wait("B", encoder, m) for m in last for encoder in plan.ahead if encoder.backward)
@@ -224,10 +250,20 @@ def _at(wave: Sequence[int], index: int) -> Sequence[int]:
     return wave[index : index + 1] if index >= 0 else ()
 
 
-def _text(plan: _Plan, role: Role, wave: Sequence[int]) -> Iterator[Action]:
-    """The text module's stages over a wave, with what the first of them receives and sends back."""
-    stage = _stage(role, plan.text)
-    for work in () if stage is None else pipeline_order(plan.text, stage, wave):
+def _text_parts(plan: _Plan, stage: int | None) -> list[list[Work]]:
+    """What the ranks of a (first) stage of the text run before each turn of the encoders; nothing without a stage."""
+    if stage is None:
+        return [[] for _ in plan.turns]
+    if plan.text.virtual > 1:
+        return [pipeline_order(plan.text, stage, wave) for wave in plan.waves]
+    works = pipeline_order(plan.text, stage, range(plan.batches))
+    cuts = [works.index(Work("F", stage, max(0, wave[0] - stage // 3))) for wave in plan.waves[1:]]
+    return [works[first:last] for first, last in pairwise([0, *cuts, len(works)])]
+
+
+def _text(plan: _Plan, works: Sequence[Work]) -> Iterator[Action]:
+    """Work of the text module, with what its first stage receives and sends back."""
+    for work in works:
         if work.stage == 0 and work.kind == "F":
             yield from _take_rows(plan, work.micro_batch)
         yield run(work.kind, plan.text.name, work.stage, work.micro_batch)

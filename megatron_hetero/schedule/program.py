@@ -158,6 +158,13 @@ class Schedule:
         """Whether the role is on the encoder's, and on the text's, side of the boundary."""
         return (encoder, self.module[encoder].stages - 1) in role.places, (self.text.name, 0) in role.places
 
+    @property
+    def in_flight_between_waves(self) -> int:
+        """Micro-batches that the first stage of the text has run forward and not backward when the next wave is
+        encoded. Interleaved stages drain first.
+        """
+        return self.text.layout.pp - 1 if self.text.virtual == 1 else 0
+
     def activation_bound(self, module: Module, coordinate: int) -> int:
         """The most micro-batches' (of the text, with virtual stages, stages') activations that may live on a rank."""
         pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
@@ -167,7 +174,7 @@ class Schedule:
             case "text":
                 return 2 * left + (module.virtual - 1) * pp + 1
             case "waves":
-                return module.window
+                return module.window + self.in_flight_between_waves
             case "recompute":
                 return 2 * left + 1
         # `ahead`: what is in flight between the first text stage's F and B, and what was encoded ahead of it.

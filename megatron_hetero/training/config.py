@@ -112,7 +112,7 @@ class ScheduleConfig:
         "the rows and runs again before its backward pass); on ranks of its own ahead.",
     )
     waves: int | None = option(
-        None, "Micro-batches that are encoded before the text module runs them.", "1, near 2 pp with text stages"
+        None, "Micro-batches that an encoder on shared ranks encodes at a time.", "1, near 3 pp with text stages"
     )
     run_ahead: int | None = option(
         None, "Micro-batches that an encoder on its own ranks may be ahead of the text module.", "1"

@@ -99,11 +99,25 @@ def test_interleaved_micro_batches_need_not_fill_the_last_group(pp: int, virtual
 
 def test_waves() -> None:
     schedule = build_schedule(layouts(vision="sp:2@0-1", text="pp:2@0-1"), 5, ScheduleSettings(waves=2))
-    assert works(schedule, 0, "vision") == "F0 F1 B0 B1 F2 F3 B2 B3 F4 B4"
-    assert works(schedule, 0, "text") == "F0 F1 B0 B1 F2 F3 B2 B3 F4 B4"
+    assert works(schedule, 0, "vision") == works(schedule, 1, "vision") == "F0 F1 B0 F2 F3 B1 B2 F4 B3 B4"
+    assert works(schedule, 0, "text") == "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4"
     assert works(schedule, 1).startswith(
-        "vision.0.F0 vision.0.F1 text.1.F0 text.1.B0 text.1.F1 text.1.B1 vision.0.B0 vision.0.B1 vision.0.F2"
+        "vision.0.F0 vision.0.F1 text.1.F0 text.1.B0 text.1.F1 text.1.B1 vision.0.B0 vision.0.F2 vision.0.F3 text.1.F2"
     )
+
+
+def test_a_later_stage_turns_to_the_encoder_earlier_in_its_own_order() -> None:
+    """The example at the head of `builders`; the number of text works before the second encoding, by stage."""
+    schedule = build_schedule(layouts(vision="sp:4@0-3", text="pp:4@0-3"), 8, ScheduleSettings(waves=4))
+    before = [works(schedule, rank).split("vision.0.F4")[0].count("text") for rank in range(4)]
+    assert before == [5, 6, 7, 6]
+
+
+def test_virtual_stages_drain_between_waves() -> None:
+    model = layouts(vision="sp:2@0-1", text="pp:2@0-1")
+    schedule = build_schedule(model, 4, ScheduleSettings(waves=2, virtual_stages=2))
+    assert works(schedule, 0, "vision") == "F0 F1 B0 B1 F2 F3 B2 B3"
+    assert peak(schedule, 0, "vision") == 2
 
 
 def test_recompute_keeps_only_rows() -> None:
@@ -118,11 +132,14 @@ def test_recompute_keeps_only_rows() -> None:
 def test_encoder_activations_do_not_grow_with_micro_batches(vision: str, text: str, kind: ScheduleKind) -> None:
     waves = 4 if kind == "waves" else None
     model = layouts(vision=vision, text=text)
-    built = [build_schedule(model, batches, ScheduleSettings(kind, waves)) for batches in (4, 16, 64)]
+    built = [build_schedule(model, batches, ScheduleSettings(kind, waves)) for batches in (8, 16, 64)]
     peaks = [[peak(schedule, rank, "vision") for rank in model["vision"].ranks] for schedule in built]
     first, last = model["vision"].pp, 1
     assert peaks[0] == peaks[1] == peaks[2]
-    assert max(peaks[0]) == (4 if kind == "waves" else 2 * (first - last) + 1) and peaks[0][-1] == (waves or 1)
+    in_waves = 4 + model["text"].pp - 1
+    assert max(peaks[0]) == (in_waves if waves else 2 * (first - last) + 1) and peaks[0][-1] == (
+        in_waves if waves else 1
+    )
 
 
 @pytest.mark.parametrize("run_ahead", range(4))
@@ -163,7 +180,7 @@ def test_partners_have_the_same_other_coordinates() -> None:
 
 def test_defaults_follow_from_the_layouts() -> None:
     assert default_settings(layouts(vision="sp:8@0-7", text="tp:8@0-7"), 8) == ScheduleSettings("waves", 1)
-    assert default_settings(layouts(vision="sp:8@0-7", text="tp:2,pp:4@0-7"), 20) == ScheduleSettings("waves", 7)
+    assert default_settings(layouts(vision="sp:8@0-7", text="tp:2,pp:4@0-7"), 20) == ScheduleSettings("waves", 10)
     assert default_settings(layouts(vision="dp:2@0-1", text="tp:2,pp:3@2-7"), 20) == ScheduleSettings("ahead", None, 1)
     assert default_settings(layouts(text="pp:2@0-1"), 20) == ScheduleSettings("ahead")
 

@@ -183,10 +183,10 @@ def test_too_many_activations() -> None:
     schedule = build_schedule(model, 6, ScheduleSettings(waves=6))
     claimed = tuple(
         Module(m.name, m.layout, m.style, 3 if m.style == "waves" else 0) for m in schedule.modules
-    )  # The same order, of a module that is to run in waves of 3.
+    )  # The same order, of a module that is to run in waves of 3, so that 4 live.
     said = message(replace(schedule, modules=claimed))
-    assert "at `vision.0.F3`: found activations of 4 micro-batches of `vision`, expected at most 3" in said
-    assert "vision.0.F3 <-- ERROR HERE" in said
+    assert "at `vision.0.F4`: found activations of 5 micro-batches of `vision`, expected at most 4" in said
+    assert "vision.0.F4 <-- ERROR HERE" in said
 
 
 def test_an_excerpt_of_many_roles_is_short() -> None:

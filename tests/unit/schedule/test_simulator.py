@@ -81,12 +81,27 @@ def test_running_ahead_hides_transfers() -> None:
     assert seconds[1] == pytest.approx(16 * 3 + 1 + 0.5 + 0.5 + 2) and seconds[0] > 1.1 * seconds[1]
 
 
-def test_waves_pay_for_filling_the_pipeline_and_recompute_for_a_forward() -> None:
+def test_waves_pay_for_their_turns_and_recompute_for_a_forward() -> None:
     model = layouts(vision="sp:4@0-3", text="pp:4@0-3")
     chosen = ScheduleSettings(waves=4), ScheduleSettings(waves=16), ScheduleSettings("recompute")
     waves, at_once, recompute = (simulate(build_schedule(model, 16, each), unit) for each in chosen)
-    assert (waves.seconds, at_once.seconds, recompute.seconds) == (16 * 3 + 4 * 7 * 3, 16 * 3 + 19 * 3, 16 * 4 + 19 * 3)
-    assert [s.peak_activations(2)["vision"] for s in (waves, at_once, recompute)] == [4, 16, 1]
+    assert (waves.seconds, at_once.seconds, recompute.seconds) == (48 + 57 + 3 * 2, 48 + 57, 64 + 57)
+    assert [s.peak_activations(2)["vision"] for s in (waves, at_once, recompute)] == [7, 16, 1]
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8, 16])
+@pytest.mark.parametrize("batches", [16, 64, 256])
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_default_waves_cost_less_than_five_percent(pp: int, batches: int, share: float) -> None:
+    """Over encoding everything first, for an encoder with that share of the text's work."""
+    model = layouts(vision=f"sp:{pp}@0-{pp - 1}", text=f"pp:{pp}@0-{pp - 1}")
+    waves, at_once = (
+        simulate(
+            build_schedule(model, batches, each), lambda m, k, s: UNIT[k] * (share if m == "vision" else 1)
+        ).seconds
+        for each in (ScheduleSettings(), ScheduleSettings(waves=batches))
+    )
+    assert waves <= 1.05 * at_once
 
 
 def test_ranks_go_on_during_transfers() -> None:
