@@ -135,8 +135,8 @@ def test_crossings_run_beside_the_embedding(make_flags: MakeFlags, pools: Pools)
 def test_encoder_activations_do_not_grow_with_the_number_of_micro_batches(
     settings: str, micro_batches: int, make_flags: MakeFlags, pools: Pools, tmp_path: Path
 ) -> None:
-    """Colocated with text stages: those of as many micro-batches live as the schedule says (a wave and pp - 1), of 4, 16
-    and 64 alike.
+    """Colocated with text stages: those of as many micro-batches live as the schedule says (a wave and pp - 1), whether
+    there are 4, 16 or 64.
     """
     model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2))
     data = write_data(tmp_path, 1, pictures=(1,))  # one picture over and over
