@@ -163,9 +163,9 @@ class ScheduleReport:
             axes.set_xticks(range(len(rows)), [f"run-ahead {r['run_ahead']}" for r in rows])
         axes.axhline(1.0, color="grey", linewidth=1)
         axes.set_ylabel("time of run-ahead 0 / time")
-        axes.set_ylim(0.9)
+        axes.set_ylim(0.8)
         axes.set_title("Encoder on a rank of its own: dp:1@0, dp:1@1")
-        axes.legend(loc="upper left")
+        axes.legend(loc="upper center", ncols=2, bbox_to_anchor=(0.5, -0.1))
 
     def _plot_waves(self, axes: Any) -> None:
         names = [r["waves"] if r["waves"].isdigit() else "recompute" for r in self.waves]
@@ -178,7 +178,7 @@ class ScheduleReport:
         axes.set_xlabel("micro-batches in a wave")
         axes.set_ylabel("over everything first")
         axes.set_title("Encoder on the ranks of two text stages: sp:2, pp:2")
-        axes.legend(loc="lower right")
+        axes.legend(loc="upper center", ncols=3, bbox_to_anchor=(0.5, -0.14))
 
 
 def _bars(axes: Any, places: Sequence[float], ratios: Sequence[Ratio], width: float, label: str) -> None:
@@ -186,4 +186,4 @@ def _bars(axes: Any, places: Sequence[float], ratios: Sequence[Ratio], width: fl
     spread = [[r.median - r.low for r in ratios], [r.high - r.median for r in ratios]]
     axes.bar(places, height, width, yerr=spread, capsize=3, label=label)
     for place, ratio in zip(places, ratios, strict=True):
-        axes.annotate(f"{ratio.median:.2f}", (place, 0.92), ha="center", color="white", fontsize=9)
+        axes.annotate(f"{ratio.median:.2f}", (place, 0.84), ha="center", fontsize=9, bbox={"facecolor": "white"})

@@ -89,9 +89,9 @@ def test_waves_pay_for_their_turns_and_recompute_for_a_forward() -> None:
     assert [s.peak_activations(2)["vision"] for s in (waves, at_once, recompute)] == [7, 16, 1]
 
 
-@pytest.mark.parametrize("pp", [2, 4, 8, 16])
-@pytest.mark.parametrize("batches", [16, 64, 256])
-@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("batches", [16, 64])
+@pytest.mark.parametrize("share", [0.25, 1.0])
 def test_default_waves_cost_less_than_five_percent(pp: int, batches: int, share: float) -> None:
     """Over encoding everything first, for an encoder with that share of the text's work."""
     model = layouts(vision=f"sp:{pp}@0-{pp - 1}", text=f"pp:{pp}@0-{pp - 1}")
