@@ -107,7 +107,8 @@ class Processor:
             VISION: ImageReader.from_folder(path, config.image_token_id, min_pixels, max_pixels, max_image_pixels)
         }
         for name, source in (encoders or {}).items():
-            number = _token_of(name, source.token, tokenizer, {reader.token_id for reader in readers.values()})
+            taken = {reader.token_id: f"stands for images of {other}" for other, reader in readers.items()}
+            number = _token_of(name, source.token, tokenizer, taken, config.text_config.vocab_size)
             areas = source.min_pixels, source.max_pixels, max_image_pixels
             readers[name] = ImageReader.from_folder(source.folder, number, *areas, f"model.encoders.{name}.hf_path")
         shown = {name: f"{START_OF_IMAGE}{source.token}{END_OF_IMAGE}" for name, source in (encoders or {}).items()}
@@ -193,19 +194,30 @@ class Processor:
                 )
 
 
-def _token_of(name: str, token: str, tokenizer: Any, taken: set[int]) -> int:
-    """The number of the token that stands for rows of a further encoder."""
+def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], rows: int) -> int:
+    """The number of the token that stands for rows of a further encoder. `taken`: tokens with another meaning; `rows`:
+    of the model's embedding.
+    """
     number = tokenizer.get_vocab().get(token)
-    if number is None or number in taken or number not in tokenizer.added_tokens_decoder:
-        text = "which stands for another encoder's" if number in taken else "which is no token of its own"
-        raise UserError.at(
-            f"model.encoders.{name}.token",
-            found=f"{token!r}, {text if number is not None else 'which the tokenizer of model.hf_path does not have'}",
-            expected="an added token that nothing else uses",
-            because=f"it marks the places of the rows of encoder {name}",
-            fix="try '<|video_pad|>', which Qwen2.5-VL has and this program does not use, or add one to the tokenizer",
-        )
-    return number
+    structure = tokenizer.convert_tokens_to_ids([START_OF_IMAGE, END_OF_IMAGE, "<|im_start|>", chat.END_OF_TURN])
+    used = {**dict.fromkeys([*structure, tokenizer.eos_token_id], "marks the structure of conversations"), **taken}
+    if number is None:
+        what = "which the tokenizer of model.hf_path does not have"
+    elif number in used or _CONTENT_MARKS.fullmatch(token):
+        what = f"which {used.get(number, 'marks boxes and objects')}"
+    elif number not in tokenizer.added_tokens_decoder:
+        what = "which is no added token"
+    elif number >= rows:
+        what = f"which has number {number}, while the embedding has {rows} rows"
+    else:
+        return number
+    raise UserError.at(
+        f"model.encoders.{name}.token",
+        found=f"{token!r}, {what}",
+        expected="an added token that means nothing else",
+        because=f"it marks the places of the rows of encoder {name}",
+        fix="try '<|video_pad|>', which Qwen2.5-VL has and this program does not use",
+    )
 
 
 def _check_special_tokens(path: Path, tokenizer: Any, config: Any) -> None:

@@ -38,6 +38,7 @@ def problems_of(plan: Plan) -> tuple[PlanProblem, ...]:
 
 # ------------------------------------------------------------------------------------------------- memory
 
+_RECOMPUTE = "--schedule.kind recompute with no schedule.waves"
 _AGAINST = {
     "weights": "raise tp or pp of its modules",
     "gradients": "raise tp or pp of its modules",
@@ -71,9 +72,12 @@ def _against_activations(plan: Plan, role: Role) -> str:
     if keeping:
         flags = " and ".join(f"--model.recompute.{name} full" for name in keeping)
         return f"set {flags}, or raise sp, cp or tp of these modules"
-    window = max((module.window for module in plan.schedule.encoders if module.name in names), default=0)
+    mine = [module for module in plan.schedule.encoders if module.name in names]
+    window = max((module.window for module in mine if module.style == "waves"), default=0)
     if window > 1:
-        return f"lower schedule.waves from {window}, or set --schedule.kind recompute"
+        return f"try --schedule.waves {window // 2}, or {_RECOMPUTE}"
+    if any(module.style == "ahead" for module in mine) and plan.config.schedule.run_ahead != 0:
+        return "try --schedule.run_ahead 0"
     return f"raise sp, cp or tp of {' and '.join(names)}, or lower train.micro_batch_size"
 
 
@@ -88,13 +92,16 @@ def _assumption(plan: Plan) -> Iterator[PlanProblem]:
             "training would refuse it",
             "raise data.max_seq_length, or lower plan.image_side, plan.images or plan.tokens",
         )
-    pixels = chosen.image_side**2
-    if chosen.images and data.max_pixels is not None and pixels > data.max_pixels:
-        yield PlanProblem(
-            f"the assumed images have {pixels:,} pixels, more than data.max_pixels, {data.max_pixels:,}: training "
-            "would reduce them",
-            f"try --plan.image_side {int(data.max_pixels**0.5)}",
-        )
+    limits = {f"model.encoders.{n}": (e.min_pixels, e.max_pixels) for n, e in plan.config.model.encoders.items()}
+    for section, (low, high) in {"data": (data.min_pixels, data.max_pixels), **limits}.items():
+        pixels = chosen.image_side**2 if chosen.images else None
+        for limit, name, what in ((low, "min_pixels", "enlarge"), (high, "max_pixels", "reduce")):
+            if pixels and limit and (pixels < limit if limit == low else pixels > limit):
+                yield PlanProblem(
+                    f"the assumed images have {pixels:,} pixels, and {section}.{name} is {limit:,}: training would "
+                    f"{what} them",
+                    f"try --plan.image_side {round(limit**0.5)}",
+                )
 
 
 # ---------------------------------------------------------------------------------------- encoder replicas
@@ -160,7 +167,10 @@ def _against_waiting(plan: Plan, names: tuple[str, ...]) -> str:
         return _against_unequal(plan, names)
     encoders = [e for e in plan.schedule.encoders if e.style == "ahead"]
     if encoders and _encoder_is_slower(plan):
-        return f"give {' and '.join(e.name for e in encoders)} more of the ranks: it is slower than {TEXT}"
+        slow = " and ".join(e.name for e in encoders)
+        if any(not all(plan.assumed.dealt(e.name)) for e in encoders):
+            return f"split images over more ranks: {slow} is slower than {TEXT}, while some of its replicas have none"
+        return f"give {slow} more of the ranks: it is slower than {TEXT}"
     return _against_bubble(plan)
 
 
@@ -186,10 +196,11 @@ def _against_bubble(plan: Plan) -> str:
     options = []
     waves = next((e.window for e in plan.schedule.encoders if e.style == "waves"), None)
     if waves is not None and waves < plan.batch.micro_batches:
-        options.append(f"--schedule.waves {min(2 * waves, plan.batch.micro_batches)} or --schedule.kind recompute")
+        options.append(f"--schedule.waves {min(2 * waves, plan.batch.micro_batches)}, or {_RECOMPUTE}")
     total = 2 * config.train.global_batch_size
     options.append(f"more micro-batches (--train.global_batch_size {total})")
-    if text.virtual == 1 and plan.shapes.text.layers >= 2 * layout.pp:
+    split = config.parallel_layers.get(TEXT)
+    if text.virtual == 1 and split is None and plan.shapes.text.layers >= 2 * layout.pp:
         options.append("--schedule.virtual_stages 2")
     return f"try {', '.join(options)}, or a lower pp"
 

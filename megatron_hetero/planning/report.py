@@ -61,7 +61,7 @@ def assumptions(plan: Plan) -> list[str]:
         f"of {batch.replicas:,} {texts} of {TEXT}.",
     ]
     for name, grids in sample.grids.items():
-        side = grids[0][1] * plan.shapes.vision.patch if grids else 0
+        side = grids[0][1] * plan.shapes.encoders[name].patch if grids else 0
         what = f"{len(grids)} image{'s' * (len(grids) != 1)}"
         if grids:
             what += f" of {side:,}x{side:,} pixels ({grids[0][1] * grids[0][2]:,} patches, {sample.rows[name]:,} rows)"
@@ -179,7 +179,8 @@ def _schedule(plan: Plan, width: int) -> Iterator[str]:
     simulation = plan.simulation
     works = [w for w in (s.end - s.start for spans in simulation.spans for s in spans if s.action.op == "run") if w]
     unit = max(min(works), max(works) / 4) if works else 1.0
-    lines = timeline(simulation, unit=unit, columns=max(10, width // 5)).splitlines()
+    columns = max(10, width // 5)
+    lines = timeline(simulation, unit=unit, columns=columns).splitlines()
     yield f"Schedule; work takes as long as it has operations, a cell is {unit / 1e12:,.3g} TFLOP of a rank"
     first, last = SHOWN_ROLES
     if len(lines) > first + last + 1:
@@ -187,7 +188,10 @@ def _schedule(plan: Plan, width: int) -> Iterator[str]:
     yield from lines
     shares = {role_label(role): simulation.bubble(role.ranks[0]) for role in plan.schedule.roles}
     low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    cells = round(simulation.seconds / unit)
+    if cells > columns:
+        yield f"These are {columns} of {cells:,} cells; --plan-svg FILE draws all."
     yield (
         f"Ranks wait {simulation.mean_bubble:.1%} of the step in the mean; the least {shares[low]:.1%} ({low}), "
-        f"the most {shares[high]:.1%} ({high})"
+        f"the most {shares[high]:.1%} ({high}); of each line's ranks those that have most to do"
     )

@@ -12,7 +12,7 @@ it (and dropped after the last one).
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -163,7 +163,8 @@ class _Execution:
         self.entered: dict[Key, Tensor] = {}  # leaves: what a stage was given
         self.left: dict[Key, Tensor] = {}  # what it made of it
         self.left_shape: dict[Key, torch.Size] = {}
-        self.posted: deque[Action] = deque()  # gradients that may come, in order, once it is known how large they are
+        # By module, gradients that may come, in order, once it is known how large they are.
+        self.posted: defaultdict[str, deque[Action]] = defaultdict(deque)
         self.arriving: dict[Action, tuple[Tensor, Any]] = {}
         self.arrived: dict[tuple[str, Key], Tensor] = {}
         self.leaving: deque[tuple[Any, Tensor]] = deque()
@@ -260,7 +261,7 @@ class _Execution:
             )
             self.loss += left.detach()
         self.left[key], self.left_shape[key] = left, left.shape
-        self._receive_posted()
+        self._receive_posted(action.module)
 
     def _first_text_stage(self, action: Action) -> Tensor:
         micro_batch = action.micro_batch
@@ -317,12 +318,13 @@ class _Execution:
             self._receive(action, self._model(action).hidden_shape(batch))
             return
         # A gradient is as large as the output that it is of, which may only be computed between post and take.
-        self.posted.append(action)
-        self._receive_posted()
+        self.posted[action.module].append(action)
+        self._receive_posted(action.module)
 
-    def _receive_posted(self) -> None:
-        while self.posted and _key(self.posted[0]) in self.left_shape:
-            action = self.posted.popleft()
+    def _receive_posted(self, module: str) -> None:
+        posted = self.posted[module]
+        while posted and _key(posted[0]) in self.left_shape:
+            action = posted.popleft()
             self._receive(action, self.left_shape[_key(action)])
 
     def _receive(self, action: Action, shape: Sequence[int]) -> None:
@@ -331,10 +333,12 @@ class _Execution:
 
     def _take(self, action: Action) -> None:
         posted = Action("post", action.kind, action.module, action.micro_batch, action.stage, action.peer)
-        if posted in self.arriving:
-            buffer, work = self.arriving.pop(posted)
-            work.wait()
-            self.arrived[action.kind, _key(action)] = buffer
+        if self._input(action) is None:
+            return
+        assert posted in self.arriving, f"{action} waits for what was never asked for"
+        buffer, work = self.arriving.pop(posted)
+        work.wait()
+        self.arrived[action.kind, _key(action)] = buffer
 
     def _partner(self, action: Action) -> int:
         return self.schedule.partner(self.of.rank, action)

@@ -71,7 +71,8 @@ def resolve_settings(
 
 def _default_waves(pp: int, micro_batches: int, virtual_stages: int) -> int:
     """Without stages, one at a time. With stages, waves of equal size near 3 pp: in simulations, stages that wait for
-    each other at each wave then cost less than 5 % of a step, for an encoder with a quarter of the text's work or more.
+    each other at each wave then cost less than 5 % of a step, for an encoder without stages and with a quarter of the
+    text's work or more; with stages of its own, or virtual stages of the text, up to 6.5 %.
     """
     if pp == 1:
         return 1

@@ -84,6 +84,16 @@ def set_learning_rates(optimizer: Any, step: int, config: OptimizerConfig, total
         group["lr"] = rate_of(group["max_lr"], group["min_lr"], step, config, total)
 
 
+def update(optimizer: Any) -> None:
+    """Step with the gradients as they are.
+
+    Not Megatron's `step`: that adds up a norm, which is ours, over the ranks of all pipeline stages, and waits for ever
+    for those that train nothing and have no optimizer.
+    """
+    optimizer.prepare_grads()
+    optimizer.step_with_ready_grads()
+
+
 def rate_of(peak: float, minimum: float, step: int, config: OptimizerConfig, total: int) -> float:
     """The rate of `step` of `total` under the schedule of `config`, from `peak` to `minimum`."""
     return learning_rate(

@@ -39,7 +39,7 @@ from megatron_hetero.training.export import export_model
 from megatron_hetero.training.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients
 from megatron_hetero.training.metrics import MetricsWriter, NullWriter, StepMetrics
 from megatron_hetero.training.modules import TrainedModule, build_module
-from megatron_hetero.training.optimizer import build_optimizer, rate_of, set_learning_rates
+from megatron_hetero.training.optimizer import build_optimizer, rate_of, set_learning_rates, update
 from megatron_hetero.training.profile import StepProfiler
 from megatron_hetero.training.resolved import (
     checked,
@@ -193,7 +193,7 @@ class Run:
             for optimizer in self.optimizers:
                 if optimizer is not None:
                     set_learning_rates(optimizer, step, config, total)
-                    optimizer.step()
+                    update(optimizer)
         return rate_of(config.lr, config.min_lr, step, config, total)
 
     def _refuse_faults(self, step: int, summary: GradientSummary) -> None:

@@ -169,6 +169,18 @@ def test_frozen_parts_of_modules_with_stages(
     assert_equal_gradients(got["gradient"], expected["gradient"])
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_stages_update_beside_frozen_ones(optimizer: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
+    """A stage that is frozen as a whole has no optimizer; those of the other stages wait for it nowhere."""
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2))
+    more = f"--model.hf_path {model} --model.freeze vision --optimizer.name {optimizer} --optimizer.lr 0.01"
+    more += " --optimizer.clip_grad 1.0 --train.iters 2"
+    expected = pools(1).run(jobs.losses, make_flags("dp:1", "dp:1", more, batch=8))[0]
+    for vision, text, ranks in (("pp:2", "dp:2", 2), ("pp:2@0-1", "pp:2@1-2", 3)):
+        found = pools(ranks).run(jobs.losses, make_flags(vision, text, more, batch=8))[0]
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def write_long(data: Path, long: set[int]) -> None:
     """Make the questions of these samples long."""
     records = [json.loads(line) for line in data.read_text().splitlines()]
