@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import lcm
+from math import ceil, lcm
 
 import numpy as np
 
@@ -95,12 +95,13 @@ def _assumption(plan: Plan) -> Iterator[PlanProblem]:
     limits = {f"model.encoders.{n}": (e.min_pixels, e.max_pixels) for n, e in plan.config.model.encoders.items()}
     for section, (low, high) in {"data": (data.min_pixels, data.max_pixels), **limits}.items():
         pixels = chosen.image_side**2 if chosen.images else None
-        for limit, name, what in ((low, "min_pixels", "enlarge"), (high, "max_pixels", "reduce")):
-            if pixels and limit and (pixels < limit if limit == low else pixels > limit):
+        bounds = (("fewer", "min_pixels", low, "enlarge"), ("more", "max_pixels", high, "reduce"))
+        for more, name, limit, what in bounds:
+            if pixels and limit and (pixels < limit if more == "fewer" else pixels > limit):
                 yield PlanProblem(
-                    f"the assumed images have {pixels:,} pixels, and {section}.{name} is {limit:,}: training would "
-                    f"{what} them",
-                    f"try --plan.image_side {round(limit**0.5)}",
+                    f"the assumed images have {pixels:,} pixels, {more} than {section}.{name}, {limit:,}: training "
+                    f"would {what} them",
+                    f"try --plan.image_side {ceil(limit**0.5) if more == 'fewer' else int(limit**0.5)}",
                 )
 
 

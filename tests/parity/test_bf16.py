@@ -13,7 +13,7 @@ from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.pool import Pool
 
 STEPS = 50
-CASES = [(2, "sp:2", "tp:2"), (4, "sp:4", "tp:4")]
+CASES = [(2, "sp:2", "tp:2")]
 
 
 @pytest.fixture(scope="module")

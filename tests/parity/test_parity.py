@@ -55,8 +55,14 @@ class Case:
     model: str = "untied"
     micro: int = 1
     flags: tuple[str, ...] = ()
-    batch: int = GLOBAL_BATCH
+    given_batch: int | None = None
     detail: str | None = None
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step; fewer where each is a micro-batch of its own."""
+        alone = self.micro == 1 and "dp" not in self.text
+        return self.given_batch or (GLOBAL_BATCH // 2 if alone else GLOBAL_BATCH)
 
     def __str__(self) -> str:
         extra = " whole activations" if self.flags == WHOLE else f" {self.flags[0].split('.')[1]}" if self.flags else ""
@@ -112,19 +118,19 @@ CASES = [
     Case("dp:4", "sp:4", 4, model="one-kv-head", micro=2),
     Case("sp:2,dp:3", "tp:3,dp:2", 6, model="twelve-heads", micro=2),
     Case("sp:2,dp:3", "cp:3,dp:2", 6, model="twelve-heads", micro=2),
-    Case("sp:6", "tp:2,dp:3", 6, model="twelve-heads", micro=2, batch=6),
+    Case("sp:6", "tp:2,dp:3", 6, model="twelve-heads", micro=2, given_batch=6),
     Case("tp:2,sp:2,cp:2", "dp:2,cp:2,sp:2", 8, micro=2),
-    Case("dp:1@0", "tp:1@1", 2),
+    Case("dp:1@0", "tp:1@1", 2, given_batch=8),
     Case("dp:2@0-1", "tp:2@2-3", 4, micro=2),
     Case("sp:2@0-1", "tp:2,pp:2@2-5", 6, model="deep-tied"),
     Case("dp:3@0-2", "tp:1,dp:2@3-4", 5, model="twelve-heads", micro=2),
-    Case("sp:4", "pp:4", 4, model="deep"),
+    Case("sp:4", "pp:4", 4, model="deep", given_batch=8),
     Case("sp:4", "pp:4", 4, model="deep", flags=RECOMPUTED),
     Case("sp:4", "pp:4", 4, model="deep", micro=4),
     Case("sp:4", "pp:4", 4, model="deep", micro=8),
     Case("sp:4", "tp:2,pp:2", 4, model="deep-tied"),
     Case("dp:4", "pp:2,dp:2", 4, model="deep-tied", micro=2),
-    Case("sp:2@0-1", "pp:2@1-2", 3, model="deep"),
+    Case("sp:2@0-1", "pp:2@1-2", 3, model="deep", given_batch=8),
     Case("sp:2@0-1", "pp:2@1-2", 3, model="deep", micro=4),
     Case("sp:2@0-1", "pp:2@1-2", 3, model="deep", micro=8),
     Case("pp:2@0-1", "tp:2@2-3", 4, model="deep"),
@@ -263,11 +269,17 @@ def test_rounded_transport(expected: Callable[[Case], Expected], pools: Callable
 @pytest.mark.parametrize(
     "case, others",
     [
-        (Case("sp:2", "pp:2", 2, model="deep"), [*WAVES, ScheduleSettings("recompute")]),
-        (Case("sp:2@0-1", "pp:2@1-2", 3, model="deep"), [*WAVES, ScheduleSettings("recompute")]),
-        (Case("dp:1@0", "pp:2@1-2", 3, model="deep"), AHEAD),
-        (Case("sp:2", "pp:2", 2, model="deep", flags=VIRTUAL), [replace(s, virtual_stages=2) for s in WAVES]),
-        (Case("dp:1@0", "pp:2@1-2", 3, model="deep", flags=VIRTUAL), [replace(s, virtual_stages=2) for s in AHEAD]),
+        (Case("sp:2", "pp:2", 2, model="deep", given_batch=8), [*WAVES, ScheduleSettings("recompute")]),
+        (Case("sp:2@0-1", "pp:2@1-2", 3, model="deep", given_batch=8), [*WAVES, ScheduleSettings("recompute")]),
+        (Case("dp:1@0", "pp:2@1-2", 3, model="deep", given_batch=8), AHEAD),
+        (
+            Case("sp:2", "pp:2", 2, model="deep", flags=VIRTUAL, given_batch=8),
+            [replace(s, virtual_stages=2) for s in WAVES],
+        ),
+        (
+            Case("dp:1@0", "pp:2@1-2", 3, model="deep", flags=VIRTUAL, given_batch=8),
+            [replace(s, virtual_stages=2) for s in AHEAD],
+        ),
     ],
     ids=["colocated", "mixed", "disjoint", "colocated, virtual stages", "disjoint, virtual stages"],
 )
@@ -291,6 +303,7 @@ def test_three_adamw_steps(case: Case, expected: Callable[[Case], Expected], poo
     three_steps(case, "adamw", expected(case), pools(case.ranks))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.model == "tied"], ids=str)
+# Plain SGD shows what the distributed optimizer hides: whole gradients of tied weights on every rank.
+@pytest.mark.parametrize("case", [case for case in CASES if case.model == "tied"][:6:2], ids=str)
 def test_three_sgd_steps(case: Case, expected: Callable[[Case], Expected], pools: Callable[[int], Pool]) -> None:
     three_steps(case, "sgd", expected(case), pools(case.ranks))

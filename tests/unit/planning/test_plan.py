@@ -93,6 +93,7 @@ def test_16k_ranks_are_planned_in_seconds(world: int, vision: str, text: str, ma
         (1, "dp:1", "dp:1", "--plan.memory_gb 0.5", ("is not enough for 1 rank", "needs")),
         (1, "dp:1", "dp:1", "--plan.memory_gb 90 --plan.images 3", ("most of it", "raise")),
         (1, "dp:1", "dp:1", "--plan.tokens 4000", ("more than data.max_seq_length", "raise data.max_seq_length")),
+        (1, "dp:1", "dp:1", "--data.min_pixels 900000", ("fewer than data.min_pixels", "--plan.image_side 949")),
         (1, "dp:1", "dp:1", "--data.max_pixels 200704", ("more than data.max_pixels", "--plan.image_side 448")),
         (8, "sp:8", "tp:4,dp:2", "--plan.image_side 112", ("no window of", "lower sp or cp")),
         (16, "tp:16", "tp:4,dp:4", "", ("the MLP width of vision, 340, is padded to 352", "a tp of vision")),
