@@ -182,8 +182,13 @@ class ExportConfig:
 class EvalConfig:
     """Section `eval`."""
 
-    datasets: tuple[str, ...] = option((), "Data sets whose questions the exported model answers after training.")
-    limit: int | None = option(None, "Most samples of each of these data sets.", "all")
+    datasets: tuple[str, ...] = option(
+        (), "Held-out data sets: their loss is measured during training, the exported model answers their questions."
+    )
+    interval: int = option(
+        0, "Steps after which the loss of these data sets is measured, and once more after the last step; 0 is never."
+    )
+    limit: int | None = option(None, "Most samples of each of these data sets that the exported model answers.", "all")
     max_new_tokens: int = option(16, "Most tokens of an answer.")
 
 
@@ -224,6 +229,13 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+    @property
+    def answers(self) -> bool:
+        """Whether the exported model answers the questions of `eval.datasets` after training, which plain
+        `transformers` can where there is one encoder.
+        """
+        return bool(self.eval.datasets) and self.export.hf_dir is not None and not self.model.encoders
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -330,6 +342,7 @@ _LOWEST: dict[str, tuple[float, bool]] = {
     "optimizer.weight_decay": (0, True),
     "optimizer.clip_grad": (0, True),
     "optimizer.warmup_iters": (0, True),
+    "eval.interval": (0, True),
     "eval.limit": (1, True),
     "eval.max_new_tokens": (1, True),
     "plan.images": (0, True),
@@ -410,14 +423,18 @@ def _check_export(export: ExportConfig, model: ModelConfig) -> None:
 
 
 def _check_evaluation(evaluation: EvalConfig, export: ExportConfig, model: ModelConfig) -> None:
-    if evaluation.datasets and model.encoders:
-        found, why = ", ".join(evaluation.datasets), "answers come from `transformers`, which has no such model"
-        raise _wrong("eval.datasets", found, "none with model.encoders", why, "remove it")
-    if evaluation.datasets and export.hf_dir is None:
+    names = ", ".join(evaluation.datasets)
+    if evaluation.interval and not names:
+        why = "there is nothing to evaluate"
+        raise _wrong("eval.interval", evaluation.interval, "0 without eval.datasets", why, "name some in eval.datasets")
+    if names and not evaluation.interval and model.encoders:
+        why = "answers come from `transformers`, which has no such model"
+        fix = "set eval.interval for their loss during training, or remove them"
+        raise _wrong("eval.datasets", names, "none with model.encoders", why, fix)
+    if names and not evaluation.interval and export.hf_dir is None:
         why = "the exported model is what answers"
-        raise _wrong(
-            "eval.datasets", ", ".join(evaluation.datasets), "none without export.hf_dir", why, "set export.hf_dir"
-        )
+        fix = "set export.hf_dir, or eval.interval for their loss during training"
+        raise _wrong("eval.datasets", names, "none without export.hf_dir", why, fix)
 
 
 def _check_registered(where: str, names: Sequence[str], registry: Mapping[str, object]) -> None:

@@ -4,8 +4,8 @@ other. Pure, and quick to import: neither Megatron-Core nor a process group is n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,11 +22,15 @@ from megatron_hetero.training.config import Config, require_modules
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How a step's samples are shared out: `replicas` of the text module, each with `micro_batches` of `samples`."""
+    """How a step's samples are shared out: `replicas` of the text module, each with `micro_batches` of `samples`.
+
+    `end`: where the stream of samples ends; the last steps may then have fewer, or none. None: it has no end.
+    """
 
     replicas: int
     micro_batches: int
     samples: int
+    end: int | None = None
 
     @property
     def step_samples(self) -> int:
@@ -36,7 +40,12 @@ class BatchShape:
     def numbers(self, step: int, replica: int, micro_batch: int) -> range:
         """Samples of the stream (from 0) that a replica trains in a micro-batch of `step` (from 1)."""
         first = (step - 1) * self.step_samples + (micro_batch * self.replicas + replica) * self.samples
-        return range(first, first + self.samples)
+        return range(first, first + self.samples) if self.end is None else range(self.end)[first : first + self.samples]
+
+    def once(self, samples: int) -> BatchShape:
+        """How a stream of so many samples is shared out that is read once, in at most as many micro-batches a step."""
+        needed = max(1, -(-samples // (self.replicas * self.samples)))
+        return replace(self, micro_batches=min(self.micro_batches, needed), end=samples)
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -79,7 +88,18 @@ def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, 
 def checked_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:
     """The schedule of a step, checked. Raises `UserError` where settings and layouts do not fit."""
     frozen = [name for name in config.model.encoder_names if set(parts_of(name)) <= set(config.model.freeze)]
-    schedule = build_schedule(layouts, batch.micro_batches, _schedule_settings(config), forward_only=frozen)
+    return _checked_schedule(config, layouts, batch, frozen)
+
+
+def evaluation_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:
+    """The schedule of a batch that is evaluated: that of a step without any backward pass. Raises `UserError`."""
+    return _checked_schedule(config, layouts, batch, list(layouts))
+
+
+def _checked_schedule(
+    config: Config, layouts: Mapping[str, Layout], batch: BatchShape, forward_only: Collection[str]
+) -> Schedule:
+    schedule = build_schedule(layouts, batch.micro_batches, _schedule_settings(config), forward_only=forward_only)
     schedule.check()
     return schedule
 
