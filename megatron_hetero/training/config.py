@@ -36,6 +36,14 @@ class ModelConfig:
     """Section `model`."""
 
     hf_path: Path = required("Folder of a Qwen2.5-VL model in `transformers` format; training starts from its weights.")
+    hf_path_vision: Path | None = option(
+        None,
+        "Folder of a Qwen2.5-VL model whose vision encoder takes the place of that of `model.hf_path`, which may then "
+        "be a Qwen2 or Qwen2.5 language model alone.",
+    )
+    fresh_projector: bool = option(
+        False, "Whether the projector of the vision encoder starts anew; one that does not fit always does."
+    )
     dtype: Literal["float32", "bfloat16"] = option(
         "bfloat16", "Type of weights and activations; with bfloat16, gradients and master weights are float32."
     )
@@ -415,6 +423,8 @@ def _check_export(export: ExportConfig, model: ModelConfig) -> None:
         return
     target = export.hf_dir.resolve()
     sources = {f"model.encoders.{name}.hf_path": encoder.hf_path for name, encoder in model.encoders.items()}
+    if model.hf_path_vision is not None:
+        sources["model.hf_path_vision"] = model.hf_path_vision
     for name, folder in {"model.hf_path": model.hf_path, **sources}.items():
         source = folder.resolve()
         if target == source or target in source.parents or source in target.parents:

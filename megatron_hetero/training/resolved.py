@@ -11,6 +11,7 @@ import torch
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout import Layout, resolve
+from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.stages import cut_stages
 from megatron_hetero.module_names import TEXT, parts_of
@@ -63,12 +64,18 @@ def shards_activations(config: Config, name: str, layout: Layout) -> bool:
     return config.model.sequence_parallel.get(name, True) and layout.tp > 1
 
 
+def folders_of(config: Config) -> ModelFolders:
+    """Where the modules of the model come from. Raises `UserError`."""
+    model = config.model
+    return ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
+
+
 def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, Layout], BatchShape]:
     """The shapes of the model, the layouts that fit it and the world, and how the batch is shared out. Raises
     `UserError`.
     """
     further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
-    shapes = Qwen25VLShapes.from_folder(config.model.hf_path, further)
+    shapes = Qwen25VLShapes.of(folders_of(config), further)
     require_modules(config, shapes.modules)
     layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
     batch = _batch_shape(config, layouts[TEXT])

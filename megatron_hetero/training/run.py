@@ -14,18 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_hetero.data.two_folders import export_changes
 from megatron_hetero.errors import UserError
 from megatron_hetero.megatron_adapter import prepare_globals
 from megatron_hetero.models.backend import spec_provider
 from megatron_hetero.models.balance import idle_share
 from megatron_hetero.models.hf_folder import StoredWeights, require_writable
+from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import (
-    TIED_COPIES,
-    canonical_name,
     canonical_name_of,
     encoder_shapes,
-    folder_shapes,
     prefix_of,
 )
 from megatron_hetero.module_names import TEXT, VISION
@@ -45,6 +44,7 @@ from megatron_hetero.training.resolved import (
     checked,
     checked_schedule,
     dtype_of,
+    folders_of,
     shards_activations,
     stages_per_rank,
     transport_of,
@@ -259,7 +259,8 @@ class Run:
     def export(self, target: Path) -> None:
         """Write the model to `target` in `transformers` format."""
         folders = {VISION: self.config.model.hf_path, **{n: e.hf_path for n, e in self.config.model.encoders.items()}}
-        export_model(self.modules, self.shapes, self.topology, target, folders, dtype_of(self.config))
+        changes = export_changes(folders_of(self.config))
+        export_model(self.modules, self.shapes, self.topology, target, folders, dtype_of(self.config), changes)
 
 
 def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]:
@@ -276,9 +277,7 @@ def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]
 
 def _open_weights(config: Config, shapes: Qwen25VLShapes) -> dict[str, StoredWeights]:
     """The stored weights of each module, opened and checked. Raises `UserError`."""
-    own = StoredWeights.open(config.model.hf_path, canonical_name)
-    own.require(folder_shapes(shapes), frozenset(TIED_COPIES) if shapes.text.tied else frozenset())
-    weights = {VISION: own, TEXT: own}
+    weights = open_modules(folders_of(config), shapes, config.train.seed)
     for name, encoder in config.model.encoders.items():
         weights[name] = StoredWeights.open(encoder.hf_path, partial(canonical_name_of, name))
         # The folder may hold a whole model: its language model is not wanted.

@@ -31,4 +31,10 @@ def open_processor(config: Config) -> Processor:
         for name, encoder in config.model.encoders.items()
     }
     data = config.data
-    return Processor.from_folder(config.model.hf_path, data.min_pixels, data.max_pixels, encoders=further)
+    return Processor.from_folder(
+        config.model.hf_path,
+        data.min_pixels,
+        data.max_pixels,
+        encoders=further,
+        hf_path_vision=config.model.hf_path_vision,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.held_out import HeldOutEvaluation
 from megatron_hetero.training.metrics import EvaluationMetrics
-from tests.unit.training.jobs_run import LiveBytes, build, stored
+from tests.unit.training.jobs_run import Arrays, LiveBytes, build, stored
 
 
 def evaluated(flags: list[str]) -> tuple[list[EvaluationMetrics], int]:
@@ -33,6 +34,21 @@ def trained(flags: list[str]) -> dict[str, Any]:
         found += evaluation.after(step)
     weights, state = stored(run), torch.get_rng_state().numpy().tobytes()
     return {"losses": losses, "weights": weights, "state": state, "found": found, "idle": idle}
+
+
+def weights(flags: list[str]) -> Arrays:
+    """The weights that training would start from."""
+    return stored(build(flags))
+
+
+def trained_and_exported(flags: list[str], target: Path) -> tuple[float, Arrays]:
+    """Train one step and export; returns the loss of the first held-out data set then, and the weights."""
+    run = build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    run.train_step(1, batch)
+    [found] = HeldOutEvaluation.build(run).after(1)
+    run.export(target)
+    return found.loss, stored(run)
 
 
 def refused(flags: list[str]) -> str:
