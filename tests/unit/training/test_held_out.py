@@ -99,7 +99,7 @@ def check(material: Material, results: list) -> None:
             assert metrics.supervised_tokens == supervised
 
 
-@pytest.mark.parametrize("vision, text, ranks", [("sp:2", "tp:2", 2), ("dp:1@0", "pp:2@1-2", 3)])
+@pytest.mark.parametrize("vision, text, ranks", [("dp:1@0", "pp:2@1-2", 3)])
 def test_training_does_not_notice(
     vision: str, text: str, ranks: int, material: Material, make_flags: MakeFlags, pools: Pools
 ) -> None:

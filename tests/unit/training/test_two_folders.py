@@ -73,7 +73,6 @@ def two(folders: Path, text: str, vision: str, more: str = "") -> str:
 
 @pytest.mark.parametrize("text, vision, fresh", [
     ("text", "fits", False),
-    ("narrow", "narrow", False),
     ("fits", "narrow", True),
     ("text", "narrow", True),
 ])  # fmt: skip
