@@ -29,22 +29,26 @@ def main(argv: Sequence[str]) -> None:
 
 
 def train(config: Config) -> None:
-    """Build the run, train it, export the model, and answer the held-out questions with it."""
+    """Build the run, train and evaluate it, export the model, and answer the held-out questions with it."""
     from megatron_hetero.training.evaluation import evaluate_export
+    from megatron_hetero.training.held_out import HeldOutEvaluation
     from megatron_hetero.training.report import describe, describe_boundaries
     from megatron_hetero.training.run import Run
 
     with process_group() as platform:
         run = Run.build(config, platform)
+        evaluation = HeldOutEvaluation.build(run)
         with run.writer as writer:
             writer.print(describe(run))
             for step, batch, waited in run.batches():
                 if step == 1:
                     writer.print(describe_boundaries(run, batch))
                 writer.write(run.train_step(step, batch, waited))
+                for metrics in evaluation.after(step):
+                    writer.write_evaluation(metrics)
         if config.export.hf_dir is not None:
             run.export(config.export.hf_dir)
-    if config.eval.datasets and rank() == 0:
+    if config.answers and rank() == 0:
         evaluate_export(config, platform)
 
 

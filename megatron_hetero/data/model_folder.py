@@ -25,37 +25,43 @@ _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _FIX = "copy the complete Qwen2.5-VL folder again, tokenizer and processor files included"
 
 
-def check_folder(path: Path) -> None:
-    """Raises UserError unless the folder has the files that the loaders below need."""
+Needed = tuple[tuple[str, ...], ...]
+TEXT_FILES: Needed = (("config.json",), ("tokenizer.json", "vocab.json"))
+VISION_FILES: Needed = (("config.json",), ("preprocessor_config.json", "processor_config.json"))
+
+
+def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting: str = "model.hf_path") -> None:
+    """Raises UserError unless the folder that `setting` names has the files that the loaders below need; of each entry
+    of `needed` one will do.
+    """
     if not path.is_dir():
         raise UserError.at(
-            f"model.hf_path: {path}",
+            f"{setting}: {path}",
             found="no such folder",
             expected="a Qwen2.5-VL folder in transformers format",
             fix="correct the path; models are not downloaded: fetch one first with `hf download MODEL --local-dir DIR`",
         )
-    needed = [("config.json",), ("tokenizer.json", "vocab.json"), ("preprocessor_config.json", "processor_config.json")]
     for names in needed:
         if not any((path / name).is_file() for name in names):
             raise UserError.at(
                 path / names[0],
                 found="no such file",
-                expected=" or ".join(names) + " in the folder model.hf_path",
+                expected=" or ".join(names) + f" in the folder {setting}",
                 fix=_FIX,
             )
     for name in _JSON_FILES:
         if (path / name).is_file():
-            _check_json(path / name)
+            _check_json(path / name, setting)
 
 
-def _check_json(file: Path) -> None:
+def _check_json(file: Path, setting: str) -> None:
     try:
         json.loads(file.read_bytes())
     except json.JSONDecodeError as error:
         raise UserError.at(
             f"{file}:{error.lineno}",
             found=f"broken JSON at column {error.colno} ({error.msg})",
-            expected="a JSON file of model.hf_path",
+            expected=f"a JSON file of {setting}",
             fix=_FIX,
         ) from error
     except (OSError, ValueError) as error:
@@ -94,12 +100,15 @@ def load_config(path: Path, setting: str = "model.hf_path") -> Any:
     return config
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer, with the chat template that older folders keep in chat_template.json."""
+def load_tokenizer(path: Path, template: str | None = None) -> Any:
+    """The tokenizer, with the chat template that older folders keep in chat_template.json, or with another
+    `template`.
+    """
     from transformers import AutoTokenizer
 
     with _as_user_errors(path, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **_LOCAL)
+        tokenizer.chat_template = template or tokenizer.chat_template
         legacy = path / "chat_template.json"
         if tokenizer.chat_template is None and legacy.is_file():
             tokenizer.chat_template = json.loads(legacy.read_text("utf-8"))["chat_template"]
@@ -132,7 +141,7 @@ def load_image_processor(
         low = min_pixels if min_pixels is not None else size.get("shortest_edge") or size["min_pixels"]
         high = max_pixels if max_pixels is not None else size.get("longest_edge") or size["max_pixels"]
     if not 0 < low <= high:
-        section = "data" if setting == "model.hf_path" else setting.removesuffix(".hf_path")
+        section = "data" if setting.startswith("model.hf_path") else setting.removesuffix(".hf_path")
         raise UserError.at(
             f"{section}.min_pixels and {section}.max_pixels",
             found=f"an area of {low} to {high} pixels",

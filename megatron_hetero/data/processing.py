@@ -15,7 +15,9 @@ from megatron_hetero.data import chat, model_folder, pictures
 from megatron_hetero.data.image_reader import ImageReader
 from megatron_hetero.data.positions import rope_positions
 from megatron_hetero.data.records import Record
+from megatron_hetero.data.two_folders import open_tokenizer, with_token_ids
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.qwen2_5_vl.folders import VISION_FOLDER, ModelFolders
 from megatron_hetero.module_names import VISION
 
 START_OF_IMAGE, END_OF_IMAGE = "<|vision_start|>", "<|vision_end|>"
@@ -85,6 +87,7 @@ class Processor:
         max_pixels: int | None = None,
         max_image_pixels: int = pictures.MAX_IMAGE_PIXELS,
         encoders: Mapping[str, EncoderSource] | None = None,
+        hf_path_vision: Path | None = None,
     ) -> Processor:
         """Loads tokenizer and image processors. Nothing is downloaded and no code of the folders runs.
 
@@ -94,18 +97,18 @@ class Processor:
             max_pixels: largest area of a resized image in pixels; None takes the folder's.
             max_image_pixels: pictures with more pixels than this are refused before decoding.
             encoders: those besides the folder's own, `vision`.
+            hf_path_vision: where `vision` comes from another Qwen2.5-VL folder; `hf_path` then gives the tokenizer
+                alone, see `ModelFolders`.
 
         Raises:
             UserError: a file is missing or broken, or the files do not belong together.
         """
         path = Path(hf_path)
-        model_folder.check_folder(path)
-        config = model_folder.load_config(path)
-        tokenizer = model_folder.load_tokenizer(path)
+        config, tokenizer = _open_text(path, hf_path_vision)
         _check_special_tokens(path, tokenizer, config)
-        readers = {
-            VISION: ImageReader.from_folder(path, config.image_token_id, min_pixels, max_pixels, max_image_pixels)
-        }
+        limits = min_pixels, max_pixels, max_image_pixels
+        source, setting = (path, "model.hf_path") if hf_path_vision is None else (hf_path_vision, VISION_FOLDER)
+        readers = {VISION: ImageReader.from_folder(source, config.image_token_id, *limits, setting)}
         for name, source in (encoders or {}).items():
             taken = {reader.token_id: f"stands for images of {other}" for other, reader in readers.items()}
             number = _token_of(name, source.token, tokenizer, taken, config.text_config.vocab_size)
@@ -192,6 +195,18 @@ class Processor:
                     because="it would be read as the structure of the conversation or of an image",
                     fix="remove it; images are written as <image>",
                 )
+
+
+def _open_text(path: Path, hf_path_vision: Path | None) -> tuple[Any, Any]:
+    """Configuration and tokenizer of the folders. Raises `UserError`."""
+    if hf_path_vision is None:
+        model_folder.check_folder(path)
+        return model_folder.load_config(path), model_folder.load_tokenizer(path)
+    model_folder.check_folder(path, model_folder.TEXT_FILES)
+    model_folder.check_folder(hf_path_vision, model_folder.VISION_FILES, VISION_FOLDER)
+    folders = ModelFolders.read(path, hf_path_vision)
+    tokenizer = open_tokenizer(folders)
+    return with_token_ids(folders, tokenizer), tokenizer
 
 
 def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], rows: int) -> int:

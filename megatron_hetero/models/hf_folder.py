@@ -24,15 +24,19 @@ SINGLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
 COMPANIONS = ("*.json", "*.txt", "*.jinja", "*.model")
 """Files beside the weights that make a folder complete: configuration, tokenizer, processor, chat template."""
+NO_CHANGES: Mapping[str, str | None] = {}
 
 
 @dataclass
 class StoredWeights:
-    """The tensors of a folder, opened lazily. `shapes` maps canonical name to shape."""
+    """The tensors of a folder, opened lazily. `shapes` maps canonical name to shape; `fresh` are tensors that stand in
+    the place of the folder's.
+    """
 
     folder: Path
     canonical: Callable[[str], str]
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    fresh: Mapping[str, Tensor] = field(default_factory=dict)
     _where: dict[str, tuple[Path, str]] = field(default_factory=dict)
     _open: dict[Path, Any] = field(default_factory=dict)
 
@@ -86,6 +90,8 @@ class StoredWeights:
 
     def read(self, piece: Piece) -> Tensor:
         """The values of one piece, as stored: 1-D where the stored tensor is, else 2-D."""
+        if piece.name in self.fresh:
+            return self.fresh[piece.name][piece.source if piece.columns else piece.source[0]]
         path, stored = self._where[piece.name]
         try:
             part = self._open[path].get_slice(stored)
@@ -170,16 +176,19 @@ class FolderWriter:
         total = len(self.shards)
         return SINGLE if total == 1 else f"model-{shard + 1:05d}-of-{total:05d}.safetensors"
 
-    def finish(self, companions: Path) -> None:
-        """Add index, configuration, tokenizer and processor files (from the folder `companions`), and move into
-        place.
+    def finish(self, companions: Path, changes: Mapping[str, str | None]) -> None:
+        """Add index, configuration, tokenizer and processor files, and move into place. These are from the folder
+        `companions`, but for `changes`: by name another text, or None for a file that is left out.
         """
         if len(self.shards) > 1:
             self._write_index()
         for pattern in COMPANIONS:
             for path in companions.glob(pattern):
-                if path.name != INDEX and path.is_file():
+                if path.name != INDEX and path.name not in changes and path.is_file():
                     shutil.copyfile(path, self.partial / path.name)
+        for name, text in changes.items():
+            if text is not None:
+                (self.partial / name).write_text(text, encoding="utf-8")
         _set_dtype(self.partial / "config.json", self.dtype)
         _replace_folder(self.partial, self.target)
 
@@ -251,13 +260,20 @@ def _replace_folder(new: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def folder_writer(
-    target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, companions: Path, limit: int = SHARD_BYTES
+    target: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    companions: Path,
+    limit: int = SHARD_BYTES,
+    changes: Mapping[str, str | None] = NO_CHANGES,
 ) -> Iterator[FolderWriter]:
-    """A `FolderWriter` that finishes on success and leaves nothing behind on failure. A full disk is a `UserError`."""
+    """A `FolderWriter` that finishes on success and leaves nothing behind on failure. `companions`, `changes`: see
+    `finish`. A full disk is a `UserError`.
+    """
     writer = FolderWriter(target, shapes, dtype, limit)
     try:
         yield writer
-        writer.finish(companions)
+        writer.finish(companions, changes)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{target}: found that the model cannot be written ({error}); free space or choose another export.hf_dir"

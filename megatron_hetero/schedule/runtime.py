@@ -260,12 +260,16 @@ class _Execution:
                 left.dim() == 0, action, f"a loss of shape {tuple(left.shape)}", "a scalar, the sum of losses"
             )
             self.loss += left.detach()
+            if not keeps:  # an evaluation: nothing comes back to it
+                return
         self.left[key], self.left_shape[key] = left, left.shape
         self._receive_posted(action.module)
 
     def _first_text_stage(self, action: Action) -> Tensor:
         micro_batch = action.micro_batch
-        rows = [self.rows[e.name, micro_batch] for e in self.schedule.encoders if (e.name, micro_batch) in self.rows]
+        names = [(e.name, micro_batch) for e in self.schedule.encoders if (e.name, micro_batch) in self.rows]
+        # Where gradients go back to rows, these live until then.
+        rows = [self.rows[name] if self.schedule.text.backward else self.rows.pop(name) for name in names]
         self._embed(micro_batch)
         embedded = [self.embedded.pop(micro_batch)] if micro_batch in self.embedded else []
         return self._model(action)(

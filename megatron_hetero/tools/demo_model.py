@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.qwen2_5_vl.folders import mrope_section
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
@@ -176,13 +177,6 @@ def _text_config(shape: ModelShape, tokens: int) -> dict[str, Any]:
         },
         "initializer_range": shape.initializer_range,
     }
-
-
-def mrope_section(head_size: int) -> list[int]:
-    """Rotary frequencies for time, height and width; as in Qwen2.5-VL, time gets what the other two leave."""
-    frequencies = head_size // 2
-    space = 3 * frequencies // 8
-    return [frequencies - 2 * space, space, space]
 
 
 def build_model(config: Qwen2_5_VLConfig, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:

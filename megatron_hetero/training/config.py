@@ -36,6 +36,14 @@ class ModelConfig:
     """Section `model`."""
 
     hf_path: Path = required("Folder of a Qwen2.5-VL model in `transformers` format; training starts from its weights.")
+    hf_path_vision: Path | None = option(
+        None,
+        "Folder of a Qwen2.5-VL model whose vision encoder takes the place of that of `model.hf_path`, which may then "
+        "be a Qwen2 or Qwen2.5 language model alone.",
+    )
+    fresh_projector: bool = option(
+        False, "Whether the projector of the vision encoder starts anew; one that does not fit always does."
+    )
     dtype: Literal["float32", "bfloat16"] = option(
         "bfloat16", "Type of weights and activations; with bfloat16, gradients and master weights are float32."
     )
@@ -182,8 +190,13 @@ class ExportConfig:
 class EvalConfig:
     """Section `eval`."""
 
-    datasets: tuple[str, ...] = option((), "Data sets whose questions the exported model answers after training.")
-    limit: int | None = option(None, "Most samples of each of these data sets.", "all")
+    datasets: tuple[str, ...] = option(
+        (), "Held-out data sets: their loss is measured during training, the exported model answers their questions."
+    )
+    interval: int = option(
+        0, "Steps after which the loss of these data sets is measured, and once more after the last step; 0 is never."
+    )
+    limit: int | None = option(None, "Most samples of each of these data sets that the exported model answers.", "all")
     max_new_tokens: int = option(16, "Most tokens of an answer.")
 
 
@@ -224,6 +237,13 @@ class Config:
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+    @property
+    def answers(self) -> bool:
+        """Whether the exported model answers the questions of `eval.datasets` after training, which plain
+        `transformers` can where there is one encoder.
+        """
+        return bool(self.eval.datasets) and self.export.hf_dir is not None and not self.model.encoders
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -330,6 +350,7 @@ _LOWEST: dict[str, tuple[float, bool]] = {
     "optimizer.weight_decay": (0, True),
     "optimizer.clip_grad": (0, True),
     "optimizer.warmup_iters": (0, True),
+    "eval.interval": (0, True),
     "eval.limit": (1, True),
     "eval.max_new_tokens": (1, True),
     "plan.images": (0, True),
@@ -402,6 +423,8 @@ def _check_export(export: ExportConfig, model: ModelConfig) -> None:
         return
     target = export.hf_dir.resolve()
     sources = {f"model.encoders.{name}.hf_path": encoder.hf_path for name, encoder in model.encoders.items()}
+    if model.hf_path_vision is not None:
+        sources["model.hf_path_vision"] = model.hf_path_vision
     for name, folder in {"model.hf_path": model.hf_path, **sources}.items():
         source = folder.resolve()
         if target == source or target in source.parents or source in target.parents:
@@ -410,14 +433,18 @@ def _check_export(export: ExportConfig, model: ModelConfig) -> None:
 
 
 def _check_evaluation(evaluation: EvalConfig, export: ExportConfig, model: ModelConfig) -> None:
-    if evaluation.datasets and model.encoders:
-        found, why = ", ".join(evaluation.datasets), "answers come from `transformers`, which has no such model"
-        raise _wrong("eval.datasets", found, "none with model.encoders", why, "remove it")
-    if evaluation.datasets and export.hf_dir is None:
+    names = ", ".join(evaluation.datasets)
+    if evaluation.interval and not names:
+        why = "there is nothing to evaluate"
+        raise _wrong("eval.interval", evaluation.interval, "0 without eval.datasets", why, "name some in eval.datasets")
+    if names and not evaluation.interval and model.encoders:
+        why = "answers come from `transformers`, which has no such model"
+        fix = "set eval.interval for their loss during training, or remove them"
+        raise _wrong("eval.datasets", names, "none with model.encoders", why, fix)
+    if names and not evaluation.interval and export.hf_dir is None:
         why = "the exported model is what answers"
-        raise _wrong(
-            "eval.datasets", ", ".join(evaluation.datasets), "none without export.hf_dir", why, "set export.hf_dir"
-        )
+        fix = "set export.hf_dir, or eval.interval for their loss during training"
+        raise _wrong("eval.datasets", names, "none without export.hf_dir", why, fix)
 
 
 def _check_registered(where: str, names: Sequence[str], registry: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.models.hf_folder import FolderWriter, folder_writer
+from megatron_hetero.models.hf_folder import NO_CHANGES, FolderWriter, folder_writer
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import encoder_shapes, folder_shapes, prefix_of, stored_shapes
 from megatron_hetero.models.weight_map import Piece, take_out
@@ -35,19 +35,24 @@ def export_model(
     target: Path,
     companions: Mapping[str, Path],
     dtype: torch.dtype,
+    changes: Mapping[str, str | None] = NO_CHANGES,
 ) -> None:
     """Write `target` from the weights of the first replica of each module. Every rank calls it, with the modules that
     it holds a part of; rank 0 writes. Further encoders get folders of their own in `target/encoders`.
 
     `companions`: for each encoder the folder that it came from with its configuration and processor; that of `vision`
-    gives the tokenizer too. Raises `UserError` on rank 0 where the folder cannot be written.
+    gives the tokenizer too, but for `changes` (see `FolderWriter.finish`). Raises `UserError` on rank 0 where the
+    folder cannot be written.
     """
     parts = gather_parameters(modules, topology)
     if topology.rank != WRITER:
         for _ in parts:
             pass
     else:
-        with folder_writer(target, folder_shapes(shapes), dtype, companions[VISION]) as writer, ExitStack() as stack:
+        with (
+            folder_writer(target, folder_shapes(shapes), dtype, companions[VISION], changes=changes) as writer,
+            ExitStack() as stack,
+        ):
             further = {
                 prefix_of(name): stack.enter_context(
                     folder_writer(

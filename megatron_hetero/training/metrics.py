@@ -105,11 +105,58 @@ class StepMetrics:
         return " | ".join(parts if self.mfu is None else [*parts, f"MFU {self.mfu:.1%}"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluationMetrics:
+    """What is known of one held-out data set after one step, over all ranks.
+
+    Attributes:
+        step: the last one before it, counted from 1.
+        dataset: its name.
+        loss: sum of the losses of all its supervised tokens over their number, in nats.
+        supervised_tokens: their number.
+        samples: those that were not too long.
+        time_s: wall-clock seconds.
+    """
+
+    step: int
+    dataset: str
+    loss: float
+    supervised_tokens: int
+    samples: int
+    time_s: float
+
+    @property
+    def values(self) -> dict[str, float | None]:
+        """The numbers by name; what is not finite is None."""
+        numbers = {
+            "loss": self.loss,
+            "supervised_tokens": self.supervised_tokens,
+            "samples": self.samples,
+            "time_s": self.time_s,
+        }
+        return {name: _finite(value) for name, value in numbers.items()}
+
+    def record(self) -> dict[str, Any]:
+        """The values as metrics.jsonl has them, in a line of their own."""
+        return {"step": self.step, "eval_dataset": self.dataset} | {f"eval_{n}": v for n, v in self.values.items()}
+
+    def line(self, steps: int) -> str:
+        """The values as the terminal shows them, in a run of so many steps."""
+        return (
+            f"step {self.step:>{len(str(steps))}}/{steps} | evaluation of {self.dataset} | loss {self.loss:.4f} | "
+            f"{self.supervised_tokens:,} tokens of {self.samples:,} samples | {self.time_s:.3f} s"
+        )
+
+
 class Writer(Protocol):
     """What the training loop says things to; a context manager that closes itself."""
 
     def write(self, metrics: StepMetrics) -> None:
         """Records one step."""
+        ...
+
+    def write_evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Records the evaluation of one data set."""
         ...
 
     def print(self, renderable: object) -> None:
@@ -131,6 +178,9 @@ class NullWriter:
     """A writer for the ranks that say nothing."""
 
     def write(self, metrics: StepMetrics) -> None:
+        """Does nothing."""
+
+    def write_evaluation(self, metrics: EvaluationMetrics) -> None:
         """Does nothing."""
 
     def print(self, renderable: object) -> None:
@@ -178,15 +228,25 @@ class MetricsWriter:
             UserError: the file can no longer be written, for example because the disk is full.
         """
         record = metrics.record()
+        self._record(record)
+        if self._tensorboard is not None:
+            _add_scalars(self._tensorboard, "train", metrics.step, record)
+        self.print(metrics.line(self._steps))
+        self._progress.update(self._task, completed=metrics.step)
+
+    def write_evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Records the evaluation of one data set. Raises `UserError`, as `write` does."""
+        self._record(metrics.record())
+        if self._tensorboard is not None:
+            _add_scalars(self._tensorboard, f"eval/{metrics.dataset}", metrics.step, metrics.values)
+        self.print(metrics.line(self._steps))
+
+    def _record(self, record: Mapping[str, Any]) -> None:
         try:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
             raise _unwritable(self._path, error) from None
-        if self._tensorboard is not None:
-            _add_scalars(self._tensorboard, record)
-        self.print(metrics.line(self._steps))
-        self._progress.update(self._task, completed=metrics.step)
 
     def print(self, renderable: object) -> None:
         """Shows text or anything that `rich` renders, above the progress bar."""
@@ -244,10 +304,10 @@ def _summary_writer(folder: Path) -> SummaryWriter:
     return SummaryWriter(str(folder))
 
 
-def _add_scalars(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
-    for name, value in record.items():
+def _add_scalars(writer: SummaryWriter, group: str, step: int, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
         if name != "step" and isinstance(value, int | float):
-            writer.add_scalar(f"train/{name}", value, record["step"])
+            writer.add_scalar(f"{group}/{name}", value, step)
 
 
 def _progress(console: Console) -> Progress:
@@ -255,6 +315,6 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
 
 
-def _finite(value: object) -> object:
+def _finite(value: Any) -> Any:
     """The value as JSON can hold it: JSON has no NaN and no infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,13 +4,14 @@ other. Pure, and quick to import: neither Megatron-Core nor a process group is n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout import Layout, resolve
+from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.stages import cut_stages
 from megatron_hetero.module_names import TEXT, parts_of
@@ -22,11 +23,15 @@ from megatron_hetero.training.config import Config, require_modules
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How a step's samples are shared out: `replicas` of the text module, each with `micro_batches` of `samples`."""
+    """How a step's samples are shared out: `replicas` of the text module, each with `micro_batches` of `samples`.
+
+    `end`: where the stream of samples ends; the last steps may then have fewer, or none. None: it has no end.
+    """
 
     replicas: int
     micro_batches: int
     samples: int
+    end: int | None = None
 
     @property
     def step_samples(self) -> int:
@@ -36,7 +41,12 @@ class BatchShape:
     def numbers(self, step: int, replica: int, micro_batch: int) -> range:
         """Samples of the stream (from 0) that a replica trains in a micro-batch of `step` (from 1)."""
         first = (step - 1) * self.step_samples + (micro_batch * self.replicas + replica) * self.samples
-        return range(first, first + self.samples)
+        return range(first, first + self.samples) if self.end is None else range(self.end)[first : first + self.samples]
+
+    def once(self, samples: int) -> BatchShape:
+        """How a stream of so many samples is shared out that is read once, in at most as many micro-batches a step."""
+        needed = max(1, -(-samples // (self.replicas * self.samples)))
+        return replace(self, micro_batches=min(self.micro_batches, needed), end=samples)
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -54,12 +64,18 @@ def shards_activations(config: Config, name: str, layout: Layout) -> bool:
     return config.model.sequence_parallel.get(name, True) and layout.tp > 1
 
 
+def folders_of(config: Config) -> ModelFolders:
+    """Where the modules of the model come from. Raises `UserError`."""
+    model = config.model
+    return ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
+
+
 def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, Layout], BatchShape]:
     """The shapes of the model, the layouts that fit it and the world, and how the batch is shared out. Raises
     `UserError`.
     """
     further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
-    shapes = Qwen25VLShapes.from_folder(config.model.hf_path, further)
+    shapes = Qwen25VLShapes.of(folders_of(config), further)
     require_modules(config, shapes.modules)
     layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
     batch = _batch_shape(config, layouts[TEXT])
@@ -79,7 +95,18 @@ def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, 
 def checked_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:
     """The schedule of a step, checked. Raises `UserError` where settings and layouts do not fit."""
     frozen = [name for name in config.model.encoder_names if set(parts_of(name)) <= set(config.model.freeze)]
-    schedule = build_schedule(layouts, batch.micro_batches, _schedule_settings(config), forward_only=frozen)
+    return _checked_schedule(config, layouts, batch, frozen)
+
+
+def evaluation_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:
+    """The schedule of a batch that is evaluated: that of a step without any backward pass. Raises `UserError`."""
+    return _checked_schedule(config, layouts, batch, list(layouts))
+
+
+def _checked_schedule(
+    config: Config, layouts: Mapping[str, Layout], batch: BatchShape, forward_only: Collection[str]
+) -> Schedule:
+    schedule = build_schedule(layouts, batch.micro_batches, _schedule_settings(config), forward_only=forward_only)
     schedule.check()
     return schedule
 

@@ -14,18 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_hetero.data.two_folders import export_changes
 from megatron_hetero.errors import UserError
 from megatron_hetero.megatron_adapter import prepare_globals
 from megatron_hetero.models.backend import spec_provider
 from megatron_hetero.models.balance import idle_share
 from megatron_hetero.models.hf_folder import StoredWeights, require_writable
+from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import (
-    TIED_COPIES,
-    canonical_name,
     canonical_name_of,
     encoder_shapes,
-    folder_shapes,
     prefix_of,
 )
 from megatron_hetero.module_names import TEXT, VISION
@@ -45,6 +44,7 @@ from megatron_hetero.training.resolved import (
     checked,
     checked_schedule,
     dtype_of,
+    folders_of,
     shards_activations,
     stages_per_rank,
     transport_of,
@@ -129,14 +129,14 @@ class Run:
         return self.topology.platform
 
     def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
-        """(step, batch, seconds waited for it) of all steps."""
-        iters, workers = self.config.train.iters, self.config.data.workers
-        batches = iter(self.loader.steps(1, iters, workers))
-        for step in range(1, iters + 1):
-            start = time.perf_counter()
-            with self._watched(f"the data of step {step}"):
-                batch = next(batches)
-            yield step, batch, time.perf_counter() - start
+        """(step, batch, seconds waited for it) of all steps. No step is loaded ahead over an evaluation."""
+        for first, last in stretches(1, self.config.train.iters, self.config.eval.interval):
+            batches = iter(self.loader.steps(first, last, self.config.data.workers))
+            for step in range(first, last + 1):
+                start = time.perf_counter()
+                with self._watched(f"the data of step {step}"):
+                    batch = next(batches)
+                yield step, batch, time.perf_counter() - start
 
     def train_step(self, step: int, batch: StepBatch, waited: float = 0.0) -> StepMetrics:
         """Forward, backward, and update; `waited`: seconds that the batch was waited for.
@@ -171,14 +171,14 @@ class Run:
             self.schedule, lambda m: to_device(batch.micro_batches[m], self.platform, dtype)
         )
         with self._watched("the sums of gradients over ranks"):
-            return reduce_gradients(self.modules, loss_sum, self._counts_loss, self.optimizers, self.topology)
+            return reduce_gradients(self.modules, loss_sum, self.counts_loss, self.optimizers, self.topology)
 
     def _watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around what waits for other ranks between the actions of the schedule."""
         return self.interpreter.watchdog.doing(lambda: f"{what}, with all other ranks,")
 
     @property
-    def _counts_loss(self) -> bool:
+    def counts_loss(self) -> bool:
         """Whether this rank's loss is one of those that add up to the whole: once for each tp group that has one."""
         layout, rank = self.topology.layouts[TEXT], self.topology.rank
         if rank not in layout:
@@ -259,14 +259,25 @@ class Run:
     def export(self, target: Path) -> None:
         """Write the model to `target` in `transformers` format."""
         folders = {VISION: self.config.model.hf_path, **{n: e.hf_path for n, e in self.config.model.encoders.items()}}
-        export_model(self.modules, self.shapes, self.topology, target, folders, dtype_of(self.config))
+        changes = export_changes(folders_of(self.config))
+        export_model(self.modules, self.shapes, self.topology, target, folders, dtype_of(self.config), changes)
+
+
+def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]:
+    """The steps from `first` to `last` in stretches that end with multiples of `interval`; in one where that is 0.
+
+    What is evaluated after such a step reads through the same groups of hosts as the steps do, so that none of these
+    may be loading meanwhile.
+    """
+    while first <= last:
+        end = last if interval == 0 else min(last, -(-first // interval) * interval)
+        yield first, end
+        first = end + 1
 
 
 def _open_weights(config: Config, shapes: Qwen25VLShapes) -> dict[str, StoredWeights]:
     """The stored weights of each module, opened and checked. Raises `UserError`."""
-    own = StoredWeights.open(config.model.hf_path, canonical_name)
-    own.require(folder_shapes(shapes), frozenset(TIED_COPIES) if shapes.text.tied else frozenset())
-    weights = {VISION: own, TEXT: own}
+    weights = open_modules(folders_of(config), shapes, config.train.seed)
     for name, encoder in config.model.encoders.items():
         weights[name] = StoredWeights.open(encoder.hf_path, partial(canonical_name_of, name))
         # The folder may hold a whole model: its language model is not wanted.

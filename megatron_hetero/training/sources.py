@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_hetero.data.mixture import Mixture, RegistryEntry
 from megatron_hetero.data.processing import EncoderSource, Processor
 from megatron_hetero.training.config import Config
@@ -9,9 +11,17 @@ from megatron_hetero.training.config import Config
 
 def open_mixture(config: Config) -> Mixture:
     """The data sets of `data.datasets`, loaded. Raises `UserError`."""
-    data = config.data
-    registry = {name: RegistryEntry(entry.annotations, entry.images) for name, entry in data.registry.items()}
-    return Mixture.parse(data.datasets, registry, data.shuffle, config.train.seed, config.model.encoder_names)
+    return _mixture(config, config.data.datasets, config.data.shuffle)
+
+
+def open_held_out(config: Config) -> dict[str, Mixture]:
+    """Each of the data sets of `eval.datasets`, loaded, in the order of its records. Raises `UserError`."""
+    return {name: _mixture(config, (name,), False) for name in config.eval.datasets}
+
+
+def _mixture(config: Config, datasets: Sequence[str], shuffle: bool) -> Mixture:
+    registry = {name: RegistryEntry(entry.annotations, entry.images) for name, entry in config.data.registry.items()}
+    return Mixture.parse(datasets, registry, shuffle, config.train.seed, config.model.encoder_names)
 
 
 def open_processor(config: Config) -> Processor:
@@ -21,4 +31,10 @@ def open_processor(config: Config) -> Processor:
         for name, encoder in config.model.encoders.items()
     }
     data = config.data
-    return Processor.from_folder(config.model.hf_path, data.min_pixels, data.max_pixels, encoders=further)
+    return Processor.from_folder(
+        config.model.hf_path,
+        data.min_pixels,
+        data.max_pixels,
+        encoders=further,
+        hf_path_vision=config.model.hf_path_vision,
+    )

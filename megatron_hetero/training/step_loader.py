@@ -77,7 +77,7 @@ class StepBatch:
 
 @dataclass(frozen=True, eq=False)
 class StepLoader:
-    """Makes `StepBatch`es for one rank."""
+    """Makes `StepBatch`es for one rank. `what` messages call them."""
 
     mixture: Mixture
     processor: Processor
@@ -86,6 +86,7 @@ class StepLoader:
     batch: BatchShape
     max_seq_length: int
     too_long: Any
+    what: str = "step"
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
         """The batches of steps `first` to `last`. With `workers` of 0 everything runs in the calling thread.
@@ -113,7 +114,7 @@ class StepLoader:
         told = [[by_rank[rank][m] for rank in first_ranks] for m in range(self.batch.micro_batches)]
         plans = [self.planner.plan([pack.shape for pack in packs_of], m) for m, packs_of in enumerate(told)]
         decoded, error = _attempt(lambda: self._decode(plans, told, run))
-        _require_one_plan(step, self._exchange(step, [_digests(plan) for plan in plans], error))
+        _require_one_plan(f"{self.what} {step}", self._exchange(step, [_digests(plan) for plan in plans], error))
         pixels = [
             {name: self._share_out(name, part, patches.get(name, [])) for name, part in plan.pixels.items()}
             for plan, patches in zip(plans, decoded or [], strict=True)
@@ -195,7 +196,7 @@ class StepLoader:
         dist.all_gather_object(told, (mine, error), group=self.topology.host)
         for rank, (_, problem) in enumerate(told):
             if problem is not None:
-                raise UserError(f"step {step}, data of rank {rank}: {problem}")
+                raise UserError(f"{self.what} {step}, data of rank {rank}: {problem}")
         return [content for content, _ in told]
 
 
@@ -225,16 +226,16 @@ def _digests(plan: MicroBatchPlan) -> dict[str, int]:
     return {name: part.digest for name, part in plan.boundaries.items()}
 
 
-def _require_one_plan(step: int, by_rank: Sequence[Sequence[Mapping[str, int]]]) -> None:
+def _require_one_plan(step: str, by_rank: Sequence[Sequence[Mapping[str, int]]]) -> None:
     """Check that all ranks planned the same crossings. `by_rank`: for each micro-batch the digests of the plans of the
-    boundaries in which a rank takes part, by encoder. Raises `RuntimeError` on every rank.
+    boundaries in which a rank takes part, by encoder. `step`: in words. Raises `RuntimeError` on every rank.
     """
     for micro_batch, digests in enumerate(zip(*by_rank, strict=True)):
         for encoder in {name: None for of_rank in digests for name in of_rank}:
             found = {of_rank[encoder] for of_rank in digests if encoder in of_rank}
             if len(found) > 1:
                 raise RuntimeError(
-                    f"step {step}, micro-batch {micro_batch}: found {len(found)} different plans of the boundary from "
+                    f"{step}, micro-batch {micro_batch}: found {len(found)} different plans of the boundary from "
                     f"{encoder}, expected one, because every rank plans from the same integers; run the same versions "
                     "of program and NumPy with the same model on all nodes"
                 )

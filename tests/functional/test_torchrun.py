@@ -162,10 +162,15 @@ def test_ctrl_c_ends_all_ranks(folder: Path) -> None:
 
 
 def test_one_process_needs_no_torchrun(folder: Path) -> None:
-    flags = "--vision-parallel dp:1 --text-parallel dp:1 --train.iters 1".split()
+    evaluation = "--eval.datasets d --eval.interval 1 --eval.limit 1"
+    flags = f"--vision-parallel dp:1 --text-parallel dp:1 --train.iters 1 {evaluation}".split()
     command = [sys.executable, str(PROGRAM), "--config", str(folder / "config.yaml"), *flags]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     finished = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
     assert (folder / "out/config.json").is_file()
+    step, measured = map(json.loads, (folder / "log/metrics.jsonl").read_text().splitlines())
+    assert (step["step"], measured["step"], measured["eval_dataset"]) == (1, 1, "d")
+    assert measured["eval_loss"] > 0 and measured["eval_samples"] == 8
+    assert json.loads((folder / "log/evaluation.json").read_text())["d"]["shown"]["questions"] >= 1

@@ -4,7 +4,6 @@ encoders beside its own.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout import ModuleShape
+from megatron_hetero.models.qwen2_5_vl.folders import DEFAULT_SECTIONS, ModelFolders, check_vision, read_config
 from megatron_hetero.module_names import TEXT, VISION
 
 
@@ -90,15 +90,21 @@ class Qwen25VLShapes:
 
     @classmethod
     def from_folder(cls, folder: Path, further: Mapping[str, Path] | None = None) -> Qwen25VLShapes:
-        """Read `folder/config.json` (as saved by any version of transformers), and those of `further` encoders, which
-        are vision encoders of Qwen2.5-VL folders whose rows are as wide. Raises `UserError`.
+        """Read `folder/config.json` (as saved by any version of transformers), and those of `further` encoders, see
+        `of`. Raises `UserError`.
         """
-        config = _read_config(folder, "model.hf_path")
-        _check_supported(folder, config)
+        return cls.of(ModelFolders.read(folder), further)
+
+    @classmethod
+    def of(cls, folders: ModelFolders, further: Mapping[str, Path] | None = None) -> Qwen25VLShapes:
+        """The model of these folders, and `further` encoders, which are vision encoders of Qwen2.5-VL folders whose
+        rows are as wide. Raises `UserError`.
+        """
+        config = folders.config
         encoders, text = {VISION: _vision_shape(config.vision_config)}, _text_shape(config)
         for name, path in (further or {}).items():
-            other = _read_config(path, f"model.encoders.{name}.hf_path")
-            _check_supported(path, other)
+            other = read_config(path, f"model.encoders.{name}.hf_path")
+            check_vision(path, other)
             encoders[name] = _vision_shape(other.vision_config)
             if encoders[name].out_hidden != text.hidden:
                 raise UserError.at(
@@ -162,58 +168,7 @@ def _text_shape(config: Any) -> TextShape:
         vocab=text.vocab_size,
         tied=bool(config.tie_word_embeddings),
         rope_theta=float(rope["rope_theta"]),
-        mrope_section=tuple(rope.get("mrope_section", (16, 24, 24))),
+        mrope_section=tuple(rope.get("mrope_section", DEFAULT_SECTIONS)),
         norm_eps=text.rms_norm_eps,
         max_positions=text.max_position_embeddings,
     )
-
-
-def _read_config(folder: Path, setting: str) -> Any:
-    from transformers import Qwen2_5_VLConfig
-
-    path = folder / "config.json"
-    if not folder.is_dir() or not path.is_file():
-        missing = path if folder.is_dir() else folder
-        raise UserError(
-            f"{setting}: found no {missing}, expected a transformers folder of Qwen2.5-VL with config.json and "
-            "safetensors weights; download one, or make a small one: python -m megatron_hetero.tools.make_demo DIR"
-        )
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        found = raw.get("model_type") if isinstance(raw, dict) else type(raw).__name__
-        if found != "qwen2_5_vl":
-            raise UserError(
-                f"{path}: found model_type {found!r}, expected 'qwen2_5_vl', the family that this program "
-                "builds; give a Qwen2.5-VL folder"
-            )
-        return Qwen2_5_VLConfig.from_pretrained(folder, local_files_only=True)
-    except UserError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path}: found a configuration that cannot be read ({error}); restore the original") from error
-
-
-def _check_supported(folder: Path, config: Any) -> None:
-    vision, text = config.vision_config, config.text_config
-    rope = text.rope_parameters
-    expectations = (
-        ("vision_config.hidden_act", vision.hidden_act, "silu"),
-        ("text_config.hidden_act", text.hidden_act, "silu"),
-        ("text_config.rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
-        ("text_config.sliding_window in use", bool(text.sliding_window and text.use_sliding_window), False),
-        ("vision_config.out_hidden_size", vision.out_hidden_size, text.hidden_size),
-        ("vision_config.hidden_size % num_heads", vision.hidden_size % vision.num_heads, 0),
-        ("vision_config.window_size % (patch_size * spatial_merge_size)",
-         vision.window_size % (vision.patch_size * vision.spatial_merge_size), 0),
-        ("text_config.hidden_size % num_attention_heads", text.hidden_size % text.num_attention_heads, 0),
-        ("text_config.num_attention_heads % num_key_value_heads",
-         text.num_attention_heads % text.num_key_value_heads, 0),
-        ("2 * sum of mrope_section", 2 * sum(rope.get("mrope_section", (16, 24, 24))),
-         text.hidden_size // text.num_attention_heads),
-    )  # fmt: skip
-    for name, found, expected in expectations:
-        if found != expected:
-            raise UserError(
-                f"{folder / 'config.json'}: found {name} = {found!r}, expected {expected!r}, because the model is "
-                "built for the published Qwen2.5-VL architecture; use a model of that architecture"
-            )

@@ -203,7 +203,10 @@ IN_FLAGS = [
     (f"{DETAIL} --model.freeze detail_projecter", ["did you mean `detail_projector`?"]),
     (f"{DETAIL} --model.freeze vision projector detail detail_projector text", ["nothing is left to train"]),
     (f"{DETAIL} --export.hf_dir x/y", ["export.hf_dir", "model.encoders.detail.hf_path"]),
-    (f"{DETAIL} --export.hf_dir z --eval.datasets demo", ["eval.datasets", "none with model.encoders"]),
+    (f"{DETAIL} --export.hf_dir z --eval.datasets demo", ["none with model.encoders", "Set eval.interval"]),
+    ("--eval.datasets demo", ["eval.datasets", "none without export.hf_dir", "or eval.interval"]),
+    ("--eval.interval 5", ["eval.interval", "0 without eval.datasets"]),
+    ("--eval.interval -1 --eval.datasets demo", ["eval.interval", "0 or more"]),
     ("--model.recompute.vision ful", ["model.recompute.vision", "did you mean `full`?"]),
 ]
 
@@ -249,3 +252,14 @@ def test_values_are_checked_however_they_are_made(write) -> None:
     config = load_config(write(""))
     with pytest.raises(UserError, match="train.micro_batch_size"):
         Config(model=config.model, data=config.data, train=type(config.train)(global_batch_size=4, micro_batch_size=3))
+
+
+@pytest.mark.parametrize(("flags", "answers"), [
+    ("--eval.datasets demo --export.hf_dir z", True),
+    ("--eval.datasets demo --export.hf_dir z --eval.interval 5", True),
+    ("--eval.datasets demo --eval.interval 5", False),
+    (f"{DETAIL} --eval.datasets demo --eval.interval 5 --export.hf_dir z", False),
+    ("--export.hf_dir z", False),
+])  # fmt: skip
+def test_whether_the_exported_model_answers(write, flags: str, answers: bool) -> None:
+    assert load_config([*write(""), *flags.split()]).answers == answers

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.training.metrics import MetricsWriter, NullWriter, StepMetrics
+from megatron_hetero.training.metrics import EvaluationMetrics, MetricsWriter, NullWriter, StepMetrics
 
 
 def metrics(step: int = 1, **changes: object) -> StepMetrics:
@@ -137,3 +138,27 @@ def test_the_silent_writer_takes_everything(capsys: pytest.CaptureFixture[str]) 
         writer.print("text")
     writer.close()
     assert capsys.readouterr().out == ""
+
+
+def test_evaluations_have_lines_of_their_own(tmp_path: Path) -> None:
+    console = plain()
+    found = EvaluationMetrics(step=3, dataset="held", loss=1.25, supervised_tokens=1200, samples=40, time_s=0.5)
+    with MetricsWriter(tmp_path, 10, tensorboard=True, console=console) as writer:
+        writer.write_evaluation(found)
+        writer.write_evaluation(replace(found, loss=math.nan))
+    record, broken = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert record == {
+        "step": 3,
+        "eval_dataset": "held",
+        "eval_loss": 1.25,
+        "eval_supervised_tokens": 1200,
+        "eval_samples": 40,
+        "eval_time_s": 0.5,
+    }
+    assert broken["eval_loss"] is None
+    line = "step  3/10 | evaluation of held | loss 1.2500 | 1,200 tokens of 40 samples | 0.500 s"
+    assert line in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("eval/held/loss")] == [(3, 1.25)]
+    NullWriter().write_evaluation(found)

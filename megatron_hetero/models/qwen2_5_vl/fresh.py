@@ -1,0 +1,57 @@
+"""Opens the weights of a model's own modules, from one folder or two, with a projector that no folder gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_hetero.models.hf_folder import StoredWeights
+from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, VisionShape
+from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, canonical_name, encoder_shapes, folder_shapes
+from megatron_hetero.module_names import TEXT, VISION
+
+ENCODER, PROJECTOR = "visual.", "visual.merger."
+"""What names of the encoder's tensors begin with, and of those its projector's."""
+STD = 0.02
+"""Of weights: `initializer_range` of Qwen2.5-VL."""
+
+
+def fresh_projector(shape: VisionShape, seed: int) -> dict[str, Tensor]:
+    """A new projector by stored name, fp32: normal weights, biases of 0, a norm of ones.
+
+    Whole tensors, drawn by a generator of their own, so that they are the same for every rank and layout.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {name: size for name, size in encoder_shapes(VISION, shape).items() if name.startswith(PROJECTOR)}
+    return {name: _drawn(name, size, generator) for name, size in sizes.items()}
+
+
+def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if len(size) > 1:
+        return torch.empty(size).normal_(std=STD, generator=generator)
+    return torch.zeros(size) if name.endswith(".bias") else torch.ones(size)
+
+
+def open_modules(folders: ModelFolders, shapes: Qwen25VLShapes, seed: int) -> dict[str, StoredWeights]:
+    """The stored weights of `vision` and `text`, opened and checked. Raises `UserError`."""
+    expected = folder_shapes(shapes)
+    of_vision = {name: shape for name, shape in expected.items() if name.startswith(ENCODER)}
+    of_text = {name: shape for name, shape in expected.items() if name not in of_vision}
+    fresh = fresh_projector(shapes.vision, seed) if folders.fresh_projector else {}
+    stored = {name: shape for name, shape in of_vision.items() if name not in fresh}
+    text = StoredWeights.open(folders.text, canonical_name)
+    vision = text if folders.vision == folders.text else StoredWeights.open(folders.vision, canonical_name)
+    copies = frozenset(TIED_COPIES) if shapes.text.tied else frozenset()
+    if vision is text:
+        text.require(stored | of_text, copies | fresh.keys())
+    else:  # Each folder may hold a whole model: what the other one gives is not wanted.
+        text.require(of_text, copies | _beginning(text, ENCODER))
+        vision.require(stored, frozenset(vision.shapes) - _beginning(vision, ENCODER) | fresh.keys())
+    return {VISION: replace(vision, fresh=fresh), TEXT: text}
+
+
+def _beginning(weights: StoredWeights, prefix: str) -> frozenset[str]:
+    return frozenset(name for name in weights.shapes if name.startswith(prefix))

@@ -1,0 +1,144 @@
+"""The loss of held-out data sets equals plain `transformers`' in any layout, and training does not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_hetero.training.held_out import evaluates
+from megatron_hetero.training.resolved import BatchShape
+from megatron_hetero.training.run import stretches
+from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.oracle import Oracle, TwoTowers
+from tests.support.pool import Pool
+from tests.unit.training import jobs_held_out as jobs
+from tests.unit.training.jobs_run import MakeFlags
+
+Pools = Callable[[int], Pool]
+SAMPLES = {"many": 7, "one": 1}
+"""Samples of the data sets: the first fills one batch of four and a part of the next, the second part of one."""
+DEEP = ModelChoice(vision_layers=2, text_layers=4, tied=True, seed=3)
+
+
+class Material:
+    """A model and two data sets on disk, and what plain transformers says of them."""
+
+    def __init__(self, folder: Path, two_towers: bool):
+        self.folder = folder
+        write_model(folder / "model", DEEP)
+        write_model(folder / "detail", ModelChoice(vision_layers=1, vision_heads=2, full_layers=(0,), seed=8))
+        details, load = ((1, 0, 0, 2), TwoTowers.load) if two_towers else ((0,), Oracle.load)
+        for seed, (name, samples) in enumerate(SAMPLES.items()):
+            write_data(folder / name, samples, seed, turns=2, details=details)
+        self.losses = {name: _mean_loss(load(folder / "model", folder / name / "data.jsonl")) for name in SAMPLES}
+
+    def flags(self, more: str) -> str:
+        """Flags that evaluate both data sets."""
+        registry = " ".join(
+            f"--data.registry.{name}.annotations {self.folder}/{name}/data.jsonl "
+            f"--data.registry.{name}.images {self.folder}/{name}/images"
+            for name in SAMPLES
+        )
+        return f"--model.hf_path {self.folder}/model {registry} --eval.datasets many one --eval.interval 5 {more}"
+
+
+@torch.no_grad()
+def _mean_loss(oracle: Oracle) -> tuple[float, int]:
+    """The mean loss of all supervised tokens, and their number."""
+    samples = [oracle._sample(record) for record in oracle.records]
+    supervised = sum(count for _, count in samples)
+    return float(sum(loss.double() for loss, _ in samples) / supervised), supervised
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return Material(tmp_path_factory.mktemp("one-tower"), two_towers=False)
+
+
+@pytest.fixture(scope="module")
+def two_towers(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return Material(tmp_path_factory.mktemp("two-towers"), two_towers=True)
+
+
+@pytest.mark.parametrize("vision, text, ranks, more", [
+    ("dp:1", "dp:1", 1, "--train.micro_batch_size 4"),
+    ("sp:2", "tp:2", 2, "--model.recompute.text full"),
+    ("sp:2,dp:2", "cp:2,dp:2", 4, ""),
+    ("tp:2,dp:2", "sp:2,tp:2", 4, "--model.sequence_parallel.text false --train.micro_batch_size 2"),
+    ("sp:2", "pp:2", 2, "--schedule.kind recompute"),
+    ("sp:2", "pp:2", 2, "--schedule.virtual_stages 2 --data.workers 1"),
+    ("sp:2@0-1", "pp:2@1-2", 3, ""),
+    ("pp:2@0-1", "tp:2@2-3", 4, "--schedule.run_ahead 0"),
+])  # fmt: skip
+def test_loss_equals_transformers(
+    vision: str, text: str, ranks: int, more: str, material: Material, make_flags: MakeFlags, pools: Pools
+) -> None:
+    check(material, pools(ranks).run(jobs.evaluated, make_flags(vision, text, material.flags(more))))
+
+
+@pytest.mark.parametrize("vision, detail, text, ranks", [("sp:2", "dp:2", "tp:2", 2), ("dp:1@0", "dp:1@1", "pp:2", 2)])
+def test_loss_of_two_encoders(
+    vision: str, detail: str, text: str, ranks: int, two_towers: Material, make_flags: MakeFlags, pools: Pools
+) -> None:
+    more = f"--model.encoders.detail.hf_path {two_towers.folder}/detail --detail-parallel {detail}"
+    flags = two_towers.flags(f"{more} --model.encoders.detail.token <|video_pad|>")
+    check(two_towers, pools(ranks).run(jobs.evaluated, make_flags(vision, text, flags)))
+
+
+def check(material: Material, results: list) -> None:
+    for found, kept in results:
+        assert kept == 0, "something was kept for a backward pass"
+        assert [(m.dataset, m.samples) for m in found] == list(SAMPLES.items())
+        for metrics in found:
+            loss, supervised = material.losses[metrics.dataset]
+            assert metrics.loss == pytest.approx(loss, rel=1e-5)
+            assert metrics.supervised_tokens == supervised
+
+
+@pytest.mark.parametrize("vision, text, ranks", [("dp:1@0", "pp:2@1-2", 3)])
+def test_training_does_not_notice(
+    vision: str, text: str, ranks: int, material: Material, make_flags: MakeFlags, pools: Pools
+) -> None:
+    more = "--optimizer.name adamw --optimizer.lr 1e-3 --data.shuffle true --data.workers 2 --train.iters 3"
+    off, on = (
+        pools(ranks).run(jobs.trained, make_flags(vision, text, material.flags(f"{more} --eval.interval {interval}")))
+        for interval in (100, 1)
+    )
+    for a, b in zip(off, on, strict=True):
+        assert a["losses"] == b["losses"] and a["state"] == b["state"]
+        assert [m.step for m in a["found"]] == [3, 3] and [m.step for m in b["found"]] == [1, 1, 2, 2, 3, 3]
+        assert all(0 <= share <= 1 for share in b["idle"]), "times of evaluations count as the step's"
+        assert [m.loss for m in a["found"]] == [m.loss for m in b["found"][-2:]]
+    for name, weight in off[0]["weights"].items():
+        np.testing.assert_array_equal(weight, on[0]["weights"][name], err_msg=name)
+
+
+def test_nothing_to_measure_is_refused(material: Material, make_flags: MakeFlags, pools: Pools) -> None:
+    """Samples that are too long are not counted; where none is left every rank says so."""
+    short = "--data.max_seq_length 1 --data.too_long"
+    for refused in pools(2).run(jobs.refused, make_flags("dp:2", "tp:2", material.flags(f"{short} skip"))):
+        assert "eval.datasets: many: found no supervised token" in refused
+    for refused in pools(2).run(jobs.refused, make_flags("dp:2", "tp:2", material.flags(f"{short} error"))):
+        assert "evaluation of many, batch 1, data of rank 0" in refused and "at most data.max_seq_length" in refused
+
+
+def test_when_data_sets_are_evaluated() -> None:
+    assert [step for step in range(1, 9) if evaluates(step, 3, 8)] == [3, 6, 8]
+    assert not any(evaluates(step, 0, 8) for step in range(1, 9))
+    assert list(stretches(1, 8, 3)) == [(1, 3), (4, 6), (7, 8)]
+    assert list(stretches(5, 8, 3)) == [(5, 6), (7, 8)]
+    assert list(stretches(1, 8, 0)) == [(1, 8)]
+    assert list(stretches(9, 8, 3)) == []
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 12, 13, 31])
+def test_a_stream_with_an_end_is_read_once(samples: int) -> None:
+    shape = BatchShape(replicas=2, micro_batches=3, samples=2).once(samples)
+    assert shape.micro_batches == min(3, -(-samples // 4))
+    steps = range(1, 1 - (-samples // shape.step_samples))
+    places = [(step, r, m) for step in steps for m in range(shape.micro_batches) for r in range(2)]
+    assert [n for place in places for n in shape.numbers(*place)] == list(range(samples))
