@@ -39,9 +39,10 @@ def train(config: Config) -> None:
         with run.writer as writer:
             writer.print(describe(run))
             for step, batch, waited in run.batches():
-                if step == 1:
+                if step == run.resumed.step + 1:
                     writer.print(describe_boundaries(run, batch))
                 writer.write(run.train_step(step, batch, waited))
+                run.saver.after(step)
         if config.export.hf_dir is not None:
             run.export(config.export.hf_dir)
     if config.eval.datasets and rank() == 0:

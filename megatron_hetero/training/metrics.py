@@ -152,6 +152,7 @@ class MetricsWriter:
     Args:
         folder: made if need be; a metrics.jsonl of an earlier run in it is replaced.
         steps: number of steps of the run.
+        done: number of steps that were trained before, with the lines of metrics.jsonl in `history`.
         tensorboard: whether TensorBoard's files are written to the folder too.
         console: where lines and progress go; the standard output where left out.
 
@@ -159,14 +160,23 @@ class MetricsWriter:
         UserError: the folder cannot be written to, or TensorBoard is wanted but not installed.
     """
 
-    def __init__(self, folder: Path, steps: int, *, tensorboard: bool = False, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        *,
+        done: int = 0,
+        history: str = "",
+        tensorboard: bool = False,
+        console: Console | None = None,
+    ) -> None:
         self._steps = steps
         self._console = console or Console()
         self._path = folder / FILE_NAME
-        self._file = self._open()
-        self._tensorboard = _summary_writer(folder) if tensorboard else None
+        self._file = self._open(history)
+        self._tensorboard = _summary_writer(folder, done) if tensorboard else None
         self._progress = _progress(self._console)
-        self._task = self._progress.add_task("training", total=steps)
+        self._task = self._progress.add_task("training", total=steps, completed=done)
         # Only a terminal can redraw a bar; elsewhere there are plain lines.
         if self._console.is_terminal:
             self._progress.start()
@@ -213,10 +223,11 @@ class MetricsWriter:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
-    def _open(self) -> IO[str]:
+    def _open(self, history: str) -> IO[str]:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            return open(self._path, "w", encoding="utf-8")
+            self._path.write_text(history, encoding="utf-8")
+            return open(self._path, "a", encoding="utf-8")
         except OSError as error:
             raise _unwritable(self._path, error) from None
 
@@ -231,7 +242,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     )
 
 
-def _summary_writer(folder: Path) -> SummaryWriter:
+def _summary_writer(folder: Path, done: int) -> SummaryWriter:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -241,7 +252,8 @@ def _summary_writer(folder: Path) -> SummaryWriter:
             expected="the package tensorboard",
             fix="install it with `pip install tensorboard`, or leave log.tensorboard out",
         ) from None
-    return SummaryWriter(str(folder))
+    # What an interrupted run showed of later steps is taken back.
+    return SummaryWriter(str(folder), purge_step=done + 1 if done else None)
 
 
 def _add_scalars(writer: SummaryWriter, record: Mapping[str, Any]) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_hetero.checkpoint.resume import Saver, resume
+from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.errors import UserError
 from megatron_hetero.megatron_adapter import prepare_globals
 from megatron_hetero.models.backend import spec_provider
@@ -27,6 +29,7 @@ from megatron_hetero.models.qwen2_5_vl.weights import (
     encoder_shapes,
     folder_shapes,
     prefix_of,
+    stored_shapes,
 )
 from megatron_hetero.module_names import TEXT, VISION
 from megatron_hetero.platform import Platform
@@ -76,6 +79,8 @@ class Run:
     writer: MetricsWriter | NullWriter
     watch: Stopwatch
     profiler: StepProfiler
+    resumed: Resumed
+    saver: Saver
 
     @classmethod
     def build(cls, config: Config, platform: Platform) -> Run:
@@ -105,22 +110,27 @@ class Run:
             config.data.balance,
         )
         watch = Stopwatch(platform)
+        optimizers = tuple(build_optimizer(m, config.optimizer, dtype_of(config), platform) for m in modules)
+        state = TrainState(modules, optimizers, topology, stored_shapes(shapes))
+        resumed = resume(config, state, mixture)
         return cls(
             config=config,
             shapes=shapes,
             topology=topology,
             modules=modules,
-            optimizers=tuple(build_optimizer(m, config.optimizer, dtype_of(config), platform) for m in modules),
+            optimizers=optimizers,
             schedule=schedule,
             interpreter=_interpreter(config, shapes, topology, modules, watch),
             loader=StepLoader(
                 mixture, processor, topology, planner, batch, config.data.max_seq_length, config.data.too_long
             ),
-            writer=_writer(config, topology.rank),
+            writer=_writer(config, topology.rank, resumed),
             watch=watch,
             profiler=StepProfiler(
                 config.train.profile.start, config.train.profile.steps, config.log.dir, topology.rank, platform
             ),
+            resumed=resumed,
+            saver=Saver(config, state, mixture),
         )
 
     @property
@@ -129,10 +139,10 @@ class Run:
         return self.topology.platform
 
     def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
-        """(step, batch, seconds waited for it) of all steps."""
-        iters, workers = self.config.train.iters, self.config.data.workers
-        batches = iter(self.loader.steps(1, iters, workers))
-        for step in range(1, iters + 1):
+        """(step, batch, seconds waited for it) of all steps that are still to be trained."""
+        first, iters = self.resumed.step + 1, self.config.train.iters
+        batches = iter(self.loader.steps(first, iters, self.config.data.workers))
+        for step in range(first, iters + 1):
             start = time.perf_counter()
             with self._watched(f"the data of step {step}"):
                 batch = next(batches)
@@ -318,9 +328,15 @@ def _interpreter(
     )
 
 
-def _writer(config: Config, rank: int) -> MetricsWriter | NullWriter:
+def _writer(config: Config, rank: int, resumed: Resumed) -> MetricsWriter | NullWriter:
     if rank != REPORTER:
         return NullWriter()
-    writer = MetricsWriter(config.log.dir, config.train.iters, tensorboard=config.log.tensorboard)
+    writer = MetricsWriter(
+        config.log.dir,
+        config.train.iters,
+        done=resumed.step,
+        history=resumed.history,
+        tensorboard=config.log.tensorboard,
+    )
     (config.log.dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     return writer

@@ -1,0 +1,65 @@
+"""What the workers of the pool run for the tests of checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_hetero.checkpoint.contents import Entry
+from megatron_hetero.checkpoint.storage import index_shapes, read_entries, read_index
+from megatron_hetero.errors import UserError
+from megatron_hetero.training.run import Run
+from tests.unit.training.jobs_run import build, stored
+
+
+def train(flags: list[str], copy: Path | None = None) -> dict[str, Any]:
+    """Train as the program does, from where the run resumes: the losses, the last weights, and what was said of the
+    resume. Before that, save what was loaded into `copy`, as it lies in this layout.
+    """
+    run, losses = build(flags), []
+    loaded = _save_copy(run, copy) if copy is not None else None
+    with run.writer:
+        for step, batch, _ in run.batches():
+            metrics = run.train_step(step, batch)
+            run.writer.write(metrics)
+            losses.append(metrics.loss)
+            run.saver.after(step)
+    return {
+        "losses": losses,
+        "weights": stored(run),
+        "loaded": loaded,
+        "from": run.resumed.step,
+        "notes": run.resumed.notes,
+    }
+
+
+def _save_copy(run: Run, target: Path) -> dict[str, Any]:
+    config = replace(run.config, checkpoint=replace(run.config.checkpoint, dir=target))
+    if run.topology.rank == 0:
+        target.mkdir(parents=True)
+    replace(run.saver, config=config).after(run.resumed.step, stopping=True)
+    return stored(run)
+
+
+def error_of(flags: list[str]) -> str:
+    """What stops a run from being built."""
+    try:
+        run = build(flags)
+    except UserError as error:
+        return str(error)
+    return f"no error: it goes on after step {run.resumed.step}"
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Everything in a checkpoint, read by one process without process groups."""
+    index = read_index(checkpoint)
+    found: dict[str, torch.Tensor] = {}
+    for key, shape in index_shapes(index).items():
+        kind: Any = index.state_dict_metadata[key]
+        found[key] = torch.empty(shape, dtype=kind.properties.dtype)
+    entries = [Entry(key, tuple(v.shape), (0,) * v.dim(), v) for key, v in found.items()]
+    read_entries(checkpoint, index, entries, None)
+    return found
