@@ -1,8 +1,8 @@
 """Writes and reads `Entry`s with `torch.distributed.checkpoint`, what Megatron's `dist_checkpointing` is built on.
 
 Not with `dist_checkpointing` itself: it cuts every tensor evenly along its dims, which ragged shares of a vocabulary
-and flat ranges of the distributed optimizer are not, and it reads the index of a checkpoint with an unrestricted pickle.
-The files are the same kind: `__RANK_0.distcp`, and the index `.metadata`.
+and flat ranges of the distributed optimizer are not, and it reads the index of a checkpoint with an unrestricted
+pickle. The files are the same kind: `__RANK_0.distcp`, and the index `.metadata`.
 """
 
 from __future__ import annotations

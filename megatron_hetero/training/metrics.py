@@ -43,6 +43,7 @@ class StepMetrics:
         boundary_time_s: seconds of the step, on this rank, in which it packed rows or waited for them; rows travel
             beside other work.
         mfu: model FLOPs utilisation, None where the device's peak is unknown.
+        stopping: whether a rank was asked to stop, so that all stop after this step; not recorded.
         extra: more values to record, by names that are not taken.
     """
 
@@ -57,6 +58,7 @@ class StepMetrics:
     data_time_s: float = 0.0
     boundary_time_s: float = 0.0
     mfu: float | None = None
+    stopping: bool = False
     extra: Mapping[str, float | int | str | None] = field(default_factory=dict)
 
     def per_second(self, count: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -148,8 +148,9 @@ class Run:
                 batch = next(batches)
             yield step, batch, time.perf_counter() - start
 
-    def train_step(self, step: int, batch: StepBatch, waited: float = 0.0) -> StepMetrics:
-        """Forward, backward, and update; `waited`: seconds that the batch was waited for.
+    def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: bool = False) -> StepMetrics:
+        """Forward, backward, and update; `waited`: seconds that the batch was waited for; `stop`: whether this rank
+        was asked to stop, by now.
 
         Raises `UserError` before the update where the loss or a gradient is NaN or infinite.
         """
@@ -168,7 +169,9 @@ class Run:
             with self._watched(f"the update of step {step}"):
                 rate = self._update(step)
                 self.platform.synchronize()
-        return self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited)
+        metrics = self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited)
+        memory, stopping = self.over_ranks([self.platform.peak_memory_bytes(), float(stop)]).max(dim=0).values.tolist()
+        return replace(metrics, peak_memory_bytes=int(memory), stopping=bool(stopping))
 
     def gradients(self, batch: StepBatch) -> GradientSummary:
         """Forward and backward of all micro-batches, then the sums over ranks; gradients are not scaled by 1/N yet."""
@@ -231,7 +234,7 @@ class Run:
             tokens=batch.tokens,
             images=sum(map(len, batch.grids.values())),
             step_time_s=seconds,
-            peak_memory_bytes=int(self.over_ranks([self.platform.peak_memory_bytes()]).max()),
+            peak_memory_bytes=self.platform.peak_memory_bytes(),
             data_time_s=waited,
             boundary_time_s=sum(laps.get("boundary", [])),
             mfu=utilisation(self.shapes, self.config.model.freeze, batch, seconds, self.topology),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,22 @@ from megatron_hetero.checkpoint.contents import Entry
 from megatron_hetero.checkpoint.storage import index_shapes, read_entries, read_index
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.run import Run
+from megatron_hetero.training.stopping import stop_requests
 from tests.unit.training.jobs_run import build, stored
+
+
+def flags(folders: Path, run: Path, vision: str, text: str, more: str = "", model: str = "plain") -> list[str]:
+    """A command line with everything that makes a resume hard: AdamW, two data sets with rates, shuffling, workers."""
+    common = (
+        f"--model.hf_path {folders / model} --data.registry.a.annotations {folders}/a/data.jsonl "
+        f"--data.registry.a.images {folders}/a/images --data.registry.b.annotations {folders}/b/data.jsonl "
+        f"--data.registry.b.images {folders}/b/images --data.datasets a%50 b%150 --data.workers 2 "
+        f"--train.global_batch_size 4 --train.iters 4 --checkpoint.interval 2 --log.dir {run}/log "
+        f"--checkpoint.dir {run}/checkpoints "
+        f"--optimizer.lr 1e-3 --optimizer.weight_decay 0.1 "
+        f"--vision-parallel {vision} --text-parallel {text} {more}"
+    )
+    return common.split() if "--model.dtype" in more else [*common.split(), "--model.dtype", "float32"]
 
 
 def train(flags: list[str], copy: Path | None = None) -> dict[str, Any]:
@@ -34,6 +51,22 @@ def train(flags: list[str], copy: Path | None = None) -> dict[str, Any]:
         "from": run.resumed.step,
         "notes": run.resumed.notes,
     }
+
+
+def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:
+    """One rank gets a signal in step `at`. Returns the step after which this rank stopped, and whether the handlers
+    are as before.
+    """
+    run, step, before = build(flags), 0, signal.getsignal(signal.SIGUSR1)
+    with stop_requests() as request, run.writer:
+        for step, batch, _ in run.batches():
+            if step == at and run.topology.rank == rank:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            metrics = run.train_step(step, batch, stop=bool(request))
+            run.saver.after(step, metrics.stopping)
+            if metrics.stopping:
+                break
+    return step, signal.getsignal(signal.SIGUSR1) == before
 
 
 def _save_copy(run: Run, target: Path) -> dict[str, Any]:
