@@ -93,3 +93,47 @@ def another_layout(
     assert {float(count) for key, count in kept.items() if key.startswith("step/")} == {2.0}
     assert any("layouts were" in note for note in found["notes"])
     np.testing.assert_allclose(found["losses"], untouched["losses"][2:], rtol=0, atol=1e-5 if not more else 3e-2)
+
+
+def test_type_and_frozen_parts_may_change(untouched: Untouched, folders: Path, tmp_path: Path, pools: Pools) -> None:
+    written, first = untouched.folder / "checkpoints/step-00000002", tmp_path / "first/checkpoints/step-00000004"
+    more = f"--model.dtype bfloat16 --model.freeze vision --checkpoint.resume {written}"
+    found = pools(2).run(jobs.train, flags(folders, tmp_path / "first", "tp:2", "dp:2", more), tmp_path / "copy")[0]
+    assert any("vision is frozen now" in note for note in found["notes"])
+    before, loaded = jobs.tensors(written), jobs.tensors(tmp_path / "copy/step-00000002")
+    assert {key.split("/")[1] for key in before.keys() - loaded.keys() if "exp_avg/" in key} == {
+        name.split("/")[1] for name in before if name.startswith("exp_avg/visual.") and "merger" not in name
+    }
+    kept = [key for key in loaded if not key.startswith(("random/", "weights/visual"))]
+    assert kept and all(torch.equal(before[key], loaded[key]) for key in kept)
+    assert loaded["weights/visual.blocks.0.norm1.weight"].dtype == torch.bfloat16
+
+    thawed = flags(folders, tmp_path / "second", "tp:2", "dp:2", f"--checkpoint.resume {first} --train.iters 5")
+    found = pools(2).run(jobs.train, once(thawed))[0]
+    assert any("vision was frozen: the optimizer begins there with moments of zero" in note for note in found["notes"])
+    last = jobs.tensors(tmp_path / "second/checkpoints/step-00000005")
+    counts = {key: float(count) for key, count in last.items() if key.startswith("step/")}
+    assert counts["step/visual.blocks.0.norm1.weight"] == 1 and counts["step/model.norm.weight"] == 5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plain_sgd_goes_on_too(dtype: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
+    more = f"--optimizer.name sgd --optimizer.weight_decay 0 --model.dtype {dtype} --data.workers 0"
+    line = [*once(flags(folders, tmp_path / "whole", "dp:2", "tp:2", more))]
+    untouched = pools(2).run(jobs.train, line)[0]
+    written = interrupted(tmp_path / "whole", tmp_path / "cut")
+    line = [word.replace(str(tmp_path / "whole"), str(tmp_path / "cut")) for word in line]
+    assert pools(2).run(jobs.train, line)[0]["losses"] == untouched["losses"][2:]
+    same(tmp_path / "whole/checkpoints/step-00000004", tmp_path / "cut/checkpoints/step-00000004", but="")
+    assert {v.dtype for k, v in jobs.tensors(written).items() if "weights/" in k} == {torch.float32}
+
+
+def once(line: list[str]) -> list[str]:
+    """A command line in which a flag that comes again wins."""
+    values: dict[str, list[str]] = {}
+    for word in line:
+        if word.startswith("--"):
+            values[name := word] = []
+        else:
+            values[name].append(word)
+    return [word for name, words in values.items() for word in (name, *words)]

@@ -107,7 +107,7 @@ def test_what_was_never_finished_is_told_and_skipped(run: Path, folders: Path, p
 ])  # fmt: skip
 def test_what_is_asked_for_must_be_there(settings: dict[str, str], message: str, run: Path) -> None:
     folder = run / "checkpoints"
-    named = {name: value.replace("RUN", str(folder)) for name, value in settings.items()}
+    named: dict[str, Any] = {name: value.replace("RUN", str(folder)) for name, value in settings.items()}
     with pytest.raises(UserError, match=message):
         choose(CheckpointConfig(dir=Path(named.pop("dir", folder)), **named))
     assert choose(CheckpointConfig(dir=folder))[0] == folder / "step-00000004"
