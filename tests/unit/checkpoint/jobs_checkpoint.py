@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_hetero.checkpoint.contents import Entry
 from megatron_hetero.checkpoint.storage import index_shapes, read_entries, read_index
@@ -67,6 +70,37 @@ def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:
             if metrics.stopping:
                 break
     return step, signal.getsignal(signal.SIGUSR1) == before
+
+
+def cannot_save(flags: list[str], folder: Path) -> tuple[str, str]:
+    """What a save says where one rank's disk is full (a limit on the size of its files stands in for that), and where
+    the folder has vanished.
+    """
+    run = build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    run.train_step(run.resumed.step + 1, batch)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if run.topology.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        full = _error(lambda: run.saver.after(run.resumed.step + 1, stopping=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    dist.barrier()
+    if run.topology.rank == 0:
+        folder.rename(folder.with_name("elsewhere"))
+    dist.barrier()
+    return full, _error(lambda: run.saver.after(run.resumed.step + 1, stopping=True))
+
+
+def _error(work: Callable[[], None]) -> str:
+    try:
+        work()
+    except UserError as error:
+        return str(error)
+    return "no error"
 
 
 def _save_copy(run: Run, target: Path) -> dict[str, Any]:

@@ -159,6 +159,18 @@ def test_older_checkpoints_go_once_newer_ones_are_whole(run: Path) -> None:
     assert json.loads((run / "checkpoints/step-00000004/manifest.json").read_text())["files"].keys() >= {"run.json"}
 
 
+def test_what_cannot_be_written_is_told_on_every_rank(run: Path, folders: Path, pools: Pools) -> None:
+    folder = run / "checkpoints"
+    shutil.rmtree(folder / "step-00000004")
+    [(full, gone), *others] = pools(2).run(jobs.cannot_save, flags(folders, run, "tp:2", "tp:2"), folder)
+    assert others == [(full, gone)]
+    assert f"{folder}/.step-00000003.partial" in full and "found file too large on rank 1" in full
+    assert f"checkpoint.dir: {folder}/.step-00000003.partial: found no such file or directory" in gone
+    kept = run / "elsewhere/step-00000002"
+    records = read_manifest(kept)
+    assert list(whole(kept.parent)) == [2] and verify(kept, records, records) == []
+
+
 def test_ranks_agree_on_the_step_to_stop_at(folders: Path, tmp_path: Path, pools: Pools) -> None:
     stopped = pools(2).run(jobs.asked_to_stop, flags(folders, tmp_path, "tp:2", "tp:2"), 1, 1)
     assert stopped == [(1, True)] * 2 and list(whole(tmp_path / "checkpoints")) == [1]
