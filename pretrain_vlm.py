@@ -34,18 +34,25 @@ def train(config: Config) -> None:
     from megatron_hetero.training.held_out import HeldOutEvaluation
     from megatron_hetero.training.report import describe, describe_boundaries
     from megatron_hetero.training.run import Run
+    from megatron_hetero.training.stopping import stop_requests
 
-    with process_group() as platform:
+    with process_group() as platform, stop_requests(config.checkpoint.dir is not None) as request:
         run = Run.build(config, platform)
         evaluation = HeldOutEvaluation.build(run)
         with run.writer as writer:
             writer.print(describe(run))
+            for note in run.resumed.notes:
+                writer.print(note)
             for step, batch, waited in run.batches():
-                if step == 1:
+                if step == run.resumed.step + 1:
                     writer.print(describe_boundaries(run, batch))
-                writer.write(run.train_step(step, batch, waited))
-                for metrics in evaluation.after(step):
-                    writer.write_evaluation(metrics)
+                metrics = run.train_step(step, batch, waited, stop=bool(request))
+                writer.write(metrics)
+                for held_out in () if metrics.stopping else evaluation.after(step):
+                    writer.write_evaluation(held_out)
+                run.saver.after(step, metrics.stopping)
+                if metrics.stopping:
+                    return writer.print(f"stopped after step {step}, as asked; the same command goes on from there")
         if config.export.hf_dir is not None:
             run.export(config.export.hf_dir)
     if config.answers and rank() == 0:

@@ -9,12 +9,15 @@ uses the default process group: making an optimizer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as megatron_random
+from torch import Tensor
+
+from megatron_hetero.platform import Platform
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 
@@ -28,6 +31,20 @@ def prepare_globals(seed: int) -> None:
     assert tracker is not None, "initialised above"
     tracker.reset()
     tracker.add(MODEL_PARALLEL_STREAM, seed)
+
+
+def random_states(platform: Platform) -> dict[str, Tensor]:
+    """The states of all random generators that models use, uint8 [bytes] on the host, by name."""
+    tracker: Any = megatron_random.get_cuda_rng_tracker()
+    return platform.random_states() | {f"megatron-{name}": state for name, state in tracker.get_states().items()}
+
+
+def set_random_states(states: Mapping[str, Tensor], platform: Platform) -> None:
+    """Put back what `random_states` gave."""
+    of_tracker = {name.removeprefix("megatron-"): s for name, s in states.items() if name.startswith("megatron-")}
+    tracker: Any = megatron_random.get_cuda_rng_tracker()
+    tracker.set_states(of_tracker)
+    platform.set_random_states(states)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,17 @@ class Platform:
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """The states of PyTorch's generators, uint8 [bytes] on the host, by name."""
+        states = {"torch": torch.get_rng_state()}
+        return states | {"cuda": torch.cuda.get_rng_state(self.device)} if self.is_cuda else states
+
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `random_states` gave."""
+        torch.set_rng_state(states["torch"])
+        if self.is_cuda:
+            torch.cuda.set_rng_state(states["cuda"], self.device)
 
     def prepare_megatron(self) -> None:
         """Make the places of Megatron-Core that take CUDA for granted work on this platform. Idempotent."""

@@ -56,6 +56,7 @@ class Topology:
 
     `layouts` maps module to layout; `world` spans all ranks on the device's backend, `host` spans them with gloo for
     integers and messages that never leave the host, and is not `world`, so that another thread can use it meanwhile.
+    `files` is one more such group, for what writes and reads checkpoints.
     `host_replicas`: for each module that decodes data, gloo groups of its replicas' ranks, for that other thread too.
     `boundaries`: for each pair of modules (from, to) the ranks of the first's last stage and the second's first stage.
     Where this rank has no part in a group, it is missing.
@@ -68,6 +69,7 @@ class Topology:
     layouts: Mapping[str, Layout]
     world: dist.ProcessGroup
     host: dist.ProcessGroup
+    files: dist.ProcessGroup
     host_replicas: Mapping[str, dist.ProcessGroup]
     boundaries: Mapping[tuple[str, str], dist.ProcessGroup]
     pipelines: Mapping[str, tuple[dist.ProcessGroup, dist.ProcessGroup]]
@@ -102,6 +104,7 @@ class Topology:
         # A group of its own even where `world` is gloo too: the loader's thread uses it while the training thread uses
         # `world`.
         host: Any = dist.new_group(backend="gloo")
+        files: Any = dist.new_group(backend="gloo")
         hosts: dict[tuple[int, ...], Any] = {tuple(range(world_size)): host}
         replicas = {name: _host_replica(layouts[name].stage(0), rank, hosts) for name in layouts if name in decoding}
         # Groups of their own too: what crosses, and what passes along a pipeline each way, is received early, and
@@ -118,6 +121,7 @@ class Topology:
             for group in groups or ():
                 _self_check({layouts[name].group_of(rank, "pp"): group}, rank, platform.device)
         _self_check(hosts, rank, CPU)
+        _self_check({tuple(range(world_size)): files}, rank, CPU)
         frozen = MappingProxyType(dict(layouts))
         return cls(
             platform,
@@ -126,6 +130,7 @@ class Topology:
             frozen,
             world,
             host,
+            files,
             {name: group for name, group in replicas.items() if group is not None},
             {edge: group for edge, group in boundaries.items() if rank in crossing[edge]},
             {name: groups for name, groups in pipelines.items() if groups is not None},

@@ -20,6 +20,9 @@ from megatron_hetero.module_names import ENCODER_NAME, TAKEN, TEXT, VISION, part
 from megatron_hetero.training.flags import PlanRequest, markdown_table, print_help, read_flags
 from megatron_hetero.training.settings import build, merge, option, read_yaml, required
 
+Overridable = Literal["data.datasets", "data.shuffle", "train.seed", "train.global_batch_size"]
+"""What may differ from a checkpoint's configuration where `checkpoint.allow_changes` names it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
@@ -180,6 +183,23 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Section `checkpoint`."""
+
+    dir: Path | None = option(None, "Folder that checkpoints are written to, if any.")
+    interval: int = option(1000, "Steps between checkpoints; one is written after the last step too.")
+    keep_last: int | None = option(None, "Newest checkpoints that are kept; older ones are removed.", "all")
+    resume: str = option(
+        "auto", "What training goes on from: `auto`, the newest checkpoint in dir if any; `never`; or one's path."
+    )
+    allow_changes: tuple[Overridable, ...] = option(
+        (),
+        "Settings that may differ from the checkpoint's, though the data goes on elsewhere with them: data.datasets, "
+        "data.shuffle, train.seed, train.global_batch_size.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     """Section `export`."""
 
@@ -234,6 +254,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -249,6 +270,7 @@ class Config:
         _check_numbers(self)
         _check_model(self.model)
         _check_data(self.data, self.eval)
+        _check_checkpoint(self.checkpoint)
         _check_export(self.export, self.model)
         _check_evaluation(self.eval, self.export, self.model)
         _check_batch(self.train)
@@ -350,6 +372,8 @@ _LOWEST: dict[str, tuple[float, bool]] = {
     "optimizer.weight_decay": (0, True),
     "optimizer.clip_grad": (0, True),
     "optimizer.warmup_iters": (0, True),
+    "checkpoint.interval": (1, True),
+    "checkpoint.keep_last": (1, True),
     "eval.interval": (0, True),
     "eval.limit": (1, True),
     "eval.max_new_tokens": (1, True),
@@ -416,6 +440,15 @@ def _check_data(data: DataConfig, evaluation: EvalConfig) -> None:
     if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
         expected, why = f"at most data.max_pixels, {data.max_pixels}", "no image could have so many and so few"
         raise _wrong("data.min_pixels", data.min_pixels, expected, why, "lower it, or raise the other")
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    defaults = {f.name: f.default for f in fields(CheckpointConfig)}
+    if checkpoint.dir is None:
+        for name in ("interval", "keep_last"):
+            if getattr(checkpoint, name) != defaults[name]:
+                why, do = "nothing is written without checkpoint.dir", "set checkpoint.dir, or remove it"
+                raise _wrong(f"checkpoint.{name}", getattr(checkpoint, name), "nothing", why, do)
 
 
 def _check_export(export: ExportConfig, model: ModelConfig) -> None:

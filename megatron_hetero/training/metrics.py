@@ -43,6 +43,7 @@ class StepMetrics:
         boundary_time_s: seconds of the step, on this rank, in which it packed rows or waited for them; rows travel
             beside other work.
         mfu: model FLOPs utilisation, None where the device's peak is unknown.
+        stopping: whether a rank was asked to stop, so that all stop after this step; not recorded.
         extra: more values to record, by names that are not taken.
     """
 
@@ -57,6 +58,7 @@ class StepMetrics:
     data_time_s: float = 0.0
     boundary_time_s: float = 0.0
     mfu: float | None = None
+    stopping: bool = False
     extra: Mapping[str, float | int | str | None] = field(default_factory=dict)
 
     def per_second(self, count: int) -> float:
@@ -202,6 +204,7 @@ class MetricsWriter:
     Args:
         folder: made if need be; a metrics.jsonl of an earlier run in it is replaced.
         steps: number of steps of the run.
+        done: number of steps that were trained before, with the lines of metrics.jsonl in `history`.
         tensorboard: whether TensorBoard's files are written to the folder too.
         console: where lines and progress go; the standard output where left out.
 
@@ -209,14 +212,23 @@ class MetricsWriter:
         UserError: the folder cannot be written to, or TensorBoard is wanted but not installed.
     """
 
-    def __init__(self, folder: Path, steps: int, *, tensorboard: bool = False, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        *,
+        done: int = 0,
+        history: str = "",
+        tensorboard: bool = False,
+        console: Console | None = None,
+    ) -> None:
         self._steps = steps
         self._console = console or Console()
         self._path = folder / FILE_NAME
-        self._file = self._open()
-        self._tensorboard = _summary_writer(folder) if tensorboard else None
+        self._file = self._open(history)
+        self._tensorboard = _summary_writer(folder, done) if tensorboard else None
         self._progress = _progress(self._console)
-        self._task = self._progress.add_task("training", total=steps)
+        self._task = self._progress.add_task("training", total=steps, completed=done)
         # Only a terminal can redraw a bar; elsewhere there are plain lines.
         if self._console.is_terminal:
             self._progress.start()
@@ -273,10 +285,11 @@ class MetricsWriter:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
-    def _open(self) -> IO[str]:
+    def _open(self, history: str) -> IO[str]:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            return open(self._path, "w", encoding="utf-8")
+            self._path.write_text(history, encoding="utf-8")
+            return open(self._path, "a", encoding="utf-8")
         except OSError as error:
             raise _unwritable(self._path, error) from None
 
@@ -291,7 +304,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     )
 
 
-def _summary_writer(folder: Path) -> SummaryWriter:
+def _summary_writer(folder: Path, done: int) -> SummaryWriter:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -301,7 +314,8 @@ def _summary_writer(folder: Path) -> SummaryWriter:
             expected="the package tensorboard",
             fix="install it with `pip install tensorboard`, or leave log.tensorboard out",
         ) from None
-    return SummaryWriter(str(folder))
+    # What an interrupted run showed of later steps is taken back.
+    return SummaryWriter(str(folder), purge_step=done + 1 if done else None)
 
 
 def _add_scalars(writer: SummaryWriter, group: str, step: int, values: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ def describe_boundaries(run: Run, batch: StepBatch) -> Group:
 
 def _boundary(encoder: str, run: Run, batch: StepBatch) -> Table:
     row_bytes = run.loader.planner.row_bytes
-    table = Table(title=f"boundary {encoder} to text, step 1, this rank")
+    table = Table(title=f"boundary {encoder} to text, first step, this rank")
     for column in ("direction", "rows in place after", "rows received", "bytes received", "bytes sent", "collectives"):
         table.add_column(column, justify="left" if column == "direction" else "right")
     plans = [m.plan.boundaries[encoder] for m in batch.micro_batches if encoder in m.plan.boundaries]

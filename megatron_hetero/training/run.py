@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_hetero.checkpoint.resume import Saver, resume
+from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.data.two_folders import export_changes
 from megatron_hetero.errors import UserError
 from megatron_hetero.megatron_adapter import prepare_globals
@@ -26,6 +28,7 @@ from megatron_hetero.models.qwen2_5_vl.weights import (
     canonical_name_of,
     encoder_shapes,
     prefix_of,
+    stored_shapes,
 )
 from megatron_hetero.module_names import TEXT, VISION
 from megatron_hetero.platform import Platform
@@ -76,6 +79,8 @@ class Run:
     writer: MetricsWriter | NullWriter
     watch: Stopwatch
     profiler: StepProfiler
+    resumed: Resumed
+    saver: Saver
 
     @classmethod
     def build(cls, config: Config, platform: Platform) -> Run:
@@ -105,22 +110,27 @@ class Run:
             config.data.balance,
         )
         watch = Stopwatch(platform)
+        optimizers = tuple(build_optimizer(m, config.optimizer, dtype_of(config), platform) for m in modules)
+        state = TrainState(modules, optimizers, topology, stored_shapes(shapes))
+        resumed = resume(config, state, mixture)
         return cls(
             config=config,
             shapes=shapes,
             topology=topology,
             modules=modules,
-            optimizers=tuple(build_optimizer(m, config.optimizer, dtype_of(config), platform) for m in modules),
+            optimizers=optimizers,
             schedule=schedule,
             interpreter=_interpreter(config, shapes, topology, modules, watch),
             loader=StepLoader(
                 mixture, processor, topology, planner, batch, config.data.max_seq_length, config.data.too_long
             ),
-            writer=_writer(config, topology.rank),
+            writer=_writer(config, topology.rank, resumed),
             watch=watch,
             profiler=StepProfiler(
                 config.train.profile.start, config.train.profile.steps, config.log.dir, topology.rank, platform
             ),
+            resumed=resumed,
+            saver=Saver(config, state, mixture),
         )
 
     @property
@@ -129,8 +139,10 @@ class Run:
         return self.topology.platform
 
     def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
-        """(step, batch, seconds waited for it) of all steps. No step is loaded ahead over an evaluation."""
-        for first, last in stretches(1, self.config.train.iters, self.config.eval.interval):
+        """(step, batch, seconds waited for it) of all steps that are still to be trained. None is loaded ahead over an
+        evaluation.
+        """
+        for first, last in stretches(self.resumed.step + 1, self.config.train.iters, self.config.eval.interval):
             batches = iter(self.loader.steps(first, last, self.config.data.workers))
             for step in range(first, last + 1):
                 start = time.perf_counter()
@@ -138,8 +150,9 @@ class Run:
                     batch = next(batches)
                 yield step, batch, time.perf_counter() - start
 
-    def train_step(self, step: int, batch: StepBatch, waited: float = 0.0) -> StepMetrics:
-        """Forward, backward, and update; `waited`: seconds that the batch was waited for.
+    def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: bool = False) -> StepMetrics:
+        """Forward, backward, and update; `waited`: seconds that the batch was waited for; `stop`: whether this rank
+        was asked to stop, by now.
 
         Raises `UserError` before the update where the loss or a gradient is NaN or infinite.
         """
@@ -158,7 +171,9 @@ class Run:
             with self._watched(f"the update of step {step}"):
                 rate = self._update(step)
                 self.platform.synchronize()
-        return self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited)
+        metrics = self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited)
+        memory, stopping = self.over_ranks([self.platform.peak_memory_bytes(), float(stop)]).max(dim=0).values.tolist()
+        return replace(metrics, peak_memory_bytes=int(memory), stopping=bool(stopping))
 
     def gradients(self, batch: StepBatch) -> GradientSummary:
         """Forward and backward of all micro-batches, then the sums over ranks; gradients are not scaled by 1/N yet."""
@@ -221,7 +236,7 @@ class Run:
             tokens=batch.tokens,
             images=sum(map(len, batch.grids.values())),
             step_time_s=seconds,
-            peak_memory_bytes=int(self.over_ranks([self.platform.peak_memory_bytes()]).max()),
+            peak_memory_bytes=self.platform.peak_memory_bytes(),
             data_time_s=waited,
             boundary_time_s=sum(laps.get("boundary", [])),
             mfu=utilisation(self.shapes, self.config.model.freeze, batch, seconds, self.topology),
@@ -329,9 +344,15 @@ def _interpreter(
     )
 
 
-def _writer(config: Config, rank: int) -> MetricsWriter | NullWriter:
+def _writer(config: Config, rank: int, resumed: Resumed) -> MetricsWriter | NullWriter:
     if rank != REPORTER:
         return NullWriter()
-    writer = MetricsWriter(config.log.dir, config.train.iters, tensorboard=config.log.tensorboard)
+    writer = MetricsWriter(
+        config.log.dir,
+        config.train.iters,
+        done=resumed.step,
+        history=resumed.history,
+        tensorboard=config.log.tensorboard,
+    )
     (config.log.dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     return writer

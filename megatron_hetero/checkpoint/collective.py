@@ -1,0 +1,42 @@
+"""Work that some ranks do and all ranks must know the outcome of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_hetero.errors import UserError
+
+T = TypeVar("T")
+FIRST = 0
+"""The rank that decides where one must."""
+
+
+def on_every(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
+    """What `work` gives on each rank, by rank. The first rank's `UserError` is raised on every rank."""
+    mine, problem = _attempt(work)
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (mine, problem), group=group)
+    for _, found in told:
+        if found is not None:
+            raise UserError(found)
+    return [result for result, _ in told]
+
+
+def on_first(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
+    """What `work` gives on the first rank, which alone does it. Its `UserError` is raised on every rank."""
+    outcome: list[Any] = [_attempt(work) if dist.get_rank(group) == FIRST else None]
+    dist.broadcast_object_list(outcome, src=FIRST, group=group)
+    result, problem = outcome[0]
+    if problem is not None:
+        raise UserError(problem)
+    return result
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    try:
+        return work(), None
+    except UserError as error:
+        return None, str(error)

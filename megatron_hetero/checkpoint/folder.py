@@ -1,0 +1,173 @@
+"""The folder of checkpoints: what is whole, what is newest, what is removed, and whether files are what was written.
+
+checkpoints/
+  step-00000010/             a whole checkpoint
+    manifest.json            size and SHA-256 of every other file; written last
+    .metadata  __0_0.distcp  __1_0.distcp ...  run.json  metrics.jsonl
+  .step-00000020.partial/    one that is being written, or was when the run died
+  latest                     the name of the newest one, for people and scripts
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_hetero.errors import UserError
+
+MANIFEST, LATEST = "manifest.json", "latest"
+_NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL = re.compile(r"\.step-(\d{8,})\.partial")
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and SHA-256 of a file."""
+
+    size: int
+    sha256: str
+
+
+def name_of(step: int) -> str:
+    """What the checkpoint after `step` is called."""
+    return f"step-{step:08d}"
+
+
+def partial_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint after `step` is while it is written."""
+    return folder / f".{name_of(step)}.partial"
+
+
+def whole(folder: Path) -> dict[int, Path]:
+    """The whole checkpoints in `folder` by step, ascending."""
+    found = {int(m[1]): path for path in _children(folder) if (m := _NAME.fullmatch(path.name))}
+    return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).is_file()}
+
+
+def unfinished(folder: Path) -> tuple[Path, ...]:
+    """What was never finished in `folder`: half-written checkpoints, and folders that lack a manifest."""
+    names = [path for path in _children(folder) if _PARTIAL.fullmatch(path.name) or _NAME.fullmatch(path.name)]
+    return tuple(path for path in sorted(names) if _PARTIAL.fullmatch(path.name) or not (path / MANIFEST).is_file())
+
+
+def record_file(path: Path) -> FileRecord:
+    """Read a file to the end. Raises `OSError`."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while block := file.read(_CHUNK):
+            digest.update(block)
+            size += len(block)
+    return FileRecord(size, digest.hexdigest())
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file and wait until the disk has it. Raises `OSError`."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
+    """Make a checkpoint that has been written whole visible: manifest, then its name, then `latest`. Raises `OSError`.
+
+    Until the rename nothing can take it for a checkpoint; afterwards nothing is missing.
+    """
+    files = {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(records.items())}
+    write_synced(partial / MANIFEST, json.dumps({"files": files}, indent=2) + "\n")
+    _sync_folder(partial)
+    target = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
+    if target.exists():
+        shutil.rmtree(target)  # never a whole one: the run was refused where it could come upon those
+    partial.rename(target)
+    pointer = target.parent / f".{LATEST}.new"
+    write_synced(pointer, target.name + "\n")
+    pointer.replace(target.parent / LATEST)
+    _sync_folder(target.parent)
+    return target
+
+
+def prune(folder: Path, keep: int | None) -> None:
+    """Remove all but the newest `keep` whole checkpoints (None: nothing), and what was never finished."""
+    for path in unfinished(folder):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in list(whole(folder).values())[: -keep if keep is not None else 0]:
+        # The manifest first: what is removed by half is not whole.
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
+    """Size and hash of every file of a checkpoint. Raises `UserError`."""
+    path = checkpoint / MANIFEST
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        records = {name: FileRecord(int(r["size"]), str(r["sha256"])) for name, r in files.items()}
+        bad = [name for name in records if Path(name).name != name]
+        if bad:
+            raise ValueError(f"the file name {bad[0]!r}")
+        return records
+    except FileNotFoundError:
+        found = "none" if checkpoint.is_dir() else "no such checkpoint"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = f"one that cannot be read ({error})"
+    raise UserError.at(
+        path,
+        found=found,
+        expected="the manifest of a checkpoint",
+        because="it is written last, and without it nothing says that the checkpoint is whole",
+        fix=_another(checkpoint),
+    )
+
+
+def verify(checkpoint: Path, records: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
+    """What is wrong with those files of a checkpoint, a line for each."""
+    return [fault for name in names if (fault := _fault(checkpoint / name, records[name]))]
+
+
+def damaged(checkpoint: Path, faults: Iterable[str]) -> UserError:
+    """The error that says which files of a checkpoint are not what was written."""
+    lines = list(faults)
+    return UserError.at(
+        checkpoint,
+        found=f"{len(lines)} damaged {'file' if len(lines) == 1 else 'files'} ({'; '.join(lines)})",
+        expected="the sizes and hashes of its manifest",
+        because="nothing may train on what was not saved",
+        fix=_another(checkpoint),
+    )
+
+
+def _fault(path: Path, expected: FileRecord) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            return f"{path.name} has {size} bytes, not {expected.size}"
+        return None if record_file(path) == expected else f"{path.name} has another SHA-256"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {(error.strerror or str(error)).lower()}"
+
+
+def _another(checkpoint: Path) -> str:
+    others = [path for path in whole(checkpoint.parent).values() if path.name != checkpoint.name]
+    return f"resume from another one with --checkpoint.resume {others[-1] if others else 'PATH'}"
+
+
+def _children(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

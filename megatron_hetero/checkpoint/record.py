@@ -1,0 +1,131 @@
+"""What a checkpoint says of the run that wrote it, and whether another run may go on from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.errors import UserError
+from megatron_hetero.training.config import Overridable
+
+FILE_NAME = "run.json"
+OVERRIDABLE: tuple[str, ...] = get_args(Overridable)
+"""What may change only where `checkpoint.allow_changes` names it: with these the data goes on elsewhere."""
+
+
+@dataclass(frozen=True)
+class DatasetRecord:
+    """One entry of `data.datasets`: `share` as it is written there, the number of records, and a hash of them."""
+
+    share: str
+    records: int
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.share} ({self.records} records, {self.sha256[:8]})"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The file `run.json`. `step`: the last one that was trained; `config`: the resolved configuration."""
+
+    step: int
+    world_size: int
+    layouts: Mapping[str, str]
+    datasets: tuple[DatasetRecord, ...]
+    config: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> RunRecord:
+        """The record of a checkpoint. Raises `UserError`."""
+        path = checkpoint / FILE_NAME
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            datasets = tuple(DatasetRecord(**entry) for entry in values.pop("datasets"))
+            return cls(datasets=datasets, **values)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError.at(
+                path,
+                found=f"a record that cannot be read ({error})",
+                expected="that of a run",
+                fix="resume from another checkpoint with --checkpoint.resume PATH",
+            ) from None
+
+    @property
+    def freeze(self) -> tuple[str, ...]:
+        """The parts that were frozen."""
+        return tuple(self.config["model"]["freeze"])
+
+    @property
+    def optimizer(self) -> str:
+        """`optimizer.name`."""
+        return self.config["optimizer"]["name"]
+
+    def _setting(self, name: str) -> str:
+        if name == "data.datasets":
+            return ", ".join(map(str, self.datasets))
+        section, field = name.split(".")
+        return str(self.config[section][field])
+
+    def require_resumable(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
+        """Check that a run with the record `new` may go on from this one. Raises `UserError` with both values."""
+        for name in (*OVERRIDABLE, "optimizer.name"):
+            old_value, new_value = self._setting(name), new._setting(name)
+            if old_value != new_value and name not in allowed:
+                more = f", or allow it with --checkpoint.allow_changes {name}" if name in OVERRIDABLE else ""
+                raise UserError.at(
+                    f"{name} (--{name})",
+                    found=new_value,
+                    expected=f"{old_value}, as in {checkpoint}",
+                    because="the run would not go on as it began",
+                    fix=f"set it back{more}",
+                )
+
+
+def dataset_records(mixture: Mixture) -> tuple[DatasetRecord, ...]:
+    """What a stream of samples is made of."""
+    return tuple(DatasetRecord(str(share), len(data), data.digest) for data, share in mixture.parts)
+
+
+def plain(resolved: str) -> Mapping[str, Any]:
+    """The values of a resolved configuration, given as YAML."""
+    return yaml.safe_load(resolved)
+
+
+def require_tensors(
+    checkpoint: Path, found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]
+) -> None:
+    """Check that a checkpoint holds exactly the `expected` tensors in their shapes. Raises `UserError` listing all
+    faults.
+    """
+    missing, extra = expected.keys() - found.keys(), found.keys() - expected.keys()
+    wrong = {
+        f"{key} is {list(found[key])}, not {list(shape)}"
+        for key, shape in expected.items()
+        if key in found and list(found[key]) != list(shape)
+    }
+    kinds = {"missing": missing, "unexpected": extra, "of another shape": wrong}
+    faults = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    if faults:
+        raise UserError.at(
+            checkpoint,
+            found=f"tensors that are not those of the model ({'; '.join(faults)})",
+            expected=f"exactly its {len(expected)} tensors",
+            because="what is not loaded would train from other values",
+            fix="set model.hf_path to the model that the checkpoint was trained from, or choose another checkpoint",
+        )
+
+
+def _listed(names: Collection[str], most: int = 5) -> str:
+    shown = sorted(names)[:most]
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")

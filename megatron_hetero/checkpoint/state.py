@@ -1,0 +1,183 @@
+"""Saving and loading the state of a run: every rank calls these together."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_hetero.checkpoint.collective import on_every, on_first
+from megatron_hetero.checkpoint.contents import RANDOM, Entry, expected_shapes, random_entries, read, written
+from megatron_hetero.checkpoint.folder import (
+    FileRecord,
+    damaged,
+    partial_of,
+    prune,
+    publish,
+    read_manifest,
+    record_file,
+    verify,
+    write_synced,
+)
+from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
+from megatron_hetero.checkpoint.record import RunRecord, require_tensors
+from megatron_hetero.checkpoint.storage import INDEX, index_shapes, read_entries, read_index, write_entries
+from megatron_hetero.errors import UserError
+from megatron_hetero.megatron_adapter import random_states, set_random_states
+from megatron_hetero.topology import Topology
+from megatron_hetero.training.modules import TrainedModule
+
+HISTORY = "metrics.jsonl"
+"""The metrics of all steps up to the checkpoint's."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainState:
+    """What changes from step to step, on one rank. `shapes`: of all stored tensors of the model."""
+
+    modules: Sequence[TrainedModule]
+    optimizers: Sequence[Any]
+    topology: Topology
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def entries(self) -> list[Entry]:
+        """What this rank writes, in place: views of what training changes."""
+        states = random_states(self.topology.platform)
+        return [
+            *written(self.modules, self.optimizers, self.shapes),
+            *random_entries(self.topology.rank, states),
+        ]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run goes on from: the last trained step, the metrics up to it (the text of metrics.jsonl),
+    and what there is to say about it.
+    """
+
+    step: int = 0
+    history: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def save(
+    entries: Sequence[Entry],
+    folder: Path,
+    record: RunRecord,
+    history: Path,
+    keep_last: int | None,
+    group: dist.ProcessGroup,
+) -> Path:
+    """Write the checkpoint after step `record.step` into `folder`: beside its place, checked, then moved there; then
+    older ones are removed. Every rank of `group` calls it; the record and the file `history` are taken from the first.
+
+    Raises `UserError` on every rank where it cannot be written; older checkpoints are then as they were.
+    """
+    partial, rank = partial_of(folder, record.step), dist.get_rank(group)
+    on_first(group, lambda: _writing(partial, lambda: _make(partial)))
+    write_entries(partial, entries, group)
+    own = on_every(group, lambda: _writing(partial, lambda: _records(partial, rank, record, history)))
+    records = {name: found for of_rank in own for name, found in of_rank.items()}
+    return on_first(group, lambda: _writing(folder, lambda: _finish(partial, records, keep_last)))
+
+
+def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[str]) -> Resumed:
+    """Check a checkpoint, file by file and tensor by tensor, and read it into `state`. `new`: the record of this run,
+    used on the first rank; `allowed`: changes that it may make.
+
+    Raises `UserError` on every rank, before anything is read, where the checkpoint is damaged or another model's.
+    """
+    group = state.topology.files
+    _verify(checkpoint, group)
+    rank, ranks = state.topology.rank, state.topology.world_size
+    record = on_every(group, lambda: RunRecord.read(checkpoint))[rank]
+    on_first(group, lambda: record.require_resumable(new, allowed, checkpoint))
+    index = on_first(group, lambda: read_index(checkpoint))
+    found = {key: shape for key, shape in index_shapes(index).items() if not key.startswith(f"{RANDOM}/")}
+    expected = expected_shapes(state.shapes, record.freeze, record.optimizer == "adamw")
+    on_first(group, lambda: require_tensors(checkpoint, found, expected))
+    entries = list(read(state.modules, state.optimizers, state.shapes, found))
+    states = random_states(state.topology.platform)
+    same_world = record.world_size == ranks
+    if same_world:
+        entries += random_entries(rank, states)
+    read_entries(checkpoint, index, entries, group)
+    if same_world:
+        set_random_states(states, state.topology.platform)
+    notes = (f"resumed from {checkpoint}, after step {record.step}", *_changes(record, new))
+    return Resumed(record.step, _history(checkpoint), notes)
+
+
+def _changes(old: RunRecord, new: RunRecord) -> list[str]:
+    """What a user should know of the difference between two runs."""
+    notes = []
+    if (old.world_size, old.layouts) != (new.world_size, new.layouts):
+        before, now = (", ".join(f"{n} {v}" for n, v in record.layouts.items()) for record in (old, new))
+        notes.append(f"layouts were {before} on {old.world_size} ranks, and are {now} on {new.world_size}")
+    if thawed := [part for part in old.freeze if part not in new.freeze]:
+        notes.append(f"{', '.join(thawed)} was frozen: the optimizer begins there with moments of zero")
+    if frozen := [part for part in new.freeze if part not in old.freeze]:
+        notes.append(f"{', '.join(frozen)} is frozen now: its optimizer state is left out, and not saved again")
+    return notes
+
+
+def _verify(checkpoint: Path, group: dist.ProcessGroup) -> None:
+    """Check sizes and hashes; ranks share the files. Raises `UserError` on every rank, naming all that is wrong."""
+    manifest = on_first(group, lambda: read_manifest(checkpoint))
+    for needed in (INDEX, RECORD):
+        if needed not in manifest:
+            raise damaged(checkpoint, [f"{needed} is not in the manifest"])
+    mine = sorted(manifest)[dist.get_rank(group) :: dist.get_world_size(group)]
+    faults = on_every(group, lambda: verify(checkpoint, manifest, mine))
+    if any(faults):
+        raise damaged(checkpoint, sorted(fault for of_rank in faults for fault in of_rank))
+
+
+def _make(partial: Path) -> None:
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+
+
+def _records(partial: Path, rank: int, record: RunRecord, history: Path) -> dict[str, FileRecord]:
+    """Size and hash of what this rank has written; the first rank writes what there is besides tensors before."""
+    names = [path.name for path in partial.glob(f"__{rank}_*")]
+    if rank == 0:
+        write_synced(partial / RECORD, record.to_json())
+        write_synced(partial / HISTORY, history.read_text(encoding="utf-8") if history.is_file() else "")
+        names += [INDEX, RECORD, HISTORY]
+    return {name: record_file(partial / name) for name in names}
+
+
+def _finish(partial: Path, records: Mapping[str, FileRecord], keep_last: int | None) -> Path:
+    target = publish(partial, records)
+    prune(target.parent, keep_last)
+    return target
+
+
+def _history(checkpoint: Path) -> str:
+    path = checkpoint / HISTORY
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _writing(where: Path, work: Callable[[], Any]) -> Any:
+    """`work`, where a full disk and the like are errors that name the place. Raises `UserError`."""
+    try:
+        return work()
+    except OSError as error:
+        raise unwritable(where, error) from None
+
+
+def unwritable(where: Path, error: OSError) -> UserError:
+    """The error that says why a checkpoint cannot be written."""
+    return UserError.at(
+        f"checkpoint.dir: {error.filename or where}",
+        found=(error.strerror or str(error)).lower(),
+        expected="a folder that can be written",
+        because="a checkpoint goes there; older ones are as they were",
+        fix="free space or grant access, or choose another folder with --checkpoint.dir DIR",
+    )

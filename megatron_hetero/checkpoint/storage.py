@@ -1,0 +1,229 @@
+"""Writes and reads `Entry`s with `torch.distributed.checkpoint`, what Megatron's `dist_checkpointing` is built on.
+
+Not with `dist_checkpointing` itself: it cuts every tensor evenly along its dims, which ragged shares of a vocabulary
+and flat ranges of the distributed optimizer are not, and it reads the index of a checkpoint with an unrestricted
+pickle. The files are the same kind: `__RANK_0.distcp`, and the index `.metadata`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_hetero.checkpoint.contents import Entry
+from megatron_hetero.errors import UserError
+
+INDEX = ".metadata"
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch", "float32"),
+    ("torch", "bfloat16"),
+    ("torch", "uint8"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+}
+"""All that an index is made of: classes of plain data."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index of a checkpoint needs")
+        return super().find_class(module, name)
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index of a checkpoint: which tensors it holds, and where. Raises `UserError`; nothing in it is executed."""
+    path = folder / INDEX
+    try:
+        index = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError) as error:
+        raise UserError.at(
+            path,
+            found=f"an index that cannot be read ({error})",
+            expected="the index of a checkpoint",
+            fix="resume from another checkpoint with --checkpoint.resume PATH",
+        ) from None
+    if not isinstance(index, Metadata):
+        raise UserError.at(
+            path, found=f"a {type(index).__name__}", expected="an index", fix="resume from another checkpoint"
+        )
+    return index
+
+
+def index_shapes(index: Metadata) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint and their shapes."""
+    tensors = index.state_dict_metadata.items()
+    return {key: tuple(stored.size) for key, stored in tensors if isinstance(stored, TensorStorageMetadata)}
+
+
+def write_entries(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup) -> None:
+    """Write all ranks' entries, each rank its own file. Every rank of `group` calls it.
+
+    Raises `UserError` on every rank where one of them cannot write.
+    """
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    try:
+        dcp.save({}, storage_writer=writer, planner=_EntryWriter(entries), process_group=group)
+    except CheckpointException as error:
+        raise _told(folder, error) from None
+
+
+def read_entries(folder: Path, index: Metadata, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
+    """Fill the values of all entries of this rank. Every rank of `group` calls it; a process by itself needs none.
+
+    Raises `UserError` on every rank where one of them cannot read.
+    """
+    reader = _IndexedReader(folder, index)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is meant
+            planner = _EntryReader(entries)
+            dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise _told(folder, error) from None
+
+
+def _told(folder: Path, failure: CheckpointException) -> BaseException:
+    """What went wrong on one of the ranks, in a user's words where it can be mended."""
+    rank, (error, _) = min(failure.failures.items())
+    if not isinstance(error, OSError | UserError):
+        return RuntimeError(f"{folder}: {failure}")
+    if isinstance(error, UserError):
+        return error
+    what = (error.strerror or str(error)).lower()
+    return UserError.at(
+        error.filename or folder,
+        found=f"{what} on rank {rank}",
+        expected="a folder that all ranks can read and write",
+        fix="free space, mend the folder, or choose another with --checkpoint.dir DIR",
+    )
+
+
+class _EntryWriter(DefaultSavePlanner):
+    """Writes entries; the index is checked to cover every tensor exactly once."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._values: Mapping[tuple[str, torch.Size | None], Tensor] = {
+            (entry.key, torch.Size(entry.offsets)): entry.values for entry in entries
+        }
+        self._items = [_write_item(entry) for entry in entries]
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(self._items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._values[index.fqn, index.offset].detach()
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return object.contiguous()
+
+
+def _write_item(entry: Entry) -> WriteItem:
+    offsets = torch.Size(entry.offsets)
+    chunk = ChunkStorageMetadata(offsets, entry.values.size())
+    data = TensorWriteData(chunk, TensorProperties(dtype=entry.values.dtype), torch.Size(entry.size))
+    return WriteItem(MetadataIndex(entry.key, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class _EntryReader(LoadPlanner):
+    """Reads entries from whatever blocks they were written in."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._by_key: dict[str, list[Entry]] = {}
+        for entry in entries:
+            self._by_key.setdefault(entry.key, []).append(entry)
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None, "a checkpoint has an index"
+        self._index = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([item for key, entries in self._by_key.items() for item in self._items(key, entries)])
+
+    def _items(self, key: str, entries: Sequence[Entry]) -> list[ReadItem]:
+        stored: Any = self._index.state_dict_metadata[key]
+        chunks = [ChunkStorageMetadata(torch.Size(entry.offsets), entry.values.size()) for entry in entries]
+        items = create_read_items_for_chunk_list(key, stored, chunks)
+        read, wanted = sum(item.lengths.numel() for item in items), sum(entry.values.numel() for entry in entries)
+        if read != wanted:
+            raise UserError.at(
+                INDEX,
+                found=f"{read} elements of {key}",
+                expected=f"the {wanted} that this rank needs",
+                fix="resume from another checkpoint",
+            )
+        return items
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise NotImplementedError("checkpoints hold tensors only")
+
+    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
+        raise NotImplementedError("checkpoints hold tensors only")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        assert read_item.dest_index.index is not None, "the reads of a list of chunks name the chunk"
+        values = self._by_key[read_item.dest_index.fqn][read_item.dest_index.index].values
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            values = values.narrow(dim, start, length)
+        return values
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+class _IndexedReader(dcp.FileSystemReader):
+    """Reads a checkpoint whose index has been read: the base class would read it with an unrestricted pickle."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self) -> Metadata:
+        return self._index

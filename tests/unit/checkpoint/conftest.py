@@ -1,0 +1,41 @@
+"""Two data sets, models, and command lines with everything that makes a resume hard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.pool import Pool
+from tests.unit.checkpoint import jobs_checkpoint as jobs
+from tests.unit.checkpoint.jobs_checkpoint import flags
+
+
+@dataclass(frozen=True)
+class Untouched:
+    """A run that nothing interrupted: its folder, and what `jobs_checkpoint.train` says of it."""
+
+    folder: Path
+    found: dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two data sets and a model of each kind."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for seed, name in enumerate(("a", "b")):
+        write_data(root / name, 6, seed=seed)
+    write_model(root / "plain", ModelChoice(vision_layers=2, text_layers=2))
+    write_model(root / "tied", ModelChoice(vision_layers=2, text_layers=2, tied=True))
+    return root
+
+
+@pytest.fixture(scope="session")
+def untouched(folders: Path, tmp_path_factory: pytest.TempPathFactory, pools: Callable[[int], Pool]) -> Untouched:
+    """A run with checkpoints after steps 2 and 4, in the layouts sp:2 and tp:2."""
+    run = tmp_path_factory.mktemp("untouched")
+    return Untouched(run, pools(2).run(jobs.train, flags(folders, run, "sp:2", "tp:2"))[0])

@@ -1,0 +1,132 @@
+"""What the workers of the pool run for the tests of checkpoints."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_hetero.checkpoint.contents import Entry
+from megatron_hetero.checkpoint.storage import index_shapes, read_entries, read_index
+from megatron_hetero.errors import UserError
+from megatron_hetero.training.run import Run
+from megatron_hetero.training.stopping import stop_requests
+from tests.unit.training.jobs_run import build, stored
+
+
+def flags(folders: Path, run: Path, vision: str, text: str, more: str = "", model: str = "plain") -> list[str]:
+    """A command line with everything that makes a resume hard: AdamW, two data sets with rates, shuffling, workers."""
+    common = (
+        f"--model.hf_path {folders / model} --data.registry.a.annotations {folders}/a/data.jsonl "
+        f"--data.registry.a.images {folders}/a/images --data.registry.b.annotations {folders}/b/data.jsonl "
+        f"--data.registry.b.images {folders}/b/images --data.datasets a%50 b%150 --data.workers 2 "
+        f"--train.global_batch_size 4 --train.iters 4 --checkpoint.interval 2 --log.dir {run}/log "
+        f"--checkpoint.dir {run}/checkpoints "
+        f"--optimizer.lr 1e-3 --optimizer.weight_decay 0.1 "
+        f"--vision-parallel {vision} --text-parallel {text} {more}"
+    )
+    return common.split() if "--model.dtype" in more else [*common.split(), "--model.dtype", "float32"]
+
+
+def train(flags: list[str], copy: Path | None = None) -> dict[str, Any]:
+    """Train as the program does, from where the run resumes: the losses, the last weights, and what was said of the
+    resume. Before that, save what was loaded into `copy`, as it lies in this layout.
+    """
+    run, losses = build(flags), []
+    loaded = _save_copy(run, copy) if copy is not None else None
+    with run.writer:
+        for step, batch, _ in run.batches():
+            metrics = run.train_step(step, batch)
+            run.writer.write(metrics)
+            losses.append(metrics.loss)
+            run.saver.after(step)
+    return {
+        "losses": losses,
+        "weights": stored(run),
+        "loaded": loaded,
+        "from": run.resumed.step,
+        "notes": run.resumed.notes,
+    }
+
+
+def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:
+    """One rank gets a signal in step `at`. Returns the step after which this rank stopped, and whether the handlers
+    are as before.
+    """
+    run, step, before = build(flags), 0, signal.getsignal(signal.SIGUSR1)
+    with stop_requests() as request, run.writer:
+        for step, batch, _ in run.batches():
+            if step == at and run.topology.rank == rank:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            metrics = run.train_step(step, batch, stop=bool(request))
+            run.saver.after(step, metrics.stopping)
+            if metrics.stopping:
+                break
+    return step, signal.getsignal(signal.SIGUSR1) == before
+
+
+def cannot_save(flags: list[str], folder: Path) -> tuple[str, str]:
+    """What a save says where one rank's disk is full (a limit on the size of its files stands in for that), and where
+    the folder has vanished.
+    """
+    run = build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    run.train_step(run.resumed.step + 1, batch)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if run.topology.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        full = _error(lambda: run.saver.after(run.resumed.step + 1, stopping=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    dist.barrier()
+    if run.topology.rank == 0:
+        folder.rename(folder.with_name("elsewhere"))
+    dist.barrier()
+    return full, _error(lambda: run.saver.after(run.resumed.step + 1, stopping=True))
+
+
+def _error(work: Callable[[], None]) -> str:
+    try:
+        work()
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def _save_copy(run: Run, target: Path) -> dict[str, Any]:
+    config = replace(run.config, checkpoint=replace(run.config.checkpoint, dir=target))
+    if run.topology.rank == 0:
+        target.mkdir(parents=True)
+    replace(run.saver, config=config).after(run.resumed.step, stopping=True)
+    return stored(run)
+
+
+def error_of(flags: list[str]) -> str:
+    """What stops a run from being built."""
+    try:
+        run = build(flags)
+    except UserError as error:
+        return str(error)
+    return f"no error: it goes on after step {run.resumed.step}"
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Everything in a checkpoint, read by one process without process groups."""
+    index = read_index(checkpoint)
+    found: dict[str, torch.Tensor] = {}
+    for key, shape in index_shapes(index).items():
+        kind: Any = index.state_dict_metadata[key]
+        found[key] = torch.empty(shape, dtype=kind.properties.dtype)
+    entries = [Entry(key, tuple(v.shape), (0,) * v.dim(), v) for key, v in found.items()]
+    read_entries(checkpoint, index, entries, None)
+    return found

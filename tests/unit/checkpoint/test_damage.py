@@ -1,0 +1,176 @@
+"""Damaged, unfinished and unsuitable checkpoints: each is told by name, and nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_hetero.checkpoint.choice import choose
+from megatron_hetero.checkpoint.folder import damaged, prune, read_manifest, unfinished, verify, whole
+from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_tensors
+from megatron_hetero.checkpoint.storage import index_shapes, read_index
+from megatron_hetero.errors import UserError
+from megatron_hetero.training.config import CheckpointConfig
+from tests.support.pool import Pool
+from tests.unit.checkpoint import jobs_checkpoint as jobs
+from tests.unit.checkpoint.conftest import Untouched
+from tests.unit.checkpoint.jobs_checkpoint import flags
+
+Pools = Callable[[int], Pool]
+
+
+@pytest.fixture
+def run(untouched: Untouched, tmp_path: Path) -> Path:
+    """A copy of a run."""
+    return shutil.copytree(untouched.folder, tmp_path / "run")
+
+
+def truncate(checkpoint: Path) -> str:
+    path = checkpoint / "__1_0.distcp"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-7])
+    return f"1 damaged file (__1_0.distcp has {size - 7} bytes, not {size})"
+
+
+def remove(checkpoint: Path) -> str:
+    (checkpoint / "__0_0.distcp").unlink()
+    return "1 damaged file (__0_0.distcp is missing)"
+
+
+def flip(checkpoint: Path) -> str:
+    path = checkpoint / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return "1 damaged file (__0_0.distcp has another SHA-256)"
+
+
+def swap(checkpoint: Path) -> str:
+    first, second = checkpoint / "run.json", checkpoint / "metrics.jsonl"
+    first.rename(checkpoint / "aside")
+    second.rename(first)
+    (checkpoint / "aside").rename(second)
+    return "2 damaged files (metrics.jsonl has "
+
+
+def index(checkpoint: Path) -> str:
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(print))
+    return "1 damaged file (.metadata has "
+
+
+def manifest(checkpoint: Path) -> str:
+    (checkpoint / "manifest.json").write_text("{")
+    return "manifest.json: found one that cannot be read"
+
+
+@pytest.mark.parametrize("damage", [truncate, remove, flip, swap, index, manifest])
+def test_damage_is_told_by_name(damage: Callable[[Path], str], run: Path) -> None:
+    checkpoint = run / "checkpoints/step-00000004"
+    expected = damage(checkpoint)
+    with pytest.raises(UserError, match=re.escape(expected)) as error:
+        records = read_manifest(checkpoint)
+        raise damaged(checkpoint, verify(checkpoint, records, records))
+    assert f"--checkpoint.resume {run}/checkpoints/step-00000002" in str(error.value)
+
+
+def test_damage_stops_every_rank(run: Path, folders: Path, pools: Pools) -> None:
+    expected = flip(run / "checkpoints/step-00000004")
+    messages = pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2"))
+    assert messages[0] == messages[1] and expected in messages[0]
+
+
+def test_what_was_never_finished_is_told_and_skipped(run: Path, folders: Path, pools: Pools) -> None:
+    folder = run / "checkpoints"
+    (folder / "step-00000004/manifest.json").unlink()
+    shutil.copytree(folder / "step-00000002", folder / ".step-00000007.partial")
+    assert [path.name for path in unfinished(folder)] == [".step-00000007.partial", "step-00000004"]
+    resumed = pools(2).run(jobs.train, flags(folders, run, "tp:2", "tp:2"))[0]
+    assert resumed["from"] == 2 and len(resumed["losses"]) == 2
+    assert sum("was never finished" in note for note in resumed["notes"]) == 2
+    assert list(whole(folder)) == [2, 4] and unfinished(folder) == ()
+    assert (folder / "latest").read_text() == "step-00000004\n"
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"resume": "RUN/step-9"}, "no folder.*never starts from scratch.*step-00000004"),
+    ({"resume": "never"}, "found step-00000004.*expected no checkpoint"),
+    ({"resume": "RUN/step-00000002"}, "found step-00000004.*no later checkpoint"),
+    ({"dir": "RUN/step-00000002/run.json/x"}, "run.json.*not a directory.*expected a folder that can be written"),
+])  # fmt: skip
+def test_what_is_asked_for_must_be_there(settings: dict[str, str], message: str, run: Path) -> None:
+    folder = run / "checkpoints"
+    named: dict[str, Any] = {name: value.replace("RUN", str(folder)) for name, value in settings.items()}
+    with pytest.raises(UserError, match=message):
+        choose(CheckpointConfig(dir=Path(named.pop("dir", folder)), **named))
+    assert choose(CheckpointConfig(dir=folder))[0] == folder / "step-00000004"
+    assert choose(CheckpointConfig(dir=run / "new"))[0] is None
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"data": {"shuffle": False}}, r"data.shuffle .*found False, expected True, as in .*allow_changes data.shuffle"),
+    ({"train": {"global_batch_size": 8}}, "found 8, expected 4, as in .*allow_changes train.global_batch_size"),
+    ({"train": {"seed": 1}}, "train.seed .*found 1, expected 0"),
+    ({"optimizer": {"name": "sgd"}}, "found sgd, expected adamw, as in .*Set it back.$"),
+])  # fmt: skip
+def test_what_may_not_change(change: dict[str, dict[str, Any]], message: str, untouched: Untouched) -> None:
+    checkpoint = untouched.folder / "checkpoints/step-00000004"
+    old = RunRecord.read(checkpoint)
+    config = {name: section | change.get(name, {}) for name, section in old.config.items() if isinstance(section, dict)}
+    new = replace(old, config=config, world_size=7, layouts={})
+    with pytest.raises(UserError, match=message):
+        old.require_resumable(new, (), checkpoint)
+    if "optimizer" not in change:
+        old.require_resumable(new, OVERRIDABLE, checkpoint)
+    others = replace(old, datasets=(replace(old.datasets[0], sha256="0" * 64), *old.datasets[1:]))
+    with pytest.raises(UserError, match=r"found a%50 \(6 records, 00000000\), b%150 .*expected a%50 \(6 records"):
+        old.require_resumable(others, (), checkpoint)
+
+
+def test_another_model_starts_no_training(untouched: Untouched, folders: Path, pools: Pools) -> None:
+    checkpoint = untouched.folder / "checkpoints/step-00000004"
+    line = flags(folders, untouched.folder, "tp:2", "tp:2", model="tied")
+    [message, _] = pools(2).run(jobs.error_of, line)
+    assert "4 unexpected: exp_avg/lm_head.weight, exp_avg_sq/lm_head.weight, step/lm_head.weight" in message
+    found = index_shapes(read_index(checkpoint))
+    with pytest.raises(
+        UserError, match=r"1 missing: new; 1 of another shape: step/model.norm.weight is \[1\], not \[2\]"
+    ):
+        require_tensors(checkpoint, found, {**found, "step/model.norm.weight": (2,), "new": (1,)})
+
+
+def test_an_index_that_asks_for_anything_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
+    with pytest.raises(UserError, match="builtins.print, which no index"):
+        read_index(tmp_path)
+
+
+def test_older_checkpoints_go_once_newer_ones_are_whole(run: Path) -> None:
+    prune(run / "checkpoints", 1)
+    assert list(whole(run / "checkpoints")) == [4]
+    prune(run / "checkpoints", None)
+    assert json.loads((run / "checkpoints/step-00000004/manifest.json").read_text())["files"].keys() >= {"run.json"}
+
+
+def test_what_cannot_be_written_is_told_on_every_rank(run: Path, folders: Path, pools: Pools) -> None:
+    folder = run / "checkpoints"
+    shutil.rmtree(folder / "step-00000004")
+    [(full, gone), *others] = pools(2).run(jobs.cannot_save, flags(folders, run, "tp:2", "tp:2"), folder)
+    assert others == [(full, gone)]
+    assert f"{folder}/.step-00000003.partial" in full and "found file too large on rank 1" in full
+    assert f"checkpoint.dir: {folder}/.step-00000003.partial: found no such file or directory" in gone
+    kept = run / "elsewhere/step-00000002"
+    records = read_manifest(kept)
+    assert list(whole(kept.parent)) == [2] and verify(kept, records, records) == []
+
+
+def test_ranks_agree_on_the_step_to_stop_at(folders: Path, tmp_path: Path, pools: Pools) -> None:
+    stopped = pools(2).run(jobs.asked_to_stop, flags(folders, tmp_path, "tp:2", "tp:2"), 1, 1)
+    assert stopped == [(1, True)] * 2 and list(whole(tmp_path / "checkpoints")) == [1]
