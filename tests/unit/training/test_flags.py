@@ -8,8 +8,8 @@ from megatron_hetero.training.config import Config, flag_table_markdown, load_co
 from megatron_hetero.training.flags import flag_rows
 
 FIELDS = """
-model.hf_path model.dtype model.encoders.NAME.hf_path model.encoders.NAME.token
-model.encoders.NAME.min_pixels model.encoders.NAME.max_pixels
+model.hf_path model.hf_path_vision model.fresh_projector model.dtype model.encoders.NAME.hf_path
+model.encoders.NAME.token model.encoders.NAME.min_pixels model.encoders.NAME.max_pixels
 model.freeze model.recompute.MODULE model.sequence_parallel.MODULE model.backend
 data.registry.NAME.annotations data.registry.NAME.images data.datasets data.shuffle data.max_seq_length data.too_long
 data.min_pixels data.max_pixels data.balance data.workers boundary.transport parallel_layers.MODULE
@@ -18,8 +18,8 @@ train.profile.start train.profile.steps train.iters train.global_batch_size trai
 optimizer.name optimizer.lr optimizer.min_lr optimizer.lr_vision optimizer.lr_projector optimizer.betas optimizer.eps
 optimizer.weight_decay optimizer.clip_grad optimizer.schedule optimizer.warmup_iters log.dir log.tensorboard
 checkpoint.dir checkpoint.interval checkpoint.keep_last checkpoint.resume checkpoint.allow_changes
-export.hf_dir eval.datasets eval.limit eval.max_new_tokens plan.images plan.image_side plan.tokens plan.supervised
-plan.memory_gb
+export.hf_dir eval.datasets eval.interval eval.limit eval.max_new_tokens plan.images plan.image_side plan.tokens
+plan.supervised plan.memory_gb
 """
 
 
