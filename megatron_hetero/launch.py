@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -45,13 +46,24 @@ def process_group(timeout_s: float = 1800.0) -> Iterator[Platform]:
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
-        platform.init_process_group(timeout=timeout)
+        platform.init_process_group(**_meeting_place(timeout), timeout=timeout)
     else:
         platform.init_process_group(store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     yield platform
     # Only after success: a group that lost a member may hang when it is torn down, and `guarded` leaves without it.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _meeting_place(timeout: timedelta) -> dict[str, Any]:
+    """The store in which ranks find each other, with this process's rank and the number of ranks.
+
+    torchrun keeps one store for all restarts. Without a prefix of its own a restarted rank would find the addresses of
+    processes that have died.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": dist.PrefixStore(f"attempt {attempt}", store), "rank": rank, "world_size": world_size}
 
 
 def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
