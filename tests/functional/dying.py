@@ -1,6 +1,6 @@
 """`pretrain_vlm.py` on a rank that is killed in a chosen phase: `-m tests.functional.dying FILE RANK PHASE FLAGS...`.
 
-The rank leaves FILE behind as it dies.
+The rank leaves FILE behind as it dies; where FILE is there already, it lives: torchrun has started it again.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main(file: str, victim: str, phase: str, *flags: str) -> None:
         Path(file).touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if rank() == int(victim):
+    if rank() == int(victim) and not Path(file).exists():
         arm(phase, die)
     guarded(pretrain_vlm.main, flags)
 

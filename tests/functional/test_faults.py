@@ -5,6 +5,7 @@ Every phase of every layout: `python -m tests.functional.test_faults`.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tempfile
@@ -51,6 +52,19 @@ def _write(folder: Path) -> Path:
 )
 def test_a_killed_rank_leaves_no_process(layout: str, phase: str, victim: int, folder: Path) -> None:
     assert seconds_until_all_are_gone(folder, layout, phase, victim) < LIMIT_S
+
+
+def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder: Path) -> None:
+    """With `--max-restarts`, from the last checkpoint and without help."""
+    program = "--max-restarts", "1", "-m", "tests.functional.dying", str(folder / "died once"), "1", "update"
+    flags = f"--vision-parallel sp:2 --text-parallel pp:2 --train.iters 3 --log.dir {folder}/again --export.hf_dir none"
+    flags += f" --checkpoint.dir {folder}/checkpoints --checkpoint.interval 1"
+    with started(folder, *flags.split(), program=program) as agent:
+        output, _ = agent.communicate(timeout=90)
+    assert agent.returncode == 0, output
+    assert f"resumed from {folder}/checkpoints/step-00000001" in output
+    lines = (folder / "again" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
 
 def seconds_until_all_are_gone(folder: Path, layout: str, phase: str, victim: int) -> float:
