@@ -1,4 +1,5 @@
 """`pretrain_vlm.py` on a rank that is killed in a chosen phase: `-m tests.functional.dying FILE RANK PHASE FLAGS...`.
+`PHASE/SIGSTOP` stops it there instead.
 
 The rank leaves FILE behind as it dies; where FILE is there already, it lives: torchrun has started it again.
 """
@@ -81,10 +82,11 @@ def _dying_part(part: Callable[..., Any], pattern: str, die: Callable[[], None])
 
 def main(file: str, victim: str, phase: str, *flags: str) -> None:
     """Run the program; die in it where this is the victim."""
+    phase, _, how = phase.partition("/")
 
     def die() -> None:
         Path(file).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.Signals[how or "SIGKILL"])
 
     if rank() == int(victim) and not Path(file).exists():
         arm(phase, die)

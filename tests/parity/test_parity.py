@@ -5,7 +5,7 @@ layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -294,11 +294,21 @@ def test_no_schedule_changes_the_loss(
         assert (loss, norm) == pytest.approx(found[0], rel=1e-6)
 
 
-# What differs between cases of one pair of layouts shows in the gradients.
-ONE_OF_EACH_PAIR = list({(c.vision, c.detail, c.text): c for c in reversed(CASES)}.values())[::-1]
+def _covering(cases: Sequence[Case]) -> list[Case]:
+    """Cases in which every layout of every module occurs: an optimizer knows its own module's only, and what else
+    differs between cases shows in the gradients.
+    """
+    seen: set[tuple[str, str | None]] = set()
+    kept = []
+    for case in cases:
+        mine = {("vision", case.vision), ("detail", case.detail), ("text", case.text)}
+        if not mine <= seen:
+            kept.append(case)
+            seen |= mine
+    return kept
 
 
-@pytest.mark.parametrize("case", ONE_OF_EACH_PAIR, ids=str)
+@pytest.mark.parametrize("case", _covering(CASES), ids=str)
 def test_three_adamw_steps(case: Case, expected: Callable[[Case], Expected], pools: Callable[[int], Pool]) -> None:
     three_steps(case, "adamw", expected(case), pools(case.ranks))
 

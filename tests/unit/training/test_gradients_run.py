@@ -189,8 +189,8 @@ def write_long(data: Path, long: set[int]) -> None:
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-# Micro-batches of 1: {0, 2} leaves every pack of the first replica empty, {0, 1} all packs of the first micro-batch.
-@pytest.mark.parametrize("long, micro", [({0, 2}, 1), ({0, 1}, 1), ({1, 3}, 2), ({0, 1}, 2)], ids=str)
+# {0, 2} in micro-batches of 1 leaves every pack of the first replica empty, {0, 1} of 2 all of a replica's tokens.
+@pytest.mark.parametrize("long, micro", [({0, 2}, 1), ({0, 1}, 2)], ids=str)
 @pytest.mark.parametrize("vision, text, more", [
     ("sp:2,dp:2", "tp:2,dp:2", ""),
     ("dp:4", "tp:2,dp:2", "--model.sequence_parallel.text false"),
