@@ -29,7 +29,7 @@ from benchmarks.schedule_report import EVEN, UNEVEN, ScheduleReport  # noqa: E40
 from megatron_hetero.schedule.settings import ScheduleSettings  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
-APART = ModelSize(vision_layers=6, text_layers=4, text_hidden=384)
+APART = ModelSize(vision_layers=9, text_layers=4, text_hidden=384)
 """Both modules take about as long, so that neither only waits for the other."""
 SHARED = ModelSize(vision_layers=4, text_layers=8)
 """The encoder takes about half as long as the text module, as in Qwen2.5-VL's 3B and 7B with mostly images."""

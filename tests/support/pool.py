@@ -86,6 +86,7 @@ def _serve(rank: int, ranks: int, store: str, jobs: Any, results: Any) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S)
     )
+    gc.freeze()  # What has been imported need not be looked through after every job.
     while True:
         function, args = jobs.get()
         try:
