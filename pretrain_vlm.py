@@ -50,7 +50,8 @@ def train(config: Config) -> None:
                 writer.write(metrics)
                 for held_out in () if metrics.stopping else evaluation.after(step):
                     writer.write_evaluation(held_out)
-                run.saver.after(step, metrics.stopping)
+                for note in run.saver.after(step, metrics.stopping):
+                    writer.print(note)
                 if metrics.stopping:
                     return writer.print(f"stopped after step {step}, as asked; the same command goes on from there")
         if config.export.hf_dir is not None:

@@ -9,8 +9,6 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_hetero.errors import UserError
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -52,17 +50,3 @@ def shard_of(optimizer: Any, parameter: torch.nn.Parameter) -> Shard | None:
             own = part._get_model_param_range_map(parameter)["param"]
             return Shard(own.start, own.end, part.optimizer.param_groups[group]["params"][place], part.optimizer)
     return None
-
-
-def require_known(optimizer: Any) -> None:
-    """Check that this is an optimizer whose state is known here. Raises `UserError`."""
-    for part in optimizer.chained_optimizers:
-        if isinstance(part, DistributedOptimizer) and not isinstance(part.optimizer, torch.optim.AdamW):
-            raise UserError.at(
-                "checkpoint",
-                found=f"an optimizer of {type(part.optimizer).__module__}",
-                expected="PyTorch's AdamW",
-                because="how others keep their step is not known here",
-                fix="leave out checkpoint.dir and checkpoint.resume, or use an environment without Apex and "
-                "Transformer Engine",
-            )

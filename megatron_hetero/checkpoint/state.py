@@ -64,16 +64,47 @@ class Resumed:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is whole: its folder, and the bytes of its files."""
+
+    path: Path
+    size: int
+
+
+@dataclass(frozen=True)
+class History:
+    """The metrics of the steps so far: the first `size` bytes of a file that may grow. There need not be one."""
+
+    path: Path
+    size: int
+
+    @classmethod
+    def now(cls, path: Path) -> History:
+        """What the file holds at this moment."""
+        try:
+            return cls(path, path.stat().st_size)
+        except OSError:
+            return cls(path, 0)
+
+    def text(self) -> str:
+        """Those bytes, as text. Raises `OSError`."""
+        if self.size == 0:
+            return ""
+        with open(self.path, "rb") as file:
+            return file.read(self.size).decode("utf-8")
+
+
 def save(
     entries: Sequence[Entry],
     folder: Path,
     record: RunRecord,
-    history: Path,
+    history: History,
     keep_last: int | None,
     group: dist.ProcessGroup,
-) -> Path:
+) -> Saved:
     """Write the checkpoint after step `record.step` into `folder`: beside its place, checked, then moved there; then
-    older ones are removed. Every rank of `group` calls it; the record and the file `history` are taken from the first.
+    older ones are removed. Every rank of `group` calls it; the record and the history are taken from the first.
 
     Raises `UserError` on every rank where it cannot be written; older checkpoints are then as they were.
     """
@@ -143,20 +174,20 @@ def _make(partial: Path) -> None:
     partial.mkdir()
 
 
-def _records(partial: Path, rank: int, record: RunRecord, history: Path) -> dict[str, FileRecord]:
+def _records(partial: Path, rank: int, record: RunRecord, history: History) -> dict[str, FileRecord]:
     """Size and hash of what this rank has written; the first rank writes what there is besides tensors before."""
     names = [path.name for path in partial.glob(f"__{rank}_*")]
     if rank == 0:
         write_synced(partial / RECORD, record.to_json())
-        write_synced(partial / HISTORY, history.read_text(encoding="utf-8") if history.is_file() else "")
+        write_synced(partial / HISTORY, history.text())
         names += [INDEX, RECORD, HISTORY]
     return {name: record_file(partial / name) for name in names}
 
 
-def _finish(partial: Path, records: Mapping[str, FileRecord], keep_last: int | None) -> Path:
+def _finish(partial: Path, records: Mapping[str, FileRecord], keep_last: int | None) -> Saved:
     target = publish(partial, records)
     prune(target.parent, keep_last)
-    return target
+    return Saved(target, sum(record.size for record in records.values()))
 
 
 def _history(checkpoint: Path) -> str:

@@ -7,7 +7,7 @@ field is its help text and its row in the README.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import did_you_mean
 from megatron_hetero.module_names import ENCODER_NAME, TAKEN, TEXT, VISION, parts_of
 from megatron_hetero.training.flags import PlanRequest, markdown_table, print_help, read_flags
-from megatron_hetero.training.settings import build, merge, option, read_yaml, required
+from megatron_hetero.training.settings import build, merge, option, read_yaml, required, shown_name
 
 Overridable = Literal["data.datasets", "data.shuffle", "train.seed", "train.global_batch_size"]
 """What may differ from a checkpoint's configuration where `checkpoint.allow_changes` names it."""
@@ -188,7 +188,13 @@ class CheckpointConfig:
 
     dir: Path | None = option(None, "Folder that checkpoints are written to, if any.")
     interval: int = option(1000, "Steps between checkpoints; one is written after the last step too.")
+    async_: bool = option(
+        False, "Whether training goes on while a checkpoint is written, from a copy in the host's memory."
+    )
     keep_last: int | None = option(None, "Newest checkpoints that are kept; older ones are removed.", "all")
+    on_failure: Literal["stop", "continue"] = option(
+        "stop", "What happens where a checkpoint cannot be written: training stops, or says so and goes on."
+    )
     resume: str = option(
         "auto", "What training goes on from: `auto`, the newest checkpoint in dir if any; `never`; or one's path."
     )
@@ -304,7 +310,7 @@ def load_config(argv: Sequence[str]) -> Config:
 
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML that `load_config` reads back to an equal value."""
-    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def flag_table_markdown() -> str:
@@ -339,6 +345,8 @@ def require_modules(config: Config, modules: Iterable[str]) -> None:
 
 def _plain(value: Any) -> Any:
     """Values as YAML has them: lists for tuples, text for paths."""
+    if is_dataclass(value):
+        return {shown_name(f): _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, tuple):
@@ -443,12 +451,13 @@ def _check_data(data: DataConfig, evaluation: EvalConfig) -> None:
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
-    defaults = {f.name: f.default for f in fields(CheckpointConfig)}
     if checkpoint.dir is None:
-        for name in ("interval", "keep_last"):
-            if getattr(checkpoint, name) != defaults[name]:
+        for f in fields(CheckpointConfig):
+            value = getattr(checkpoint, f.name)
+            if f.name not in ("resume", "allow_changes") and value != f.default:
                 why, do = "nothing is written without checkpoint.dir", "set checkpoint.dir, or remove it"
-                raise _wrong(f"checkpoint.{name}", getattr(checkpoint, name), "nothing", why, do)
+                found = str(value).lower() if isinstance(value, bool) else value
+                raise _wrong(f"checkpoint.{shown_name(f)}", found, "nothing", why, do)
 
 
 def _check_export(export: ExportConfig, model: ModelConfig) -> None:

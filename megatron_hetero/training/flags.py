@@ -19,7 +19,7 @@ from rich.text import Text
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import did_you_mean
 from megatron_hetero.training.conversion import describe
-from megatron_hetero.training.settings import Setting, Tree, children, is_leaf, item_type, step
+from megatron_hetero.training.settings import Setting, Tree, children, is_leaf, item_type, shown_name, step
 
 
 class PlanRequest(NamedTuple):
@@ -196,17 +196,18 @@ def markdown_table(root: type) -> str:
 def _rows(kind: Any, prefix: str) -> Iterator[FlagRow]:
     types = children(kind) or {}
     for f in fields(kind):
-        inner, text, default = types[f.name], f.metadata.get("help", ""), _default(f)
+        name = shown_name(f)
+        inner, text, default = types[name], f.metadata.get("help", ""), _default(f)
         if is_dataclass(inner):
-            yield from _rows(inner, f"{prefix}{f.name}.")
+            yield from _rows(inner, f"{prefix}{name}.")
         elif is_leaf(inner):
-            yield FlagRow(f"{prefix}{f.name}", describe(inner), default, text)
-        elif f.name == "parallel":
+            yield FlagRow(f"{prefix}{name}", describe(inner), default, text)
+        elif name == "parallel":
             yield FlagRow("--MODULE-parallel", "layout", default, text)
         elif is_dataclass(item := item_type(inner)):
-            yield from _rows(item, f"{prefix}{f.name}.NAME.")
+            yield from _rows(item, f"{prefix}{name}.NAME.")
         else:
-            yield FlagRow(f"{prefix}{f.name}.MODULE", describe(item), default, text)
+            yield FlagRow(f"{prefix}{name}.MODULE", describe(item), default, text)
 
 
 def _default(f: Any) -> str:

@@ -1,8 +1,9 @@
 """The optimizer of a module: Megatron's, with the learning rates of our parameter groups.
 
-AdamW is Megatron's distributed optimizer: each rank of the module's data- and context-parallel group keeps the fp32
-master weights and moments of an equal share (ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054). Biases and all
-other one-dimensional parameters (norms) are exempt from weight decay. SGD is plain: w -= lr * g, replicated.
+AdamW is Megatron's distributed optimizer around PyTorch's: each rank of the module's data- and context-parallel group
+keeps the fp32 master weights and moments of an equal share (ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054).
+Biases and all other one-dimensional parameters (norms) are exempt from weight decay. SGD is plain: w -= lr * g,
+replicated.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 
-from megatron_hetero.megatron_adapter import own_parameter_groups
+from megatron_hetero.megatron_adapter import own_parameter_groups, pytorch_optimizers
 from megatron_hetero.models.qwen2_5_vl.weights import group_of
 from megatron_hetero.module_names import TEXT, parts_of
 from megatron_hetero.platform import Platform
@@ -42,7 +43,7 @@ def build_optimizer(module: TrainedModule, config: OptimizerConfig, dtype: torch
         params_dtype=dtype,
         use_distributed_optimizer=adamw,
     )
-    with platform.megatron_scope(), own_parameter_groups():
+    with platform.megatron_scope(), own_parameter_groups(), pytorch_optimizers():
         optimizer = get_megatron_optimizer(
             megatron,
             [module.ddp],  # pyright: ignore[reportArgumentType]
@@ -55,7 +56,7 @@ def build_optimizer(module: TrainedModule, config: OptimizerConfig, dtype: torch
 
 
 def _fuse(optimizer: Any) -> None:
-    """Let PyTorch's AdamW, which Megatron uses without Transformer Engine and Apex, run as one kernel."""
+    """Let AdamW run as one kernel."""
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.checkpoint.resume import Saver, resume
+from megatron_hetero.checkpoint.resume import resume
+from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.data.two_folders import export_changes
 from megatron_hetero.errors import UserError

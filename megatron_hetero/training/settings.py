@@ -52,7 +52,12 @@ def children(kind: Any) -> dict[str, Any] | None:
     if not is_dataclass(kind):
         return None
     hints = get_type_hints(kind)
-    return {f.name: hints[f.name] for f in fields(kind)}
+    return {shown_name(f): hints[f.name] for f in fields(kind)}
+
+
+def shown_name(f: Field[Any]) -> str:
+    """What users call a field: a word of Python's own, such as `async`, has an underscore after it in the code."""
+    return f.name.removesuffix("_")
 
 
 def item_type(kind: Any) -> Any:
@@ -195,10 +200,11 @@ def _missing(kind: Any, tree: Tree, path: tuple[str, ...]) -> Iterator[str]:
     if is_dataclass(kind):
         types = children(kind) or {}
         for f in fields(kind):
-            if f.name in tree or is_dataclass(types[f.name]):
-                yield from _missing(types[f.name], tree.get(f.name, {}), (*path, f.name))
+            name = shown_name(f)
+            if name in tree or is_dataclass(types[name]):
+                yield from _missing(types[name], tree.get(name, {}), (*path, name))
             elif not _has_default(f):
-                yield ".".join((*path, f.name))
+                yield ".".join((*path, name))
     elif (item := item_type(kind)) is not None and not is_leaf(item):
         for name, below in tree.items():
             yield from _missing(item, below, (*path, name))
@@ -215,7 +221,8 @@ def _value(kind: Any, node: Any, path: tuple[str, ...]) -> Any:
     if types is None:
         return {name: _value(item_type(kind), below, (*path, name)) for name, below in node.items()}
     given = {name: node.get(name, {}) for name in types if name in node or is_dataclass(types[name])}
-    return kind(**{name: _value(types[name], below, (*path, name)) for name, below in given.items()})
+    field_names = {shown_name(f): f.name for f in fields(kind)}
+    return kind(**{field_names[name]: _value(types[name], below, (*path, name)) for name, below in given.items()})
 
 
 def _converted(kind: Any, setting: Setting, path: tuple[str, ...]) -> Any:

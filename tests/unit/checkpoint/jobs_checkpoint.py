@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.checkpoint.contents import Entry
+from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.storage import index_shapes, read_entries, read_index
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.run import Run
@@ -79,15 +82,8 @@ def cannot_save(flags: list[str], folder: Path) -> tuple[str, str]:
     run = build(flags)
     _, batch, _ = next(iter(run.batches()))
     run.train_step(run.resumed.step + 1, batch)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if run.topology.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
+    with _full_disk(run.topology.rank == 1):
         full = _error(lambda: run.saver.after(run.resumed.step + 1, stopping=True))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
     dist.barrier()
     if run.topology.rank == 0:
         folder.rename(folder.with_name("elsewhere"))
@@ -95,7 +91,40 @@ def cannot_save(flags: list[str], folder: Path) -> tuple[str, str]:
     return full, _error(lambda: run.saver.after(run.resumed.step + 1, stopping=True))
 
 
-def _error(work: Callable[[], None]) -> str:
+def cannot_save_beside(flags: list[str]) -> tuple[list[str], str]:
+    """What is said after each step, by a run that saves after each second one while it trains, and whose disk is full
+    until the third; and the error that ends it, if one does.
+    """
+    run, said = build(flags), []
+    try:
+        with run.writer, _full_disk(run.topology.rank == 1) as disk:
+            for step, batch, _ in run.batches():
+                run.writer.write(run.train_step(step, batch))
+                said.append(" ".join(run.saver.after(step)))
+                if step == 3:
+                    # However slow the disk: it fails before the end of this step.
+                    while not said[2]:
+                        time.sleep(0.01)
+                        said[2] = " ".join(run.saver.after(step))
+                    disk.close()
+    except UserError as error:
+        return said, str(error)
+    return said, ""
+
+
+@contextmanager
+def _full_disk(full: bool) -> Iterator[ExitStack]:
+    """Inside, or until what is given is closed, this process can write small files only, where its disk is `full`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ExitStack() as disk:
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        disk.callback(signal.signal, signal.SIGXFSZ, handler)
+        disk.callback(resource.setrlimit, resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000 if full else soft, hard))
+        yield disk
+
+
+def _error(work: Callable[[], object]) -> str:
     try:
         work()
     except UserError as error:
@@ -107,7 +136,7 @@ def _save_copy(run: Run, target: Path) -> dict[str, Any]:
     config = replace(run.config, checkpoint=replace(run.config.checkpoint, dir=target))
     if run.topology.rank == 0:
         target.mkdir(parents=True)
-    replace(run.saver, config=config).after(run.resumed.step, stopping=True)
+    Saver(config, run.saver.state, run.saver.mixture).after(run.resumed.step, stopping=True)
     return stored(run)
 
 

@@ -49,6 +49,19 @@ def test_the_same_layout_goes_on_bit_by_bit(untouched: Untouched, folders: Path,
     another_layout("dp:1", "dp:1", 1, untouched.found, written, folders, tmp_path, pools, "plain", "")
 
 
+def test_training_may_go_on_meanwhile(untouched: Untouched, folders: Path, tmp_path: Path, pools: Pools) -> None:
+    more = "--checkpoint.async true --checkpoint.interval 1"
+    found = pools(2).run(jobs.train, once(flags(folders, tmp_path, "sp:2", "tp:2", more)))[0]
+    assert found["losses"] == untouched.found["losses"]
+    for step in ("step-00000002", "step-00000004"):
+        same(untouched.folder / "checkpoints" / step, tmp_path / "checkpoints" / step, but="")
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
+        "latest", *(f"step-0000000{step}" for step in range(1, 5))
+    ]  # fmt: skip
+    history = (tmp_path / "checkpoints/step-00000003/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in history] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("before, after, model, more", [
     (("sp:4", "tp:4"), ("tp:2,dp:2", "tp:2,pp:2"), "plain", ""),
     (("tp:2,pp:2", "tp:2,pp:2"), ("dp:4", "tp:4"), "tied", ""),

@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from megatron.core import optimizer as megatron_optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
@@ -146,6 +147,20 @@ def groups_of_step(flags: list[str], number: int) -> list[tuple[float, float, fl
     run._update(number)
     groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
     return sorted({(g["lr"], g["weight_decay"] * g.get("wd_mult", 1.0), g["min_lr"]) for g in groups})
+
+
+def kinds_with_others_installed(flags: list[str]) -> set[tuple[str, str]]:
+    """Module and name of the optimizers that a run makes where Megatron has found others than PyTorch's."""
+    found = {name: getattr(megatron_optimizer, name) for name in ("USING_PYTORCH_OPTIMIZER", "Adam", "SGD")}
+    for name in found:
+        setattr(megatron_optimizer, name, False if name == "USING_PYTORCH_OPTIMIZER" else None)
+    try:
+        run = build(flags)
+    finally:
+        for name, value in found.items():
+            setattr(megatron_optimizer, name, value)
+    inner = [part.optimizer for optimizer in run.optimizers for part in optimizer.chained_optimizers]
+    return {(type(optimizer).__module__, type(optimizer).__name__) for optimizer in inner}
 
 
 def reported_rate(flags: list[str], number: int) -> float:

@@ -17,7 +17,8 @@ schedule.kind schedule.waves schedule.run_ahead schedule.virtual_stages schedule
 train.profile.start train.profile.steps train.iters train.global_batch_size train.micro_batch_size train.seed
 optimizer.name optimizer.lr optimizer.min_lr optimizer.lr_vision optimizer.lr_projector optimizer.betas optimizer.eps
 optimizer.weight_decay optimizer.clip_grad optimizer.schedule optimizer.warmup_iters log.dir log.tensorboard
-checkpoint.dir checkpoint.interval checkpoint.keep_last checkpoint.resume checkpoint.allow_changes
+checkpoint.dir checkpoint.interval checkpoint.async checkpoint.keep_last checkpoint.on_failure checkpoint.resume
+checkpoint.allow_changes
 export.hf_dir eval.datasets eval.interval eval.limit eval.max_new_tokens plan.images plan.image_side plan.tokens
 plan.supervised plan.memory_gb
 """

@@ -47,6 +47,14 @@ def test_schedules_scale_every_group_alike(make_flags: MakeFlags, pools: Pools) 
         assert pools(4).run(jobs.reported_rate, flags, step) == [pytest.approx(1e-3 * share)] * 4
 
 
+@pytest.mark.parametrize("name, kind", [("adamw", "AdamW"), ("sgd", "SGD")])
+def test_optimizers_are_pytorchs_whatever_is_installed(
+    name: str, kind: str, make_flags: MakeFlags, pools: Pools
+) -> None:
+    flags = make_flags("dp:2", "tp:2", f"--optimizer.name {name}")
+    assert pools(2).run(jobs.kinds_with_others_installed, flags)[0] == {(f"torch.optim.{kind.lower()}", kind)}
+
+
 @pytest.mark.parametrize("frozen", ["text", "vision", "projector text", "vision projector"])
 def test_the_rate_that_is_reported_is_that_of_lr(frozen: str, make_flags: MakeFlags, pools: Pools) -> None:
     flags = make_flags("sp:4", "tp:4", f"--optimizer.name adamw {RATES} --model.freeze {frozen}")

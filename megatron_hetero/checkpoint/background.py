@@ -1,0 +1,56 @@
+"""Work beside training: a thread for what is slow, and memory for what it works on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_hetero.checkpoint.contents import Entry
+from megatron_hetero.platform import Platform
+
+T = TypeVar("T")
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Start `work` in a thread of its own, which ends with the process if it has not ended before."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # Whoever asks for the result gets it.
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint writer", daemon=True).start()
+    return outcome
+
+
+class HostCopies:
+    """Copies of entries in the host's memory, which is kept for the next ones: new memory costs more than the copy.
+    It is pinned for GPUs, which copy several times faster into it.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self._copies: list[Tensor] = []
+
+    def of(self, entries: Sequence[Entry]) -> list[Entry]:
+        """The entries with copies of their values, which hold until the next call. Waits for the copies, no longer."""
+        values = [entry.values for entry in entries]
+        if list(map(_kind, values)) != list(map(_kind, self._copies)):
+            self._copies = []  # Free them first.
+            self._copies = [torch.empty(v.shape, dtype=v.dtype, pin_memory=self._platform.is_cuda) for v in values]
+        for copy, value in zip(self._copies, values, strict=True):
+            copy.copy_(value, non_blocking=True)
+        self._platform.synchronize()
+        return [replace(entry, values=copy) for entry, copy in zip(entries, self._copies, strict=True)]
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype

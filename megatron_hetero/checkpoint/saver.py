@@ -1,0 +1,111 @@
+"""When a run saves, and what training waits for: the whole save, or only a copy that a thread writes meanwhile."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from megatron_hetero.checkpoint.background import HostCopies, in_background
+from megatron_hetero.checkpoint.collective import on_first
+from megatron_hetero.checkpoint.contents import Entry
+from megatron_hetero.checkpoint.folder import name_of
+from megatron_hetero.checkpoint.record import RunRecord
+from megatron_hetero.checkpoint.resume import run_record
+from megatron_hetero.checkpoint.state import HISTORY, History, Saved, TrainState, save
+from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.errors import UserError
+from megatron_hetero.training.config import Config
+
+
+@dataclass(frozen=True, eq=False)
+class _Writing:
+    """A save that has begun. `held_s`: the seconds that training waited for so far."""
+
+    step: int
+    outcome: Future[tuple[Saved, float]]
+    held_s: float
+
+
+class Saver:
+    """Saves a run after every `checkpoint.interval` steps, after the last one, and where it is stopped.
+
+    With `checkpoint.async` a thread writes, at most one save at a time, and training goes on once this rank's part has
+    been copied to the host's memory. The thread has a process group for itself. The last save is waited for.
+    """
+
+    def __init__(self, config: Config, state: TrainState, mixture: Mixture) -> None:
+        self.config, self.state, self.mixture = config, state, mixture
+        self._copies = HostCopies(state.topology.platform)
+        self._writing: _Writing | None = None
+
+    def after(self, step: int, stopping: bool = False) -> list[str]:
+        """Save where it is time to, and see how a save that began earlier has ended. Every rank calls it after each
+        step.
+
+        Returns what there is to say: which checkpoints are whole now and, with `checkpoint.on_failure` `continue`,
+        which could not be written. Raises `UserError` as `save` does, for a save in the background after a later step.
+        """
+        chosen = self.config.checkpoint
+        last = stopping or step == self.config.train.iters
+        due = chosen.dir is not None and (last or step % chosen.interval == 0)
+        notes = self._ended(wait=due)
+        if due:
+            self._writing = self._begin(step, beside=chosen.async_ and not last)
+            # Who was asked to stop must not believe in a checkpoint that is not there.
+            notes += self._ended(wait=not chosen.async_ or last, must=stopping)
+        return notes
+
+    def _begin(self, step: int, beside: bool) -> _Writing:
+        start, history = time.perf_counter(), History.now(self.config.log.dir / HISTORY)
+        entries = self.state.entries()
+        if beside:
+            work = partial(self._write, step, self._copies.of(entries), history, start)
+            return _Writing(step, in_background(work), time.perf_counter() - start)
+        outcome: Future[tuple[Saved, float]] = Future()
+        try:
+            outcome.set_result(self._write(step, entries, history, start))
+        except UserError as error:
+            outcome.set_exception(error)
+        return _Writing(step, outcome, time.perf_counter() - start)
+
+    def _write(self, step: int, entries: list[Entry], history: History, start: float) -> tuple[Saved, float]:
+        """What was written, and the seconds since `start`."""
+        chosen = self.config.checkpoint
+        assert chosen.dir is not None, "it is time to save only with a folder"
+        record, group = replace(self._record, step=step), self.state.topology.files
+        saved = save(entries, chosen.dir, record, history, chosen.keep_last, group)
+        return saved, time.perf_counter() - start
+
+    @cached_property
+    def _record(self) -> RunRecord:
+        return on_first(self.state.topology.files, lambda: run_record(self.config, self.state.topology, self.mixture))
+
+    def _ended(self, wait: bool, must: bool = False) -> list[str]:
+        """What there is to say of the save that was begun, once it has ended; `wait` for that. `must`: without it there
+        is no going on.
+        """
+        writing, start = self._writing, time.perf_counter()
+        if writing is None or not (wait or writing.outcome.done()):
+            return []
+        self._writing = None
+        try:
+            saved, seconds = writing.outcome.result()
+        except UserError as error:
+            if must or self.config.checkpoint.on_failure == "stop":
+                raise
+            return [f"warning: no checkpoint after step {writing.step}, training goes on: {error}"]
+        held = writing.held_s + time.perf_counter() - start
+        return [
+            f"checkpoint {name_of(writing.step)}: {_shown(saved.size)} in {seconds:.1f} s; "
+            f"training waited for {min(held, seconds):.2f} s"
+        ]
+
+
+def _shown(size: int) -> str:
+    """Bytes as people read them: 1.2 GB."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size / 1000:.1f} kB"
