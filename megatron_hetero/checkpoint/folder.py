@@ -67,12 +67,14 @@ def record_file(path: Path) -> FileRecord:
     return FileRecord(size, digest.hexdigest())
 
 
-def write_synced(path: Path, text: str) -> None:
+def write_synced(path: Path, text: str) -> FileRecord:
     """Write a file and wait until the disk has it. Raises `OSError`."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
+    content = text.encode("utf-8")
+    with open(path, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    return FileRecord(len(content), hashlib.sha256(content).hexdigest())
 
 
 def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:

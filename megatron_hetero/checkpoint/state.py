@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_hetero.checkpoint.collective import on_every, on_first
+from megatron_hetero.checkpoint.collective import FIRST, on_every, on_first
 from megatron_hetero.checkpoint.contents import RANDOM, Entry, expected_shapes, random_entries, read, written
 from megatron_hetero.checkpoint.folder import (
     FileRecord,
@@ -19,7 +19,6 @@ from megatron_hetero.checkpoint.folder import (
     prune,
     publish,
     read_manifest,
-    record_file,
     verify,
     write_synced,
 )
@@ -110,8 +109,11 @@ def save(
     """
     partial, rank = partial_of(folder, record.step), dist.get_rank(group)
     on_first(group, lambda: _writing(partial, lambda: _make(partial)))
-    write_entries(partial, entries, group)
-    own = on_every(group, lambda: _writing(partial, lambda: _records(partial, rank, record, history)))
+    tensors = write_entries(partial, entries, group)
+    own = on_every(
+        group,
+        lambda: _writing(partial, lambda: tensors | (_write_beside(partial, record, history) if rank == FIRST else {})),
+    )
     records = {name: found for of_rank in own for name, found in of_rank.items()}
     return on_first(group, lambda: _writing(folder, lambda: _finish(partial, records, keep_last)))
 
@@ -174,14 +176,10 @@ def _make(partial: Path) -> None:
     partial.mkdir()
 
 
-def _records(partial: Path, rank: int, record: RunRecord, history: History) -> dict[str, FileRecord]:
-    """Size and hash of what this rank has written; the first rank writes what there is besides tensors before."""
-    names = [path.name for path in partial.glob(f"__{rank}_*")]
-    if rank == 0:
-        write_synced(partial / RECORD, record.to_json())
-        write_synced(partial / HISTORY, history.text())
-        names += [INDEX, RECORD, HISTORY]
-    return {name: record_file(partial / name) for name in names}
+def _write_beside(partial: Path, record: RunRecord, history: History) -> dict[str, FileRecord]:
+    """Write what a checkpoint holds besides tensors."""
+    texts = {RECORD: record.to_json(), HISTORY: history.text()}
+    return {name: write_synced(partial / name, text) for name, text in texts.items()}
 
 
 def _finish(partial: Path, records: Mapping[str, FileRecord], keep_last: int | None) -> Saved:

@@ -7,10 +7,13 @@ pickle. The files are the same kind: `__RANK_0.distcp`, and the index `.metadata
 
 from __future__ import annotations
 
+import hashlib
 import io
+import os
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -39,6 +43,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_hetero.checkpoint.contents import Entry
+from megatron_hetero.checkpoint.folder import FileRecord
 from megatron_hetero.errors import UserError
 
 INDEX = ".metadata"
@@ -95,16 +100,92 @@ def index_shapes(index: Metadata) -> dict[str, tuple[int, ...]]:
     return {key: tuple(stored.size) for key, stored in tensors if isinstance(stored, TensorStorageMetadata)}
 
 
-def write_entries(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup) -> None:
+def write_entries(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup) -> dict[str, FileRecord]:
     """Write all ranks' entries, each rank its own file. Every rank of `group` calls it.
 
-    Raises `UserError` on every rank where one of them cannot write.
+    Returns size and hash of each file that this process has written, the index on the first rank among them. Raises
+    `UserError` on every rank where one of them cannot write.
     """
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    writer.fs = files = _HashedFiles()
     try:
-        dcp.save({}, storage_writer=writer, planner=_EntryWriter(entries), process_group=group)
+        with _no_checksums():
+            dcp.save({}, storage_writer=writer, planner=_EntryWriter(entries), process_group=group)
     except CheckpointException as error:
         raise _told(folder, error) from None
+    return files.records
+
+
+@contextmanager
+def _no_checksums() -> Iterator[None]:
+    """Inside, PyTorch adds no CRC-32 of its own to what it writes: that takes longer than everything else, and the
+    manifest has better ones.
+    """
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+class _HashedFiles(FileSystem):
+    """Files of which it is known what was written into them, without reading them again. `records`: by name."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """As the base class."""
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            with _HashedStream(stream) as hashed:
+                yield hashed
+                self.records[Path(path).name] = hashed.record()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """As the base class."""
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _HashedStream(io.RawIOBase):
+    """A file that is written from its beginning to its end, and hashed while it is written."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__()
+        self._file, self._digest, self._size = file, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        """As any file's."""
+        self._digest.update(data)
+        self._size += memoryview(data).nbytes
+        return self._file.write(data)
+
+    def record(self) -> FileRecord:
+        """Size and hash of what was written so far."""
+        return FileRecord(self._size, self._digest.hexdigest())
+
+    def tell(self) -> int:
+        """As any file's."""
+        return self._size
+
+    def fileno(self) -> int:
+        """As any file's."""
+        return self._file.fileno()
+
+    def flush(self) -> None:
+        """As any file's."""
+        if not self._file.closed:
+            self._file.flush()
+
+    def close(self) -> None:
+        """As any file's."""
+        super().close()
+        self._file.close()
 
 
 def read_entries(folder: Path, index: Metadata, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
