@@ -72,6 +72,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.boundary
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.schedule
+	$(BIN)/python -m benchmarks.checkpoint
 
 clean: demo-clean
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
