@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Self
 
 from megatron_hetero.checkpoint.background import HostCopies, in_background
 from megatron_hetero.checkpoint.collective import on_first
@@ -17,6 +18,9 @@ from megatron_hetero.checkpoint.state import HISTORY, History, Saved, TrainState
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.config import Config
+
+MOST_S = 600.0
+"""Seconds that the end of a run with an error waits for a save that is under way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +44,14 @@ class Saver:
         self._copies = HostCopies(state.topology.platform)
         self._writing: _Writing | None = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        # Of other errors ranks may have died, and with them the save.
+        if isinstance(error, UserError) and self._writing is not None:
+            wait([self._writing.outcome], MOST_S)
+
     def after(self, step: int, stopping: bool = False) -> list[str]:
         """Save where it is time to, and see how a save that began earlier has ended. Every rank calls it after each
         step.
@@ -50,11 +62,11 @@ class Saver:
         chosen = self.config.checkpoint
         last = stopping or step == self.config.train.iters
         due = chosen.dir is not None and (last or step % chosen.interval == 0)
-        notes = self._ended(wait=due)
+        notes = self._ended(waits=due)
         if due:
             self._writing = self._begin(step, beside=chosen.async_ and not last)
             # Who was asked to stop must not believe in a checkpoint that is not there.
-            notes += self._ended(wait=not chosen.async_ or last, must=stopping)
+            notes += self._ended(waits=not chosen.async_ or last, must=stopping)
         return notes
 
     def _begin(self, step: int, beside: bool) -> _Writing:
@@ -82,12 +94,12 @@ class Saver:
     def _record(self) -> RunRecord:
         return on_first(self.state.topology.files, lambda: run_record(self.config, self.state.topology, self.mixture))
 
-    def _ended(self, wait: bool, must: bool = False) -> list[str]:
-        """What there is to say of the save that was begun, once it has ended; `wait` for that. `must`: without it there
-        is no going on.
+    def _ended(self, waits: bool, must: bool = False) -> list[str]:
+        """What there is to say of the save that was begun, once it has ended, which is waited for where `waits`.
+        `must`: without it there is no going on.
         """
         writing, start = self._writing, time.perf_counter()
-        if writing is None or not (wait or writing.outcome.done()):
+        if writing is None or not (waits or writing.outcome.done()):
             return []
         self._writing = None
         try:

@@ -7,7 +7,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.checkpoint.contents import Entry
+from megatron_hetero.checkpoint.folder import whole
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.storage import index_shapes, read_entries, read_index
 from megatron_hetero.errors import UserError
@@ -110,6 +111,17 @@ def cannot_save_beside(flags: list[str]) -> tuple[list[str], str]:
     except UserError as error:
         return said, str(error)
     return said, ""
+
+
+def ended_by_an_error(flags: list[str], folder: Path) -> list[int]:
+    """The whole checkpoints at the moment when an error has ended a run that has just begun to save beside training."""
+    run = build(flags)
+    with suppress(UserError), run.saver:
+        for step, batch, _ in run.batches():
+            run.train_step(step, batch)
+            if run.saver.after(step) or step == 2:
+                raise UserError("a broken sample")
+    return list(whole(folder))
 
 
 @contextmanager

@@ -190,6 +190,11 @@ def test_what_fails_beside_training_is_told_in_a_later_step(
         assert list(whole(tmp_path / "checkpoints")) == [4]
 
 
+def test_an_error_loses_no_save_that_is_under_way(folders: Path, tmp_path: Path, pools: Pools) -> None:
+    line = flags(folders, tmp_path, "tp:2", "tp:2", "--checkpoint.async true")
+    assert pools(2).run(jobs.ended_by_an_error, line, tmp_path / "checkpoints")[0] == [2]
+
+
 def test_ranks_agree_on_the_step_to_stop_at(folders: Path, tmp_path: Path, pools: Pools) -> None:
     stopped = pools(2).run(jobs.asked_to_stop, flags(folders, tmp_path, "tp:2", "tp:2"), 1, 1)
     assert stopped == [(1, True)] * 2 and list(whole(tmp_path / "checkpoints")) == [1]
