@@ -31,7 +31,7 @@ def cross(
 ) -> Tensor:
     """Rows of the source, [held, width], to those that this rank needs, [needed, width]; differentiable.
 
-    All ranks of the communicator call it. The gradient of `rows` is the adjoint (see `boundary.plan`): the sum over
+    All ranks of the communicator call it. The gradient of `rows` is the adjoint (see `boundary.routes`): the sum over
     all places where a row arrived, where the destination's gradients are `partial`; where they are `invariant`, the
     gradient of one of its copies, which are equal.
 

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.boundary.plan import DirectionPlan, Exchange, RankPlan
+from megatron_hetero.boundary.plan import RankPlan
+from megatron_hetero.boundary.routes import DirectionPlan, Exchange
 from megatron_hetero.layout_grammar import format_ranks
 from megatron_hetero.platform import on_device
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hetero.boundary.plan import BoundaryPlan, Direction, Routes, Stage
+from megatron_hetero.boundary.plan import BoundaryPlan
+from megatron_hetero.boundary.routes import Direction, Routes, Stage
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator, LoadedPlan, load_plan
 from megatron_hetero.boundary.ownership import Ownership
-from megatron_hetero.boundary.plan import BoundaryPlan, DirectionPlan, RankPlan, plan_boundary
+from megatron_hetero.boundary.plan import BoundaryPlan, RankPlan, plan_boundary
+from megatron_hetero.boundary.routes import DirectionPlan
 from tests.support.pool import world
 from tests.unit.boundary.cases import Placement, random_boundary
 
