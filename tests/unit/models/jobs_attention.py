@@ -307,7 +307,7 @@ def _cross_entropy(vocabulary: int, tokens: int, rank: int, members: int, group:
 
 
 def hits(vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Which tokens are predicted right, of logits of which many are equal, and in how many ways that could go wrong."""
+    """Which tokens are predicted right, where many logits are equal; checked against the whole vocabulary."""
     rank, members, generator = dist.get_rank(), dist.get_world_size(), torch.Generator().manual_seed(vocabulary)
     logits = torch.randint(-2, 2, (tokens, vocabulary), generator=generator).to(dtype)
     best = torch.stack([row.eq(row.max()).nonzero()[0, 0] for row in logits]) if tokens else torch.zeros(0).long()
