@@ -217,10 +217,10 @@ class EvalConfig:
     """Section `eval`."""
 
     datasets: tuple[str, ...] = option(
-        (), "Held-out data sets: their loss is measured during training, the exported model answers their questions."
+        (), "Held-out data sets: measured during training, and their questions are put to the exported model."
     )
     interval: int = option(
-        0, "Steps after which the loss of these data sets is measured, and once more after the last step; 0 is never."
+        0, "Steps after which their loss and exact match are measured, and once more after the last step; 0 is never."
     )
     limit: int | None = option(None, "Most samples of each of these data sets that the exported model answers.", "all")
     max_new_tokens: int = option(16, "Most tokens of an answer.")
@@ -481,11 +481,11 @@ def _check_evaluation(evaluation: EvalConfig, export: ExportConfig, model: Model
         raise _wrong("eval.interval", evaluation.interval, "0 without eval.datasets", why, "name some in eval.datasets")
     if names and not evaluation.interval and model.encoders:
         why = "answers come from `transformers`, which has no such model"
-        fix = "set eval.interval for their loss during training, or remove them"
+        fix = "set eval.interval to measure them during training, or remove them"
         raise _wrong("eval.datasets", names, "none with model.encoders", why, fix)
     if names and not evaluation.interval and export.hf_dir is None:
         why = "the exported model is what answers"
-        fix = "set export.hf_dir, or eval.interval for their loss during training"
+        fix = "set export.hf_dir, or eval.interval to measure them during training"
         raise _wrong("eval.datasets", names, "none without export.hf_dir", why, fix)
 
 

@@ -1,4 +1,4 @@
-"""The loss of held-out data sets during training, in the layout that trains.
+"""The loss and the exact match of held-out data sets during training, in the layout that trains.
 
 Samples go the way of a training step, from the reading to the loss, without its backward pass: through loaders of their
 own and a schedule without any backward. Nothing that training goes on with is touched: no weight, gradient or random
@@ -11,13 +11,18 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
+
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.errors import UserError
+from megatron_hetero.module_names import TEXT
+from megatron_hetero.schedule.contract import DeviceMicroBatch
 from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.training.exact_match import answer_counts, exact_match, supervised_samples
 from megatron_hetero.training.metrics import EvaluationMetrics
 from megatron_hetero.training.resolved import dtype_of, evaluation_schedule
 from megatron_hetero.training.run import Run
-from megatron_hetero.training.sources import open_held_out
 from megatron_hetero.training.step_loader import StepBatch, StepLoader
 from megatron_hetero.training.to_device import to_device
 
@@ -53,13 +58,13 @@ class HeldOutEvaluation:
 
     @classmethod
     def build(cls, run: Run) -> HeldOutEvaluation:
-        """Open the data sets. Raises `UserError` for one that does not load."""
-        opened: Mapping[str, Mixture] = open_held_out(run.config) if run.config.eval.interval else {}
-        return cls(run, tuple(HeldOut.of(name, samples, run) for name, samples in opened.items()))
+        """Of the data sets that the run has opened."""
+        evaluated = run.held_out.items() if run.config.eval.interval else ()
+        return cls(run, tuple(HeldOut.of(name, samples, run) for name, samples in evaluated))
 
     def after(self, step: int) -> Iterator[EvaluationMetrics]:
-        """The losses of all data sets, where `step` (from 1) is one after which they are evaluated. Every rank goes
-        through it to the end.
+        """What is measured of each data set, where `step` (from 1) is one after which they are evaluated. Every rank
+        goes through it to the end.
 
         Raises `UserError`, on every rank, for data that cannot be used.
         """
@@ -69,8 +74,11 @@ class HeldOutEvaluation:
 
     def _evaluate(self, step: int, held_out: HeldOut) -> EvaluationMetrics:
         start, mine, supervised, samples = time.perf_counter(), 0.0, 0, 0
+        counts = []
         for batch in held_out.batches(self.run.config.data.workers):
-            mine += self._loss_sum(held_out.schedule, batch)
+            loss_sum, hits = self._forward(held_out.schedule, batch)
+            mine += loss_sum
+            counts.append(self._counts(held_out, batch, hits))
             supervised += batch.supervised
             samples += len(batch.sample_lengths)
         if supervised == 0:
@@ -83,20 +91,53 @@ class HeldOutEvaluation:
             )
         # In fp64, so that the sum of many batches is as good as that of one.
         total = float(self.run.over_ranks([mine if self.run.counts_loss else 0.0]).sum())
+        right, asked = exact_match(self.run.added_over_ranks(np.concatenate(counts, axis=1)))
         self.run.watch.read()  # What was measured here is no part of the next step.
         return EvaluationMetrics(
             step=step,
             dataset=held_out.name,
             loss=total / supervised,
+            exact_match=right / asked,
+            asked=asked,
             supervised_tokens=supervised,
             samples=samples,
             time_s=time.perf_counter() - start,
         )
 
-    def _loss_sum(self, schedule: Schedule, batch: StepBatch) -> float:
-        """This rank's sum of token losses."""
+    def _forward(self, schedule: Schedule, batch: StepBatch) -> tuple[float, dict[int, torch.Tensor]]:
+        """This rank's sum of token losses; and by micro-batch, for each supervised token of this rank, whether it is
+        predicted right, bool [t], filled where this rank has the last stage of the text module.
+        """
         platform, dtype = self.run.platform, dtype_of(self.run.config)
-        return float(self.run.interpreter.run(schedule, lambda m: to_device(batch.micro_batches[m], platform, dtype)))
+        hits: dict[int, torch.Tensor] = {}
+
+        def load(m: int) -> DeviceMicroBatch:
+            moved = to_device(batch.micro_batches[m], platform, dtype)
+            text = moved.inputs.get(TEXT)
+            if text is None:
+                return moved
+            hits[m] = torch.zeros_like(text.targets, dtype=torch.bool)
+            return replace(moved, inputs={**moved.inputs, TEXT: replace(text, hits=hits[m])})
+
+        return float(self.run.interpreter.run(schedule, load)), hits
+
+    def _counts(self, held_out: HeldOut, batch: StepBatch, hits: Mapping[int, torch.Tensor]) -> np.ndarray:
+        """What this rank counts of the samples of a batch, see `answer_counts`: int64 [2, samples of a full batch].
+
+        Where samples were left out as too long, the others of their pack move up and places at its end stay empty.
+        """
+        run, shape = self.run, held_out.loader.batch
+        counts = np.zeros((2, shape.step_samples), np.int64)
+        if not run.counts_loss:
+            return counts
+        replica = run.topology.layouts[TEXT].replica_of(run.topology.rank)
+        for m, of_tokens in hits.items():
+            pack, share = batch.micro_batches[m].pack, batch.micro_batches[m].plan.text
+            assert pack is not None and share is not None, "a rank of the text module has a pack"
+            places = shape.numbers(1, replica, m)
+            samples = supervised_samples(pack, share.tokens)
+            counts[:, places.start : places.stop] = answer_counts(samples, of_tokens.cpu().numpy(), len(places))
+        return counts
 
 
 def evaluates(step: int, interval: int, iters: int) -> bool:

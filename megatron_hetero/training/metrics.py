@@ -115,7 +115,9 @@ class EvaluationMetrics:
         step: the last one before it, counted from 1.
         dataset: its name.
         loss: sum of the losses of all its supervised tokens over their number, in nats.
-        supervised_tokens: their number.
+        exact_match: the share of samples, 0 to 1, that greedy decoding would answer with exactly their tokens.
+        asked: samples that this is a share of: those with a supervised token.
+        supervised_tokens: number of all supervised tokens.
         samples: those that were not too long.
         time_s: wall-clock seconds.
     """
@@ -123,6 +125,8 @@ class EvaluationMetrics:
     step: int
     dataset: str
     loss: float
+    exact_match: float
+    asked: int
     supervised_tokens: int
     samples: int
     time_s: float
@@ -132,6 +136,8 @@ class EvaluationMetrics:
         """The numbers by name; what is not finite is None."""
         numbers = {
             "loss": self.loss,
+            "exact_match": self.exact_match,
+            "asked": self.asked,
             "supervised_tokens": self.supervised_tokens,
             "samples": self.samples,
             "time_s": self.time_s,
@@ -146,6 +152,7 @@ class EvaluationMetrics:
         """The values as the terminal shows them, in a run of so many steps."""
         return (
             f"step {self.step:>{len(str(steps))}}/{steps} | evaluation of {self.dataset} | loss {self.loss:.4f} | "
+            f"exact match {self.exact_match:.1%} of {self.asked:,} | "
             f"{self.supervised_tokens:,} tokens of {self.samples:,} samples | {self.time_s:.3f} s"
         )
 

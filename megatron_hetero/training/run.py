@@ -11,12 +11,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_hetero.checkpoint.resume import resume
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.state import Resumed, TrainState
+from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.two_folders import export_changes
 from megatron_hetero.errors import UserError
 from megatron_hetero.megatron_adapter import prepare_globals
@@ -53,7 +55,7 @@ from megatron_hetero.training.resolved import (
     stages_per_rank,
     transport_of,
 )
-from megatron_hetero.training.sources import open_mixture, open_processor
+from megatron_hetero.training.sources import open_held_out, open_mixture, open_processor
 from megatron_hetero.training.step_flops import utilisation
 from megatron_hetero.training.step_loader import StepBatch, StepLoader
 from megatron_hetero.training.step_plan import StepPlanner, image_encoder
@@ -66,7 +68,7 @@ REPORTER = 0
 @dataclass(frozen=True, eq=False)
 class Run:
     """Everything that lives as long as a run, on one rank. `modules` are those that this rank has a part of, encoders
-    first; `optimizers` are in the same order.
+    first; `optimizers` are in the same order. `held_out` are the data sets of `eval.datasets`.
     """
 
     config: Config
@@ -77,6 +79,7 @@ class Run:
     schedule: Schedule
     interpreter: Interpreter
     loader: StepLoader
+    held_out: Mapping[str, Mixture]
     writer: MetricsWriter | NullWriter
     watch: Stopwatch
     profiler: StepProfiler
@@ -92,7 +95,8 @@ class Run:
         """
         shapes, layouts, batch = checked(config, dist.get_world_size())
         weights = _open_weights(config, shapes)
-        processor, mixture = open_processor(config), open_mixture(config)
+        # Held-out data sets too: what is wrong with them is said now, not after training.
+        processor, mixture, held_out = open_processor(config), open_mixture(config), open_held_out(config)
         if dist.get_rank() == REPORTER and config.export.hf_dir is not None:
             require_writable(config.export.hf_dir)
         torch.manual_seed(config.train.seed)
@@ -125,6 +129,7 @@ class Run:
             loader=StepLoader(
                 mixture, processor, topology, planner, batch, config.data.max_seq_length, config.data.too_long
             ),
+            held_out=held_out,
             writer=_writer(config, topology.rank, resumed),
             watch=watch,
             profiler=StepProfiler(
@@ -255,6 +260,12 @@ class Run:
         everyone = mine.new_empty(self.topology.world_size * len(mine))
         dist.all_gather_into_tensor(everyone, mine, group=self.topology.world)
         return everyone.view(self.topology.world_size, -1).cpu()
+
+    def added_over_ranks(self, counts: np.ndarray) -> np.ndarray:
+        """The sum of all ranks' `counts`, int64 of any shape, the same on each rank."""
+        total = torch.from_numpy(counts).to(self.platform.device, copy=True)
+        dist.all_reduce(total, group=self.topology.world)
+        return total.cpu().numpy()
 
     def _idle_share(self, laps: Mapping[str, Sequence[float]]) -> float:
         """The share of the encoder ranks' time in which they wait for the slowest of their encoder, in each forward and

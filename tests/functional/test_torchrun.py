@@ -172,5 +172,6 @@ def test_one_process_needs_no_torchrun(folder: Path) -> None:
     assert (folder / "out/config.json").is_file()
     step, measured = map(json.loads, (folder / "log/metrics.jsonl").read_text().splitlines())
     assert (step["step"], measured["step"], measured["eval_dataset"]) == (1, 1, "d")
-    assert measured["eval_loss"] > 0 and measured["eval_samples"] == 8
+    assert measured["eval_loss"] > 0 and measured["eval_samples"] == measured["eval_asked"] == 8
+    assert 0 <= measured["eval_exact_match"] <= 1
     assert json.loads((folder / "log/evaluation.json").read_text())["d"]["shown"]["questions"] >= 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,43 @@ class Oracle:
             [json.loads(line) for line in data.read_text().splitlines()],
             data.parent / "images",
         )
+
+    def fit(self, numbers: Sequence[int], steps: int, rate: float) -> None:
+        """Train the language model on these samples, all in every step, with Adam."""
+        chosen = [self.records[number] for number in numbers]
+        optimizer = torch.optim.Adam(self.model.model.language_model.parameters(), lr=rate)
+        for _ in range(steps):
+            losses, counts = zip(*map(self._sample, chosen), strict=True)
+            optimizer.zero_grad()
+            loss = torch.stack(losses).sum() / sum(counts)
+            loss.backward()
+            optimizer.step()
+
+    @torch.no_grad()
+    def answers_exactly(self, record: dict) -> bool:
+        """Whether greedy generation gives the tokens of each answer, with the true conversation before it."""
+        images = self._images(record, "image", self.images)
+        ids = self._tokens(self._render(record), {"<|image_pad|>": images.get("image_grid_thw", [])})
+        model: Any = self.model
+        for start, stop in self._answers(ids):
+            prompt = ids[None, :start]
+            found = model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                mm_token_type_ids=(prompt == model.config.image_token_id).int(),
+                **images,
+                do_sample=False,
+                max_new_tokens=stop - start,
+            )
+            if found[0].tolist() != ids[:stop].tolist():
+                return False
+        return True
+
+    def _answers(self, ids: Tensor) -> list[tuple[int, int]]:
+        """Where each answer begins and ends, with its `<|im_end|>`."""
+        answered = torch.nn.functional.pad((self._labels(ids) != -100).int(), (1, 1))
+        change = answered.diff()
+        return list(zip((change == 1).nonzero()[:, 0].tolist(), (change == -1).nonzero()[:, 0].tolist(), strict=True))
 
     def step(self, numbers: range) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients (by stored name) of the global batch of these samples."""
@@ -135,6 +173,15 @@ class TwoTowers(Oracle):
         whole.detail = Qwen2_5_VLForConditionalGeneration.from_pretrained(other, dtype=torch.float32).model.visual
         processor = Qwen2VLImageProcessorPil.from_pretrained(other)
         return cls(**vars(loaded), detail=whole.detail, detail_images=processor)
+
+    @torch.no_grad()
+    def answers_exactly(self, record: dict) -> bool:
+        """As `Oracle` has it, from one pass: `transformers` has no model of two towers that generates."""
+        ids, logits = self._logits(record)
+        return all(
+            torch.equal(logits[start - 1 : stop - 1].argmax(dim=-1), ids[start:stop])
+            for start, stop in self._answers(ids)
+        )
 
     def _render(self, record: dict) -> str:
         return super()._render(record).replace("<detail>", "<|vision_start|><|video_pad|><|vision_end|>")

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_hetero.models.attention import AttentionPlan, rotary_frequencies
 from megatron_hetero.models.backend import layer_spec, padded, recompute_options, transformer_config
-from megatron_hetero.models.loss import vocab_parallel_cross_entropy
+from megatron_hetero.models.loss import vocab_parallel_cross_entropy, vocab_parallel_hits
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape
 from megatron_hetero.models.stages import Stage
 from megatron_hetero.platform import Platform
@@ -40,7 +40,8 @@ class TextInput:
 
     `tokens`: int64 [S]. `positions`: int64 [3, n] for the n real tokens. `supervised`: int64 [t], which of the n
     tokens predict, and `targets`: int64 [t], what they must predict. `rows_at`: int64 [rows], where this rank's rows go
-    in its shard of the embedding. `attention`: the samples of the pack.
+    in its shard of the embedding. `attention`: the samples of the pack. `hits`: bool [t], which the last stage fills
+    where it is given: whether the likeliest token is the target.
     """
 
     tokens: Tensor
@@ -49,6 +50,7 @@ class TextInput:
     targets: Tensor
     rows_at: Tensor
     attention: AttentionPlan
+    hits: Tensor | None = None
 
 
 class TextModel(GPTModel):
@@ -155,18 +157,20 @@ class TextModel(GPTModel):
         )
 
     def loss(self, batch: TextInput, hidden: Tensor) -> Tensor:
-        """The sum of token losses (see `forward`), from what the layers of the last stage gave."""
+        """The sum of token losses (see `forward`), from what the layers of the last stage gave. Fills `batch.hits`."""
         tp = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=tp)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden[batch.supervised], weight=weight)
+        logits = self.output_layer(hidden[batch.supervised], weight=weight)[0].squeeze(1)
         local = self.vocab_size // tp.size()
         first = local * tp.rank()
         valid = max(0, min(local, self.shape.vocab - first))
-        return vocab_parallel_cross_entropy(logits.squeeze(1), batch.targets, first, valid, tp).sum()
+        if batch.hits is not None:
+            batch.hits.copy_(vocab_parallel_hits(logits.detach(), batch.targets, first, valid, tp))
+        return vocab_parallel_cross_entropy(logits, batch.targets, first, valid, tp).sum()
 
 
 def rotary_table(positions_3n: Tensor, shape: TextShape) -> Tensor:

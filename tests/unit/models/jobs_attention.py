@@ -26,7 +26,7 @@ from megatron_hetero.models.attention import (
 from megatron_hetero.models.backend import TorchSpecProvider, layer_spec, transformer_config
 from megatron_hetero.models.context import contiguous_pieces, zigzag_pieces, zigzag_tokens
 from megatron_hetero.models.exchange import gather_keys, heads_for_tokens, padded_index, tokens_for_heads
-from megatron_hetero.models.loss import vocab_parallel_cross_entropy
+from megatron_hetero.models.loss import vocab_parallel_cross_entropy, vocab_parallel_hits
 from megatron_hetero.platform import CPU, Platform
 from megatron_hetero.topology import ModuleGroups, Topology
 from tests.support.pool import world
@@ -304,3 +304,21 @@ def _cross_entropy(vocabulary: int, tokens: int, rank: int, members: int, group:
     assert not own.grad[:, valid:].any(), "padding has a gradient"
     errors = (got - expected).abs(), (own.grad[:, :valid] - logits.grad[:, first : first + valid]).abs()
     return tuple(float(error.max()) if error.numel() else 0.0 for error in errors)  # pyright: ignore
+
+
+def hits(vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Which tokens are predicted right, where many logits are equal; checked against the whole vocabulary."""
+    rank, members, generator = dist.get_rank(), dist.get_world_size(), torch.Generator().manual_seed(vocabulary)
+    logits = torch.randint(-2, 2, (tokens, vocabulary), generator=generator).to(dtype)
+    best = torch.stack([row.eq(row.max()).nonzero()[0, 0] for row in logits]) if tokens else torch.zeros(0).long()
+    off = torch.randint(0, 2, (tokens,), generator=generator)
+    targets = (best + off) % vocabulary
+    local = -(-vocabulary // members)
+    first = rank * local
+    valid = max(0, min(local, vocabulary - first))
+    own = torch.full((tokens, local), 1e4, dtype=dtype)  # what pads must not matter, however large
+    own[:, :valid] = logits[:, first : first + valid]
+    found = vocab_parallel_hits(own, targets, first, valid, world())
+    assert found.dtype == torch.bool
+    torch.testing.assert_close(found, targets == best)
+    return found

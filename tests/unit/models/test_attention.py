@@ -215,3 +215,13 @@ def test_vocab_parallel_cross_entropy(vocabulary: int, tokens: int, pools: Calla
     for job in (jobs.cross_entropy, jobs.cross_entropy_alone) if tokens == 6 else (jobs.cross_entropy,):
         for value_error, gradient_error in pools(4).run(job, vocabulary, tokens):
             assert value_error < 2e-6 * 20 and gradient_error < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [24, 21, 9, 5, 2])
+def test_vocab_parallel_hits(vocabulary: int, dtype: torch.dtype, pools: Callable[[int], Pool]) -> None:
+    """Ties go to the lowest id, over ranks too; padding is never chosen."""
+    right, *others = pools(4).run(jobs.hits, vocabulary, 200, dtype)
+    assert 0 < right.sum() < 200
+    assert all(torch.equal(other, right) for other in others)
+    assert all(len(found) == 0 for found in pools(4).run(jobs.hits, vocabulary, 0, dtype))

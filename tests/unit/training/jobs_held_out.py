@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.held_out import HeldOutEvaluation
@@ -58,3 +59,13 @@ def refused(flags: list[str]) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def refused_at_once(flags: list[str]) -> tuple[str, int]:
+    """The message with which the building of a run stops, and the process groups that it has made by then."""
+    before = dist.get_pg_count()
+    try:
+        build(flags)
+    except UserError as error:
+        return str(error), dist.get_pg_count() - before
+    return "", -1

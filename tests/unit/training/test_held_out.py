@@ -1,9 +1,13 @@
-"""The loss of held-out data sets equals plain `transformers`' in any layout, and training does not notice."""
+"""Loss and exact match of held-out data equal plain `transformers`' in any layout, and training does not notice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +28,24 @@ SAMPLES = {"many": 7, "one": 1}
 DEEP = ModelChoice(vision_layers=2, text_layers=4, tied=True, seed=3)
 
 
+KNOWN, ALTERED = (0, 1, 2), {3: 0, 5: 2}
+"""Of the first data set: samples that the model is trained on, and samples that are one of these but for a word."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A sample according to plain transformers: its tokens, the sum of the losses of its supervised tokens, their
+    number, and whether greedy generation answers it.
+    """
+
+    tokens: int
+    loss: float
+    supervised: int
+    right: bool
+
+
 class Material:
-    """A model and two data sets on disk, and what plain transformers says of them."""
+    """A model that knows some samples and two data sets on disk, and what plain transformers says of them."""
 
     def __init__(self, folder: Path, two_towers: bool):
         self.folder = folder
@@ -34,7 +54,11 @@ class Material:
         details, load = ((1, 0, 0, 2), TwoTowers.load) if two_towers else ((0,), Oracle.load)
         for seed, (name, samples) in enumerate(SAMPLES.items()):
             write_data(folder / name, samples, seed, turns=2, details=details)
-        self.losses = {name: _mean_loss(load(folder / "model", folder / name / "data.jsonl")) for name in SAMPLES}
+        _alter(folder / "many/data.jsonl")
+        _teach(load(folder / "model", folder / "many/data.jsonl"), folder / "model")
+        self.samples = {name: _measured(load(folder / "model", folder / name / "data.jsonl")) for name in SAMPLES}
+        right = [sample.right for sample in self.samples["many"]]
+        assert all(right[known] for known in KNOWN) and not any(right[altered] for altered in ALTERED)
 
     def flags(self, more: str) -> str:
         """Flags that evaluate both data sets."""
@@ -46,12 +70,46 @@ class Material:
         return f"--model.hf_path {self.folder}/model {registry} --eval.datasets many one --eval.interval 5 {more}"
 
 
+def _alter(path: Path) -> None:
+    """Put a known sample with another word in an answer, once in the last one and once in the first, in the place of
+    some samples.
+    """
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for (number, original), turn in zip(ALTERED.items(), (3, 1), strict=True):
+        records[number] = copy.deepcopy(records[original])
+        answer = records[number]["conversations"][turn]
+        *words, last = answer["value"].split()
+        answer["value"] = " ".join([*words, "it" if last == "above" else "above"])
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def _teach(oracle: Oracle, folder: Path) -> None:
+    """Train the model on the known samples, into `folder`."""
+    oracle.fit(KNOWN, 25, 1e-2)
+    model: Any = oracle.model
+    if isinstance(oracle, TwoTowers):
+        del model.detail  # it was not trained, and has a folder of its own
+    model.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _measured(oracle: Oracle) -> list[Measured]:
+    return [
+        Measured(len(oracle._logits(record)[0]), *_loss(oracle, record), oracle.answers_exactly(record))
+        for record in oracle.records
+    ]
+
+
+def _loss(oracle: Oracle, record: dict) -> tuple[float, int]:
+    loss, supervised = oracle._sample(record)
+    return float(loss.double()), supervised
+
+
 @torch.no_grad()
 def _mean_loss(oracle: Oracle) -> tuple[float, int]:
     """The mean loss of all supervised tokens, and their number."""
-    samples = [oracle._sample(record) for record in oracle.records]
-    supervised = sum(count for _, count in samples)
-    return float(sum(loss.double() for loss, _ in samples) / supervised), supervised
+    losses, counts = zip(*(_loss(oracle, record) for record in oracle.records), strict=True)
+    return sum(losses) / sum(counts), sum(counts)
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +132,14 @@ def two_towers(tmp_path_factory: pytest.TempPathFactory) -> Material:
     ("sp:2@0-1", "pp:2@1-2", 3, ""),
     ("pp:2@0-1", "tp:2@2-3", 4, "--schedule.run_ahead 0"),
 ])  # fmt: skip
-def test_loss_equals_transformers(
+def test_numbers_equal_transformers(
     vision: str, text: str, ranks: int, more: str, material: Material, make_flags: MakeFlags, pools: Pools
 ) -> None:
     check(material, pools(ranks).run(jobs.evaluated, make_flags(vision, text, material.flags(more))))
 
 
 @pytest.mark.parametrize("vision, detail, text, ranks", [("sp:2", "dp:2", "tp:2", 2), ("dp:1@0", "dp:1@1", "pp:2", 2)])
-def test_loss_of_two_encoders(
+def test_numbers_of_two_encoders(
     vision: str, detail: str, text: str, ranks: int, two_towers: Material, make_flags: MakeFlags, pools: Pools
 ) -> None:
     more = f"--model.encoders.detail.hf_path {two_towers.folder}/detail --detail-parallel {detail}"
@@ -89,14 +147,28 @@ def test_loss_of_two_encoders(
     check(two_towers, pools(ranks).run(jobs.evaluated, make_flags(vision, text, flags)))
 
 
-def check(material: Material, results: list) -> None:
+@pytest.mark.parametrize("vision, text, ranks", [("dp:4", "cp:2,dp:2", 4), ("dp:2", "dp:2", 2)])
+def test_samples_that_are_too_long_are_not_asked(
+    vision: str, text: str, ranks: int, material: Material, make_flags: MakeFlags, pools: Pools
+) -> None:
+    longest = sorted(sample.tokens for sample in material.samples["many"])[-3]
+    more = f"--data.max_seq_length {longest} --data.too_long skip --train.micro_batch_size 2 --eval.datasets many"
+    results = pools(ranks).run(jobs.evaluated, make_flags(vision, text, material.flags(more)))
+    check(material, results, longest, ["many"])
+
+
+def check(material: Material, results: list, longest: int = 10**6, names: Sequence[str] = tuple(SAMPLES)) -> None:
+    """Compare what all ranks found with plain transformers, on samples of up to `longest` tokens."""
     for found, kept in results:
         assert kept == 0, "something was kept for a backward pass"
-        assert [(m.dataset, m.samples) for m in found] == list(SAMPLES.items())
+        assert [metrics.dataset for metrics in found] == list(names)
         for metrics in found:
-            loss, supervised = material.losses[metrics.dataset]
-            assert metrics.loss == pytest.approx(loss, rel=1e-5)
+            samples = [sample for sample in material.samples[metrics.dataset] if sample.tokens <= longest]
+            supervised = sum(sample.supervised for sample in samples)
+            assert metrics.loss == pytest.approx(sum(sample.loss for sample in samples) / supervised, rel=1e-5)
             assert metrics.supervised_tokens == supervised
+            assert metrics.samples == metrics.asked == len(samples)
+            assert metrics.exact_match == sum(sample.right for sample in samples) / len(samples)
 
 
 @pytest.mark.parametrize("vision, text, ranks", [("dp:1@0", "pp:2@1-2", 3)])
@@ -124,6 +196,17 @@ def test_nothing_to_measure_is_refused(material: Material, make_flags: MakeFlags
         assert "eval.datasets: many: found no supervised token" in refused
     for refused in pools(2).run(jobs.refused, make_flags("dp:2", "tp:2", material.flags(f"{short} error"))):
         assert "evaluation of many, batch 1, data of rank 0" in refused and "at most data.max_seq_length" in refused
+
+
+@pytest.mark.parametrize("more", ["--eval.interval 2", "--eval.interval 0 --export.hf_dir {folder}/exported"])
+def test_a_data_set_that_does_not_load_is_refused_first(
+    more: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.jsonl").write_text("{")
+    data = f"--data.registry.held.annotations {tmp_path}/broken.jsonl --eval.datasets held"
+    flags = make_flags("sp:2", "tp:2", f"{data} {more.format(folder=tmp_path)}")
+    for message, groups in pools(2).run(jobs.refused_at_once, flags):
+        assert "broken.jsonl" in message and groups == 0
 
 
 def test_when_data_sets_are_evaluated() -> None:

@@ -142,7 +142,9 @@ def test_the_silent_writer_takes_everything(capsys: pytest.CaptureFixture[str]) 
 
 def test_evaluations_have_lines_of_their_own(tmp_path: Path) -> None:
     console = plain()
-    found = EvaluationMetrics(step=3, dataset="held", loss=1.25, supervised_tokens=1200, samples=40, time_s=0.5)
+    found = EvaluationMetrics(
+        step=3, dataset="held", loss=1.25, exact_match=0.625, asked=32, supervised_tokens=1200, samples=40, time_s=0.5
+    )
     with MetricsWriter(tmp_path, 10, tensorboard=True, console=console) as writer:
         writer.write_evaluation(found)
         writer.write_evaluation(replace(found, loss=math.nan))
@@ -151,14 +153,19 @@ def test_evaluations_have_lines_of_their_own(tmp_path: Path) -> None:
         "step": 3,
         "eval_dataset": "held",
         "eval_loss": 1.25,
+        "eval_exact_match": 0.625,
+        "eval_asked": 32,
         "eval_supervised_tokens": 1200,
         "eval_samples": 40,
         "eval_time_s": 0.5,
     }
     assert broken["eval_loss"] is None
-    line = "step  3/10 | evaluation of held | loss 1.2500 | 1,200 tokens of 40 samples | 0.500 s"
+    line = (
+        "step  3/10 | evaluation of held | loss 1.2500 | exact match 62.5% of 32 | 1,200 tokens of 40 samples | 0.500 s"
+    )
     assert line in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("eval/held/loss")] == [(3, 1.25)]
+    assert [event.value for event in events.Scalars("eval/held/exact_match")] == [0.625, 0.625]
     NullWriter().write_evaluation(found)
