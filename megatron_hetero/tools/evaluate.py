@@ -201,7 +201,9 @@ def _answer(model: Any, tokenizer: Any, batch: list[_Prompt], max_new_tokens: in
     if pixels:
         inputs["pixel_values"] = torch.cat(pixels).to(model.dtype)
         inputs["image_grid_thw"] = torch.cat([prompt.grids for prompt in batch if prompt.grids is not None])
-    output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens, do_sample=False)
+    # Purely greedy: a folder's generation_config.json may ask for a penalty of repetitions.
+    greedy = {"do_sample": False, "repetition_penalty": 1.0}
+    output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens, **greedy)
     texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return [Answer(p.question, p.expected, text.strip()) for p, text in zip(batch, texts, strict=True)]
 

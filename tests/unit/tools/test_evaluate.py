@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,14 @@ def test_an_untrained_model_knows_nothing(demo: Path, data: tuple[Path, Path], b
 def test_answers_do_not_depend_on_the_batch(demo: Path, data: tuple[Path, Path]):
     one = exact_match(demo / "model", *data, limit=6, batch_size=1)
     assert one == exact_match(demo / "model", *data, limit=6, batch_size=4)
+
+
+def test_decoding_is_greedy_whatever_the_folder_asks_for(demo: Path, data: tuple[Path, Path], tmp_path: Path):
+    plain = exact_match(demo / "model", *data, limit=4)
+    shutil.copytree(demo / "model", tmp_path / "model")
+    asked = {"do_sample": True, "temperature": 5.0, "top_k": 3, "repetition_penalty": 5.0}
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(asked))
+    assert exact_match(tmp_path / "model", *data, limit=4) == plain
 
 
 def test_samples_with_two_pictures_and_none_are_answered_together(demo: Path):
