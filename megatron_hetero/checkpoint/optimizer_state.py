@@ -9,9 +9,8 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron_hetero.checkpoint.keys import MOMENTS
 from megatron_hetero.errors import UserError
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, eq=False)
