@@ -37,7 +37,7 @@ _STEP = "step-"
 def with_own_encoders(sources: ModelSources) -> ModelSources:
     """The further encoders too that an export of ours keeps in its folder; those of `sources` come first."""
     own = sources.model / ENCODERS
-    found = {path.name: path for path in sorted(own.iterdir())} if own.is_dir() else {}
+    found = {path.name: path for path in sorted(own.iterdir()) if path.is_dir()} if own.is_dir() else {}
     return replace(sources, encoders={**found, **sources.encoders})
 
 

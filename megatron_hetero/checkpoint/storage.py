@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -195,15 +195,12 @@ def _write_item(entry: Entry) -> WriteItem:
 class _Writer(dcp.FileSystemWriter):
     """Writes one tensor at a time: the base class keeps all those of a file in the host's memory until it is closed."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._folder = folder
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As the base class."""
         results = []
-        for number, items in enumerate(_shared_out(plan.items)):
+        for number, items in enumerate(_shared_out(plan.items, FILE_BYTES)):
             name = f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}"
-            with open(self._folder / name, "wb") as file:
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as file:
                 results += [_write(file, name, item, planner.resolve_data(item)) for item in items]
                 file.flush()
                 os.fsync(file.fileno())
@@ -212,7 +209,7 @@ class _Writer(dcp.FileSystemWriter):
         return written
 
 
-def _shared_out(items: Sequence[WriteItem], limit: int = FILE_BYTES) -> list[list[WriteItem]]:
+def _shared_out(items: Sequence[WriteItem], limit: int) -> list[list[WriteItem]]:
     """Tensors to files, in their order: at least one file."""
     files: list[list[WriteItem]] = [[]]
     filled = 0
@@ -228,7 +225,7 @@ def _shared_out(items: Sequence[WriteItem], limit: int = FILE_BYTES) -> list[lis
     return files
 
 
-def _write(file: IO[bytes], name: str, item: WriteItem, values: Any) -> WriteResult:
+def _write(file: Any, name: str, item: WriteItem, values: Any) -> WriteResult:
     start, values = file.tell(), values.cpu()
     # What is saved is the whole storage: of a view that would be more than the view.
     values = values if values.untyped_storage().nbytes() == values.nbytes else values.clone()

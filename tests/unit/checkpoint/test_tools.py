@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_hetero.checkpoint.choice import choose
 from megatron_hetero.checkpoint.folder import MANIFEST, record_file
+from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.checkpoint.record import RunRecord
+from megatron_hetero.checkpoint.storage import write_entries
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.hf_folder import INDEX, SINGLE, StoredWeights
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
@@ -123,9 +126,6 @@ def test_an_export_has_the_bytes_of_the_runs_own(
 
 def _weights_alone(checkpoint: Path, target: Path) -> Path:
     """A checkpoint's weights in one file of their own, for `same`."""
-    from megatron_hetero.checkpoint.keys import Entry
-    from megatron_hetero.checkpoint.storage import write_entries
-
     tensors = {key: t for key, t in jobs.tensors(checkpoint).items() if key.startswith("weights/")}
     write_entries(target, [Entry(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in tensors.items()], None)
     return target
@@ -409,10 +409,31 @@ def test_a_path_must_name_one_checkpoint(untouched: Untouched, tmp_path: Path) -
 
 # ------------------------------------------------------------------------------------------------- memory
 
+
+def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def value(entry: Entry) -> torch.Tensor:
+        assert len(alive) <= 1, "torch.distributed.checkpoint alone keeps all of them"
+        tensor = torch.arange(24.0).view(2, 12)[:, int(entry.key) :]  # not contiguous
+        alive.add(tensor)
+        return tensor
+
+    sizes = {str(k): (2, 12 - k) for k in range(6)}
+    entries = [Entry(key, size, (0, 0), torch.empty(size, device="meta")) for key, size in sizes.items()]
+    with mock.patch("megatron_hetero.checkpoint.storage.FILE_BYTES", 200):
+        write_entries(tmp_path, entries, None, value)
+    found = jobs.tensors(tmp_path)
+    assert all(torch.equal(found[key], torch.arange(24.0).view(2, 12)[:, int(key) :]) for key in sizes)
+    # 96 + 88, 80 + 72, 64 + 56 bytes
+    assert {path.name for path in tmp_path.iterdir()} == {".metadata", *(f"__0_{k}.distcp" for k in range(3))}
+
+
 MEMORY = """
 import importlib, resource, sys
 from megatron_hetero.tools import export
 importer = importlib.import_module("megatron_hetero.tools.import")
+assert "torch" not in sys.modules, "the command line is read before anything slow is imported"
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 def there_and_back(model, target):
     found = []
@@ -424,6 +445,7 @@ def there_and_back(model, target):
         found.append(peak())
     return found
 before = max(there_and_back(sys.argv[1], sys.argv[2] + "-small"))
+assert "megatron.core" not in sys.modules
 print(*(after - before for after in there_and_back(sys.argv[3], sys.argv[2] + "-large")))
 """
 
