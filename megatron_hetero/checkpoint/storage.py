@@ -232,8 +232,8 @@ def _write(file: Any, name: str, item: WriteItem, values: Any) -> WriteResult:
     try:
         torch.save(values, file)
     except RuntimeError as error:
-        # Where the disk is full, torch.save fails, and then once more in closing what it has begun.
-        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        # Where the disk is full or Ctrl-C comes, torch.save fails, and then once more in closing what it has begun.
+        raise error.__context__ if isinstance(error.__context__, OSError | KeyboardInterrupt) else error from None
     length = file.tell() - start
     return WriteResult(item.index, length, _StorageInfo(name, start, length))
 
