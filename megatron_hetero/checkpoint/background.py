@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron_hetero.checkpoint.contents import Entry
+from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.platform import Platform
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_hetero.checkpoint.folder import name_of, unfinished, whole
+from megatron_hetero.checkpoint.folder import MANIFEST, chosen_in, name_of, unfinished, whole
 from megatron_hetero.checkpoint.state import unwritable
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.config import CheckpointConfig
@@ -33,7 +33,7 @@ def choose(config: CheckpointConfig) -> tuple[Path | None, tuple[str, ...]]:
 
 def _require_folder(checkpoint: Path) -> None:
     if checkpoint.is_dir():
-        return
+        return _require_one(checkpoint)
     others = list(whole(checkpoint.parent).values())
     raise UserError.at(
         "checkpoint.resume (--checkpoint.resume)",
@@ -44,8 +44,29 @@ def _require_folder(checkpoint: Path) -> None:
     )
 
 
+def _require_one(folder: Path) -> None:
+    """Check that this is no folder of checkpoints."""
+    newest = chosen_in(folder)
+    if newest != folder:
+        raise UserError.at(
+            "checkpoint.resume (--checkpoint.resume)",
+            found=f"{folder}, which holds {len(whole(folder))} checkpoints",
+            expected="the folder of one",
+            because="only a path that names one says which is meant",
+            fix=f"try `--checkpoint.resume {newest}`",
+        )
+
+
 def _require_room(folder: Path, chosen: Path | None) -> None:
-    """Check that this run will not write steps that another has written."""
+    """Check that this run will not write steps that another has written, or into a checkpoint."""
+    if (folder / MANIFEST).is_file():
+        raise UserError.at(
+            "checkpoint.dir (--checkpoint.dir)",
+            found=f"{folder}, which is a checkpoint itself",
+            expected="a folder for checkpoints",
+            because="a run does not go on from what its folder is, but from what lies in it",
+            fix=f"choose another checkpoint.dir, and go on from this one with --checkpoint.resume {folder}",
+        )
     steps = whole(folder)
     ahead = [path for path in steps.values() if chosen is None or path.name > _as_in(folder, chosen, steps)]
     if ahead:

@@ -1,70 +1,18 @@
-"""What a checkpoint holds, in terms of the model alone, so that every layout can read what any other wrote.
-
-For each tensor NAME of the model's `transformers` folder (those of further encoders with their prefix):
-
-    weights/NAME                          fp32 where it is trained (the master weights), else in the model's type
-    exp_avg/NAME, exp_avg_sq/NAME         AdamW's moments, fp32, where it is trained
-    step/NAME                             the number of AdamW's updates of it, [1]
-
-and for each rank `random/RANK/...`, states of random generators. Padding is not stored, replicas and copies of tied
-weights once.
-"""
+"""What each rank writes of a checkpoint, and what it reads, in terms of the tensors in `keys`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_hetero.checkpoint.blocks import Block, cut, first_held
-from megatron_hetero.checkpoint.optimizer_state import MOMENTS, Shard, shard_of
-from megatron_hetero.models.qwen2_5_vl.weights import group_of, prefix_of
+from megatron_hetero.checkpoint.keys import MOMENTS, RANDOM, STEP, WEIGHTS, Entry, Shape, matrix
+from megatron_hetero.checkpoint.optimizer_state import Shard, shard_of
 from megatron_hetero.models.weight_map import Piece
-from megatron_hetero.module_names import TEXT
 from megatron_hetero.training.modules import TrainedModule
-
-WEIGHTS, STEP, RANDOM = "weights", "step", "random"
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A rectangle of the tensor `key`, of shape `size`: it begins at `offsets`, and its values are (or go) in
-    `values`, a view.
-    """
-
-    key: str
-    size: Shape
-    offsets: Shape
-    values: Tensor
-
-
-def matrix(shape: Shape) -> Shape:
-    """A stored tensor's shape as checkpoints have it: of at most two dims."""
-    return shape if len(shape) <= 2 else (shape[0], prod(shape[1:]))
-
-
-def expected_shapes(shapes: Mapping[str, Shape], freeze: Collection[str], adamw: bool) -> dict[str, Shape]:
-    """Every tensor of a checkpoint of a model with the stored `shapes`, but for random states."""
-    trained = {name: shape for name, shape in shapes.items() if adamw and part_of(name, shapes) not in freeze}
-    expected = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
-    expected |= {f"{kind}/{name}": matrix(shape) for kind in MOMENTS for name, shape in trained.items()}
-    return expected | {f"{STEP}/{name}": (1,) for name in trained}
-
-
-def part_of(stored: str, shapes: Mapping[str, Shape]) -> str:
-    """The part of the model (as `model.freeze` names them) of a stored tensor."""
-    before, mark, within = stored.partition("visual.")
-    if not mark or stored not in shapes:
-        return TEXT
-    encoder = before.rstrip(".") or "vision"
-    assert stored.startswith(prefix_of(encoder)), f"{stored} is not a tensor of encoder {encoder}"
-    return group_of(encoder, within)
 
 
 def written(
@@ -116,6 +64,16 @@ def read(
             shard = shard_of(optimizer, parameter) if optimizer is not None else None
             if shard is not None:
                 yield from _read_shard(shard, held, width, shapes, stored)
+
+
+@torch.no_grad()
+def renew_masters(modules: Sequence[TrainedModule], optimizers: Sequence[Any]) -> None:
+    """Master weights that are the parameters' values, as where an optimizer begins."""
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        for parameter in module.parameters.values():
+            shard = shard_of(optimizer, parameter) if optimizer is not None else None
+            if shard is not None:
+                shard.master.copy_(parameter.view(-1)[shard.start : shard.stop])
 
 
 def _read_shard(

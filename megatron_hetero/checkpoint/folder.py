@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,15 +40,22 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def partial_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint after `step` is while it is written."""
-    return folder / f".{name_of(step)}.partial"
+def partial_of(checkpoint: Path) -> Path:
+    """Where a checkpoint is while it is written."""
+    return checkpoint.with_name(f".{checkpoint.name}.partial")
 
 
 def whole(folder: Path) -> dict[int, Path]:
     """The whole checkpoints in `folder` by step, ascending."""
     found = {int(m[1]): path for path in _children(folder) if (m := _NAME.fullmatch(path.name))}
     return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).is_file()}
+
+
+def chosen_in(path: Path) -> Path:
+    """`path` itself, or the newest whole checkpoint in it where it is a folder of some."""
+    if (path / MANIFEST).is_file():
+        return path
+    return next(reversed(whole(path).values()), path)
 
 
 def unfinished(folder: Path) -> tuple[Path, ...]:
@@ -78,7 +85,8 @@ def write_synced(path: Path, text: str) -> FileRecord:
 
 
 def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
-    """Make a checkpoint that has been written whole visible: manifest, then its name, then `latest`. Raises `OSError`.
+    """Make a checkpoint that has been written whole visible: manifest, then its name, then `latest` where it is named
+    after its step. Raises `OSError`.
 
     Until the rename nothing can take it for a checkpoint; afterwards nothing is missing.
     """
@@ -89,9 +97,10 @@ def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
     if target.exists():
         shutil.rmtree(target)  # never a whole one: the run was refused where it could come upon those
     partial.rename(target)
-    pointer = target.parent / f".{LATEST}.new"
-    write_synced(pointer, target.name + "\n")
-    pointer.replace(target.parent / LATEST)
+    if _NAME.fullmatch(target.name):
+        pointer = target.parent / f".{LATEST}.new"
+        write_synced(pointer, target.name + "\n")
+        pointer.replace(target.parent / LATEST)
     _sync_folder(target.parent)
     return target
 
@@ -106,8 +115,8 @@ def prune(folder: Path, keep: int | None) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
-    """Size and hash of every file of a checkpoint. Raises `UserError`."""
+def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, FileRecord]:
+    """Size and hash of every file of a checkpoint, the `needed` ones among them. Raises `UserError`."""
     path = checkpoint / MANIFEST
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
@@ -115,7 +124,11 @@ def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
         bad = [name for name in records if Path(name).name != name]
         if bad:
             raise ValueError(f"the file name {bad[0]!r}")
+        if absent := [f"{name} is not in the manifest" for name in needed if name not in records]:
+            raise damaged(checkpoint, absent)
         return records
+    except UserError:
+        raise
     except FileNotFoundError:
         found = "none" if checkpoint.is_dir() else "no such checkpoint"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -160,7 +173,9 @@ def _fault(path: Path, expected: FileRecord) -> str | None:
 
 def _another(checkpoint: Path) -> str:
     others = [path for path in whole(checkpoint.parent).values() if path.name != checkpoint.name]
-    return f"resume from another one with --checkpoint.resume {others[-1] if others else 'PATH'}"
+    return (
+        f"take another checkpoint (a run goes on from it with --checkpoint.resume {others[-1] if others else 'PATH'})"
+    )
 
 
 def _children(folder: Path) -> list[Path]:

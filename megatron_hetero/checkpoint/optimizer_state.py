@@ -9,7 +9,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from megatron_hetero.checkpoint.keys import MOMENTS
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,13 +33,18 @@ class DatasetRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The file `run.json`. `step`: the last one that was trained; `config`: the resolved configuration."""
+    """The file `run.json`. `step`: the last one that was trained; `config`: the resolved configuration.
+
+    `imported_from`: the folder that weights were imported from, where no run has written them. Any run may then begin
+    with them, and of the configuration there is no more than where the model comes from.
+    """
 
     step: int
     world_size: int
     layouts: Mapping[str, str]
     datasets: tuple[DatasetRecord, ...]
     config: Mapping[str, Any]
+    imported_from: str | None = None
 
     def to_json(self) -> str:
         """The text of the file."""
@@ -58,7 +63,7 @@ class RunRecord:
                 path,
                 found=f"a record that cannot be read ({error})",
                 expected="that of a run",
-                fix="resume from another checkpoint with --checkpoint.resume PATH",
+                fix="take another checkpoint (a run goes on from it with --checkpoint.resume PATH)",
             ) from None
 
     @property
@@ -79,6 +84,8 @@ class RunRecord:
 
     def require_resumable(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
         """Check that a run with the record `new` may go on from this one. Raises `UserError` with both values."""
+        if self.imported_from is not None:
+            return
         for name in (*OVERRIDABLE, "optimizer.name"):
             old_value, new_value = self._setting(name), new._setting(name)
             if old_value != new_value and name not in allowed:
@@ -122,7 +129,8 @@ def require_tensors(
             found=f"tensors that are not those of the model ({'; '.join(faults)})",
             expected=f"exactly its {len(expected)} tensors",
             because="what is not loaded would train from other values",
-            fix="set model.hf_path to the model that the checkpoint was trained from, or choose another checkpoint",
+            fix="name the model that the checkpoint was trained from (model.hf_path of a run, --model of an export), "
+            "or take another checkpoint",
         )
 
 

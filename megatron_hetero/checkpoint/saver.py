@@ -10,8 +10,8 @@ from typing import Self
 
 from megatron_hetero.checkpoint.background import HostCopies, in_background
 from megatron_hetero.checkpoint.collective import on_first
-from megatron_hetero.checkpoint.contents import Entry
 from megatron_hetero.checkpoint.folder import name_of
+from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.resume import run_record
 from megatron_hetero.checkpoint.state import HISTORY, History, Saved, TrainState, save

@@ -11,10 +11,11 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_hetero.checkpoint.collective import FIRST, on_every, on_first
-from megatron_hetero.checkpoint.contents import RANDOM, Entry, expected_shapes, random_entries, read, written
+from megatron_hetero.checkpoint.contents import random_entries, read, renew_masters, written
 from megatron_hetero.checkpoint.folder import (
     FileRecord,
     damaged,
+    name_of,
     partial_of,
     prune,
     publish,
@@ -22,6 +23,7 @@ from megatron_hetero.checkpoint.folder import (
     verify,
     write_synced,
 )
+from megatron_hetero.checkpoint.keys import RANDOM, Entry, expected_shapes
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord, require_tensors
 from megatron_hetero.checkpoint.storage import INDEX, index_shapes, read_entries, read_index, write_entries
@@ -107,7 +109,7 @@ def save(
 
     Raises `UserError` on every rank where it cannot be written; older checkpoints are then as they were.
     """
-    partial, rank = partial_of(folder, record.step), dist.get_rank(group)
+    partial, rank = partial_of(folder / name_of(record.step)), dist.get_rank(group)
     on_first(group, lambda: _writing(partial, lambda: _make(partial)))
     tensors = write_entries(partial, entries, group)
     own = on_every(
@@ -133,12 +135,17 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     found = {key: shape for key, shape in index_shapes(index).items() if not key.startswith(f"{RANDOM}/")}
     expected = expected_shapes(state.shapes, record.freeze, record.optimizer == "adamw")
     on_first(group, lambda: require_tensors(checkpoint, found, expected))
-    entries = list(read(state.modules, state.optimizers, state.shapes, found))
+    # What was imported takes the place of the model's folder: the optimizers begin with it as they would with that.
+    imported = record.imported_from is not None
+    optimizers = [None] * len(state.modules) if imported else state.optimizers
+    entries = list(read(state.modules, optimizers, state.shapes, found))
     states = random_states(state.topology.platform)
     same_world = record.world_size == ranks
     if same_world:
         entries += random_entries(rank, states)
     read_entries(checkpoint, index, entries, group)
+    if imported:
+        renew_masters(state.modules, state.optimizers)
     if same_world:
         set_random_states(states, state.topology.platform)
     notes = (f"resumed from {checkpoint}, after step {record.step}", *_changes(record, new))
@@ -147,6 +154,8 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
 
 def _changes(old: RunRecord, new: RunRecord) -> list[str]:
     """What a user should know of the difference between two runs."""
+    if old.imported_from is not None:
+        return [f"its weights were imported from {old.imported_from}: the optimizer begins with moments of zero"]
     notes = []
     if (old.world_size, old.layouts) != (new.world_size, new.layouts):
         before, now = (", ".join(f"{n} {v}" for n, v in record.layouts.items()) for record in (old, new))
@@ -160,10 +169,7 @@ def _changes(old: RunRecord, new: RunRecord) -> list[str]:
 
 def _verify(checkpoint: Path, group: dist.ProcessGroup) -> None:
     """Check sizes and hashes; ranks share the files. Raises `UserError` on every rank, naming all that is wrong."""
-    manifest = on_first(group, lambda: read_manifest(checkpoint))
-    for needed in (INDEX, RECORD):
-        if needed not in manifest:
-            raise damaged(checkpoint, [f"{needed} is not in the manifest"])
+    manifest = on_first(group, lambda: read_manifest(checkpoint, (INDEX, RECORD)))
     mine = sorted(manifest)[dist.get_rank(group) :: dist.get_world_size(group)]
     faults = on_every(group, lambda: verify(checkpoint, manifest, mine))
     if any(faults):

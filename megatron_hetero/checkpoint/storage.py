@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -36,17 +36,22 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     ReadItem,
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from megatron_hetero.checkpoint.contents import Entry
 from megatron_hetero.checkpoint.folder import FileRecord
+from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.errors import UserError
 
 INDEX = ".metadata"
+FILE_BYTES = 5 * 10**9
+"""Largest file of tensors, unless one tensor is larger: ranks that check a checkpoint share its files."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -61,6 +66,7 @@ _ALLOWED = {
     ("torch", "Size"),
     ("torch", "float32"),
     ("torch", "bfloat16"),
+    ("torch", "float16"),
     ("torch", "uint8"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
@@ -85,12 +91,10 @@ def read_index(folder: Path) -> Metadata:
             path,
             found=f"an index that cannot be read ({error})",
             expected="the index of a checkpoint",
-            fix="resume from another checkpoint with --checkpoint.resume PATH",
+            fix="take another checkpoint (a run goes on from it with --checkpoint.resume PATH)",
         ) from None
     if not isinstance(index, Metadata):
-        raise UserError.at(
-            path, found=f"a {type(index).__name__}", expected="an index", fix="resume from another checkpoint"
-        )
+        raise UserError.at(path, found=f"a {type(index).__name__}", expected="an index", fix="take another checkpoint")
     return index
 
 
@@ -100,19 +104,31 @@ def index_shapes(index: Metadata) -> dict[str, tuple[int, ...]]:
     return {key: tuple(stored.size) for key, stored in tensors if isinstance(stored, TensorStorageMetadata)}
 
 
-def write_entries(folder: Path, entries: Sequence[Entry], group: dist.ProcessGroup) -> dict[str, FileRecord]:
-    """Write all ranks' entries, each rank its own file. Every rank of `group` calls it.
+def index_dtypes(index: Metadata) -> dict[str, torch.dtype]:
+    """The tensors of a checkpoint and their types."""
+    tensors = index.state_dict_metadata.items()
+    return {key: stored.properties.dtype for key, stored in tensors if isinstance(stored, TensorStorageMetadata)}
+
+
+def write_entries(
+    folder: Path,
+    entries: Sequence[Entry],
+    group: dist.ProcessGroup | None,
+    value: Callable[[Entry], Tensor] = lambda entry: entry.values,
+) -> dict[str, FileRecord]:
+    """Write all ranks' entries, each rank its own files. Every rank of `group` calls it; a process by itself needs
+    none.
+
+    `value` gives what is written of an entry when its turn comes, and not before; the entry's own values need then have
+    no more than a shape and a type (they may be on the device `meta`).
 
     Returns size and hash of each file that this process has written, the index on the first rank among them. Raises
     `UserError` on every rank where one of them cannot write.
     """
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    writer, planner = _Writer(folder), _EntryWriter(entries, value)
     writer.fs = files = _HashedFiles()
-    try:
-        with _no_checksums():
-            dcp.save({}, storage_writer=writer, planner=_EntryWriter(entries), process_group=group)
-    except CheckpointException as error:
-        raise _told(folder, error) from None
+    with _told_as_errors(folder), _no_checksums():
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     return files.records
 
 
@@ -193,12 +209,17 @@ def read_entries(folder: Path, index: Metadata, entries: Sequence[Entry], group:
 
     Raises `UserError` on every rank where one of them cannot read.
     """
-    reader = _IndexedReader(folder, index)
+    reader, planner = _IndexedReader(folder, index), _EntryReader(entries)
+    with _told_as_errors(folder):
+        dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _told_as_errors(folder: Path) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is meant
-            planner = _EntryReader(entries)
-            dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+            yield
     except CheckpointException as error:
         raise _told(folder, error) from None
 
@@ -206,26 +227,27 @@ def read_entries(folder: Path, index: Metadata, entries: Sequence[Entry], group:
 def _told(folder: Path, failure: CheckpointException) -> BaseException:
     """What went wrong on one of the ranks, in a user's words where it can be mended."""
     rank, (error, _) = min(failure.failures.items())
-    if not isinstance(error, OSError | UserError):
-        return RuntimeError(f"{folder}: {failure}")
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | KeyboardInterrupt):
         return error
+    if not isinstance(error, OSError):
+        return RuntimeError(f"{folder}: {failure}")
     what = (error.strerror or str(error)).lower()
     return UserError.at(
         error.filename or folder,
         found=f"{what} on rank {rank}",
         expected="a folder that all ranks can read and write",
-        fix="free space, mend the folder, or choose another with --checkpoint.dir DIR",
+        fix="free space, mend the folder, or choose another (of a run with --checkpoint.dir DIR)",
     )
 
 
 class _EntryWriter(DefaultSavePlanner):
     """Writes entries; the index is checked to cover every tensor exactly once."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Entry], value: Callable[[Entry], Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._values: Mapping[tuple[str, torch.Size | None], Tensor] = {
-            (entry.key, torch.Size(entry.offsets)): entry.values for entry in entries
+        self._value = value
+        self._entries: Mapping[tuple[str, torch.Size | None], Entry] = {
+            (entry.key, torch.Size(entry.offsets)): entry for entry in entries
         }
         self._items = [_write_item(entry) for entry in entries]
 
@@ -234,7 +256,7 @@ class _EntryWriter(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._values[index.fqn, index.offset].detach()
+        return self._value(self._entries[index.fqn, index.offset]).detach()
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         return object.contiguous()
@@ -245,6 +267,52 @@ def _write_item(entry: Entry) -> WriteItem:
     chunk = ChunkStorageMetadata(offsets, entry.values.size())
     data = TensorWriteData(chunk, TensorProperties(dtype=entry.values.dtype), torch.Size(entry.size))
     return WriteItem(MetadataIndex(entry.key, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes one tensor at a time: the base class keeps all those of a file in the host's memory until it is closed."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As the base class."""
+        results = []
+        for number, items in enumerate(_shared_out(plan.items, FILE_BYTES)):
+            name = f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}"
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as file:
+                results += [_write(file, name, item, planner.resolve_data(item)) for item in items]
+                file.flush()
+                os.fsync(file.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
+
+
+def _shared_out(items: Sequence[WriteItem], limit: int) -> list[list[WriteItem]]:
+    """Tensors to files, in their order: at least one file."""
+    files: list[list[WriteItem]] = [[]]
+    filled = 0
+    for item in items:
+        data = item.tensor_data
+        assert data is not None, "checkpoints hold tensors only"
+        size = data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        if files[-1] and filled + size > limit:
+            files.append([])
+            filled = 0
+        files[-1].append(item)
+        filled += size
+    return files
+
+
+def _write(file: Any, name: str, item: WriteItem, values: Any) -> WriteResult:
+    start, values = file.tell(), values.cpu()
+    # What is saved is the whole storage: of a view that would be more than the view.
+    values = values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
+    try:
+        torch.save(values, file)
+    except RuntimeError as error:
+        # Where the disk is full or Ctrl-C comes, torch.save fails, and then once more in closing what it has begun.
+        raise error.__context__ if isinstance(error.__context__, OSError | KeyboardInterrupt) else error from None
+    length = file.tell() - start
+    return WriteResult(item.index, length, _StorageInfo(name, start, length))
 
 
 class _EntryReader(LoadPlanner):
@@ -272,7 +340,7 @@ class _EntryReader(LoadPlanner):
                 INDEX,
                 found=f"{read} elements of {key}",
                 expected=f"the {wanted} that this rank needs",
-                fix="resume from another checkpoint",
+                fix="take another checkpoint",
             )
         return items
 

@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ SHARD_BYTES = 5 * 10**9
 COMPANIONS = ("*.json", "*.txt", "*.jinja", "*.model")
 """Files beside the weights that make a folder complete: configuration, tokenizer, processor, chat template."""
 NO_CHANGES: Mapping[str, str | None] = {}
+Dtypes = torch.dtype | Mapping[str, torch.dtype]
+"""One type for all tensors of a folder, or one for each by name."""
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass
@@ -88,20 +91,65 @@ class StoredWeights:
                 f"{len(expected)} tensors of the model; config.json and weights must come from the same model"
             )
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The type that a tensor is stored in. Raises `UserError` where it is none that weights are trained from."""
+        if name in self.fresh:
+            return self.fresh[name].dtype
+        path, stored = self._where[name]
+        found = self._open[path].get_slice(stored).get_dtype()
+        if found not in _STORED:
+            raise UserError.at(
+                f"{path}: tensor {stored}",
+                found=f"type {found}",
+                expected=f"one of {', '.join(_STORED)}",
+                because="weights of other types are not those of the model alone",
+                fix="take a folder that is not quantised",
+            )
+        return _STORED[found]
+
+    def whole(self, name: str) -> Tensor:
+        """A whole tensor as stored. Nothing of it stays in memory once it is given up."""
+        if name in self.fresh:
+            return self.fresh[name]
+        path, stored = self._where[name]
+        # A handle of its own: what a handle has mapped counts as this process's until it is closed.
+        with _readable(path, stored), safe_open(path, framework="pt", device="cpu") as handle:
+            return handle.get_tensor(stored)
+
+    def require_copy(self, copy: str, original: str, pieces: Iterable[Piece]) -> None:
+        """Check that what a folder of a tied model stores twice, as `copy` and `original`, is the same in these
+        `pieces` of the latter. Raises `UserError`.
+        """
+        same = self.shapes[copy] == self.shapes[original] and all(
+            torch.equal(self.read(piece), self.read(replace(piece, name=copy))) for piece in pieces
+        )
+        if not same:
+            raise UserError(
+                f"{self.folder}: found a {copy} that differs from {original}, expected equal ones, because "
+                "config.json says that they are tied (tie_word_embeddings) and one of them would be lost; set "
+                f"tie_word_embeddings to false in config.json, or remove {copy} from the weights"
+            )
+
     def read(self, piece: Piece) -> Tensor:
         """The values of one piece, as stored: 1-D where the stored tensor is, else 2-D."""
         if piece.name in self.fresh:
             return self.fresh[piece.name][piece.source if piece.columns else piece.source[0]]
         path, stored = self._where[piece.name]
-        try:
+        with _readable(path, stored):
             part = self._open[path].get_slice(stored)
             if piece.columns is None:
                 values = part[piece.rows[0] : piece.rows[1]]
             else:
                 values = part[piece.rows[0] : piece.rows[1], piece.columns[0] : piece.columns[1]]
-        except SafetensorError as error:
-            raise UserError(f"{path}: found tensor {stored} unreadable ({error}); download the file again") from error
         return values.flatten(1) if values.dim() > 2 else values
+
+
+@contextlib.contextmanager
+def _readable(path: Path, stored: str) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: found tensor {stored} unreadable ({error}); download the file again") from error
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
@@ -145,26 +193,26 @@ def _listed(names: set[str], most: int = 5) -> str:
 class FolderWriter:
     """Writes a `transformers` folder shard by shard, beside its final place, and moves it there when it is whole.
 
-    `shapes`: every tensor to come, with its shape. Use `put` for each, in any order, then `finish`.
+    `shapes`: every tensor to come, with its shape; `dtype`: what they are written as. Use `put` for each, in any order
+    (in that of `shapes`, no more than one shard is held), then `finish`.
     """
 
-    def __init__(
-        self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int = SHARD_BYTES
-    ):
+    def __init__(self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Dtypes, limit: int = SHARD_BYTES):
         self.target = target
-        self.dtype = dtype
+        self.dtypes = {name: dtype if isinstance(dtype, torch.dtype) else dtype[name] for name in shapes}
         self.partial = target.with_name(f".{target.name}.partial")
         require_writable(target)
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir()
-        self.shards = plan_shards(shapes, dtype.itemsize, limit)
+        sizes = {name: torch.Size(shape).numel() * self.dtypes[name].itemsize for name, shape in shapes.items()}
+        self.shards = plan_shards(sizes, limit)
         self._shard_of = {name: i for i, names in enumerate(self.shards) for name in names}
         self._waiting: list[dict[str, Tensor]] = [{} for _ in self.shards]
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Hand over one tensor (on the CPU); its shard is written once all of its tensors are here."""
         shard = self._shard_of[name]
-        self._waiting[shard][name] = tensor.to(self.dtype).contiguous()
+        self._waiting[shard][name] = tensor.to(self.dtypes[name]).contiguous()
         if len(self._waiting[shard]) == len(self.shards[shard]):
             path = self.partial / self.file_name(shard)
             save_file(self._waiting[shard], path, metadata={"format": "pt"})
@@ -178,7 +226,8 @@ class FolderWriter:
 
     def finish(self, companions: Path, changes: Mapping[str, str | None]) -> None:
         """Add index, configuration, tokenizer and processor files, and move into place. These are from the folder
-        `companions`, but for `changes`: by name another text, or None for a file that is left out.
+        `companions`, but for `changes`: by name another text, or None for a file that is left out. The configuration
+        names the type of the tensors, where all have the same.
         """
         if len(self.shards) > 1:
             self._write_index()
@@ -189,7 +238,8 @@ class FolderWriter:
         for name, text in changes.items():
             if text is not None:
                 (self.partial / name).write_text(text, encoding="utf-8")
-        _set_dtype(self.partial / "config.json", self.dtype)
+        if len(dtypes := set(self.dtypes.values())) == 1:
+            _set_dtype(self.partial / "config.json", dtypes.pop())
         _replace_folder(self.partial, self.target)
 
     def _write_index(self) -> None:
@@ -199,12 +249,13 @@ class FolderWriter:
         (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def plan_shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> list[list[str]]:
-    """Tensors to files of at most `limit` bytes each (a larger tensor gets its own), in the order given."""
+def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Tensors, with their bytes, to files of at most `limit` bytes each (a larger tensor gets its own), in the order
+    given.
+    """
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, shape in shapes.items():
-        size = torch.Size(shape).numel() * itemsize
+    for name, size in sizes.items():
         if shards[-1] and filled + size > limit:
             shards.append([])
             filled = 0
@@ -223,12 +274,12 @@ def require_writable(folder: Path) -> None:
     except OSError as error:
         raise UserError(
             f"{folder}: found that it cannot be written ({error.strerror or error}), expected a place for the "
-            f"exported model; choose another export.hf_dir or mend its permissions"
+            f"exported model; choose another folder (of a run export.hf_dir) or mend its permissions"
         ) from error
     if folder.exists() and not ((folder / "config.json").is_file() or folder.is_dir() and not any(folder.iterdir())):
         raise UserError(
             f"{folder}: found something that is not an exported model, expected nothing, an empty folder or an "
-            f"earlier export; it would be replaced: choose another export.hf_dir"
+            f"earlier export; it would be replaced: choose another folder (of a run export.hf_dir)"
         )
 
 
@@ -239,14 +290,16 @@ def _umask() -> int:
 
 
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
+    before = path.read_text(encoding="utf-8")
+    config = json.loads(before)
     name = str(dtype).removeprefix("torch.")
     for part in (config, *(p for p in config.values() if isinstance(p, dict))):
         for key in ("dtype", "torch_dtype"):
             if key in part:
                 part[key] = name
     config.setdefault("torch_dtype" if "torch_dtype" in config else "dtype", name)
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if config != json.loads(before):
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _replace_folder(new: Path, target: Path) -> None:
@@ -262,7 +315,7 @@ def _replace_folder(new: Path, target: Path) -> None:
 def folder_writer(
     target: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
+    dtype: Dtypes,
     companions: Path,
     limit: int = SHARD_BYTES,
     changes: Mapping[str, str | None] = NO_CHANGES,
@@ -276,7 +329,8 @@ def folder_writer(
         writer.finish(companions, changes)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{target}: found that the model cannot be written ({error}); free space or choose another export.hf_dir"
+            f"{target}: found that the model cannot be written ({error}); free space or choose another folder (of a "
+            f"run export.hf_dir)"
         ) from error
     finally:
         shutil.rmtree(writer.partial, ignore_errors=True)

@@ -6,7 +6,6 @@ Rank 0 need not hold any of them: the layouts say which ranks do, and these say 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.models.hf_folder import NO_CHANGES, FolderWriter, folder_writer
+from megatron_hetero.models.hf_folder import NO_CHANGES
+from megatron_hetero.models.qwen2_5_vl.model_writer import model_writer
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.weights import encoder_shapes, folder_shapes, prefix_of, stored_shapes
+from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
 from megatron_hetero.models.weight_map import Piece, take_out
-from megatron_hetero.module_names import VISION
 from megatron_hetero.topology import Topology
 from megatron_hetero.training.modules import TrainedModule
 
@@ -38,46 +37,18 @@ def export_model(
     changes: Mapping[str, str | None] = NO_CHANGES,
 ) -> None:
     """Write `target` from the weights of the first replica of each module. Every rank calls it, with the modules that
-    it holds a part of; rank 0 writes. Further encoders get folders of their own in `target/encoders`.
-
-    `companions`: for each encoder the folder that it came from with its configuration and processor; that of `vision`
-    gives the tokenizer too, but for `changes` (see `FolderWriter.finish`). Raises `UserError` on rank 0 where the
-    folder cannot be written.
+    it holds a part of; rank 0 writes. `companions`, `changes`: see `model_writer`. Raises `UserError` on rank 0 where
+    the folder cannot be written.
     """
     parts = gather_parameters(modules, topology)
     if topology.rank != WRITER:
         for _ in parts:
             pass
     else:
-        with (
-            folder_writer(target, folder_shapes(shapes), dtype, companions[VISION], changes=changes) as writer,
-            ExitStack() as stack,
-        ):
-            further = {
-                prefix_of(name): stack.enter_context(
-                    folder_writer(
-                        encoder_folder(writer.partial, name), encoder_shapes(VISION, shape), dtype, companions[name]
-                    )
-                )
-                for name, shape in shapes.encoders.items()
-                if name != VISION
-            }
+        with model_writer(target, shapes, dtype, companions, changes) as put:
             for name, tensor in assemble(parts, stored_shapes(shapes)):
-                _put(name, tensor, writer, further)
+                put(name, tensor)
     dist.barrier(topology.world)
-
-
-def encoder_folder(model: Path, encoder: str) -> Path:
-    """Where an exported model keeps a further encoder: a folder that `model.encoders.NAME.hf_path` takes."""
-    return model / "encoders" / encoder
-
-
-def _put(name: str, tensor: Tensor, writer: FolderWriter, further: Mapping[str, FolderWriter]) -> None:
-    """Hand a tensor to the folder that it belongs to, under the name that it has there."""
-    for prefix, of_encoder in further.items():
-        if name.startswith(prefix):
-            return of_encoder.put(prefix_of(VISION) + name.removeprefix(prefix), tensor)
-    return writer.put(name, tensor)
 
 
 def gather_parameters(

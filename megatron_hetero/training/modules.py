@@ -5,7 +5,7 @@ others.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_hetero.errors import UserError
 from megatron_hetero.models.hf_folder import StoredWeights
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
@@ -170,19 +169,8 @@ def _require_equal_copies(own_map: WeightMap, weights: StoredWeights, copies: Ma
     pieces = {piece for of_parameter in own_map.values() for piece in of_parameter}
     used = {piece.name for piece in pieces}
     for copy, original in copies.items():
-        if copy in used or copy not in weights.shapes or original not in used:
-            continue
-        same = weights.shapes[copy] == weights.shapes[original] and all(
-            torch.equal(weights.read(piece), weights.read(replace(piece, name=copy)))
-            for piece in pieces
-            if piece.name == original
-        )
-        if not same:
-            raise UserError(
-                f"{weights.folder}: found a {copy} that differs from {original}, expected equal ones, because "
-                "config.json says that they are tied (tie_word_embeddings) and one of them would be lost; set "
-                f"tie_word_embeddings to false in config.json, or remove {copy} from the weights"
-            )
+        if copy not in used and copy in weights.shapes and original in used:
+            weights.require_copy(copy, original, [piece for piece in pieces if piece.name == original])
 
 
 def _freeze(module: str, model: torch.nn.Module, freeze: Collection[str]) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,9 @@ from megatron_hetero.megatron_adapter import prepare_globals
 from megatron_hetero.models.backend import spec_provider
 from megatron_hetero.models.balance import idle_share
 from megatron_hetero.models.hf_folder import StoredWeights, require_writable
-from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
+from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.weights import (
-    canonical_name_of,
-    encoder_shapes,
-    prefix_of,
-    stored_shapes,
-)
+from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
 from megatron_hetero.module_names import TEXT, VISION
 from megatron_hetero.platform import Platform
 from megatron_hetero.schedule.program import Schedule
@@ -304,13 +298,8 @@ def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]
 
 def _open_weights(config: Config, shapes: Qwen25VLShapes) -> dict[str, StoredWeights]:
     """The stored weights of each module, opened and checked. Raises `UserError`."""
-    weights = open_modules(folders_of(config), shapes, config.train.seed)
-    for name, encoder in config.model.encoders.items():
-        weights[name] = StoredWeights.open(encoder.hf_path, partial(canonical_name_of, name))
-        # The folder may hold a whole model: its language model is not wanted.
-        others = frozenset(tensor for tensor in weights[name].shapes if not tensor.startswith(prefix_of(name)))
-        weights[name].require(encoder_shapes(name, shapes.encoders[name]), others)
-    return weights
+    further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
+    return open_modules(folders_of(config), shapes, config.train.seed) | open_encoders(further, shapes)
 
 
 def _build_modules(

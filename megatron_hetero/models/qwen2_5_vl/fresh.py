@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,7 +13,14 @@ from torch import Tensor
 from megatron_hetero.models.hf_folder import StoredWeights
 from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, VisionShape
-from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, canonical_name, encoder_shapes, folder_shapes
+from megatron_hetero.models.qwen2_5_vl.weights import (
+    TIED_COPIES,
+    canonical_name,
+    canonical_name_of,
+    encoder_shapes,
+    folder_shapes,
+    prefix_of,
+)
 from megatron_hetero.module_names import TEXT, VISION
 
 ENCODER, PROJECTOR = "visual.", "visual.merger."
@@ -51,6 +61,19 @@ def open_modules(folders: ModelFolders, shapes: Qwen25VLShapes, seed: int) -> di
         text.require(of_text, copies | _beginning(text, ENCODER))
         vision.require(stored, frozenset(vision.shapes) - _beginning(vision, ENCODER) | fresh.keys())
     return {VISION: replace(vision, fresh=fresh), TEXT: text}
+
+
+def open_encoders(further: Mapping[str, Path], shapes: Qwen25VLShapes) -> dict[str, StoredWeights]:
+    """The stored weights of `further` encoders, opened and checked. Raises `UserError`."""
+    opened = {}
+    for name, folder in further.items():
+        weights = opened[name] = StoredWeights.open(folder, partial(canonical_name_of, name))
+        # The folder may hold a whole model: its language model is not wanted.
+        weights.require(
+            encoder_shapes(name, shapes.encoders[name]),
+            frozenset(weights.shapes) - _beginning(weights, prefix_of(name)),
+        )
+    return opened
 
 
 def _beginning(weights: StoredWeights, prefix: str) -> frozenset[str]:

@@ -171,3 +171,14 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     entries = [Entry(key, tuple(v.shape), (0,) * v.dim(), v) for key, v in found.items()]
     read_entries(checkpoint, index, entries, None)
     return found
+
+
+def train_and_export(flags: list[str], target: Path) -> list[float]:
+    """Train as the program does, with checkpoints, and export at the end. Returns the losses."""
+    run, losses = build(flags), []
+    with run.writer:
+        for step, batch, _ in run.batches():
+            losses.append(run.train_step(step, batch).loss)
+            run.saver.after(step)
+    run.export(target)
+    return losses

@@ -1,0 +1,149 @@
+"""`transformers` folders as a checkpoint that any run can begin from, made by one process without a group: tensors
+stream from file to file, one at a time.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_hetero.checkpoint.exporting import Advance, Copied, names_of
+from megatron_hetero.checkpoint.folder import name_of, partial_of, publish, whole, write_synced
+from megatron_hetero.checkpoint.keys import WEIGHTS, Entry, matrix
+from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
+from megatron_hetero.checkpoint.record import RunRecord
+from megatron_hetero.checkpoint.storage import write_entries
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.hf_folder import StoredWeights
+from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
+from megatron_hetero.models.qwen2_5_vl.model_writer import ENCODERS
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, prefix_of, stored_shapes
+from megatron_hetero.models.weight_map import Piece
+from megatron_hetero.module_names import TEXT
+
+ROWS = 4096
+"""Of a tensor that is stored twice, so many are compared at a time."""
+FIRST = name_of(0)
+_STEP = "step-"
+
+
+def with_own_encoders(sources: ModelSources) -> ModelSources:
+    """The further encoders too that an export of ours keeps in its folder; those of `sources` come first."""
+    own = sources.model / ENCODERS
+    found = {path.name: path for path in sorted(own.iterdir()) if path.is_dir()} if own.is_dir() else {}
+    return replace(sources, encoders={**found, **sources.encoders})
+
+
+def import_folders(sources: ModelSources, target: Path, seed: int = 0, advance: Advance = lambda *_: None) -> Copied:
+    """Write the weights of a model, in the types that they are stored in, as the checkpoint `target`.
+
+    Args:
+        sources: the model's folders.
+        target: a folder that is not there yet, or empty. Named `step-00000000`, in a folder without checkpoints, it is
+            what a run with that `checkpoint.dir` goes on from.
+        seed: of a projector that starts anew, as `train.seed`.
+        advance: told of the progress.
+
+    Raises:
+        UserError: a folder is broken, incomplete or of another model, or `target` is taken or cannot be written.
+    """
+    require_free(target)
+    folders, shapes = sources.read()
+    weights = open_modules(folders, shapes, seed) | open_encoders(sources.encoders, shapes)
+    _require_equal_copies(weights[TEXT], shapes)
+    stored = {name: weights[_module_of(name, shapes)] for name in stored_shapes(shapes)}
+    dtypes = {name: of_module.dtype(name) for name, of_module in stored.items()}
+    entries = [_entry(name, shape, dtypes[name]) for name, shape in stored_shapes(shapes).items()]
+    total, done = sum(prod(entry.size) * entry.values.dtype.itemsize for entry in entries), 0
+
+    def value(entry: Entry) -> Tensor:
+        nonlocal done
+        name = entry.key.removeprefix(f"{WEIGHTS}/")
+        done += entry.values.nbytes
+        advance("writing", done, total)
+        return stored[name].whole(name).reshape(entry.size)
+
+    partial = partial_of(target)
+    try:
+        _make(partial)
+        records = write_entries(partial, entries, None, value)
+        publish(partial, records | {RECORD: write_synced(partial / RECORD, _record(sources, seed).to_json())})
+    except OSError as error:
+        raise _unwritable(target, error) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Copied(len(entries), total, names_of(dtypes))
+
+
+def _entry(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Entry:
+    values = torch.empty(matrix(shape), dtype=dtype, device="meta")
+    return Entry(f"{WEIGHTS}/{name}", tuple(values.shape), (0,) * values.dim(), values)
+
+
+def _module_of(name: str, shapes: Qwen25VLShapes) -> str:
+    """The module that a stored tensor is of."""
+    return next((encoder for encoder in shapes.encoders if name.startswith(prefix_of(encoder))), TEXT)
+
+
+def _require_equal_copies(weights: StoredWeights, shapes: Qwen25VLShapes) -> None:
+    """Check what the folder of a tied model stores twice, of which one is kept. Raises `UserError`."""
+    for copy, original in (TIED_COPIES if shapes.text.tied else {}).items():
+        if copy in weights.shapes:
+            rows = weights.shapes[original][0]
+            pieces = [Piece(original, (start, min(rows, start + ROWS))) for start in range(0, rows, ROWS)]
+            weights.require_copy(copy, original, pieces)
+
+
+def _record(sources: ModelSources, seed: int) -> RunRecord:
+    config = {
+        "model": {**sources.as_config(), "freeze": []},
+        "train": {"seed": seed},
+        "optimizer": {"name": "none"},
+    }
+    return RunRecord(0, 0, {}, (), config, imported_from=str(sources.model.absolute()))
+
+
+def require_free(target: Path) -> None:
+    """Check that a checkpoint can be put at `target`, and that a run would find it there. Raises `UserError`."""
+    steps = whole(target.parent)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        more = f", for example {target / FIRST}" if whole(target) else ""
+        raise _taken(target, "something", "nothing there yet, or an empty folder", f"choose another folder{more}")
+    if target.name.startswith(_STEP) and target.name != FIRST:
+        raise _taken(
+            target, f"the name {target.name}", f"{FIRST}, or a name of another kind", "rename it",
+            because="a run counts its steps from that number, and imported weights were trained in none",
+        )  # fmt: skip
+    if target.name == FIRST and steps:
+        newest = next(reversed(steps.values()))
+        raise _taken(
+            target, f"{newest.name} in {target.parent}", "no checkpoint there", "choose another folder",
+            because="a run goes on from the newest one",
+        )  # fmt: skip
+
+
+def _taken(target: Path, found: str, expected: str, fix: str, because: str = "nothing is replaced") -> UserError:
+    return UserError.at(target, found=found, expected=expected, because=because, fix=fix)
+
+
+def _make(partial: Path) -> None:
+    if partial.exists():
+        shutil.rmtree(partial)  # what an import left that was killed
+    partial.mkdir(parents=True)
+
+
+def _unwritable(target: Path, error: OSError) -> UserError:
+    return UserError.at(
+        error.filename or target,
+        found=(error.strerror or str(error)).lower(),
+        expected="a folder that can be written",
+        because="the checkpoint goes there; nothing of it is left",
+        fix="free space or grant access, or choose another folder",
+    )

@@ -1,0 +1,66 @@
+"""What the tools for checkpoints have in common: flags for folders, a progress bar, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_hetero.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_hetero.checkpoint.exporting import Advance
+
+INTERRUPTED = 130
+
+
+def encoder_folder(text: str) -> tuple[str, Path]:
+    """`NAME=DIR` as a name and a folder, for `argparse`."""
+    name, equals, folder = text.partition("=")
+    if not name or not equals or not folder:
+        raise argparse.ArgumentTypeError(f"expected NAME=DIR, found {text}")
+    return name, Path(folder)
+
+
+def by_name(given: Sequence[tuple[str, Path]]) -> dict[str, Path]:
+    """The folders of `--encoder`. Raises `UserError` where one is given twice."""
+    folders = dict(given)
+    if len(folders) < len(given):
+        names = ", ".join(name for name, _ in given)
+        raise UserError.at("--encoder", found=names, expected="each name once", fix="remove the repetition")
+    return folders
+
+
+@contextmanager
+def progress() -> Iterator[Advance]:
+    """A bar on a terminal, nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        tasks = {}
+
+        def advance(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = shown.add_task(what, total=total)
+            shown.update(tasks[what], completed=done)
+
+        yield advance
+
+
+def ended(work: Callable[[], str]) -> int:
+    """The exit status of `work`, and the one message that it ends with: 1 for an error, 130 for Ctrl-C."""
+    try:
+        print(work())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    return 0

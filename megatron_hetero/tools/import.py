@@ -1,0 +1,64 @@
+"""`transformers` folders as a checkpoint that a run in any layout begins from, without a GPU or torchrun.
+
+    python -m megatron_hetero.tools.import HF_DIR CHECKPOINT
+
+The checkpoint holds weights alone, in the types of the folder. One tensor at a time is in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from megatron_hetero.tools.command import by_name, encoder_folder, ended, progress
+
+
+def import_model(options: argparse.Namespace) -> str:
+    """What the command line asks for; returns what was done. Raises `UserError`."""
+    from megatron_hetero.checkpoint.importing import FIRST, import_folders, with_own_encoders
+    from megatron_hetero.checkpoint.model_sources import ModelSources
+
+    start, target = time.perf_counter(), options.checkpoint.absolute()
+    given = ModelSources(options.hf_dir, options.vision, options.fresh_projector, by_name(options.encoder))
+    with progress() as advance:
+        done = import_folders(with_own_encoders(given), target, options.seed, advance)
+    found = f"--checkpoint.dir {target.parent}" if target.name == FIRST else f"--checkpoint.resume {target}"
+    return (
+        f"wrote {options.checkpoint}: {done.tensors} tensors, {decimal(done.size)}, {' and '.join(done.dtypes)}, "
+        f"in {time.perf_counter() - start:.1f} s; a run begins from it with {found}"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_hetero.tools.import",
+        description="Write the weights of a model in transformers format as a checkpoint.",
+    )
+    parser.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="Qwen2.5-VL folder, as model.hf_path")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="where to write: a new or empty folder")
+    parser.add_argument("--vision", type=Path, metavar="DIR", help="as model.hf_path_vision")
+    parser.add_argument(
+        "--encoder",
+        type=encoder_folder,
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="as model.encoders.NAME.hf_path (default: those in HF_DIR/encoders)",
+    )
+    parser.add_argument("--fresh-projector", action="store_true", help="as model.fresh_projector")
+    parser.add_argument("--seed", type=int, default=0, help="of a fresh projector, as train.seed (0)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    return ended(lambda: import_model(options))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,472 @@
+"""To and from `transformers` without ranks: the same bits as a run, one shard in memory, and clear refusals."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_hetero.checkpoint.choice import choose
+from megatron_hetero.checkpoint.folder import MANIFEST, record_file
+from megatron_hetero.checkpoint.keys import Entry
+from megatron_hetero.checkpoint.record import RunRecord
+from megatron_hetero.checkpoint.storage import write_entries
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.hf_folder import INDEX, SINGLE, StoredWeights
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
+from megatron_hetero.tools import export
+from megatron_hetero.training.config import CheckpointConfig
+from tests.support.folders import ModelChoice, write_model
+from tests.support.pool import Pool
+from tests.unit.checkpoint import jobs_checkpoint as jobs
+from tests.unit.checkpoint.conftest import Untouched
+from tests.unit.checkpoint.jobs_checkpoint import flags
+from tests.unit.checkpoint.test_across_layouts import once, same
+from tests.unit.training.test_two_folders import write_language_model
+
+Pools = Callable[[int], Pool]
+Capture = pytest.CaptureFixture[str]
+
+importer = importlib.import_module("megatron_hetero.tools.import")  # a keyword, which no import statement takes
+
+
+@pytest.fixture(scope="module")
+def more_folders(folders: Path) -> Path:
+    """Beside the models of `folders`: `detail`, `narrow` (an encoder whose rows fit no other model), and `text`, a
+    language model alone.
+    """
+    write_model(folders / "detail", ModelChoice(vision_layers=1, text_layers=1, full_layers=(0,), seed=3))
+    write_model(folders / "narrow", ModelChoice(heads=2, vision_layers=1, text_layers=1, full_layers=(0,), seed=4))
+    write_language_model(folders / "text")
+    return folders
+
+
+@pytest.fixture
+def model(folders: Path, tmp_path: Path) -> Path:
+    """A copy of a model, to be changed."""
+    return shutil.copytree(folders / "plain", tmp_path / "model")
+
+
+def exported(*arguments: object) -> int:
+    return export.main([str(argument) for argument in arguments])
+
+
+def imported(*arguments: object) -> int:
+    return importer.main([str(argument) for argument in arguments])
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {canonical_name(name): t for path in files for name, t in load_file(path).items()}
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def beside_weights(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in bytes_of(folder).items() if "safetensors" not in name}
+
+
+# ------------------------------------------------------------------------------------------ what a run writes
+
+TWO = "--model.hf_path FOLDERS/text --model.hf_path_vision FOLDERS/narrow --model.freeze vision --model.dtype bfloat16"
+DETAIL = (
+    "--model.encoders.detail.hf_path FOLDERS/detail --model.encoders.detail.token <|video_pad|> --model.dtype bfloat16"
+)
+
+
+@pytest.mark.parametrize("vision, text, model, more", [
+    ("sp:2", "tp:2", "plain", "--model.dtype bfloat16"),
+    ("dp:1@0", "dp:1@1", "tied", ""),
+    ("tp:2", "pp:2", "plain", TWO),
+    ("dp:2", "tp:2", "plain", DETAIL),
+], ids=["bfloat16", "tied", "two folders", "further encoder"])  # fmt: skip
+def test_an_export_has_the_bytes_of_the_runs_own(
+    vision: str, text: str, model: str, more: str, more_folders: Path, tmp_path: Path, pools: Pools, capsys: Capture
+) -> None:
+    line = flags(more_folders, tmp_path, vision, text, f"{more} --train.iters 2", model)
+    line = once([word.replace("FOLDERS", str(more_folders)) for word in line])
+    pools(2).run(jobs.train_and_export, line, tmp_path / "own")
+    assert exported(tmp_path / "checkpoints", tmp_path / "export") == 0
+    assert bytes_of(tmp_path / "export") == bytes_of(tmp_path / "own")
+    assert (tmp_path / "export/encoders/detail/config.json").is_file() == (more == DETAIL)
+    said = capsys.readouterr()
+    assert said.err == "" and said.out.count("\n") == 1
+    assert f"from {tmp_path}/checkpoints/step-00000002, the newest in {tmp_path}/checkpoints" in said.out
+
+    # Shards hold the same, and what goes back is what was in the checkpoint, as far as the type can say.
+    assert exported(tmp_path / "checkpoints/step-00000002", tmp_path / "stored", "--dtype", "stored",
+                    "--shard-gb", "5e-5") == 0  # fmt: skip
+    assert (tmp_path / "stored" / INDEX).is_file()
+    assert imported(tmp_path / "stored", tmp_path / "again") == 0
+    same(tmp_path / "again", _weights_alone(tmp_path / "checkpoints/step-00000002", tmp_path / "alone"), but="")
+
+
+def _weights_alone(checkpoint: Path, target: Path) -> Path:
+    """A checkpoint's weights in one file of their own, for `same`."""
+    tensors = {key: t for key, t in jobs.tensors(checkpoint).items() if key.startswith("weights/")}
+    write_entries(target, [Entry(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in tensors.items()], None)
+    return target
+
+
+def test_types_of_an_export(untouched: Untouched, tmp_path: Path, capsys: Capture) -> None:
+    checkpoint = untouched.folder / "checkpoints/step-00000004"
+    for dtype in ("float32", "bfloat16", "stored"):
+        assert exported(checkpoint, tmp_path / dtype, "--dtype", dtype) == 0
+    full, half = weights_of(tmp_path / "float32"), weights_of(tmp_path / "bfloat16")
+    assert same_bits({name: t.bfloat16() for name, t in full.items()}, half)
+    assert same_bits(full, weights_of(tmp_path / "stored"))
+    for dtype, name in (("bfloat16", "bfloat16"), ("stored", "float32")):
+        assert json.loads((tmp_path / dtype / "config.json").read_text())["dtype"] == name
+    assert not any((full[name] != torch.from_numpy(value)).any() for name, value in untouched.found["weights"].items())
+    assert "step-00000004\n" in capsys.readouterr().out  # not said to be the newest: it was named
+
+
+# --------------------------------------------------------------------------------------------- there and back
+
+
+def mixed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.half() if "k_proj" in name else tensor.bfloat16() if tensor.dim() > 1 else tensor
+
+
+@pytest.mark.parametrize("which", ["plain", "tied", "bfloat16", "mixed", "shards"])
+def test_there_and_back_is_the_same(which: str, folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    source = shutil.copytree(folders / ("tied" if which == "tied" else "plain"), tmp_path / "source")
+    tensors = load_file(source / SINGLE)
+    if which in ("bfloat16", "mixed"):
+        tensors = {name: mixed(name, t) if which == "mixed" else t.bfloat16() for name, t in tensors.items()}
+        save_file(tensors, source / SINGLE, metadata={"format": "pt"})
+    if which == "bfloat16":
+        text = (source / "config.json").read_text()
+        (source / "config.json").write_text(text.replace('"float32"', '"bfloat16"'))
+    limit = ("--shard-gb", "1e-4") if which == "shards" else ()
+    assert imported(source, tmp_path / "checkpoint") == 0
+    assert exported(tmp_path / "checkpoint", tmp_path / "back", *limit) == 0
+    assert same_bits(weights_of(source), weights_of(tmp_path / "back"))
+    assert beside_weights(source) == {n: b for n, b in beside_weights(tmp_path / "back").items() if n != INDEX}
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 3 or which != "shards"
+    assert imported(tmp_path / "back", tmp_path / "again") == 0
+    same(tmp_path / "checkpoint", tmp_path / "again", but="")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_head_that_is_stored_twice_is_kept_once(folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    source = shutil.copytree(folders / "tied", tmp_path / "source")
+    tensors = load_file(source / SINGLE)
+    original = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    tensors["lm_head.weight"] = tensors[original].clone()
+    save_file(tensors, source / SINGLE)
+    assert imported(source, tmp_path / "one") == 0 and imported(folders / "tied", tmp_path / "other") == 0
+    same(tmp_path / "one", tmp_path / "other", but="")
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, source / SINGLE)
+    assert imported(source, tmp_path / "two") == 1
+    assert "found a lm_head.weight that differs from model.embed_tokens.weight" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------- a run begins from it
+
+
+@pytest.mark.parametrize("vision, text, more", [
+    ("sp:2", "tp:2", ""),
+    ("dp:1@0", "tp:1@1", "--model.dtype bfloat16"),
+    ("tp:2", "pp:2", f"{TWO} --train.seed 5 --optimizer.name sgd --optimizer.weight_decay 0"),
+])  # fmt: skip
+def test_a_run_from_an_import_is_one_from_the_folder(
+    vision: str, text: str, more: str, more_folders: Path, tmp_path: Path, pools: Pools, untouched: Untouched
+) -> None:
+    """With bfloat16, of folders that hold float32."""
+    more = more.replace("FOLDERS", str(more_folders))
+    source, *rest = (f"{more_folders}/plain",) if "hf_path" not in more else (
+        f"{more_folders}/text", "--vision", f"{more_folders}/narrow", "--seed", 5,
+    )  # fmt: skip
+    run = tmp_path / "run"
+    assert imported(source, run / "checkpoints/step-00000000", *rest) == 0
+    assert (run / "checkpoints/latest").read_text() == "step-00000000\n"
+    found = pools(2).run(jobs.train, once(flags(more_folders, run, vision, text, more)))[0]
+    begun, whole = found["losses"], untouched.folder
+    assert found["from"] == 0 and len(begun) == 4
+    assert any(f"weights were imported from {source}" in note for note in found["notes"])
+    if more:
+        whole = tmp_path / "whole"
+        fresh = pools(2).run(jobs.train, once(flags(more_folders, whole, vision, text, more)))[0]
+        assert fresh["losses"] == begun
+    else:
+        assert untouched.found["losses"] == begun
+    same(whole / "checkpoints/step-00000004", run / "checkpoints/step-00000004", but="")
+
+
+def test_a_run_finds_an_import_by_its_path_too(folders: Path, tmp_path: Path, pools: Pools) -> None:
+    assert imported(folders / "plain", tmp_path / "weights") == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"weights"}
+    record = RunRecord.read(tmp_path / "weights")
+    assert (record.step, record.imported_from) == (0, str(folders / "plain"))
+    line = flags(folders, tmp_path / "run", "tp:2", "tp:2", f"--checkpoint.resume {tmp_path}/weights", "tied")
+    [message, _] = pools(2).run(jobs.error_of, line)
+    assert "1 unexpected: weights/lm_head.weight" in message
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def refused(capsys: Capture, status: int, *expected: str) -> None:
+    said = capsys.readouterr()
+    assert status == 1 and said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert all(text in said.err for text in expected), said.err
+
+
+def test_damaged_checkpoints_are_not_exported(untouched: Untouched, tmp_path: Path, capsys: Capture) -> None:
+    run = shutil.copytree(untouched.folder / "checkpoints", tmp_path / "run")
+    checkpoint, target = run / "step-00000004", tmp_path / "export"
+    data = bytearray((checkpoint / "__1_0.distcp").read_bytes())
+    data[len(data) // 3] ^= 4
+    (checkpoint / "__1_0.distcp").write_bytes(data)
+    refused(capsys, exported(run, target), "__1_0.distcp has another SHA-256", f"{run}/step-00000002")
+    (checkpoint / "__1_0.distcp").unlink()
+    refused(capsys, exported(checkpoint, target), "__1_0.distcp is missing")
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    del manifest["files"]["run.json"]
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    refused(capsys, exported(checkpoint, target), "run.json is not in the manifest")
+    (checkpoint / MANIFEST).unlink()
+    refused(capsys, exported(checkpoint, target), "found none, expected the manifest")
+    refused(capsys, exported(run / "step-9", target), "found no such checkpoint")
+    assert exported(run, target) == 0 and "step-00000002, the newest" in capsys.readouterr().out
+
+
+def test_the_checkpoint_must_be_the_models(untouched: Untouched, more_folders: Path, tmp_path: Path, capsys: Capture):
+    checkpoint, target = untouched.folder / "checkpoints", tmp_path / "export"
+    status = exported(checkpoint, target, "--model", more_folders / "tied")
+    refused(capsys, status, "4 unexpected: exp_avg/lm_head.weight, exp_avg_sq/lm_head.weight, step/lm_head.weight")
+    status = exported(checkpoint, target, "--model", more_folders / "detail")
+    refused(capsys, status, "unexpected: exp_avg/model.layers.1.", "expected exactly its ")
+    status = exported(checkpoint, target, "--vision", more_folders / "detail")
+    refused(capsys, status, f"the model's encoder comes from {more_folders}/plain too")
+    status = exported(checkpoint, target, "--encoder", f"sound={more_folders}/detail")
+    refused(capsys, status, "--encoder: found sound, expected one of the model's further encoders (none)")
+    with pytest.raises(SystemExit, match="2"):
+        exported(checkpoint, target, "--encoder", "detail")
+    assert not target.exists() and "expected NAME=DIR, found detail" in capsys.readouterr().err
+
+
+def test_a_folder_that_has_moved(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert imported(model, tmp_path / "checkpoint") == 0
+    before = weights_of(model)
+    (model / SINGLE).unlink()  # weights are not needed
+    moved = model.rename(tmp_path / "moved")
+    capsys.readouterr()
+    status = exported(tmp_path / "checkpoint", tmp_path / "export")
+    refused(capsys, status, f"found no {model}/config.json", "Say where it is now with --model DIR.")
+    assert exported(tmp_path / "checkpoint", tmp_path / "export", "--model", moved) == 0
+    assert same_bits(before, weights_of(tmp_path / "export"))
+    (moved / "tokenizer.json").unlink()
+    capsys.readouterr()
+    status = exported(tmp_path / "checkpoint", tmp_path / "export", "--model", moved)
+    refused(capsys, status, "tokenizer.json: found no such file")
+    assert same_bits(before, weights_of(tmp_path / "export"))
+
+
+def test_what_may_be_replaced(untouched: Untouched, folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    checkpoint, thesis = untouched.folder / "checkpoints/step-00000004", tmp_path / "precious/thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("thesis")
+    before = bytes_of(folders / "plain")
+    refused(capsys, exported(checkpoint, thesis.parent), "something that is not an exported model")
+    refused(capsys, exported(checkpoint, thesis), "something that is not an exported model")
+    refused(capsys, exported(checkpoint, thesis / "deep"), "cannot be written")
+    for target in (folders / "plain", folders, folders / "plain/deep"):
+        refused(capsys, exported(checkpoint, target), f"apart from model.hf_path ({folders}/plain)")
+    refused(capsys, exported(checkpoint, checkpoint), "apart from the checkpoint")
+    for target in (thesis, thesis.parent, untouched.folder / "checkpoints"):
+        refused(capsys, imported(folders / "plain", target), "found something, expected nothing there yet")
+    refused(capsys, imported(folders / "plain", thesis / "deep"), "not a directory")
+    refused(capsys, imported(folders / "plain", tmp_path / "step-00000300"), "expected step-00000000")
+    beside = untouched.folder / "checkpoints/step-00000000"
+    refused(capsys, imported(folders / "plain", beside), "found step-00000004 in", "Choose another folder")
+    assert thesis.read_text() == "thesis" and bytes_of(folders / "plain") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"] and not beside.exists()
+
+
+def truncated(model: Path) -> str:
+    (model / SINGLE).write_bytes((model / SINGLE).read_bytes()[:-7])
+    return "truncated or not safetensors"
+
+
+def gone(model: Path) -> str:
+    (model / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    return "model-00001-of-00001.safetensors: found no such file"
+
+
+def lacking(model: Path) -> str:
+    tensors = load_file(model / SINGLE)
+    wanted = [name for name in tensors if "k_proj" in name]
+    save_file({name: t[:-1] if "o_proj" in name else t for name, t in tensors.items() if name not in wanted},
+              model / SINGLE)  # fmt: skip
+    return f"{len(wanted)} missing: model.layers.0.self_attn.k_proj.bias"
+
+
+def quantised(model: Path) -> str:
+    save_file({name: t.to(torch.float8_e4m3fn) for name, t in load_file(model / SINGLE).items()}, model / SINGLE)
+    return "found type F8_E4M3, expected one of F32, BF16, F16"
+
+
+def unnamed(model: Path) -> str:
+    (model / "encoders/text").mkdir(parents=True)
+    return "encoder `text`: found that name"
+
+
+@pytest.mark.parametrize("damage", [truncated, gone, lacking, quantised, unnamed])
+def test_broken_folders_are_not_imported(
+    damage: Callable[[Path], str], model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    expected = damage(model)
+    refused(capsys, imported(model, tmp_path / "checkpoints/step-00000000"), expected)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_an_import_takes_encoders_by_name(more_folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    detail = f"detail={more_folders}/detail"
+    assert imported(more_folders / "plain", tmp_path / "checkpoint", "--encoder", detail) == 0
+    assert RunRecord.read(tmp_path / "checkpoint").config["model"]["encoders"].keys() == {"detail"}
+    keys = jobs.tensors(tmp_path / "checkpoint").keys()
+    assert "weights/detail.visual.merger.mlp.0.bias" in keys and "weights/visual.merger.mlp.0.bias" in keys
+    capsys.readouterr()
+    narrow = ("--encoder", f"narrow={more_folders}/narrow")
+    refused(capsys, imported(more_folders / "plain", tmp_path / "b", *narrow), "vision_config.out_hidden_size = 24")
+    twice = ("--encoder", detail, "--encoder", detail)
+    refused(capsys, imported(more_folders / "plain", tmp_path / "b", *twice), "expected each name once")
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Nobody may write large files, which stands in for a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_nothing(untouched: Untouched, folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    with small_files():
+        status = exported(untouched.folder / "checkpoints", tmp_path / "export")
+        refused(capsys, status, f"{tmp_path}/export: found that the model cannot be written", "File too large")
+        status = imported(folders / "plain", tmp_path / "checkpoint")
+        refused(capsys, status, "found file too large")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_leaves_nothing(untouched: Untouched, folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    whole, left = StoredWeights.whole, iter(range(5))
+
+    def interrupted(weights: StoredWeights, name: str) -> torch.Tensor:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return whole(weights, name)
+
+    with mock.patch.object(StoredWeights, "whole", interrupted):
+        assert imported(folders / "plain", tmp_path / "checkpoint") == 130
+    with mock.patch(
+        "megatron_hetero.checkpoint.storage.create_read_items_for_chunk_list", side_effect=KeyboardInterrupt
+    ):
+        assert exported(untouched.folder / "checkpoints", tmp_path / "export") == 130
+    assert capsys.readouterr().err == "interrupted; nothing was written\n" * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_must_name_one_checkpoint(untouched: Untouched, tmp_path: Path) -> None:
+    folder = untouched.folder / "checkpoints"
+    with pytest.raises(UserError, match=rf"holds 2 checkpoints.*Try `--checkpoint.resume {folder}/step-00000004`"):
+        choose(CheckpointConfig(dir=tmp_path, resume=str(folder)))
+    with pytest.raises(UserError, match=rf"a checkpoint itself.*--checkpoint.resume {folder}/step-00000002"):
+        choose(CheckpointConfig(dir=folder / "step-00000002"))
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+
+def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def value(entry: Entry) -> torch.Tensor:
+        assert len(alive) <= 1, "torch.distributed.checkpoint alone keeps all of them"
+        tensor = torch.arange(24.0).view(2, 12)[:, int(entry.key) :]  # not contiguous
+        alive.add(tensor)
+        return tensor
+
+    sizes = {str(k): (2, 12 - k) for k in range(6)}
+    entries = [Entry(key, size, (0, 0), torch.empty(size, device="meta")) for key, size in sizes.items()]
+    with mock.patch("megatron_hetero.checkpoint.storage.FILE_BYTES", 200):
+        write_entries(tmp_path, entries, None, value)
+    found = jobs.tensors(tmp_path)
+    assert all(torch.equal(found[key], torch.arange(24.0).view(2, 12)[:, int(key) :]) for key in sizes)
+    # 96 + 88, 80 + 72, 64 + 56 bytes
+    assert {path.name for path in tmp_path.iterdir()} == {".metadata", *(f"__0_{k}.distcp" for k in range(3))}
+
+
+MEMORY = """
+import importlib, resource, sys
+from megatron_hetero.tools import export
+importer = importlib.import_module("megatron_hetero.tools.import")
+assert "torch" not in sys.modules, "the command line is read before anything slow is imported"
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def there_and_back(model, target):
+    found = []
+    for work in (
+        lambda: importer.main([model, target]),
+        lambda: export.main([target, target + "-back", "--shard-gb", "0.02"]),
+    ):
+        assert work() == 0
+        found.append(peak())
+    return found
+before = max(there_and_back(sys.argv[1], sys.argv[2] + "-small"))
+assert "megatron.core" not in sys.modules
+print(*(after - before for after in there_and_back(sys.argv[3], sys.argv[2] + "-large")))
+"""
+
+
+def test_memory_is_that_of_a_shard(folders: Path, tmp_path: Path) -> None:
+    """A model of 200 MB takes less than 50 MB beyond what a very small one takes."""
+    model = shutil.copytree(folders / "tied", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"] |= {"intermediate_size": 16384, "num_hidden_layers": 22, "layer_types": None}
+    (model / "config.json").write_text(json.dumps(config))
+    shapes = stored_shapes(Qwen25VLShapes.from_folder(model))
+    tensors = {name: torch.full(shape, float(i)) for i, (name, shape) in enumerate(shapes.items())}
+    size = sum(t.nbytes for t in tensors.values())
+    assert size > 200e6
+    save_file(tensors, model / SINGLE)
+    command = [sys.executable, "-c", MEMORY, str(folders / "tied"), str(tmp_path / "to"), str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    growth = [int(word) for word in done.stdout.splitlines()[-1].split()]
+    assert max(growth) < 50e6, growth
+    back = {canonical_name(n): t for path in tmp_path.glob("to-large-back/*.safetensors") for n, t in
+            load_file(path).items()}  # fmt: skip
+    assert same_bits(back, tensors)
+    assert len(record_file(tmp_path / "to-large/__0_0.distcp").sha256) == 64
