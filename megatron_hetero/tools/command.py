@@ -61,6 +61,6 @@ def ended(work: Callable[[], str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted; nothing is left half-written", file=sys.stderr)
         return INTERRUPTED
     return 0
