@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
-def encoder_folder(text: str) -> tuple[str, Path]:
+def named_folder(text: str) -> tuple[str, Path]:
     """`NAME=DIR` as a name and a folder, for `argparse`."""
     name, equals, folder = text.partition("=")
     if not name or not equals or not folder:
@@ -61,6 +61,6 @@ def ended(work: Callable[[], str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted; nothing is left half-written", file=sys.stderr)
         return INTERRUPTED
     return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from megatron_hetero.tools.command import by_name, encoder_folder, ended, progress
+from megatron_hetero.tools.command import by_name, ended, named_folder, progress
 
 # What reads checkpoints is imported where it is used: it brings torch, which takes seconds that `--help` need not wait
 # for, and which Ctrl-C may interrupt.
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vision", type=Path, metavar="DIR", help="where that of model.hf_path_vision is now")
     parser.add_argument(
         "--encoder",
-        type=encoder_folder,
+        type=named_folder,
         action="append",
         default=[],
         metavar="NAME=DIR",

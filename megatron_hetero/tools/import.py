@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from megatron_hetero.tools.command import by_name, encoder_folder, ended, progress
+from megatron_hetero.tools.command import by_name, ended, named_folder, progress
 
 
 def import_model(options: argparse.Namespace) -> str:
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vision", type=Path, metavar="DIR", help="as model.hf_path_vision")
     parser.add_argument(
         "--encoder",
-        type=encoder_folder,
+        type=named_folder,
         action="append",
         default=[],
         metavar="NAME=DIR",

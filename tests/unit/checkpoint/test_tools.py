@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_hetero.checkpoint.choice import choose
-from megatron_hetero.checkpoint.folder import MANIFEST, record_file
+from megatron_hetero.checkpoint.folder import MANIFEST
 from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.storage import write_entries
@@ -288,6 +288,25 @@ def test_a_folder_that_has_moved(model: Path, tmp_path: Path, capsys: Capture) -
     assert same_bits(before, weights_of(tmp_path / "export"))
 
 
+def test_further_folders_that_have_moved(more_folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    text, vision, detail = (
+        shutil.copytree(more_folders / name, tmp_path / name) for name in ("text", "narrow", "detail")
+    )
+    given = ("--vision", vision, "--encoder", f"detail={detail}")
+    assert imported(text, tmp_path / "checkpoint", *given) == 0
+    assert exported(tmp_path / "checkpoint", tmp_path / "before") == 0
+    moved = [path.rename(path.with_name(f"{path.name}-moved")) for path in (vision, detail)]
+    capsys.readouterr()
+    status = exported(tmp_path / "checkpoint", tmp_path / "export")
+    refused(capsys, status, f"model.hf_path_vision of {tmp_path}/checkpoint/run.json", "now with --vision DIR")
+    flags_now = ["--vision", moved[0]]
+    status = exported(tmp_path / "checkpoint", tmp_path / "export", *flags_now)
+    refused(capsys, status, f"found no {detail}/config.json", "now with --encoder detail=DIR")
+    flags_now += ["--encoder", f"detail={moved[1]}"]
+    assert exported(tmp_path / "checkpoint", tmp_path / "export", *flags_now) == 0
+    assert bytes_of(tmp_path / "export") == bytes_of(tmp_path / "before")
+
+
 def test_what_may_be_replaced(untouched: Untouched, folders: Path, tmp_path: Path, capsys: Capture) -> None:
     checkpoint, thesis = untouched.folder / "checkpoints/step-00000004", tmp_path / "precious/thesis.txt"
     thesis.parent.mkdir()
@@ -395,7 +414,7 @@ def test_an_interruption_leaves_nothing(untouched: Untouched, folders: Path, tmp
         "megatron_hetero.checkpoint.storage.create_read_items_for_chunk_list", side_effect=KeyboardInterrupt
     ):
         assert exported(untouched.folder / "checkpoints", tmp_path / "export") == 130
-    assert capsys.readouterr().err == "interrupted; nothing was written\n" * 2
+    assert capsys.readouterr().err == "interrupted; nothing is left half-written\n" * 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -469,4 +488,3 @@ def test_memory_is_that_of_a_shard(folders: Path, tmp_path: Path) -> None:
     back = {canonical_name(n): t for path in tmp_path.glob("to-large-back/*.safetensors") for n, t in
             load_file(path).items()}  # fmt: skip
     assert same_bits(back, tensors)
-    assert len(record_file(tmp_path / "to-large/__0_0.distcp").sha256) == 64
