@@ -7,13 +7,12 @@ pickle. The files are the same kind: `__RANK_0.distcp`, and the index `.metadata
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -46,6 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_hetero.checkpoint.folder import FileRecord
+from megatron_hetero.checkpoint.hashed_files import HashedFiles
 from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.errors import UserError
 
@@ -126,8 +126,8 @@ def write_entries(
     `UserError` on every rank where one of them cannot write.
     """
     writer, planner = _Writer(folder), _EntryWriter(entries, value)
-    writer.fs = files = _HashedFiles()
-    with _told_as_errors(folder), _no_checksums():
+    writer.fs = files = HashedFiles()
+    with _told_as_errors(folder, group), _no_checksums():
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     return files.records
 
@@ -145,80 +145,23 @@ def _no_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-class _HashedFiles(FileSystem):
-    """Files of which it is known what was written into them, without reading them again. `records`: by name."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, FileRecord] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """As the base class."""
-        with super().create_stream(path, mode) as stream:
-            if mode != "wb":
-                yield stream
-                return
-            with _HashedStream(stream) as hashed:
-                yield hashed
-                self.records[Path(path).name] = hashed.record()
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """As the base class."""
-        super().rename(path, new_path)
-        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
-
-
-class _HashedStream(io.RawIOBase):
-    """A file that is written from its beginning to its end, and hashed while it is written."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__()
-        self._file, self._digest, self._size = file, hashlib.sha256(), 0
-
-    def write(self, data: Any) -> int:
-        """As any file's."""
-        self._digest.update(data)
-        self._size += memoryview(data).nbytes
-        return self._file.write(data)
-
-    def record(self) -> FileRecord:
-        """Size and hash of what was written so far."""
-        return FileRecord(self._size, self._digest.hexdigest())
-
-    def tell(self) -> int:
-        """As any file's."""
-        return self._size
-
-    def fileno(self) -> int:
-        """As any file's."""
-        return self._file.fileno()
-
-    def flush(self) -> None:
-        """As any file's."""
-        if not self._file.closed:
-            self._file.flush()
-
-    def close(self) -> None:
-        """As any file's."""
-        super().close()
-        self._file.close()
-
-
 def read_entries(folder: Path, index: Metadata, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
     """Fill the values of all entries of this rank. Every rank of `group` calls it; a process by itself needs none.
 
     Raises `UserError` on every rank where one of them cannot read.
     """
     reader, planner = _IndexedReader(folder, index), _EntryReader(entries)
-    with _told_as_errors(folder):
+    with _told_as_errors(folder, group):
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
 @contextmanager
-def _told_as_errors(folder: Path) -> Iterator[None]:
+def _told_as_errors(folder: Path, group: dist.ProcessGroup | None) -> Iterator[None]:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is meant
+        with ExitStack() as stack:
+            if group is None:  # that is meant. With a group this may be a thread, and filters are the process's.
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
         raise _told(folder, error) from None
