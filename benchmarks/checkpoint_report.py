@@ -50,9 +50,11 @@ class CheckpointReport:
             f"Medians of {len(self.saves)} rounds; ratios are of the same round, median [min, max].",
             table("what | s | GB/s | time / time of a plain copy", self._speeds()),
             "How long training is held up:",
-            table("save | the step that begins it waits, s | time / time of the copy to host memory", self._holds()),
-            "Steps:",
-            table("meanwhile | s | time / time of a step by itself", self._steps()),
+            table(
+                "save | the step that begins it waits, s | time / time of the copy alone | lost until it is whole, s",
+                self._holds(),
+            ),
+            "What is lost beside that wait are later steps that take longer: the thread has no core for itself here.",
             f"Model folder of {self.weight_bytes / 1e9:.2f} GB in fp32, each in a process of its own:",
             table("what | s | peak memory above an idle process | time / time of transformers", self._tools()),
             "\n".join(f"- {line}" for line in self.verdicts()),
@@ -74,15 +76,16 @@ class CheckpointReport:
         ]
 
     def _holds(self) -> list[str]:
-        to_host = self._of("to_host")
-        rows = {"waited for": self._of("waited"), "beside training": self._of("held"), "the copy alone": to_host}
-        return [f"{name} | {median(times):.3f} | {Ratio.of(times, to_host)}" for name, times in rows.items()]
-
-    def _steps(self) -> list[str]:
-        alone = [median(save["steps"]) for save in self.saves]
-        while_written = [save["meanwhile"][0] for save in self.saves]
-        rows = {"nothing": alone, "a thread writes": while_written}
-        return [f"{name} | {median(times):.2f} | {Ratio.of(times, alone)}" for name, times in rows.items()]
+        to_host, waited, held = self._of("to_host"), self._of("waited"), self._of("held")
+        lost = [
+            save["held"] + sum(save["meanwhile"]) - len(save["meanwhile"]) * median(save["steps"])
+            for save in self.saves
+        ]
+        rows = {"waited for": (waited, waited), "beside training": (held, lost), "the copy alone": (to_host, to_host)}
+        return [
+            f"{name} | {median(begins):.3f} | {Ratio.of(begins, to_host)} | {median(in_all):.2f}"
+            for name, (begins, in_all) in rows.items()
+        ]
 
     def _tools(self) -> list[str]:
         idle = min(costs["idle"][1] for costs in self.tools)
