@@ -13,6 +13,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +209,14 @@ class _EntryWriter(DefaultSavePlanner):
 def _write_item(entry: Entry) -> WriteItem:
     offsets = torch.Size(entry.offsets)
     chunk = ChunkStorageMetadata(offsets, entry.values.size())
-    data = TensorWriteData(chunk, TensorProperties(dtype=entry.values.dtype), torch.Size(entry.size))
+    data = TensorWriteData(chunk, _properties(entry.values.dtype), torch.Size(entry.size))
     return WriteItem(MetadataIndex(entry.key, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+@cache
+def _properties(dtype: torch.dtype) -> TensorProperties:
+    # One for all tensors of a type: they are slow to pickle, which is done once for each object.
+    return TensorProperties(dtype=dtype)
 
 
 class _Writer(dcp.FileSystemWriter):
