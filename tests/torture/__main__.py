@@ -253,9 +253,9 @@ def _kind(phase: str) -> str:
 
 def rounds(rng: random.Random, kills: int, changing: int, more: str) -> Iterator[Round]:
     """In one layout bit by bit, then in changing ones."""
-    yield Round("one layout", (rng.choice(FIXED),), tuple(draw(rng, kills)), 1, more)
+    yield Round("one-layout", (rng.choice(FIXED),), tuple(draw(rng, kills)), 1, more)
     if changing:
-        yield Round("changing layouts", CHANGING, tuple(draw(rng, changing)), 2, more)
+        yield Round("changing-layouts", CHANGING, tuple(draw(rng, changing)), 2, more)
 
 
 def torture(this: Round, folder: Path, rng: random.Random, deadline: float) -> list[Killed]:
