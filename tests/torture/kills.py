@@ -42,7 +42,7 @@ class Durations:
 @dataclass(frozen=True)
 class Killed:
     """What came of a kill. `newest`: the step of the newest whole checkpoint afterwards, 0 without one; `seconds`:
-    until no rank was left.
+    until no rank was left; `restarts`: whether torchrun starts the ranks again.
     """
 
     kill: Kill
@@ -50,12 +50,12 @@ class Killed:
     phase: str
     newest: int
     seconds: float
+    restarts: bool
 
     def __str__(self) -> str:
-        return (
-            f"{self.who} killed {self.phase}: all gone after {self.seconds:.1f} s, "
-            f"goes on {f'after step {self.newest}' if self.newest else 'from scratch'}"
-        )
+        place = f"after step {self.newest}" if self.newest else "from scratch"
+        how = ", started by torchrun" if self.restarts else ""
+        return f"{self.who} killed {self.phase}: all gone after {self.seconds:.1f} s, goes on {place}{how}"
 
 
 def draw(rng: random.Random, number: int) -> list[Kill]:
