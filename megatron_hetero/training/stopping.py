@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from megatron_hetero.launch import is_lost_peer, leave, leave_interrupted
@@ -36,8 +38,8 @@ def insists(first: int, then: int) -> bool:
 
 @contextmanager
 def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
-    """Inside, `SIGNALS` are noted instead of ending the process; a second Ctrl-C ends it at once. Nothing changes
-    where that is not `wanted`.
+    """Inside, `SIGNALS` are noted instead of ending the process; a second Ctrl-C ends it at once, and so does a
+    SIGTERM where another rank of this host has died. Nothing changes where that is not `wanted`.
     """
     request = StopRequest()
     if not wanted:
@@ -59,13 +61,13 @@ def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
 
 @contextmanager
 def _insistence() -> Iterator[None]:
-    """Inside, a signal that `insists` ends the process. A thread waits for it: handlers run between two instructions
-    of the main thread, which may itself wait for the device or for other ranks.
+    """Inside, some signals end the process. A thread waits for them: handlers run between two instructions of the main
+    thread, which may itself wait for the device or for other ranks.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=_listen, args=(reader,), name="stop-requests", daemon=True)
+    thread = threading.Thread(target=_listen, args=(reader, _siblings()), name="stop-requests", daemon=True)
     thread.start()
     try:
         yield
@@ -76,7 +78,7 @@ def _insistence() -> Iterator[None]:
         reader.close()
 
 
-def _listen(signals: socket.socket) -> None:
+def _listen(signals: socket.socket, siblings: frozenset[int]) -> None:
     first: int | None = None
     while data := signals.recv(1):
         number = data[0]
@@ -84,4 +86,28 @@ def _listen(signals: socket.socket) -> None:
             continue
         if first is not None and insists(first, number):
             leave_interrupted()
+        # torchrun sends SIGTERM for two reasons: it was asked to stop, or a rank has died. A rank that waits for the
+        # dead one does so for ever, on a GPU at least, and torchrun would wait for it.
+        if number == signal.SIGTERM and not all(map(_lives, siblings)):
+            leave("", 1)
         first = first or number
+
+
+def _siblings() -> frozenset[int]:
+    """The ranks that torchrun started on this host, by process; none where that does not show."""
+    parent = os.getppid()
+    try:
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    except OSError:
+        return frozenset()
+    # Anything else may end when it likes.
+    return (
+        frozenset(map(int, children)) if len(children) == int(os.environ.get("LOCAL_WORLD_SIZE", "0")) else frozenset()
+    )
+
+
+def _lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +74,7 @@ def wait_for_moment(
     kill: Kill, run: Watched, since: int, trained: int, checkpoints: Path, durations: Durations, deadline: float
 ) -> list[psutil.Process]:
     """Wait until it is time. `trained`: the step that this start goes on after. Returns the ranks. Raises `Off`."""
-    ranks = run.wait_for_ranks(deadline)
+    ranks = run.wait_for_ranks(deadline)  # in the order in which torchrun started them
     if kill.aim == "start-up":
         time.sleep(kill.late * durations.start_up)
         return ranks
@@ -95,12 +97,14 @@ def strike(
     kill: Kill, run: Watched, ranks: Sequence[psutil.Process], rng: random.Random, limit_s: float
 ) -> tuple[str, float]:
     """Kill. Returns who was, and the seconds until no rank was left. Raises `Off` where one stays."""
-    chosen = list(ranks) if kill.victims != "one rank" else [rng.choice(ranks)]
-    rng.shuffle(chosen)
+    if kill.aim == "rename":
+        chosen = list(ranks) if kill.victims != "one rank" else [ranks[0]]  # that one renames: there is no time to lose
+    else:
+        chosen = rng.sample(ranks, 1 if kill.victims == "one rank" else len(ranks))
     if kill.victims == "torchrun and all ranks":
-        run.agent.kill()
+        os.kill(run.agent.pid, signal.SIGKILL)
     for process in chosen:
-        process.kill()
+        os.kill(process.pid, signal.SIGKILL)
     start = time.monotonic()
     while left := [process for process in ranks if _lives(process)]:
         if time.monotonic() - start > limit_s:

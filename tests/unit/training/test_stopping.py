@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from signal import SIGINT, SIGTERM, SIGUSR1
 
@@ -69,3 +71,49 @@ def test_nobody_waits_for_the_survivors(
         send(number)
         raise error
     assert left == ([("", 1)] if leaves else [])
+
+
+TWO_RANKS = """
+import os, signal, time
+from megatron_hetero.training.stopping import stop_requests
+
+os.environ["LOCAL_WORLD_SIZE"] = "2"
+
+def ends_in(seconds, kill):
+    (go, went), (ready, say) = os.pipe(), os.pipe()
+    ranks = []
+    for _ in range(2):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            os.read(go, 1)
+            with stop_requests():
+                os.write(say, b"x")
+                time.sleep(60)
+    os.write(went, b"xx")
+    for _ in ranks:
+        os.read(ready, 1)
+    victim, survivor = ranks
+    if kill:
+        os.kill(victim, signal.SIGKILL)
+        time.sleep(0.2)
+    os.kill(survivor, signal.SIGTERM)
+    end = time.monotonic() + seconds
+    status = None
+    while status is None and time.monotonic() < end:
+        pid, found = os.waitpid(survivor, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(found) if pid else None
+        time.sleep(0.01)
+    for rank in ranks:
+        if rank != survivor or status is None:
+            os.kill(rank, signal.SIGKILL)
+            os.waitpid(rank, 0)
+    return status
+
+print(ends_in(0.5, kill=False), ends_in(10, kill=True))
+"""
+
+
+def test_sigterm_ends_a_rank_that_waits_for_a_dead_one() -> None:
+    """Two ranks of a process, as torchrun starts them: one dies, and the other's main thread sleeps on."""
+    done = subprocess.run([sys.executable, "-c", TWO_RANKS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["None", "1"]
