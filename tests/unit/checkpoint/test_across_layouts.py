@@ -38,7 +38,11 @@ def interrupted(run: Path, other: Path) -> Path:
     return other / "checkpoints/step-00000002"
 
 
-@pytest.mark.parametrize("more", ["", "--vision-parallel dp:1@0 --text-parallel dp:1@1"], ids=["shared", "apart"])
+@pytest.mark.parametrize(
+    "more",
+    ["--train.micro_batch_size 2", "--vision-parallel dp:1@0 --text-parallel dp:1@1 --checkpoint.async true"],
+    ids=["shared", "apart"],
+)
 def test_the_same_layout_goes_on_bit_by_bit(more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     """Thirty steps, and fifteen and fifteen."""
     whole, cut = (
@@ -81,27 +85,26 @@ class Link:
 
 APART, COMPARED = 5, 30
 """Steps from one resume to the next, and those after it that are compared."""
-TWO, ONE = "--train.micro_batch_size 2", "--train.micro_batch_size 1"
-SHARED, UNEVEN = Link("sp:4", "tp:4", 4, TWO), "--parallel_layers.text 1 3"
-VIRTUAL = "--schedule.virtual_stages 2 --schedule.waves 2"
-DETAIL = f"{TWO} --model.encoders.detail.hf_path TOWERS/detail --model.encoders.detail.token <|video_pad|>"
+ALL, TWO, ONE = (f"--train.micro_batch_size {size}" for size in (4, 2, 1))
+UNEVEN, VIRTUAL = "--parallel_layers.text 1 3", "--schedule.virtual_stages 2 --schedule.waves 2"
+DETAIL = "--model.encoders.detail.hf_path TOWERS/detail --model.encoders.detail.token <|video_pad|>"
 CHAINS = {
-    "one and two ranks": ("plain", [
-        Link("sp:2", "tp:2", 2, TWO),
-        Link("dp:1", "tp:1", 1, ONE),
-        Link("sp:2", "tp:2", 2, TWO),
+    "one and two ranks": ("deep", [
+        Link("sp:2", "tp:2", 2, ALL),
+        Link("dp:1", "tp:1", 1, TWO),
+        Link("sp:2", "tp:2", 2, ALL),
+        Link("dp:1@0", "dp:1@1", 2, f"{ONE} --schedule.run_ahead 2"),
+        Link("dp:2", "pp:2", 2, f"{ONE} {VIRTUAL}"),
     ]),
     "four ranks": ("deep", [
-        SHARED,
-        Link("tp:2,dp:2", "tp:2,pp:2", 4, f"{ONE} {UNEVEN}"),
-        SHARED,
-        Link("dp:2@0-1", "tp:2@2-3", 4, f"{TWO} --schedule.run_ahead 2"),
-        Link("dp:4", "pp:2,dp:2", 4, f"{ONE} {VIRTUAL}"),
+        Link("sp:4", "tp:4", 4, ALL),
+        Link("tp:2,dp:2", "tp:2,pp:2", 4, f"{TWO} {UNEVEN}"),
+        Link("sp:4", "tp:4", 4, ALL),
     ]),
     "towers": ("plain", [
-        Link("sp:2", "tp:2", 2, f"--detail-parallel dp:2 {DETAIL}"),
-        Link("dp:1@0", "dp:1@2", 3, f"--detail-parallel dp:1@1 {DETAIL}"),
-        Link("dp:2", "pp:2", 2, f"--detail-parallel tp:2 --schedule.kind recompute {DETAIL}"),
+        Link("sp:2", "tp:2", 2, f"{ALL} --detail-parallel dp:2 {DETAIL}"),
+        Link("dp:1@0", "dp:1@2", 3, f"{TWO} --detail-parallel dp:1@1 {DETAIL}"),
+        Link("dp:2", "pp:2", 2, f"{TWO} --detail-parallel tp:2 --schedule.kind recompute {DETAIL}"),
     ]),
 }  # fmt: skip
 
