@@ -95,15 +95,13 @@ def _listen(signals: socket.socket, siblings: frozenset[int]) -> None:
 
 def _siblings() -> frozenset[int]:
     """The ranks that torchrun started on this host, by process; none where that does not show."""
-    parent = os.getppid()
+    parent, ranks = os.getppid(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     try:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     except OSError:
         return frozenset()
-    # Anything else may end when it likes.
-    return (
-        frozenset(map(int, children)) if len(children) == int(os.environ.get("LOCAL_WORLD_SIZE", "0")) else frozenset()
-    )
+    # A parent with other children is no torchrun, or what they are does not show: those may end when they like.
+    return frozenset(map(int, children)) if len(children) == ranks else frozenset()
 
 
 def _lives(process: int) -> bool:
