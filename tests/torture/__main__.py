@@ -7,6 +7,7 @@ rounding. Kills hit one rank, all, or torchrun with all; half of them are aimed 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import shutil
@@ -86,12 +87,15 @@ CHANGING = (
 
 @dataclass(frozen=True)
 class Round:
-    """One run that is killed, and one that is not. `starts`: one of these is drawn for each start."""
+    """One run that is killed, and one that is not. `starts`: one after the other, in a random order; `restarts`: how
+    often torchrun starts the ranks again where it does.
+    """
 
     name: str
     starts: tuple[Start, ...]
     kills: tuple[Kill, ...]
     interval: int
+    restarts: int
     more: str = ""
 
     @property
@@ -140,8 +144,9 @@ def killed_run(
 ) -> Iterator[Killed]:
     """Train with the kills, to the end. Raises `Off` where anything is not as it must be."""
     checkpoints, kills, trained, number = run / "checkpoints", list(this.kills), 0, 0
+    starts = itertools.cycle(rng.sample(this.starts, len(this.starts)))
     while kills:
-        start, restarts, number = rng.choice(this.starts), rng.choice((0, 0, 2)), number + 1
+        start, restarts, number = next(starts), rng.choice((0, 0, this.restarts)), number + 1
         flags = flags_of(this, start, folder, run)
         with Watched(flags, start.ranks, restarts, run / f"output-{number:02}.log") as watched:
             since, agent_lives = 0, True
@@ -162,7 +167,8 @@ def killed_run(
                 raise Off(f"torchrun exited with 0 after a kill; see {watched.log}")
             if agent_lives:  # torchrun has started the ranks once more: they train to the end
                 return finish(watched, since, trained, this, deadline)
-    with Watched(flags_of(this, this.starts[0], folder, run), this.starts[0].ranks, 0, run / "output.log") as watched:
+    start = next(starts)
+    with Watched(flags_of(this, start, folder, run), start.ranks, 0, run / "output.log") as watched:
         finish(watched, 0, trained, this, deadline)
 
 
@@ -258,9 +264,9 @@ def _kind(phase: str) -> str:
 
 def rounds(rng: random.Random, kills: int, changing: int, more: str) -> Iterator[Round]:
     """In one layout bit by bit, then in changing ones."""
-    yield Round("one-layout", (rng.choice(FIXED),), tuple(draw(rng, kills)), 1, more)
+    yield Round("one-layout", (rng.choice(FIXED),), tuple(draw(rng, kills)), 1, 2, more)
     if changing:
-        yield Round("changing-layouts", CHANGING, tuple(draw(rng, changing)), 2, more)
+        yield Round("changing-layouts", CHANGING, tuple(draw(rng, changing)), 2, 1, more)
 
 
 def torture(this: Round, folder: Path, rng: random.Random, deadline: float) -> list[Killed]:
