@@ -1,5 +1,6 @@
 # make train   the demo: a small model learns to answer questions about pictures, on any machine
 # make test    lint, types, unit tests, functional tests
+# make torture a run that is killed dozens of times, and must end as if nobody had touched it; some minutes
 # Each makes what it needs, .venv included. PYTHON=python3.12 make ... takes another interpreter.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS := 1
 # Nothing is fetched while programs run.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv test lint types unit functional format readme train demo-clean bench clean
+.PHONY: help venv test lint types unit functional torture format readme train demo-clean bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +48,12 @@ unit: $(INSTALLED)
 
 functional: $(INSTALLED)
 	$(BIN)/python -m pytest tests --ignore tests/unit
+
+# Not part of `make test`. SEED=N kills at other moments.
+SEED ?= 0
+torture: $(INSTALLED)
+	$(BIN)/python -m tests.torture --seed $(SEED)
+	$(BIN)/python -m tests.torture --seed $(SEED) --async
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -80,15 +80,25 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     except SystemExit:
         raise
     except KeyboardInterrupt:
-        _leave("interrupted; nothing more is written" if rank() == 0 else "", INTERRUPTED)
+        leave_interrupted()
     except UserError as error:
         # What one rank found, the others mostly found too: they give the first one time to tell it.
         time.sleep(0.0 if rank() == 0 else 2.0 + 0.5 * (rank() % 16))
-        _leave(f"error: {error}", 1)
+        leave(f"error: {error}", 1)
     except BaseException as error:
-        if any(sign in str(error) for sign in _LOST_PEER):
+        if is_lost_peer(error):
             time.sleep(10.0)  # somebody else's error; torchrun ends this process before it speaks
-        _leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
+        leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether it says no more than that another rank has gone."""
+    return any(sign in str(error) for sign in _LOST_PEER)
+
+
+def leave_interrupted() -> None:
+    """End the process at once, with the exit status of Ctrl-C."""
+    leave("interrupted; nothing more is written" if rank() == 0 else "", INTERRUPTED)
 
 
 def _repeats_help(argv: Sequence[str]) -> bool:
@@ -96,7 +106,7 @@ def _repeats_help(argv: Sequence[str]) -> bool:
     return rank() != 0 and "--help" in argv
 
 
-def _leave(message: str, status: int) -> None:
+def leave(message: str, status: int) -> None:
     """Say `message` and exit without waiting for threads or for other ranks."""
     if message:
         print(message, file=sys.stderr)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+
+from megatron_hetero.launch import is_lost_peer, leave, leave_interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """What a scheduler sends before it ends a job, and Ctrl-C."""
 
 
 class StopRequest:
-    """Whether this rank was asked to stop. `seen`: by which signal."""
+    """Whether this rank was asked to stop. `seen`: by which signal, the first."""
 
     def __init__(self) -> None:
         self.seen: signal.Signals | None = None
@@ -21,19 +27,85 @@ class StopRequest:
         return self.seen is not None
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler. A second Ctrl-C raises `KeyboardInterrupt`, which ends the process at once."""
-        if self.seen is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        """The handler."""
         self.seen = self.seen or signal.Signals(number)
+
+
+def insists(first: int, then: int) -> bool:
+    """Whether a second signal means: at once. That is a second Ctrl-C, which torchrun passes on as SIGTERM."""
+    return then == signal.SIGINT or (first == signal.SIGINT and then == signal.SIGTERM)
 
 
 @contextmanager
 def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
-    """Inside, `SIGNALS` are noted instead of ending the process. Nothing changes where that is not `wanted`."""
+    """Inside, `SIGNALS` are noted instead of ending the process; a second Ctrl-C ends it at once, and so does a
+    SIGTERM where another rank of this host has died. Nothing changes where that is not `wanted`.
+    """
     request = StopRequest()
-    before = {number: signal.signal(number, request.note) for number in SIGNALS} if wanted else {}
-    try:
+    if not wanted:
         yield request
+        return
+    before = {number: signal.signal(number, request.note) for number in SIGNALS}
+    try:
+        with _insistence():
+            yield request
+    except Exception as error:
+        # torchrun ends what is left when a rank has gone. It has been told; nobody waits for this rank.
+        if request.seen is signal.SIGTERM and is_lost_peer(error):
+            leave("", 1)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _insistence() -> Iterator[None]:
+    """Inside, some signals end the process. A thread waits for them: handlers run between two instructions of the main
+    thread, which may itself wait for the device or for other ranks.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=_listen, args=(reader, _siblings()), name="stop-requests", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()
+        thread.join()
+        reader.close()
+
+
+def _listen(signals: socket.socket, siblings: frozenset[int]) -> None:
+    first: int | None = None
+    while data := signals.recv(1):
+        number = data[0]
+        if number not in SIGNALS:
+            continue
+        if first is not None and insists(first, number):
+            leave_interrupted()
+        # torchrun sends SIGTERM for two reasons: it was asked to stop, or a rank has died. A rank that waits for the
+        # dead one does so for ever, on a GPU at least, and torchrun would wait for it.
+        if number == signal.SIGTERM and not all(map(_lives, siblings)):
+            leave("", 1)
+        first = first or number
+
+
+def _siblings() -> frozenset[int]:
+    """The ranks that torchrun started on this host, by process; none where that does not show."""
+    parent, ranks = os.getppid(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    try:
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    except OSError:
+        return frozenset()
+    # A parent with other children is no torchrun, or what they are does not show: those may end when they like.
+    return frozenset(map(int, children)) if len(children) == ranks else frozenset()
+
+
+def _lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

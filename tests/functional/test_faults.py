@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_hetero.checkpoint.folder import unfinished, whole
 from megatron_hetero.layout import ModuleShape, resolve
 from megatron_hetero.schedule.builders import build_schedule
 from tests.functional.dying import ACTIONS, CALLS
@@ -55,14 +56,16 @@ def test_a_killed_rank_leaves_no_process(layout: str, phase: str, victim: int, f
 
 
 def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder: Path) -> None:
-    """With `--max-restarts`, from the last checkpoint and without help."""
-    program = "--max-restarts", "1", "-m", "tests.functional.dying", str(folder / "died once"), "1", "update"
+    """With `--max-restarts`, from the last whole checkpoint and without help: it dies while the next is written."""
+    program = "--max-restarts", "1", "-m", "tests.functional.dying", str(folder / "died once"), "1", "save, hashing"
     flags = f"--vision-parallel sp:2 --text-parallel pp:2 --train.iters 3 --log.dir {folder}/again --export.hf_dir none"
     flags += f" --checkpoint.dir {folder}/checkpoints --checkpoint.interval 1"
     with started(folder, *flags.split(), program=program) as agent:
         output, _ = agent.communicate(timeout=90)
     assert agent.returncode == 0, output
+    assert f"{folder}/checkpoints/.step-00000002.partial was never finished" in output
     assert f"resumed from {folder}/checkpoints/step-00000001" in output
+    assert list(whole(folder / "checkpoints")) == [1, 2, 3] and not unfinished(folder / "checkpoints")
     lines = (folder / "again" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
@@ -74,7 +77,9 @@ def seconds_until_all_are_gone(folder: Path, layout: str, phase: str, victim: in
     vision, text, ranks = LAYOUTS[layout]
     died = folder / "died"
     died.unlink(missing_ok=True)
-    flags = "--vision-parallel", vision, "--text-parallel", text
+    flags = ["--vision-parallel", vision, "--text-parallel", text]
+    if phase.startswith("save"):
+        flags += ["--checkpoint.dir", tempfile.mkdtemp(dir=folder), "--checkpoint.interval", "1"]
     program = "-m", "tests.functional.dying", str(died), str(victim), phase
     with started(folder, *flags, ranks=ranks, program=program) as agent:
         family = {psutil.Process(agent.pid)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,17 @@ class Untouched:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two data sets and a model of each kind."""
+    """Two data sets and a model of each kind; in `towers`, two that show images to a further encoder, `detail`."""
     root = tmp_path_factory.mktemp("checkpoints")
     for seed, name in enumerate(("a", "b")):
         write_data(root / name, 6, seed=seed)
-    write_model(root / "plain", ModelChoice(vision_layers=2, text_layers=2))
-    write_model(root / "tied", ModelChoice(vision_layers=2, text_layers=2, tied=True))
+        write_data(root / "towers" / name, 6, seed=seed, details=(1, 0, 2))
+    small = ModelChoice(vision_layers=2, text_layers=2)
+    write_model(root / "plain", small)
+    write_model(root / "tied", replace(small, tied=True))
+    write_model(root / "deep", replace(small, tied=True, text_layers=4))
+    write_model(root / "towers/plain", small)
+    write_model(root / "towers/detail", replace(small, vision_heads=2, vision_head_dim=12, vision_ffn=44, seed=1))
     return root
 
 

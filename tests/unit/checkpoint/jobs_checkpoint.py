@@ -36,21 +36,36 @@ def flags(folders: Path, run: Path, vision: str, text: str, more: str = "", mode
         f"--optimizer.lr 1e-3 --optimizer.weight_decay 0.1 "
         f"--vision-parallel {vision} --text-parallel {text} {more}"
     )
-    return common.split() if "--model.dtype" in more else [*common.split(), "--model.dtype", "float32"]
+    return once(common.split() if "--model.dtype" in more else [*common.split(), "--model.dtype", "float32"])
 
 
-def train(flags: list[str], copy: Path | None = None) -> dict[str, Any]:
+def once(line: list[str]) -> list[str]:
+    """A command line in which a flag that comes again wins."""
+    values: dict[str, list[str]] = {}
+    for word in line:
+        if word.startswith("--"):
+            values[name := word] = []
+        else:
+            values[name].append(word)
+    return [word for name, words in values.items() for word in (name, *words)]
+
+
+def train(flags: list[str], copy: Path | None = None, until: int | None = None) -> dict[str, Any]:
     """Train as the program does, from where the run resumes: the losses, the last weights, and what was said of the
-    resume. Before that, save what was loaded into `copy`, as it lies in this layout.
+    resume. Before that, save what was loaded into `copy`, as it lies in this layout. In step `until` the last rank is
+    asked to stop.
     """
     run, losses = build(flags), []
     loaded = _save_copy(run, copy) if copy is not None else None
     with run.writer:
         for step, batch, _ in run.batches():
-            metrics = run.train_step(step, batch)
+            asked = step == until and run.topology.rank == run.topology.world_size - 1
+            metrics = run.train_step(step, batch, stop=asked)
             run.writer.write(metrics)
             losses.append(metrics.loss)
-            run.saver.after(step)
+            run.saver.after(step, metrics.stopping)
+            if metrics.stopping:
+                break
     return {
         "losses": losses,
         "weights": stored(run),

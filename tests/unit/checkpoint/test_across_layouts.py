@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +38,31 @@ def interrupted(run: Path, other: Path) -> Path:
     return other / "checkpoints/step-00000002"
 
 
-def test_the_same_layout_goes_on_bit_by_bit(untouched: Untouched, folders: Path, tmp_path: Path, pools: Pools) -> None:
-    whole, cut = untouched.folder, tmp_path / "cut"
-    written = interrupted(whole, cut)
-    resumed = pools(2).run(jobs.train, flags(folders, cut, "sp:2", "tp:2"))[0]
-    assert resumed["from"] == 2 and resumed["losses"] == untouched.found["losses"][2:]
-    same(whole / "checkpoints/step-00000004", cut / "checkpoints/step-00000004", but="")
-    history = [json.loads(line) for line in (cut / "log/metrics.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in history] == untouched.found["losses"]
-    assert [line["step"] for line in history] == [1, 2, 3, 4]
-    another_layout("dp:1", "dp:1", 1, untouched.found, written, folders, tmp_path, pools, "plain", "")
+@pytest.mark.parametrize(
+    "more",
+    ["--train.micro_batch_size 2", "--vision-parallel dp:1@0 --text-parallel dp:1@1 --checkpoint.async true"],
+    ids=["shared", "apart"],
+)
+def test_the_same_layout_goes_on_bit_by_bit(more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
+    """Thirty steps, and fifteen and fifteen."""
+    whole, cut = (
+        flags(folders, tmp_path / name, "sp:2", "tp:2", f"{more} --train.iters 30 --checkpoint.interval 100")
+        for name in ("whole", "cut")
+    )
+    untouched = pools(2).run(jobs.train, whole)[0]
+    first = pools(2).run(jobs.train, cut, None, 15)[0]
+    second = pools(2).run(jobs.train, cut)[0]
+    assert (first["from"], second["from"]) == (0, 15)
+    assert first["losses"] + second["losses"] == untouched["losses"] and len(untouched["losses"]) == 30
+    same(*(tmp_path / name / "checkpoints/step-00000030" for name in ("whole", "cut")), but="")
+    assert all(np.array_equal(second["weights"][name], value) for name, value in untouched["weights"].items())
+    history = [json.loads(line) for line in (tmp_path / "cut/log/metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in history] == list(enumerate(untouched["losses"], 1))
 
 
 def test_training_may_go_on_meanwhile(untouched: Untouched, folders: Path, tmp_path: Path, pools: Pools) -> None:
     more = "--checkpoint.async true --checkpoint.interval 1"
-    found = pools(2).run(jobs.train, once(flags(folders, tmp_path, "sp:2", "tp:2", more)))[0]
+    found = pools(2).run(jobs.train, flags(folders, tmp_path, "sp:2", "tp:2", more))[0]
     assert found["losses"] == untouched.found["losses"]
     for step in ("step-00000002", "step-00000004"):
         same(untouched.folder / "checkpoints" / step, tmp_path / "checkpoints" / step, but="")
@@ -62,50 +73,86 @@ def test_training_may_go_on_meanwhile(untouched: Untouched, folders: Path, tmp_p
     assert [json.loads(line)["step"] for line in history] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("before, after, model, more", [
-    (("sp:4", "tp:4"), ("tp:2,dp:2", "tp:2,pp:2"), "plain", ""),
-    (("tp:2,pp:2", "tp:2,pp:2"), ("dp:4", "tp:4"), "tied", ""),
-    (("dp:4", "tp:2,dp:2"), ("dp:2@0-1", "tp:2@2-3"), "plain", "--model.dtype bfloat16"),
-    (("dp:2@0-1", "tp:2@2-3"), ("sp:2,dp:2", "dp:4"), "tied", ""),
-])  # fmt: skip
-def test_another_layout_goes_on(
-    before: tuple[str, str],
-    after: tuple[str, str],
-    model: str,
-    more: str,
-    folders: Path,
-    tmp_path: Path,
-    pools: Pools,
-) -> None:
-    untouched = pools(4).run(jobs.train, flags(folders, tmp_path / "whole", *before, more, model))[0]
-    written = tmp_path / "whole/checkpoints/step-00000002"
-    another_layout(*after, 4, untouched, written, folders, tmp_path, pools, model, more)
+@dataclass(frozen=True)
+class Link:
+    """How a run of a chain is started."""
+
+    vision: str
+    text: str
+    ranks: int
+    more: str = ""
 
 
-def another_layout(
-    vision: str,
-    text: str,
-    ranks: int,
-    untouched: dict[str, Any],
-    written: Path,
-    folders: Path,
-    tmp_path: Path,
-    pools: Pools,
-    model: str,
-    more: str,
-) -> None:
-    """What is loaded has the same bits, and the losses go on as those of the `untouched` run."""
-    again = flags(folders, tmp_path / "other", vision, text, f"{more} --checkpoint.resume {written}", model)
-    found = pools(ranks).run(jobs.train, again, tmp_path / "copy")[0]
-    same(written, tmp_path / "copy/step-00000002", but="random/")
+APART, COMPARED = 5, 30
+"""Steps from one resume to the next, and those after it that are compared."""
+ALL, TWO, ONE = (f"--train.micro_batch_size {size}" for size in (4, 2, 1))
+UNEVEN, VIRTUAL = "--parallel_layers.text 1 3", "--schedule.virtual_stages 2 --schedule.waves 2"
+DETAIL = "--model.encoders.detail.hf_path TOWERS/detail --model.encoders.detail.token <|video_pad|>"
+CHAINS = {
+    "one and two ranks": ("deep", [
+        Link("sp:2", "tp:2", 2, ALL),
+        Link("dp:1", "tp:1", 1, TWO),
+        Link("sp:2", "tp:2", 2, ALL),
+        Link("dp:1@0", "dp:1@1", 2, f"{ONE} --schedule.run_ahead 2"),
+        Link("dp:2", "pp:2", 2, f"{ONE} {VIRTUAL}"),
+    ]),
+    "four ranks": ("deep", [
+        Link("sp:4", "tp:4", 4, ALL),
+        Link("tp:2,dp:2", "tp:2,pp:2", 4, f"{TWO} {UNEVEN}"),
+        Link("sp:4", "tp:4", 4, ALL),
+    ]),
+    "towers": ("plain", [
+        Link("sp:2", "tp:2", 2, f"{ALL} --detail-parallel dp:2 {DETAIL}"),
+        Link("dp:1@0", "dp:1@2", 3, f"{TWO} --detail-parallel dp:1@1 {DETAIL}"),
+        Link("dp:2", "pp:2", 2, f"{TWO} --detail-parallel tp:2 --schedule.kind recompute {DETAIL}"),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_of_layouts(name: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
+    """Each run goes on from a checkpoint of the one before, with the same bits, and the next thirty losses are those
+    of the one before, to rounding.
+    """
+    model, links = CHAINS[name]
+    root = folders / "towers" if name == "towers" else folders
+    total = APART * (len(links) - 1) + COMPARED
+    before: dict[str, Any] = {}
+    for turn, link in enumerate(links):
+        start, run, last = turn * APART, tmp_path / str(turn), turn == len(links) - 1
+        written = tmp_path / str(turn - 1) / f"checkpoints/step-{start:08d}"
+        more = f"{link.more} --train.iters {total} --checkpoint.interval {APART}".replace("TOWERS", str(root))
+        resume = f" --checkpoint.resume {written}" if turn else ""
+        line = flags(root, run, link.vision, link.text, more + resume, model)
+        copy, until = (run / "copy" if turn else None), (None if last else start + APART + COMPARED)
+        found = pools(link.ranks).run(jobs.train, line, copy, until)[0]
+        assert found["from"] == start
+        if turn:
+            require_loaded(written, run / f"copy/step-{start:08d}", found, start)
+            np.testing.assert_allclose(found["losses"][:COMPARED], before["losses"][APART:], rtol=0, atol=1e-5)
+        before = found
+
+
+def require_loaded(written: Path, copy: Path, found: dict[str, Any], steps: int, dtype: str = "") -> None:
+    """Check that what was loaded has the same bits: what is saved again at once, and the weights themselves."""
+    same(written, copy, but="random/")
     kept = jobs.tensors(written)
     assert all(
-        np.array_equal(kept[f"weights/{name}"].to(DTYPES[more]).float().reshape(value.shape).numpy(), value)
+        np.array_equal(kept[f"weights/{name}"].to(DTYPES[dtype]).float().reshape(value.shape).numpy(), value)
         for name, value in found["loaded"].items()
     )
-    assert {float(count) for key, count in kept.items() if key.startswith("step/")} == {2.0}
+    assert {float(count) for key, count in kept.items() if key.startswith("step/")} == {float(steps)}
     assert any("layouts were" in note for note in found["notes"])
-    np.testing.assert_allclose(found["losses"], untouched["losses"][2:], rtol=0, atol=1e-5 if not more else 3e-2)
+
+
+def test_another_layout_in_bfloat16(folders: Path, tmp_path: Path, pools: Pools) -> None:
+    more = "--model.dtype bfloat16"
+    untouched = pools(4).run(jobs.train, flags(folders, tmp_path / "whole", "dp:4", "tp:2,dp:2", more))[0]
+    written = tmp_path / "whole/checkpoints/step-00000002"
+    again = flags(folders, tmp_path / "other", "dp:2@0-1", "tp:2@2-3", f"{more} --checkpoint.resume {written}")
+    found = pools(4).run(jobs.train, again, tmp_path / "copy")[0]
+    require_loaded(written, tmp_path / "copy/step-00000002", found, 2, more)
+    np.testing.assert_allclose(found["losses"], untouched["losses"][2:], rtol=0, atol=3e-2)
 
 
 def test_type_and_frozen_parts_may_change(untouched: Untouched, folders: Path, tmp_path: Path, pools: Pools) -> None:
@@ -122,7 +169,7 @@ def test_type_and_frozen_parts_may_change(untouched: Untouched, folders: Path, t
     assert loaded["weights/visual.blocks.0.norm1.weight"].dtype == torch.bfloat16
 
     thawed = flags(folders, tmp_path / "second", "tp:2", "dp:2", f"--checkpoint.resume {first} --train.iters 5")
-    found = pools(2).run(jobs.train, once(thawed))[0]
+    found = pools(2).run(jobs.train, thawed)[0]
     assert any("vision was frozen: the optimizer begins there with moments of zero" in note for note in found["notes"])
     last = jobs.tensors(tmp_path / "second/checkpoints/step-00000005")
     counts = {key: float(count) for key, count in last.items() if key.startswith("step/")}
@@ -132,21 +179,10 @@ def test_type_and_frozen_parts_may_change(untouched: Untouched, folders: Path, t
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_plain_sgd_goes_on_too(dtype: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     more = f"--optimizer.name sgd --optimizer.weight_decay 0 --model.dtype {dtype} --data.workers 0"
-    line = [*once(flags(folders, tmp_path / "whole", "dp:2", "tp:2", more))]
+    line = flags(folders, tmp_path / "whole", "dp:2", "tp:2", more)
     untouched = pools(2).run(jobs.train, line)[0]
     written = interrupted(tmp_path / "whole", tmp_path / "cut")
     line = [word.replace(str(tmp_path / "whole"), str(tmp_path / "cut")) for word in line]
     assert pools(2).run(jobs.train, line)[0]["losses"] == untouched["losses"][2:]
     same(tmp_path / "whole/checkpoints/step-00000004", tmp_path / "cut/checkpoints/step-00000004", but="")
     assert {v.dtype for k, v in jobs.tensors(written).items() if "weights/" in k} == {torch.float32}
-
-
-def once(line: list[str]) -> list[str]:
-    """A command line in which a flag that comes again wins."""
-    values: dict[str, list[str]] = {}
-    for word in line:
-        if word.startswith("--"):
-            values[name := word] = []
-        else:
-            values[name].append(word)
-    return [word for name, words in values.items() for word in (name, *words)]

@@ -1,0 +1,190 @@
+"""Runs that are asked to stop save and go on later; a second Ctrl-C ends them at once; a warned job is queued again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_hetero.checkpoint.folder import read_manifest, unfinished, verify, whole
+from tests.functional.test_torchrun import CONFIG, PROGRAM, started
+from tests.support.folders import ModelChoice, write_data, write_model
+
+SCRIPT = PROGRAM.parent / "examples/slurm/requeue.sbatch"
+AT_ONCE_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stopping")
+    write_model(folder / "model", ModelChoice(vision_layers=2, text_layers=1))
+    write_data(folder, 8)
+    (folder / "config.yaml").write_text(CONFIG)
+    return folder
+
+
+@contextmanager
+def killed_after(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Whatever is left of the process at the end is killed."""
+    try:
+        yield process
+    finally:
+        for child in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+def read_to_a_step(process: subprocess.Popen[str]) -> str:
+    """What the run prints up to its first step."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step "):
+            break
+    return "".join(lines)
+
+
+def require_whole(checkpoints: Path) -> list[int]:
+    """The steps of the checkpoints, none of which is damaged or half."""
+    assert not unfinished(checkpoints)
+    for path in whole(checkpoints).values():
+        records = read_manifest(path)
+        assert verify(path, records, records) == []
+    return list(whole(checkpoints))
+
+
+def test_a_run_that_is_stopped_saves_and_goes_on(folder: Path, tmp_path: Path) -> None:
+    flags = f"--train.iters 100000 --log.dir {tmp_path}/log --checkpoint.dir {tmp_path}/checkpoints".split()
+    program = "-m", "tests.functional.leaving", str(tmp_path)
+    stops = [0]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with started(folder, *flags, program=program) as agent:
+            output = read_to_a_step(agent)
+            agent.send_signal(number)
+            output += agent.communicate(timeout=60)[0]
+        stopped = re.search(r"stopped after step (\d+), as asked; the same command goes on from there", output)
+        assert stopped and agent.returncode == 1, output  # torchrun's; its ranks have ended well
+        assert (f"after step {stops[-1]}\n" in output) == (len(stops) > 1)
+        stops.append(int(stopped[1]))
+        assert require_whole(tmp_path / "checkpoints") == stops[1:]
+        for rank in (0, 1):
+            (tmp_path / f"ended-{rank}").unlink()  # it was there: the rank had ended well
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once(folder: Path, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    # A step of a few seconds, so that it is still going on when the second Ctrl-C comes.
+    flags = f"--train.global_batch_size 512 --log.dir {tmp_path}/log --checkpoint.dir {checkpoints} --train.iters 9"
+    with started(folder, *flags.split(), "--checkpoint.interval", "1") as agent:
+        read_to_a_step(agent)
+        while not whole(checkpoints):
+            time.sleep(0.01)
+        ranks = psutil.Process(agent.pid).children()
+        agent.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert all(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+        agent.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        output, _ = agent.communicate(timeout=60)
+        assert time.monotonic() - start < AT_ONCE_S
+    assert agent.returncode != 0
+    assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+    assert (
+        output.count("interrupted; nothing more is written") == 1 and "Traceback" not in output.split("interrupted")[0]
+    )
+    assert require_whole(checkpoints) == [1]
+
+
+# ------------------------------------------------------------------------------------------ examples/slurm
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    """A folder that jobs are submitted from, on a cluster of one node. Slurm's two programs are stood in for."""
+    programs = {
+        "srun": 'exec "${@:2}"',
+        "scontrol": f"case $1 in show) echo localhost;; *) echo $@ >> {tmp_path}/asked;; esac",
+        ".venv/bin/python": f'exec {sys.executable} "$@"',
+    }
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / PROGRAM.name).symlink_to(PROGRAM)
+    return tmp_path
+
+
+def free_port(lowest: int, end: int) -> int:
+    """A port that nobody listens at."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port := random.randrange(lowest, end)))
+            return port
+
+
+def job(cluster: Path, *flags: str, times: int = 0) -> subprocess.Popen[str]:
+    """A job that was started `times` before."""
+    slurm = {
+        "JOB_ID": str(free_port(20000, 40000) - 20000 - times),  # from which the script makes its port
+        "RESTART_COUNT": str(times),
+        "JOB_NUM_NODES": "1",
+        "JOB_NODELIST": "localhost",
+        "GPUS_ON_NODE": "2",
+        "SUBMIT_DIR": str(cluster),
+    }
+    environment = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
+    return subprocess.Popen(
+        ["bash", str(SCRIPT), *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment | {"PATH": f"{cluster}:{os.environ['PATH']}", "CHECKPOINTS": "runs/checkpoints"},
+    )
+
+
+def test_a_job_that_was_warned_is_queued_again_and_goes_on(folder: Path, cluster: Path) -> None:
+    checkpoints, flags = cluster / "runs/checkpoints", ["--config", f"{folder}/config.yaml", "--log.dir", "runs/log"]
+    with killed_after(job(cluster, *flags, "--train.iters", "100000")) as first:
+        read_to_a_step(first)
+        first.send_signal(signal.SIGUSR1)
+        output, _ = first.communicate(timeout=60)
+    [step] = require_whole(checkpoints)
+    assert first.returncode == 0 and f"stopped at step-{step:08d}; queued again" in output, output
+    assert (cluster / "asked").read_text().startswith("requeue ")
+
+    with killed_after(job(cluster, *flags, "--train.iters", str(step + 2), times=1)) as second:
+        output, _ = second.communicate(timeout=60)
+    assert second.returncode == 0 and f"finished: the newest checkpoint is step-{step + 2:08d}" in output, output
+    assert f", after step {step}\n" in output and (cluster / "asked").read_text().count("requeue") == 1
+
+
+def test_a_job_that_fails_is_not_queued_again(cluster: Path) -> None:
+    (cluster / ".venv/bin/python").write_text("#!/bin/bash\nexit 3\n")
+    with killed_after(job(cluster)) as failed:
+        output, _ = failed.communicate(timeout=20)
+    assert failed.returncode == 3 and "failed with status 3" in output and not (cluster / "asked").exists()
+
+
+def test_a_job_that_comes_no_further_is_not_queued_again(cluster: Path) -> None:
+    (cluster / ".venv/bin/python").write_text(
+        '#!/bin/bash\ntrap "exit 1" USR1\necho step 1\nwhile :; do sleep 0.1; done\n'
+    )
+    with killed_after(job(cluster)) as stuck:
+        read_to_a_step(stuck)
+        stuck.send_signal(signal.SIGUSR1)
+        output, _ = stuck.communicate(timeout=20)
+    assert stuck.returncode == 1 and "no checkpoint was written" in output and not (cluster / "asked").exists()

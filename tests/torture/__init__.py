@@ -1,0 +1,1 @@
+"""A run that is killed again and again, and must end as if nothing had happened: `python -m tests.torture --help`."""

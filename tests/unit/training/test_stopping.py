@@ -1,0 +1,119 @@
+"""Signals that ask to stop are noted; a second Ctrl-C, or a SIGTERM where another rank has gone, ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from signal import SIGINT, SIGTERM, SIGUSR1
+
+import pytest
+
+from megatron_hetero.training import stopping
+from megatron_hetero.training.stopping import SIGNALS, insists, stop_requests
+
+
+def send(*numbers: int) -> None:
+    """Signals to this process."""
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_is_noted(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with stop_requests() as request:
+        assert not request
+        send(number)
+        assert request and request.seen is number
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_without_checkpoints_nothing_changes() -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with stop_requests(wanted=False) as request:
+        assert [signal.getsignal(each) for each in SIGNALS] == before and not request
+
+
+@pytest.mark.parametrize("first, then, at_once", [
+    (SIGINT, SIGINT, True),  # Ctrl-C twice, without torchrun
+    (SIGINT, SIGTERM, True),  # the same, through torchrun
+    (SIGUSR1, SIGINT, True),
+    (SIGUSR1, SIGUSR1, False),  # from Slurm itself, and from torchrun
+    (SIGTERM, SIGTERM, False),
+    (SIGUSR1, SIGTERM, False),  # the warning, then the end of the time: there may be enough left to save
+])  # fmt: skip
+def test_a_second_signal(first: int, then: int, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert insists(first, then) == at_once
+    left = threading.Event()
+    monkeypatch.setattr(stopping, "leave_interrupted", left.set)
+    with stop_requests() as request:
+        send(first, then)
+        assert left.wait(5.0 if at_once else 0.1) == at_once
+    assert request
+
+
+@pytest.mark.parametrize("number, error, leaves", [
+    (SIGTERM, RuntimeError("Connection closed by peer [127.0.0.1]:80"), True),
+    (SIGTERM, RuntimeError("something else"), False),
+    (SIGUSR1, RuntimeError("Connection closed by peer [127.0.0.1]:80"), False),
+])  # fmt: skip
+def test_nobody_waits_for_the_survivors(
+    number: int, error: Exception, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's SIGTERM may come before a rank sees that another has gone: it does not stay to tell of it."""
+    left: list[tuple[str, int]] = []
+    monkeypatch.setattr(stopping, "leave", lambda message, status: left.append((message, status)))
+    with pytest.raises(RuntimeError), stop_requests():
+        send(number)
+        raise error
+    assert left == ([("", 1)] if leaves else [])
+
+
+TWO_RANKS = """
+import os, signal, time
+from megatron_hetero.training.stopping import stop_requests
+
+os.environ["LOCAL_WORLD_SIZE"] = "2"
+
+def ends_in(seconds, kill):
+    (go, went), (ready, say) = os.pipe(), os.pipe()
+    ranks = []
+    for _ in range(2):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            os.read(go, 1)
+            with stop_requests():
+                os.write(say, b"x")
+                time.sleep(60)
+    os.write(went, b"xx")
+    for _ in ranks:
+        os.read(ready, 1)
+    victim, survivor = ranks
+    if kill:
+        os.kill(victim, signal.SIGKILL)
+        time.sleep(0.2)
+    os.kill(survivor, signal.SIGTERM)
+    end = time.monotonic() + seconds
+    status = None
+    while status is None and time.monotonic() < end:
+        pid, found = os.waitpid(survivor, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(found) if pid else None
+        time.sleep(0.01)
+    for rank in ranks:
+        if rank != survivor or status is None:
+            os.kill(rank, signal.SIGKILL)
+            os.waitpid(rank, 0)
+    return status
+
+print(ends_in(0.5, kill=False), ends_in(10, kill=True))
+"""
+
+
+def test_sigterm_ends_a_rank_that_waits_for_a_dead_one() -> None:
+    """Two ranks of a process, as torchrun starts them: one dies, and the other's main thread sleeps on."""
+    done = subprocess.run([sys.executable, "-c", TWO_RANKS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["None", "1"]
