@@ -36,7 +36,7 @@ from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched
 from tests.unit.checkpoint.jobs_checkpoint import flags
-from tests.unit.checkpoint.test_across_layouts import once, same
+from tests.unit.checkpoint.test_across_layouts import same
 from tests.unit.training.test_two_folders import write_language_model
 
 Pools = Callable[[int], Pool]
@@ -107,7 +107,7 @@ def test_an_export_has_the_bytes_of_the_runs_own(
     vision: str, text: str, model: str, more: str, more_folders: Path, tmp_path: Path, pools: Pools, capsys: Capture
 ) -> None:
     line = flags(more_folders, tmp_path, vision, text, f"{more} --train.iters 2", model)
-    line = once([word.replace("FOLDERS", str(more_folders)) for word in line])
+    line = jobs.once([word.replace("FOLDERS", str(more_folders)) for word in line])
     pools(2).run(jobs.train_and_export, line, tmp_path / "own")
     assert exported(tmp_path / "checkpoints", tmp_path / "export") == 0
     assert bytes_of(tmp_path / "export") == bytes_of(tmp_path / "own")
@@ -205,13 +205,13 @@ def test_a_run_from_an_import_is_one_from_the_folder(
     run = tmp_path / "run"
     assert imported(source, run / "checkpoints/step-00000000", *rest) == 0
     assert (run / "checkpoints/latest").read_text() == "step-00000000\n"
-    found = pools(2).run(jobs.train, once(flags(more_folders, run, vision, text, more)))[0]
+    found = pools(2).run(jobs.train, flags(more_folders, run, vision, text, more))[0]
     begun, whole = found["losses"], untouched.folder
     assert found["from"] == 0 and len(begun) == 4
     assert any(f"weights were imported from {source}" in note for note in found["notes"])
     if more:
         whole = tmp_path / "whole"
-        fresh = pools(2).run(jobs.train, once(flags(more_folders, whole, vision, text, more)))[0]
+        fresh = pools(2).run(jobs.train, flags(more_folders, whole, vision, text, more))[0]
         assert fresh["losses"] == begun
     else:
         assert untouched.found["losses"] == begun
