@@ -40,7 +40,7 @@ def interrupted(run: Path, other: Path) -> Path:
 
 @pytest.mark.parametrize(
     "more",
-    ["--train.micro_batch_size 2", "--vision-parallel dp:1@0 --text-parallel dp:1@1 --checkpoint.async true"],
+    ["--train.micro_batch_size 4", "--vision-parallel dp:1@0 --text-parallel dp:1@1 --checkpoint.async true"],
     ids=["shared", "apart"],
 )
 def test_the_same_layout_goes_on_bit_by_bit(more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
