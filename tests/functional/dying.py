@@ -28,7 +28,7 @@ CALLS = {
     "gradient sums": ("megatron_hetero.training.run", "reduce_gradients", 2),
     "update": ("megatron_hetero.training.run", "Run._update", 2),
     "save": ("megatron_hetero.checkpoint.state", "write_entries", 2),
-    "save, hashing": ("megatron_hetero.checkpoint.state", "_records", 2),
+    "save, written": ("megatron_hetero.checkpoint.hashed_files", "_HashedStream.record", 2),
     "export": ("megatron_hetero.training.export", "gather_parameters", 1),
 }
 """Phases that are the n-th call of a function."""

@@ -57,7 +57,7 @@ def test_a_killed_rank_leaves_no_process(layout: str, phase: str, victim: int, f
 
 def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder: Path) -> None:
     """With `--max-restarts`, from the last whole checkpoint and without help: it dies while the next is written."""
-    program = "--max-restarts", "1", "-m", "tests.functional.dying", str(folder / "died once"), "1", "save, hashing"
+    program = "--max-restarts", "1", "-m", "tests.functional.dying", str(folder / "died once"), "1", "save, written"
     flags = f"--vision-parallel sp:2 --text-parallel pp:2 --train.iters 3 --log.dir {folder}/again --export.hf_dir none"
     flags += f" --checkpoint.dir {folder}/checkpoints --checkpoint.interval 1"
     with started(folder, *flags.split(), program=program) as agent:
