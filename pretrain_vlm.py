@@ -39,7 +39,7 @@ def train(config: Config) -> None:
     with process_group() as platform, stop_requests(config.checkpoint.dir is not None) as request:
         run = Run.build(config, platform)
         evaluation = HeldOutEvaluation.build(run)
-        with run.writer as writer, run.saver:
+        with run.writer as writer:
             writer.print(describe(run))
             for note in run.resumed.notes:
                 writer.print(note)

@@ -3,32 +3,56 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_hetero.checkpoint.folder import MANIFEST, chosen_in, name_of, unfinished, whole
+from megatron_hetero.checkpoint.folder import (
+    MANIFEST,
+    chosen_in,
+    read_manifest,
+    set_aside,
+    unfinished,
+    verify,
+    whole,
+    without_manifest,
+)
 from megatron_hetero.checkpoint.state import unwritable
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.config import CheckpointConfig
 
 
-def choose(config: CheckpointConfig) -> tuple[Path | None, tuple[str, ...]]:
+def choose(config: CheckpointConfig, again: bool = False) -> tuple[Path | None, tuple[str, ...]]:
     """The checkpoint that `checkpoint.resume` means, None for a fresh start, and what there is to say about it.
 
-    Raises `UserError` where none is meant that exists, or where this run would come upon checkpoints of another.
+    `again`: whether this run has been started before, by a command that is repeated by itself: it then goes on from its
+    own newest checkpoint, wherever it began. Raises `UserError` where no checkpoint is meant that exists, or where this
+    run would come upon checkpoints of another.
     """
-    folder = config.dir
-    chosen: Path | None = None
+    folder, resume = config.dir, config.resume
     notes: list[str] = []
-    if config.resume not in ("auto", "never"):
-        chosen = Path(config.resume).expanduser().absolute()
+    if again and resume != "auto" and folder is not None and whole(folder):
+        notes.append(f"started again: the run goes on from its own newest checkpoint (--checkpoint.resume {resume})")
+        resume = "auto"
+    chosen: Path | None = None
+    if resume not in ("auto", "never"):
+        chosen = Path(resume).expanduser().absolute()
         _require_folder(chosen)
-    elif config.resume == "auto" and folder is not None:
+    elif resume == "auto" and folder is not None:
         notes += [f"{path} was never finished, and is not used" for path in unfinished(folder)]
+        notes += [f"{path} has no manifest, and is not used" for path in without_manifest(folder)]
         chosen = next(reversed(whole(folder).values()), None)
     if folder is not None:
-        _require_room(folder, chosen)
+        notes += _make_room(folder, chosen)
         _require_writable(folder)
+        if chosen is None:
+            notes.append(f"no checkpoint in {folder}: training begins with step 1")
     return chosen, tuple(notes)
+
+
+def started_again(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun has started the ranks again, or Slurm the job."""
+    counts = (environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(count not in ("", "0") for count in counts)
 
 
 def _require_folder(checkpoint: Path) -> None:
@@ -57,8 +81,10 @@ def _require_one(folder: Path) -> None:
         )
 
 
-def _require_room(folder: Path, chosen: Path | None) -> None:
-    """Check that this run will not write steps that another has written, or into a checkpoint."""
+def _make_room(folder: Path, chosen: Path | None) -> list[str]:
+    """See to it that this run will not write steps that another has written, or into a checkpoint. Returns what there
+    is to say of what was set aside: later checkpoints that are damaged.
+    """
     if (folder / MANIFEST).is_file():
         raise UserError.at(
             "checkpoint.dir (--checkpoint.dir)",
@@ -68,20 +94,35 @@ def _require_room(folder: Path, chosen: Path | None) -> None:
             fix=f"choose another checkpoint.dir, and go on from this one with --checkpoint.resume {folder}",
         )
     steps = whole(folder)
-    ahead = [path for path in steps.values() if chosen is None or path.name > _as_in(folder, chosen, steps)]
-    if ahead:
-        raise UserError.at(
-            "checkpoint.dir (--checkpoint.dir)",
-            found=f"{ahead[-1].name} in {folder}",
-            expected="no later checkpoint than the one to go on from" if chosen else "no checkpoint",
-            because="those of two runs would be mixed",
-            fix="choose another checkpoint.dir, or go on from it with --checkpoint.resume auto",
-        )
+    own = chosen is not None and chosen.resolve().parent == folder.resolve()
+    last = max((step for step, path in steps.items() if own and chosen and path.name == chosen.name), default=0)
+    notes = []
+    for path in reversed([path for step, path in steps.items() if step > last or chosen is None]):
+        if not own or not _damaged(path):
+            raise UserError.at(
+                "checkpoint.dir (--checkpoint.dir)",
+                found=f"{path.name} in {folder}",
+                expected="no later checkpoint than the one to go on from" if chosen else "no checkpoint",
+                because="those of two runs would be mixed",
+                fix="choose another checkpoint.dir, or go on from it with --checkpoint.resume auto",
+            )
+        notes.append(f"{path} is damaged, and now called {_aside(path).name}")
+    return notes
 
 
-def _as_in(folder: Path, chosen: Path, steps: dict[int, Path]) -> str:
-    """The name up to which checkpoints in `folder` may be there: the chosen one's, if it is one of them."""
-    return chosen.name if chosen.resolve().parent == folder.resolve() and steps else name_of(0)
+def _damaged(checkpoint: Path) -> bool:
+    try:
+        manifest = read_manifest(checkpoint)
+    except UserError:
+        return True
+    return bool(verify(checkpoint, manifest, manifest))
+
+
+def _aside(path: Path) -> Path:
+    try:
+        return set_aside(path)
+    except OSError as error:
+        raise unwritable(path, error) from None
 
 
 def _require_writable(folder: Path) -> None:

@@ -5,25 +5,35 @@ checkpoints/
     manifest.json            size and SHA-256 of every other file; written last
     .metadata  __0_0.distcp  __1_0.distcp ...  run.json  metrics.jsonl
   .step-00000020.partial/    one that is being written, or was when the run died
+  .step-00000000.removed/    an older one that is being removed, or was
+  .step-00000030.aside/      what was in the way of a checkpoint and was none that is whole: for people to look at
   latest                     the name of the newest one, for people and scripts
+  .lock                      held by the run that writes here
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_hetero.errors import UserError
 
 MANIFEST, LATEST = "manifest.json", "latest"
-_NAME = re.compile(r"step-(\d{8,})")
-_PARTIAL = re.compile(r"\.step-(\d{8,})\.partial")
+_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
+_PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
+_REMOVED = re.compile(rf"\.{_NAME.pattern}\.removed")
+SEEN_S = 30.0
+"""Seconds after which a network's file system shows to one host what another has written."""
 _CHUNK = 1 << 22
 
 
@@ -59,9 +69,24 @@ def chosen_in(path: Path) -> Path:
 
 
 def unfinished(folder: Path) -> tuple[Path, ...]:
-    """What was never finished in `folder`: half-written checkpoints, and folders that lack a manifest."""
-    names = [path for path in _children(folder) if _PARTIAL.fullmatch(path.name) or _NAME.fullmatch(path.name)]
-    return tuple(path for path in sorted(names) if _PARTIAL.fullmatch(path.name) or not (path / MANIFEST).is_file())
+    """What was never finished in `folder`: half-written checkpoints."""
+    return tuple(path for path in sorted(_children(folder)) if _PARTIAL.fullmatch(path.name))
+
+
+def without_manifest(folder: Path) -> tuple[Path, ...]:
+    """What has the name of a checkpoint in `folder`, and no manifest: whatever it is, no run has left it so."""
+    named = [path for path in sorted(_children(folder)) if _NAME.fullmatch(path.name)]
+    return tuple(path for path in named if not (path / MANIFEST).is_file())
+
+
+def wait_for(there: Callable[[], bool], seconds: float | None = None) -> bool:
+    """Whether something becomes true, in `SEEN_S` if not said otherwise, that another process does to files."""
+    until = time.monotonic() + (SEEN_S if seconds is None else seconds)
+    while not there():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def record_file(path: Path) -> FileRecord:
@@ -94,9 +119,12 @@ def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
     write_synced(partial / MANIFEST, json.dumps({"files": files}, indent=2) + "\n")
     _sync_folder(partial)
     target = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
-    if target.exists():
-        shutil.rmtree(target)  # never a whole one: the run was refused where it could come upon those
+    if (target / MANIFEST).is_file():
+        raise FileExistsError(errno.EEXIST, "another checkpoint", str(target))
+    if _children(target):
+        set_aside(target)
     partial.rename(target)
+    _sync_folder(target.parent)
     if _NAME.fullmatch(target.name):
         pointer = target.parent / f".{LATEST}.new"
         write_synced(pointer, target.name + "\n")
@@ -105,14 +133,29 @@ def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
     return target
 
 
+def set_aside(path: Path) -> Path:
+    """Give what is in the way of a checkpoint another name, which is returned. Raises `OSError`."""
+    names = (f".{path.name}.aside{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
+    other = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
+    path.rename(other)
+    return other
+
+
 def prune(folder: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` whole checkpoints (None: nothing), and what was never finished."""
-    for path in unfinished(folder):
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove all but the newest `keep` whole checkpoints (None: nothing). What cannot be removed stays."""
     for path in list(whole(folder).values())[: -keep if keep is not None else 0]:
-        # The manifest first: what is removed by half is not whole.
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            # Another name first: what is removed by half is not whole.
+            path.rename(path.with_name(f".{path.name}.removed"))
+    clean(folder)
+
+
+def clean(folder: Path) -> None:
+    """Remove what was never finished in `folder`, and what was to be removed. For the run that holds its lock alone."""
+    for path in _children(folder):
+        if _PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, FileRecord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from megatron_hetero.checkpoint.folder import FileRecord
+from megatron_hetero.checkpoint.folder import FileRecord, wait_for
 
 
 class HashedFiles(FileSystem):
@@ -31,6 +32,13 @@ class HashedFiles(FileSystem):
             with _HashedStream(stream) as hashed:
                 yield hashed
                 self.records[Path(path).name] = hashed.record()
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Not as the base class: the first rank has made the folder. One that is missing here is another one, on a disk
+        that ranks do not share, or it has vanished. Raises `OSError`.
+        """
+        if not wait_for(Path(path).is_dir):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """As the base class."""

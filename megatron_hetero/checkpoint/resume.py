@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
-from megatron_hetero.checkpoint.choice import choose
+from megatron_hetero.checkpoint.choice import choose, started_again
 from megatron_hetero.checkpoint.collective import on_first
 from megatron_hetero.checkpoint.record import RunRecord, dataset_records, plain
+from megatron_hetero.checkpoint.shared_folder import FolderLock, require_shared
 from megatron_hetero.checkpoint.state import Resumed, TrainState, load
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.topology import Topology
@@ -20,12 +23,24 @@ def resume(config: Config, state: TrainState, mixture: Mixture) -> Resumed:
     """
     if config.checkpoint.dir is None and config.checkpoint.resume in ("auto", "never"):
         return Resumed()
-    chosen, notes = on_first(state.topology.files, lambda: choose(config.checkpoint))
-    if chosen is None:
-        return Resumed(notes=notes)
-    new = on_first(state.topology.files, lambda: run_record(config, state.topology, mixture))
-    resumed = load(state, chosen, new, config.checkpoint.allow_changes)
-    return replace(resumed, notes=(*notes, *resumed.notes))
+    group, folder, held = state.topology.files, config.checkpoint.dir, []
+    notes = on_first(group, lambda: _take(folder, held)) if folder is not None else ()
+    chosen, more = on_first(group, lambda: choose(config.checkpoint, started_again(os.environ)))
+    if folder is not None:
+        require_shared(folder, group)
+    resumed = Resumed()
+    if chosen is not None:
+        new = on_first(group, lambda: run_record(config, state.topology, mixture))
+        resumed = load(state, chosen, new, config.checkpoint.allow_changes)
+    if resumed.step == config.train.iters:
+        more = (*more, f"all {resumed.step} steps of train.iters have been trained: no step is left")
+    return replace(resumed, notes=(*notes, *more, *resumed.notes), lock=held[0] if held else None)
+
+
+def _take(folder: Path, held: list[FolderLock]) -> tuple[str, ...]:
+    lock, notes = FolderLock.take(folder)
+    held.append(lock)
+    return notes
 
 
 def run_record(config: Config, topology: Topology, mixture: Mixture) -> RunRecord:

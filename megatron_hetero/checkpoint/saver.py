@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Self
 
 from megatron_hetero.checkpoint.background import HostCopies, in_background
 from megatron_hetero.checkpoint.collective import on_first
@@ -19,7 +19,7 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.config import Config
 
-MOST_S = 600.0
+SETTLED_S = 600.0
 """Seconds that the end of a run with an error waits for a save that is under way."""
 
 
@@ -43,14 +43,7 @@ class Saver:
         self.config, self.state, self.mixture = config, state, mixture
         self._copies = HostCopies(state.topology.platform)
         self._writing: _Writing | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # Of other errors ranks may have died, and with them the save.
-        if isinstance(error, UserError) and self._writing is not None:
-            wait([self._writing.outcome], MOST_S)
+        self._lost: UserError | None = None
 
     def after(self, step: int, stopping: bool = False) -> list[str]:
         """Save where it is time to, and see how a save that began earlier has ended. Every rank calls it after each
@@ -65,9 +58,24 @@ class Saver:
         notes = self._ended(waits=due)
         if due:
             self._writing = self._begin(step, beside=chosen.async_ and not last)
-            # Who was asked to stop must not believe in a checkpoint that is not there.
-            notes += self._ended(waits=not chosen.async_ or last, must=stopping)
+            notes += self._ended(waits=not chosen.async_ or last)
+        if stopping and self._lost is not None:  # Who was asked to stop must not believe in what is not there.
+            raise self._lost
         return notes
+
+    def settle(self) -> list[str]:
+        """Wait for a save that is under way where an error ends the run on every rank. Returns what there is to say of
+        it; how it fails is of no interest any more.
+        """
+        if self._writing is not None and wait([self._writing.outcome], SETTLED_S).done:
+            with suppress(Exception):
+                return self._ended(waits=True)
+        return []
+
+    def finish(self) -> None:
+        """Raise the `UserError` for which the last checkpoint could not be written, where training went on."""
+        if self._lost is not None:
+            raise self._lost
 
     def _begin(self, step: int, beside: bool) -> _Writing:
         start, history = time.perf_counter(), History.now(self.config.log.dir / HISTORY)
@@ -94,19 +102,18 @@ class Saver:
     def _record(self) -> RunRecord:
         return on_first(self.state.topology.files, lambda: run_record(self.config, self.state.topology, self.mixture))
 
-    def _ended(self, waits: bool, must: bool = False) -> list[str]:
-        """What there is to say of the save that was begun, once it has ended, which is waited for where `waits`.
-        `must`: without it there is no going on.
-        """
+    def _ended(self, waits: bool) -> list[str]:
+        """What there is to say of the save that was begun, once it has ended, which is waited for where `waits`."""
         writing, start = self._writing, time.perf_counter()
         if writing is None or not (waits or writing.outcome.done()):
             return []
-        self._writing = None
+        self._writing = self._lost = None
         try:
             saved, seconds = writing.outcome.result()
         except UserError as error:
-            if must or self.config.checkpoint.on_failure == "stop":
+            if self.config.checkpoint.on_failure == "stop":
                 raise
+            self._lost = error
             return [f"warning: no checkpoint after step {writing.step}, training goes on: {error}"]
         held = writing.held_s + time.perf_counter() - start
         return [

@@ -14,6 +14,7 @@ from megatron_hetero.checkpoint.collective import FIRST, on_every, on_first
 from megatron_hetero.checkpoint.contents import random_entries, read, renew_masters, written
 from megatron_hetero.checkpoint.folder import (
     FileRecord,
+    clean,
     damaged,
     name_of,
     partial_of,
@@ -21,6 +22,7 @@ from megatron_hetero.checkpoint.folder import (
     publish,
     read_manifest,
     verify,
+    wait_for,
     write_synced,
 )
 from megatron_hetero.checkpoint.keys import RANDOM, Entry, expected_shapes
@@ -57,12 +59,13 @@ class TrainState:
 @dataclass(frozen=True)
 class Resumed:
     """The checkpoint that a run goes on from: the last trained step, the metrics up to it (the text of metrics.jsonl),
-    and what there is to say about it.
+    and what there is to say about it. `lock`: on the first rank the right to write into `checkpoint.dir`, if any.
     """
 
     step: int = 0
     history: str = ""
     notes: tuple[str, ...] = ()
+    lock: object = None
 
 
 @dataclass(frozen=True)
@@ -110,14 +113,22 @@ def save(
     Raises `UserError` on every rank where it cannot be written; older checkpoints are then as they were.
     """
     partial, rank = partial_of(folder / name_of(record.step)), dist.get_rank(group)
-    on_first(group, lambda: _writing(partial, lambda: _make(partial)))
-    tensors = write_entries(partial, entries, group)
-    own = on_every(
-        group,
-        lambda: _writing(partial, lambda: tensors | (_write_beside(partial, record, history) if rank == FIRST else {})),
-    )
-    records = {name: found for of_rank in own for name, found in of_rank.items()}
-    return on_first(group, lambda: _writing(folder, lambda: _finish(partial, records, keep_last)))
+    try:
+        on_first(group, lambda: _writing(partial, lambda: _make(partial)))
+        tensors = write_entries(partial, entries, group)
+        own = on_every(
+            group,
+            lambda: _writing(
+                partial, lambda: tensors | (_write_beside(partial, record, history) if rank == FIRST else {})
+            ),
+        )
+        records = {name: found for of_rank in own for name, found in of_rank.items()}
+        return on_first(group, lambda: _writing(folder, lambda: _finish(partial, records, keep_last)))
+    except UserError:
+        # All ranks have stopped writing, and what there is takes the room that the next one needs.
+        if rank == FIRST:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[str]) -> Resumed:
@@ -131,8 +142,10 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     rank, ranks = state.topology.rank, state.topology.world_size
     record = on_every(group, lambda: RunRecord.read(checkpoint))[rank]
     on_first(group, lambda: record.require_resumable(new, allowed, checkpoint))
+    on_first(group, lambda: _require_steps(record, new, checkpoint))
     index = on_first(group, lambda: read_index(checkpoint))
-    found = {key: shape for key, shape in index_shapes(index).items() if not key.startswith(f"{RANDOM}/")}
+    stored = index_shapes(index)
+    found = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
     expected = expected_shapes(state.shapes, record.freeze, record.optimizer == "adamw")
     on_first(group, lambda: require_tensors(checkpoint, found, expected))
     # What was imported takes the place of the model's folder: the optimizers begin with it as they would with that.
@@ -140,16 +153,29 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     optimizers = [None] * len(state.modules) if imported else state.optimizers
     entries = list(read(state.modules, optimizers, state.shapes, found))
     states = random_states(state.topology.platform)
-    same_world = record.world_size == ranks
-    if same_world:
-        entries += random_entries(rank, states)
-    read_entries(checkpoint, index, entries, group)
+    own_random = list(random_entries(rank, states))
+    # Those of another kind of device are other ones.
+    fit = record.world_size == ranks and all(stored.get(entry.key) == entry.size for entry in own_random)
+    read_entries(checkpoint, index, [*entries, *(own_random if fit else ())], group)
     if imported:
         renew_masters(state.modules, state.optimizers)
-    if same_world:
+    if fit:
         set_random_states(states, state.topology.platform)
     notes = (f"resumed from {checkpoint}, after step {record.step}", *_changes(record, new))
     return Resumed(record.step, _history(checkpoint), notes)
+
+
+def _require_steps(record: RunRecord, new: RunRecord, checkpoint: Path) -> None:
+    """Check that the run is not meant to be shorter than it is already."""
+    iters = new.config["train"]["iters"]
+    if record.step > iters:
+        raise UserError.at(
+            "train.iters (--train.iters)",
+            found=str(iters),
+            expected=f"{record.step} or more, the steps that {checkpoint} has trained",
+            because="what has been trained is not taken back",
+            fix="raise it, or go on from an earlier one with --checkpoint.resume PATH and another checkpoint.dir",
+        )
 
 
 def _changes(old: RunRecord, new: RunRecord) -> list[str]:
@@ -177,8 +203,7 @@ def _verify(checkpoint: Path, group: dist.ProcessGroup) -> None:
 
 
 def _make(partial: Path) -> None:
-    if partial.exists():
-        shutil.rmtree(partial)
+    clean(partial.parent)
     partial.mkdir()
 
 
@@ -189,9 +214,25 @@ def _write_beside(partial: Path, record: RunRecord, history: History) -> dict[st
 
 
 def _finish(partial: Path, records: Mapping[str, FileRecord], keep_last: int | None) -> Saved:
+    for name, record in records.items():
+        if not wait_for(lambda: _size(partial / name) == record.size):  # noqa: B023 (called in this turn)
+            raise UserError.at(
+                partial / name,
+                found="it missing, or of another size, on the first rank",
+                expected=f"{record.size} bytes that a rank has written",
+                because="a checkpoint is one folder",
+                fix="choose a checkpoint.dir on storage that all nodes share",
+            )
     target = publish(partial, records)
     prune(target.parent, keep_last)
     return Saved(target, sum(record.size for record in records.values()))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
 
 
 def _history(checkpoint: Path) -> str:

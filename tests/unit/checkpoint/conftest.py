@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,3 +45,9 @@ def untouched(folders: Path, tmp_path_factory: pytest.TempPathFactory, pools: Ca
     """A run with checkpoints after steps 2 and 4, in the layouts sp:2 and tp:2."""
     run = tmp_path_factory.mktemp("untouched")
     return Untouched(run, pools(2).run(jobs.train, flags(folders, run, "sp:2", "tp:2"))[0])
+
+
+@pytest.fixture
+def run(untouched: Untouched, tmp_path: Path) -> Path:
+    """A copy of a run."""
+    return shutil.copytree(untouched.folder, tmp_path / "run")

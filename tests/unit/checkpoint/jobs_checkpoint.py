@@ -7,19 +7,23 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from megatron_hetero.checkpoint import folder as folder_module
+from megatron_hetero.checkpoint import shared_folder, state, storage
 from megatron_hetero.checkpoint.contents import Entry
 from megatron_hetero.checkpoint.folder import whole
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.storage import index_shapes, read_entries, read_index
 from megatron_hetero.errors import UserError
+from megatron_hetero.platform import Platform
 from megatron_hetero.training.run import Run
 from megatron_hetero.training.stopping import stop_requests
 from tests.unit.training.jobs_run import build, stored
@@ -128,15 +132,67 @@ def cannot_save_beside(flags: list[str]) -> tuple[list[str], str]:
     return said, ""
 
 
-def ended_by_an_error(flags: list[str], folder: Path) -> list[int]:
-    """The whole checkpoints at the moment when an error has ended a run that has just begun to save beside training."""
+def ended_by_an_error(flags: list[str], folder: Path) -> tuple[list[int], list[str]]:
+    """The whole checkpoints, and what is said of them, once an error has ended a run that has just begun to save beside
+    training.
+    """
     run = build(flags)
-    with suppress(UserError), run.saver:
+    for step, batch, _ in run.batches():
+        run.train_step(step, batch)
+        run.saver.after(step)
+        if step == 2:
+            break
+    said = run.saver.settle()
+    return list(whole(folder)), said
+
+
+def error_at_once(flags: list[str]) -> str:
+    """What stops a run from being built that waits for nothing. RANK in a flag stands for the number of the rank."""
+    rank = str(dist.get_rank())
+    with mock.patch.object(folder_module, "SEEN_S", 0.3), mock.patch.object(shared_folder, "_FREE_S", 0.3):
+        return error_of([word.replace("RANK", rank) for word in flags])
+
+
+def saves_apart(flags: list[str], folder: Path, where: str) -> str:
+    """What a save says where the second rank writes elsewhere: it sees another folder, or nobody sees its file."""
+    run = build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    run.train_step(1, batch)
+    if run.topology.rank == 1 and where == "the folder":
+        config = replace(run.config, checkpoint=replace(run.config.checkpoint, dir=folder / "elsewhere"))
+        run.saver.config = config
+    lost = [] if where == "the folder" or run.topology.rank == 0 else ["__1_0.distcp"]
+    real = storage.write_entries
+
+    def write(partial: Path, *args: Any) -> Any:
+        records = real(partial, *args)
+        for name in lost:
+            (partial / name).unlink()
+        return records
+
+    with mock.patch.object(folder_module, "SEEN_S", 0.3), mock.patch.object(state, "write_entries", write):
+        return _error(lambda: run.saver.after(2))
+
+
+def resumes_with_other_generators(flags: list[str]) -> int:
+    """The step that a run goes on after which has generators of other kinds, as on a GPU."""
+    real = Platform.random_states
+    with mock.patch.object(
+        Platform, "random_states", lambda self: real(self) | {"other": torch.zeros(3, dtype=torch.uint8)}
+    ):
+        return build(flags).resumed.step
+
+
+def loses_the_last(flags: list[str]) -> tuple[list[str], str]:
+    """What is said after each step by a run whose disk is full from the third on, and the error in the end."""
+    run, said = build(flags), []
+    with run.writer, ExitStack() as stack:
         for step, batch, _ in run.batches():
-            run.train_step(step, batch)
-            if run.saver.after(step) or step == 2:
-                raise UserError("a broken sample")
-    return list(whole(folder))
+            run.writer.write(run.train_step(step, batch))
+            said.append(" ".join(run.saver.after(step)))
+            if step == 3:
+                stack.enter_context(_full_disk(run.topology.rank == 1))
+    return said, _error(run.saver.finish)
 
 
 @contextmanager

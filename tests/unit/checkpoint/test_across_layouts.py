@@ -67,7 +67,7 @@ def test_training_may_go_on_meanwhile(untouched: Untouched, folders: Path, tmp_p
     for step in ("step-00000002", "step-00000004"):
         same(untouched.folder / "checkpoints" / step, tmp_path / "checkpoints" / step, but="")
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
-        "latest", *(f"step-0000000{step}" for step in range(1, 5))
+        ".lock", "latest", *(f"step-0000000{step}" for step in range(1, 5))
     ]  # fmt: skip
     history = (tmp_path / "checkpoints/step-00000003/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in history] == [1, 2, 3]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_hetero.checkpoint.choice import choose
-from megatron_hetero.checkpoint.folder import damaged, prune, read_manifest, unfinished, verify, whole
+from megatron_hetero.checkpoint.folder import damaged, prune, read_manifest, unfinished, verify, whole, without_manifest
 from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_tensors
 from megatron_hetero.checkpoint.storage import index_shapes, read_index
 from megatron_hetero.errors import UserError
@@ -25,12 +25,6 @@ from tests.unit.checkpoint.conftest import Untouched
 from tests.unit.checkpoint.jobs_checkpoint import flags
 
 Pools = Callable[[int], Pool]
-
-
-@pytest.fixture
-def run(untouched: Untouched, tmp_path: Path) -> Path:
-    """A copy of a run."""
-    return shutil.copytree(untouched.folder, tmp_path / "run")
 
 
 def truncate(checkpoint: Path) -> str:
@@ -91,11 +85,15 @@ def test_what_was_never_finished_is_told_and_skipped(run: Path, folders: Path, p
     folder = run / "checkpoints"
     (folder / "step-00000004/manifest.json").unlink()
     shutil.copytree(folder / "step-00000002", folder / ".step-00000007.partial")
-    assert [path.name for path in unfinished(folder)] == [".step-00000007.partial", "step-00000004"]
+    assert [path.name for path in unfinished(folder)] == [".step-00000007.partial"]
+    assert [path.name for path in without_manifest(folder)] == ["step-00000004"]
     resumed = pools(2).run(jobs.train, flags(folders, run, "tp:2", "tp:2"))[0]
     assert resumed["from"] == 2 and len(resumed["losses"]) == 2
-    assert sum("was never finished" in note for note in resumed["notes"]) == 2
-    assert list(whole(folder)) == [2, 4] and unfinished(folder) == ()
+    assert sum("was never finished" in note for note in resumed["notes"]) == 1
+    assert sum("has no manifest, and is not used" in note for note in resumed["notes"]) == 1
+    assert list(whole(folder)) == [2, 4] and unfinished(folder) == without_manifest(folder) == ()
+    # What was in the way may be of value to somebody.
+    assert (folder / ".step-00000004.aside/run.json").is_file()
     assert (folder / "latest").read_text() == "step-00000004\n"
 
 
@@ -192,7 +190,8 @@ def test_what_fails_beside_training_is_told_in_a_later_step(
 
 def test_an_error_loses_no_save_that_is_under_way(folders: Path, tmp_path: Path, pools: Pools) -> None:
     line = flags(folders, tmp_path, "tp:2", "tp:2", "--checkpoint.async true")
-    assert pools(2).run(jobs.ended_by_an_error, line, tmp_path / "checkpoints")[0] == [2]
+    steps, [said] = pools(2).run(jobs.ended_by_an_error, line, tmp_path / "checkpoints")[0]
+    assert steps == [2] and said.startswith("checkpoint step-00000002: ")
 
 
 def test_ranks_agree_on_the_step_to_stop_at(folders: Path, tmp_path: Path, pools: Pools) -> None:

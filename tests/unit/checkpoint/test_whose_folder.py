@@ -1,0 +1,121 @@
+"""The folder of checkpoints: one run alone writes there, all ranks see it, and what is not its own stays."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_hetero.checkpoint.choice import choose, started_again
+from megatron_hetero.checkpoint.folder import partial_of, prune, publish, unfinished, whole
+from megatron_hetero.errors import UserError
+from megatron_hetero.training.config import CheckpointConfig
+from tests.support.pool import Pool
+from tests.unit.checkpoint import jobs_checkpoint as jobs
+from tests.unit.checkpoint.jobs_checkpoint import flags
+from tests.unit.checkpoint.test_damage import flip
+
+Pools = Callable[[int], Pool]
+
+
+def test_what_is_not_ours_is_never_removed(tmp_path: Path) -> None:
+    for name in ("step-00001000", "step-00000002", "step-2", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.pt").touch()
+    for step in (1, 2, 3):
+        (partial := partial_of(tmp_path / f"step-{step:08d}")).mkdir()
+        publish(partial, {})
+        prune(tmp_path, 1)
+    assert list(whole(tmp_path)) == [3]
+    kept = {"step-00001000", ".step-00000002.aside", "step-2", "notes"}
+    assert {path.parent.name for path in tmp_path.glob("*/model.pt")} == kept
+    (partial := partial_of(tmp_path / "step-00000003")).mkdir()
+    with pytest.raises(FileExistsError):
+        publish(partial, {})
+
+
+def test_a_damaged_newest_checkpoint_is_no_dead_end(run: Path, folders: Path, pools: Pools) -> None:
+    folder = run / "checkpoints"
+    flip(folder / "step-00000004")
+    [message, _] = pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2"))
+    advice = re.search("--checkpoint.resume [^ ]*step-00000002", message)
+    assert advice
+    found = pools(2).run(jobs.train, flags(folders, run, "tp:2", "tp:2", advice[0].rstrip(".")))[0]
+    assert found["from"] == 2 and list(whole(folder)) == [2, 4] and (folder / ".step-00000004.aside").is_dir()
+    assert any("step-00000004 is damaged, and now called .step-00000004.aside" in note for note in found["notes"])
+
+
+def test_a_run_that_is_started_again_goes_on_wherever_it_began(run: Path) -> None:
+    folder, first = run / "checkpoints", run / "checkpoints/step-00000002"
+    for resume in ("never", str(first)):
+        config = CheckpointConfig(dir=folder, resume=resume)
+        with pytest.raises(UserError, match="found step-00000004"):
+            choose(config)
+        chosen, notes = choose(config, again=True)
+        assert chosen == folder / "step-00000004" and "started again" in notes[0]
+    assert choose(CheckpointConfig(dir=run / "new", resume=str(first)), again=True)[0] == first
+    assert started_again({"SLURM_RESTART_COUNT": "1"}) and started_again({"TORCHELASTIC_RESTART_COUNT": "2"})
+    assert not started_again({"SLURM_RESTART_COUNT": "", "TORCHELASTIC_RESTART_COUNT": "0"})
+
+
+def test_one_run_alone_writes_into_a_folder(run: Path, folders: Path, pools: Pools) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run / "checkpoints/.lock")], stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        messages = pools(2).run(jobs.error_at_once, flags(folders, run, "tp:2", "tp:2"))
+        other.kill()
+    assert messages[0] == messages[1] and "another run that writes there (the other one)" in messages[0]
+    assert pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2"))[0].startswith("no error")
+
+
+HOLD = """
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("the other one", file=file, flush=True)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_ranks_must_share_the_folder(folders: Path, tmp_path: Path, pools: Pools) -> None:
+    line = flags(folders, tmp_path / "RANK", "tp:2", "tp:2")
+    messages = pools(2).run(jobs.error_at_once, line)
+    assert messages[0] == messages[1]
+    assert "another folder on host" in messages[0] and "storage that all nodes share" in messages[0]
+
+
+@pytest.mark.parametrize("where", ["the folder", "a file"])
+def test_a_checkpoint_of_which_a_part_is_elsewhere_is_none(
+    where: str, folders: Path, tmp_path: Path, pools: Pools
+) -> None:
+    line = flags(folders, tmp_path, "tp:2", "tp:2")
+    [message, other] = pools(2).run(jobs.saves_apart, line, tmp_path, where)
+    assert message == other and list(whole(tmp_path / "checkpoints")) == []
+    found = "no such file or directory on rank 1" if where == "the folder" else "__1_0.distcp: found it missing"
+    assert found in message and not unfinished(tmp_path / "checkpoints")
+
+
+def test_random_states_of_another_kind_of_device_are_left_out(run: Path, folders: Path, pools: Pools) -> None:
+    line = flags(folders, run, "tp:2", "tp:2")
+    assert pools(2).run(jobs.resumes_with_other_generators, line) == [4, 4]
+
+
+def test_less_steps_than_have_been_trained(run: Path, folders: Path, pools: Pools) -> None:
+    [message, _] = pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2", "--train.iters 3"))
+    assert "train.iters" in message and "found 3, expected 4 or more" in message
+    found = pools(2).run(jobs.train, flags(folders, run, "tp:2", "tp:2"))[0]
+    assert found["losses"] == [] and any("no step is left" in note for note in found["notes"])
+    assert any("begins with step 1" in note for note in choose(CheckpointConfig(dir=run / "new"))[1])
+
+
+def test_a_last_checkpoint_that_is_lost_is_an_error_in_the_end(folders: Path, tmp_path: Path, pools: Pools) -> None:
+    line = flags(folders, tmp_path, "tp:2", "tp:2", "--checkpoint.on_failure continue")
+    for said, error in pools(2).run(jobs.loses_the_last, line):
+        assert said[3].startswith("warning: no checkpoint after step 4") and "checkpoint.dir" in error
+    assert list(whole(tmp_path / "checkpoints")) == [2] and unfinished(tmp_path / "checkpoints") == ()
