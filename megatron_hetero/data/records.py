@@ -132,10 +132,12 @@ class Annotations(Sequence[Record]):
         offsets, line_numbers = np.array(ends, dtype=np.int64), np.array(lines, dtype=np.int64)
         return cls(name, Path(annotations), images, bytes(buffer), offsets, line_numbers)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the records: the same wherever the file lies and however it is laid out."""
-        return hashlib.sha256(self._ends.tobytes() + self._buffer).hexdigest()
+        digest = hashlib.sha256(self._ends.tobytes())
+        digest.update(self._buffer)
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._lines)
