@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -102,7 +102,8 @@ def _listen(signals: socket.socket) -> None:
             leave("", 1)
         if first is None and rank() == 0:
             # Not through sys.stderr, whose lock a main thread that waits may hold.
-            os.write(2, told(signal.Signals(number)).encode())
+            with suppress(OSError):
+                os.write(2, told(signal.Signals(number)).encode())
         first = first or number
 
 

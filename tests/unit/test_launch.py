@@ -95,17 +95,17 @@ def test_other_ranks_let_the_first_one_tell() -> None:
 
 
 def test_ranks_end_with_torchrun(tmp_path: Path) -> None:
-    """It is killed, and cannot end them; and they only note what they are sent."""
+    """It is killed, and can tell them nothing."""
     path = tmp_path / "program.py"
     path.write_text(program("print(os.getpid(), flush=True)\ntime.sleep(60)").replace("import torch,", "#"))
     agent = subprocess.Popen(
         [sys.executable, "-W", "ignore", *TORCHRUN, path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
     )  # fmt: skip
-    assert agent.stdout is not None
-    ranks = [psutil.Process(int(agent.stdout.readline())) for _ in range(2)]
-    agent.kill()
-    agent.wait()
+    with agent:
+        assert agent.stdout is not None
+        ranks = [psutil.Process(int(agent.stdout.readline())) for _ in range(2)]
+        agent.kill()
     _, left = psutil.wait_procs(ranks, timeout=2.0)
     for rank in left:
         rank.kill()
