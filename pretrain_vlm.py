@@ -9,55 +9,95 @@ or plan that, without GPUs and without torchrun:
 `python pretrain_vlm.py --help` lists every flag.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from megatron_hetero.errors import UserError
 from megatron_hetero.launch import guarded, process_group, rank
 from megatron_hetero.training.config import Config, load_command
+from megatron_hetero.training.stopping import StopRequest, stop_requests
+
+# torch and Megatron-Core are imported where they are needed: a plan does not wait for them, nor does a signal handler.
+if TYPE_CHECKING:
+    from megatron_hetero.platform import Platform
+    from megatron_hetero.training.metrics import Writer
+    from megatron_hetero.training.run import Run
 
 
 def main(argv: Sequence[str]) -> None:
     """Do what the command line asks for."""
     config, planned = load_command(argv)
     if planned is None:
-        train(config)
+        with stop_requests(config.checkpoint.dir is not None) as request:
+            train(config, request)
     else:
-        # Imported where they are needed: a plan does not wait for Megatron-Core.
         from megatron_hetero.planning.command import show_plan
 
         show_plan(config, planned)
 
 
-def train(config: Config) -> None:
-    """Build the run, train and evaluate it, export the model, and answer the held-out questions with it."""
-    from megatron_hetero.training.evaluation import evaluate_export
+def train(config: Config, request: StopRequest) -> None:
+    """Train and evaluate the model, export it, and answer the held-out questions with it."""
+    with process_group() as platform:
+        finished = train_and_export(config, platform, request)
+    if finished and config.answers and rank() == 0:
+        from megatron_hetero.training.evaluation import evaluate_export
+
+        evaluate_export(config, platform)
+
+
+def train_and_export(config: Config, platform: Platform, request: StopRequest) -> bool:
+    """Build the run, train and evaluate it, and export the model. Returns whether it came so far: not where it was
+    asked to stop.
+    """
+    from megatron_hetero.training.run import Run
+
+    run = Run.build(config, platform)
+    with run.writer as writer:
+        try:
+            stopped = train_steps(run, writer, request)
+        except UserError:
+            for note in run.saver.settle():
+                writer.print(note)
+            raise
+        if stopped is not None:
+            how = "the same command" if config.checkpoint.resume == "auto" else "--checkpoint.resume auto"
+            writer.print(f"stopped after step {stopped}, as asked; {how} goes on from there")
+            return False
+    request.end()  # An export needs no end of a step: what it leaves half-written is not used.
+    if config.export.hf_dir is not None:
+        run.export(config.export.hf_dir)
+    run.saver.finish()
+    return True
+
+
+def train_steps(run: Run, writer: Writer, request: StopRequest) -> int | None:
+    """Train all steps that are left, save and evaluate. Returns the step after which this was stopped, if it was."""
     from megatron_hetero.training.held_out import HeldOutEvaluation
     from megatron_hetero.training.report import describe, describe_boundaries
-    from megatron_hetero.training.run import Run
-    from megatron_hetero.training.stopping import stop_requests
 
-    with process_group() as platform, stop_requests(config.checkpoint.dir is not None) as request:
-        run = Run.build(config, platform)
-        evaluation = HeldOutEvaluation.build(run)
-        with run.writer as writer:
-            writer.print(describe(run))
-            for note in run.resumed.notes:
-                writer.print(note)
-            for step, batch, waited in run.batches():
-                if step == run.resumed.step + 1:
-                    writer.print(describe_boundaries(run, batch))
-                metrics = run.train_step(step, batch, waited, stop=bool(request))
-                writer.write(metrics)
-                for held_out in () if metrics.stopping else evaluation.after(step):
-                    writer.write_evaluation(held_out)
-                for note in run.saver.after(step, metrics.stopping):
-                    writer.print(note)
-                if metrics.stopping:
-                    return writer.print(f"stopped after step {step}, as asked; the same command goes on from there")
-        if config.export.hf_dir is not None:
-            run.export(config.export.hf_dir)
-    if config.answers and rank() == 0:
-        evaluate_export(config, platform)
+    evaluation, step = HeldOutEvaluation.build(run), run.resumed.step
+    writer.print(describe(run))
+    for note in run.resumed.notes:
+        writer.print(note)
+    for held_out in evaluation.made_up():
+        writer.write_evaluation(held_out)
+    for step, batch, waited in run.batches():
+        if step == run.resumed.step + 1:
+            writer.print(describe_boundaries(run, batch))
+        metrics = run.train_step(step, batch, waited, stop=request)
+        writer.write(metrics)
+        # First: an evaluation that fails, or is left out, is made up by the run that goes on from here.
+        for note in run.saver.after(step, metrics.stopping):
+            writer.print(note)
+        if metrics.stopping:
+            break
+        for held_out in evaluation.after(step):
+            writer.write_evaluation(held_out)
+    return step if run.on_any_rank(request) else None
 
 
 if __name__ == "__main__":

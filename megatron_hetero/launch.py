@@ -7,20 +7,24 @@ torchrun stops the others.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.platform import Platform
+
+# torch is imported where it is needed: until a program has set its signal handlers, any signal ends it.
+if TYPE_CHECKING:
+    from megatron_hetero.platform import Platform
 
 INTERRUPTED = 130
+_PR_SET_PDEATHSIG = 1
 _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset",
@@ -43,6 +47,10 @@ def world_size() -> int:
 @contextlib.contextmanager
 def process_group(timeout_s: float = 1800.0) -> Iterator[Platform]:
     """The platform of this process, with the default process group inside the context."""
+    import torch.distributed as dist
+
+    from megatron_hetero.platform import Platform
+
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
@@ -61,6 +69,8 @@ def _meeting_place(timeout: timedelta) -> dict[str, Any]:
     torchrun keeps one store for all restarts. Without a prefix of its own a restarted rank would find the addresses of
     processes that have died.
     """
+    import torch.distributed as dist
+
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return {"store": dist.PrefixStore(f"attempt {attempt}", store), "rank": rank, "world_size": world_size}
@@ -69,8 +79,9 @@ def _meeting_place(timeout: timedelta) -> dict[str, Any]:
 def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     """Run `main`. Whatever goes wrong is told on one rank and ends the process at once.
 
-    Exit status: 1 for an error, 130 for Ctrl-C.
+    Exit status: 1 for an error, 130 for Ctrl-C. Where torchrun is killed, its ranks end too (on Linux).
     """
+    _end_with_torchrun()
     try:
         with (
             open(os.devnull, "w") as nowhere,
@@ -89,6 +100,18 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
         if is_lost_peer(error):
             time.sleep(10.0)  # somebody else's error; torchrun ends this process before it speaks
         leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
+
+
+def _end_with_torchrun() -> None:
+    """Have the kernel kill this rank when the torchrun that started it dies: nobody else would, and the rank would go
+    on beside one that is started later. SIGTERM would not do: it may only be noted.
+    """
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:  # It died before the kernel was asked.
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ state, and no position in its data.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from megatron_hetero.module_names import TEXT
 from megatron_hetero.schedule.contract import DeviceMicroBatch
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.training.exact_match import answer_counts, exact_match, supervised_samples
-from megatron_hetero.training.metrics import EvaluationMetrics
+from megatron_hetero.training.metrics import EvaluationMetrics, evaluated_after
 from megatron_hetero.training.resolved import dtype_of, evaluation_schedule
 from megatron_hetero.training.run import Run
 from megatron_hetero.training.step_loader import StepBatch, StepLoader
@@ -62,15 +62,24 @@ class HeldOutEvaluation:
         evaluated = run.held_out.items() if run.config.eval.interval else ()
         return cls(run, tuple(HeldOut.of(name, samples, run) for name, samples in evaluated))
 
-    def after(self, step: int) -> Iterator[EvaluationMetrics]:
-        """What is measured of each data set, where `step` (from 1) is one after which they are evaluated. Every rank
-        goes through it to the end.
+    def after(self, step: int, but: Collection[str] = ()) -> Iterator[EvaluationMetrics]:
+        """What is measured of each data set but some, where `step` (from 1) is one after which they are evaluated.
+        Every rank goes through it to the end.
 
         Raises `UserError`, on every rank, for data that cannot be used.
         """
         if evaluates(step, self.run.config.eval.interval, self.run.config.train.iters):
             for held_out in self.held_out:
-                yield self._evaluate(step, held_out)
+                if held_out.name not in but:
+                    yield self._evaluate(step, held_out)
+
+    def made_up(self) -> Iterator[EvaluationMetrics]:
+        """What was due after the step that the run goes on from, and was not measured, since the run was stopped there,
+        or ended with an error; as `after` has it.
+        """
+        resumed = self.run.resumed
+        if resumed.step > 0:
+            yield from self.after(resumed.step, but=evaluated_after(resumed.step, resumed.history))
 
     def _evaluate(self, step: int, held_out: HeldOut) -> EvaluationMetrics:
         start, mine, supervised, samples = time.perf_counter(), 0.0, 0, 0

@@ -6,9 +6,10 @@ loop has no conditions.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,6 +156,39 @@ class EvaluationMetrics:
             f"exact match {self.exact_match:.1%} of {self.asked:,} | "
             f"{self.supervised_tokens:,} tokens of {self.samples:,} samples | {self.time_s:.3f} s"
         )
+
+
+def evaluated_after(step: int, history: str) -> frozenset[str]:
+    """The data sets whose evaluation after `step` is told by the lines of metrics.jsonl up to that step."""
+    records = map(json.loads, reversed(history.splitlines()))
+    last = itertools.takewhile(lambda record: record["step"] == step, records)
+    return frozenset(record["eval_dataset"] for record in last if "eval_dataset" in record)
+
+
+def evaluations_since(history: str, step: int, folder: Path) -> str:
+    """The evaluations after `step` whose lines follow directly on `history`, which ends with that step, in the
+    metrics.jsonl of `folder`: they were made after the checkpoint that has this history. Nothing where the file cannot
+    be read or tells of another run.
+    """
+    try:
+        found = (folder / FILE_NAME).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+    if not history or not found.startswith(history):
+        return ""
+    return "".join(_evaluations(found[len(history) :].splitlines(keepends=True), step))
+
+
+def _evaluations(lines: list[str], step: int) -> Iterator[str]:
+    """The evaluations after `step` that begin `lines`."""
+    for line in lines:
+        try:
+            record = json.loads(line) if line.endswith("\n") else {}
+        except ValueError:
+            return
+        if "eval_dataset" not in record or record.get("step") != step:
+            return
+        yield line
 
 
 class Writer(Protocol):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_hetero.checkpoint.collective import on_first
 from megatron_hetero.checkpoint.resume import resume
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.state import Resumed, TrainState
@@ -36,7 +37,7 @@ from megatron_hetero.topology import Topology
 from megatron_hetero.training.config import Config, to_yaml
 from megatron_hetero.training.export import export_model
 from megatron_hetero.training.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients
-from megatron_hetero.training.metrics import MetricsWriter, NullWriter, StepMetrics
+from megatron_hetero.training.metrics import MetricsWriter, NullWriter, StepMetrics, evaluations_since
 from megatron_hetero.training.modules import TrainedModule, build_module
 from megatron_hetero.training.optimizer import build_optimizer, rate_of, set_learning_rates, update
 from megatron_hetero.training.profile import StepProfiler
@@ -111,7 +112,7 @@ class Run:
         watch = Stopwatch(platform)
         optimizers = tuple(build_optimizer(m, config.optimizer, dtype_of(config), platform) for m in modules)
         state = TrainState(modules, optimizers, topology, stored_shapes(shapes))
-        resumed = resume(config, state, mixture)
+        resumed = _with_evaluations(resume(config, state, mixture), config, topology)
         return cls(
             config=config,
             shapes=shapes,
@@ -150,9 +151,9 @@ class Run:
                     batch = next(batches)
                 yield step, batch, time.perf_counter() - start
 
-    def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: bool = False) -> StepMetrics:
-        """Forward, backward, and update; `waited`: seconds that the batch was waited for; `stop`: whether this rank
-        was asked to stop, by now.
+    def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> StepMetrics:
+        """Forward, backward, and update; `waited`: seconds that the batch was waited for; `stop`: true, at the end of
+        the step, where this rank was asked to stop.
 
         Raises `UserError` before the update where the loss or a gradient is NaN or infinite.
         """
@@ -172,7 +173,8 @@ class Run:
                 rate = self._update(step)
                 self.platform.synchronize()
         metrics = self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited)
-        memory, stopping = self.over_ranks([self.platform.peak_memory_bytes(), float(stop)]).max(dim=0).values.tolist()
+        told = self.over_ranks([self.platform.peak_memory_bytes(), float(bool(stop))])
+        memory, stopping = told.max(dim=0).values.tolist()
         return replace(metrics, peak_memory_bytes=int(memory), stopping=bool(stopping))
 
     def gradients(self, batch: StepBatch) -> GradientSummary:
@@ -248,6 +250,10 @@ class Run:
             },
         )
 
+    def on_any_rank(self, flag: object) -> bool:
+        """Whether `flag` is true on at least one rank, the same on each."""
+        return bool(self.over_ranks([float(bool(flag))]).max())
+
     def over_ranks(self, numbers: Sequence[float]) -> torch.Tensor:
         """All ranks' numbers, fp64 [ranks, numbers] on the host; as many on each rank."""
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.platform.device)
@@ -294,6 +300,14 @@ def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]
         end = last if interval == 0 else min(last, -(-first // interval) * interval)
         yield first, end
         first = end + 1
+
+
+def _with_evaluations(resumed: Resumed, config: Config, topology: Topology) -> Resumed:
+    """Its history with the evaluations that were made after the checkpoint was written, so that none is made twice."""
+    if resumed.step == 0:
+        return resumed
+    more = on_first(topology.files, lambda: evaluations_since(resumed.history, resumed.step, config.log.dir))
+    return replace(resumed, history=resumed.history + more)
 
 
 def _open_weights(config: Config, shapes: Qwen25VLShapes) -> dict[str, StoredWeights]:

@@ -6,15 +6,18 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from megatron_hetero.launch import is_lost_peer, leave, leave_interrupted
+from megatron_hetero.launch import is_lost_peer, leave, leave_interrupted, rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """What a scheduler sends before it ends a job, and Ctrl-C."""
+START_S = 1.0
+"""Within which torchrun has started all ranks of a host."""
 
 
 class StopRequest:
@@ -22,9 +25,20 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.seen: signal.Signals | None = None
+        self._handlers = ExitStack()
 
     def __bool__(self) -> bool:
         return self.seen is not None
+
+    def start(self) -> None:
+        """From now on signals are noted."""
+        self._handlers.enter_context(_insistence())
+        for number in SIGNALS:
+            self._handlers.callback(signal.signal, number, signal.signal(number, self.note))
+
+    def end(self) -> None:
+        """From now on signals do what they did before."""
+        self._handlers.close()
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """The handler."""
@@ -38,25 +52,21 @@ def insists(first: int, then: int) -> bool:
 
 @contextmanager
 def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
-    """Inside, `SIGNALS` are noted instead of ending the process; a second Ctrl-C ends it at once, and so does a
-    SIGTERM where another rank of this host has died. Nothing changes where that is not `wanted`.
+    """Inside, `SIGNALS` are noted instead of ending the process, until the request's `end`; a second Ctrl-C ends it at
+    once, and so does a SIGTERM where another rank of this host has died. Nothing changes where that is not `wanted`.
     """
     request = StopRequest()
-    if not wanted:
-        yield request
-        return
-    before = {number: signal.signal(number, request.note) for number in SIGNALS}
     try:
-        with _insistence():
-            yield request
+        if wanted:
+            request.start()
+        yield request
     except Exception as error:
         # torchrun ends what is left when a rank has gone. It has been told; nobody waits for this rank.
         if request.seen is signal.SIGTERM and is_lost_peer(error):
             leave("", 1)
         raise
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        request.end()
 
 
 @contextmanager
@@ -67,7 +77,7 @@ def _insistence() -> Iterator[None]:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=_listen, args=(reader, _siblings()), name="stop-requests", daemon=True)
+    thread = threading.Thread(target=_listen, args=(reader,), name="stop-requests", daemon=True)
     thread.start()
     try:
         yield
@@ -78,8 +88,8 @@ def _insistence() -> Iterator[None]:
         reader.close()
 
 
-def _listen(signals: socket.socket, siblings: frozenset[int]) -> None:
-    first: int | None = None
+def _listen(signals: socket.socket) -> None:
+    siblings, first = _siblings(), None
     while data := signals.recv(1):
         number = data[0]
         if number not in SIGNALS:
@@ -90,18 +100,34 @@ def _listen(signals: socket.socket, siblings: frozenset[int]) -> None:
         # dead one does so for ever, on a GPU at least, and torchrun would wait for it.
         if number == signal.SIGTERM and not all(map(_lives, siblings)):
             leave("", 1)
+        if first is None and rank() == 0:
+            # Not through sys.stderr, whose lock a main thread that waits may hold.
+            with suppress(OSError):
+                os.write(2, told(signal.Signals(number)).encode())
         first = first or number
 
 
+def told(number: signal.Signals) -> str:
+    """What the first signal is answered with, at once."""
+    again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
+    return f"{number.name}: the run saves after this step, and stops{again}\n"
+
+
 def _siblings() -> frozenset[int]:
-    """The ranks that torchrun started on this host, by process; none where that does not show."""
+    """The ranks that torchrun started on this host, by process; none where that does not show. It waits a little for
+    those that torchrun has yet to start.
+    """
     parent, ranks = os.getppid(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    try:
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    except OSError:
-        return frozenset()
-    # A parent with other children is no torchrun, or what they are does not show: those may end when they like.
-    return frozenset(map(int, children)) if len(children) == ranks else frozenset()
+    end = time.monotonic() + START_S
+    while True:
+        try:
+            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        except OSError:
+            return frozenset()
+        # A parent with other children is no torchrun, or what they are does not show: those may end when they like.
+        if len(children) >= ranks or time.monotonic() > end:
+            return frozenset(map(int, children)) if len(children) == ranks else frozenset()
+        time.sleep(0.02)
 
 
 def _lives(process: int) -> bool:

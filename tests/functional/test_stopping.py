@@ -76,6 +76,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on(folder: Path, tmp_path: Path) -
             output = read_to_a_step(agent)
             agent.send_signal(number)
             output += agent.communicate(timeout=60)[0]
+        assert output.count(f"{number.name}: the run saves after this step, and stops") == 1, "it is told at once, once"
         stopped = re.search(r"stopped after step (\d+), as asked; the same command goes on from there", output)
         assert stopped and agent.returncode == 1, output  # torchrun's; its ranks have ended well
         assert (f"after step {stops[-1]}\n" in output) == (len(stops) > 1)
@@ -156,13 +157,31 @@ def job(cluster: Path, *flags: str, times: int = 0) -> subprocess.Popen[str]:
     )
 
 
+def wait_until_ranks_listen(process: subprocess.Popen[str], ranks: int) -> None:
+    """Until all ranks have handlers for SIGUSR1: they are about to import what takes long."""
+    mask = 1 << (signal.SIGUSR1 - 1)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        found = 0
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error, OSError):
+                caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text())
+                found += "RANK" in child.environ() and caught is not None and bool(int(caught[1], 16) & mask)
+        if found == ranks:
+            return
+        time.sleep(0.01)
+    raise AssertionError("no ranks that listen")
+
+
 def test_a_job_that_was_warned_is_queued_again_and_goes_on(folder: Path, cluster: Path) -> None:
+    """Warned as early as can be, while its ranks start: each job comes one step further at least."""
     checkpoints, flags = cluster / "runs/checkpoints", ["--config", f"{folder}/config.yaml", "--log.dir", "runs/log"]
     with killed_after(job(cluster, *flags, "--train.iters", "100000")) as first:
-        read_to_a_step(first)
+        wait_until_ranks_listen(first, 2)
         first.send_signal(signal.SIGUSR1)
         output, _ = first.communicate(timeout=60)
     [step] = require_whole(checkpoints)
+    assert step == 1, "it stops after its first step"
     assert first.returncode == 0 and f"stopped at step-{step:08d}; queued again" in output, output
     assert (cluster / "asked").read_text().startswith("requeue ")
 

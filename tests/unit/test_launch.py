@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 HEAD = """
@@ -91,6 +92,24 @@ def test_other_ranks_let_the_first_one_tell() -> None:
     begin = time.monotonic()
     status, _, err = outcome(start("raise UserError('no')", environment={"RANK": "3", "WORLD_SIZE": "4"}))
     assert (status, err) == (1, "error: no\n") and time.monotonic() - begin > 3.5
+
+
+def test_ranks_end_with_torchrun(tmp_path: Path) -> None:
+    """It is killed, and can tell them nothing."""
+    path = tmp_path / "program.py"
+    path.write_text(program("print(os.getpid(), flush=True)\ntime.sleep(60)").replace("import torch,", "#"))
+    agent = subprocess.Popen(
+        [sys.executable, "-W", "ignore", *TORCHRUN, path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    with agent:
+        assert agent.stdout is not None
+        ranks = [psutil.Process(int(agent.stdout.readline())) for _ in range(2)]
+        agent.kill()
+    _, left = psutil.wait_procs(ranks, timeout=2.0)
+    for rank in left:
+        rank.kill()
+    assert not left
 
 
 @pytest.mark.parametrize("failing", [0, 1])

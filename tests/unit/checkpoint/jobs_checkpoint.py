@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+import pretrain_vlm
 from megatron_hetero.checkpoint import folder as folder_module
 from megatron_hetero.checkpoint import shared_folder, state, storage
 from megatron_hetero.checkpoint.contents import Entry
@@ -23,9 +24,11 @@ from megatron_hetero.checkpoint.folder import whole
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.storage import index_shapes, read_entries, read_index
 from megatron_hetero.errors import UserError
-from megatron_hetero.platform import Platform
+from megatron_hetero.platform import CPU, Platform
+from megatron_hetero.training.config import load_config
+from megatron_hetero.training.held_out import HeldOutEvaluation
 from megatron_hetero.training.run import Run
-from megatron_hetero.training.stopping import stop_requests
+from megatron_hetero.training.stopping import StopRequest, stop_requests
 from tests.unit.training.jobs_run import build, stored
 
 
@@ -80,19 +83,52 @@ def train(flags: list[str], copy: Path | None = None, until: int | None = None) 
 
 
 def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:
-    """One rank gets a signal in step `at`. Returns the step after which this rank stopped, and whether the handlers
-    are as before.
+    """One rank gets a signal in the midst of step `at`. Returns the step after which this rank stopped, and whether the
+    handlers are as before.
     """
     run, step, before = build(flags), 0, signal.getsignal(signal.SIGUSR1)
-    with stop_requests() as request, run.writer:
+
+    def signalled(in_step: int) -> None:
+        if in_step == at and run.topology.rank == rank:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with stop_requests() as request, run.writer, _calling(Run, "_update", signalled):
         for step, batch, _ in run.batches():
-            if step == at and run.topology.rank == rank:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            metrics = run.train_step(step, batch, stop=bool(request))
+            metrics = run.train_step(step, batch, stop=request)
             run.saver.after(step, metrics.stopping)
             if metrics.stopping:
                 break
     return step, signal.getsignal(signal.SIGUSR1) == before
+
+
+def program(flags: list[str], asked: str = "") -> tuple[bool, str]:
+    """What the program does, from its start to the export: whether it was finished, and the error that ended it. The
+    last rank is asked to stop in `asked`, "step 2" or "evaluation 2".
+    """
+    request = StopRequest()
+
+    def in_(what: str) -> Callable[..., None]:
+        return lambda step, *_: request.note(signal.SIGTERM, None) if f"{what} {step}" == asked and last else None
+
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with _calling(Run, "_update", in_("step")), _calling(HeldOutEvaluation, "_evaluate", in_("evaluation")):
+        try:
+            return pretrain_vlm.train_and_export(load_config(flags), Platform(CPU, "gloo"), request), ""
+        except UserError as error:
+            return False, str(error)
+
+
+@contextmanager
+def _calling(owner: type, method: str, first: Callable[..., None]) -> Iterator[None]:
+    """Inside, `first` is called with the arguments of each call of a method, before it."""
+    original = getattr(owner, method)
+
+    def called(self: Any, *args: Any) -> Any:
+        first(*args)
+        return original(self, *args)
+
+    with mock.patch.object(owner, method, called):
+        yield
 
 
 def cannot_save(flags: list[str], folder: Path) -> tuple[str, str]:

@@ -12,7 +12,14 @@ import pytest
 from rich.console import Console
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.training.metrics import EvaluationMetrics, MetricsWriter, NullWriter, StepMetrics
+from megatron_hetero.training.metrics import (
+    EvaluationMetrics,
+    MetricsWriter,
+    NullWriter,
+    StepMetrics,
+    evaluated_after,
+    evaluations_since,
+)
 
 
 def metrics(step: int = 1, **changes: object) -> StepMetrics:
@@ -169,3 +176,36 @@ def test_evaluations_have_lines_of_their_own(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("eval/held/loss")] == [(3, 1.25)]
     assert [event.value for event in events.Scalars("eval/held/exact_match")] == [0.625, 0.625]
     NullWriter().write_evaluation(found)
+
+
+STEPS = '{"step": 1}\n{"step": 2, "loss": 3.5}\n'
+FIRST, SECOND = '{"step": 2, "eval_dataset": "a"}\n', '{"step": 2, "eval_dataset": "b"}\n'
+
+
+def test_what_was_evaluated_after_a_step() -> None:
+    assert evaluated_after(2, STEPS + FIRST + SECOND) == {"a", "b"}
+    assert evaluated_after(2, STEPS) == evaluated_after(2, "") == set()
+    assert evaluated_after(3, STEPS + FIRST + '{"step": 3}\n') == set()
+
+
+@pytest.mark.parametrize("text, more", [
+    (STEPS, ""),
+    (STEPS + FIRST, FIRST),
+    (STEPS + FIRST + SECOND, FIRST + SECOND),
+    (STEPS + FIRST + '{"step": 3}\n' + SECOND, FIRST),  # it went on
+    (STEPS + FIRST + SECOND[:-1], FIRST),  # it died while it wrote
+    (STEPS + FIRST + SECOND[:9], FIRST),
+    (STEPS + FIRST + "[]\n", FIRST),
+    (STEPS + '{"step": 3, "eval_dataset": "a"}\n', ""),
+    (STEPS.replace("3.5", "3.6") + FIRST, ""),  # another run
+    (STEPS[:9], ""),
+])  # fmt: skip
+def test_evaluations_that_follow_on_a_checkpoint(text: str, more: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert evaluations_since(STEPS, 2, tmp_path) == more
+
+
+def test_there_may_be_no_evaluations_to_follow(tmp_path: Path) -> None:
+    assert evaluations_since(STEPS, 2, tmp_path) == ""
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe")
+    assert evaluations_since(STEPS, 2, tmp_path) == evaluations_since("", 2, tmp_path) == ""

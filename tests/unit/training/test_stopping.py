@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from signal import SIGINT, SIGTERM, SIGUSR1
 
 import pytest
@@ -30,6 +31,44 @@ def test_the_first_signal_is_noted(number: signal.Signals) -> None:
         assert request and request.seen is number
     assert [signal.getsignal(each) for each in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_the_first_signal_is_answered_at_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "leave_interrupted", lambda: None)
+    with stop_requests():
+        send(SIGINT, SIGINT)
+    assert capfd.readouterr().err == "SIGINT: the run saves after this step, and stops; Ctrl-C again ends it at once\n"
+    monkeypatch.setenv("RANK", "1")
+    with stop_requests():
+        send(SIGUSR1)
+    assert capfd.readouterr().err == ""
+
+
+def test_after_the_last_step_signals_do_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with stop_requests() as request:
+        request.end()
+        assert [signal.getsignal(each) for each in SIGNALS] == before and not request
+
+
+def test_the_program_can_be_asked_before_it_imports_what_takes_long(tmp_path: Path) -> None:
+    """Only then does a signal that comes early ask it to stop."""
+    code = """
+import os, signal, sys
+import pretrain_vlm
+def train(config, request):
+    assert "torch" not in sys.modules
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert request, "noted"
+    print("lives")
+pretrain_vlm.train = train
+pretrain_vlm.main(sys.argv[1:])
+"""
+    flags = f"--model.hf_path m --data.registry.d.annotations d --data.datasets d --checkpoint.dir {tmp_path}".split()
+    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr
 
 
 def test_without_checkpoints_nothing_changes() -> None:
