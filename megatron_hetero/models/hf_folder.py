@@ -18,24 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_hetero.errors import UserError, listed
+from megatron_hetero.models.folder_files import COMPANIONS, CONFIG, ENCODERS
 from megatron_hetero.models.weight_map import Piece
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
-CONFIG = "config.json"
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
-    *("chat_template.jinja", "chat_template.json"),
-)
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES)
-"""Files beside the weights that make a folder complete: configuration, tokenizer, processor, chat template. An export
-writes no others, so that it can be told from a folder that has something of a user's in it.
-"""
-ENCODERS = "encoders"
-"""The folder in an exported model that has a folder for each further encoder."""
 NO_CHANGES: Mapping[str, str | None] = {}
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 """One type for all tensors of a folder, or one for each by name."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_hetero.models.hf_folder import ENCODERS, NO_CHANGES, SHARD_BYTES, Dtypes, FolderWriter, folder_writer
+from megatron_hetero.models.folder_files import ENCODERS
+from megatron_hetero.models.hf_folder import NO_CHANGES, SHARD_BYTES, Dtypes, FolderWriter, folder_writer
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import encoder_shapes, folder_shapes, prefix_of
 from megatron_hetero.module_names import VISION
