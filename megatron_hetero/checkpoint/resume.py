@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from megatron_hetero.checkpoint.choice import choose
 from megatron_hetero.checkpoint.collective import on_first
+from megatron_hetero.checkpoint.model_files import hashes
+from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import RunRecord, dataset_records, plain
 from megatron_hetero.checkpoint.state import Resumed, TrainState, load
 from megatron_hetero.data.mixture import Mixture
@@ -29,11 +31,15 @@ def resume(config: Config, state: TrainState, mixture: Mixture) -> Resumed:
 
 
 def run_record(config: Config, topology: Topology, mixture: Mixture) -> RunRecord:
-    """What a checkpoint of this run says of it, before the first step. Reads all annotations."""
+    """What a checkpoint of this run says of it, before the first step. Reads all annotations, and the model's files
+    besides weights. Raises `UserError` where these cannot be read.
+    """
+    settings = plain(to_yaml(config))
     return RunRecord(
         step=0,
         world_size=topology.world_size,
         layouts={name: str(layout) for name, layout in topology.layouts.items()},
         datasets=dataset_records(mixture),
-        config=plain(to_yaml(config)),
+        config=settings,
+        model_files=hashes(ModelSources.recorded(settings)),
     )
