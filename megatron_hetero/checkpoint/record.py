@@ -66,7 +66,9 @@ class RunRecord:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             require_fields(values)
-            ModelSources.recorded(values["config"])
+            folders = ModelSources.recorded(values["config"]).folders
+            if others := values.get("model_files", {}).keys() - folders.keys():
+                raise ValueError(f"model_files has {listed(others)}, and config does not")
             datasets = tuple(DatasetRecord(**entry) for entry in values.pop("datasets"))
             return cls(datasets=datasets, **values)
         except (OSError, ValueError, TypeError, RecursionError) as error:
