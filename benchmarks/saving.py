@@ -48,7 +48,7 @@ class SavingBench:
 
     def _saver(self, beside: bool) -> Saver:
         config, own = self.run.config, self.run.saver
-        return Saver(replace(config, checkpoint=replace(config.checkpoint, async_=beside)), own.state, own.mixture)
+        return Saver(replace(config, checkpoint=replace(config.checkpoint, async_=beside)), own.state, own.record)
 
     def step(self) -> float:
         """Train once; seconds."""

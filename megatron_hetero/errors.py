@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class UserError(ValueError):
     """Bad input: a setting, a file or a record that the user can mend.
@@ -24,3 +26,9 @@ class UserError(ValueError):
         reason = f", because {because}" if because else ""
         stop = "" if fix.endswith(("?", "!")) else "."
         return cls(f"{where}: found {found}, expected {expected}{reason}. {fix[:1].upper()}{fix[1:]}{stop}")
+
+
+def listed(names: Collection[str], most: int = 5) -> str:
+    """Names for a message, sorted; of many the first ones, and how many more there are."""
+    shown = sorted(names)[:most]
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -15,18 +15,20 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_hetero.checkpoint.folder import chosen_in, damaged, read_manifest, verify
 from megatron_hetero.checkpoint.keys import RANDOM, WEIGHTS, Entry, Shape, expected_shapes, matrix
+from megatron_hetero.checkpoint.model_files import alone, differences, hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord, require_tensors
-from megatron_hetero.checkpoint.storage import INDEX, index_dtypes, index_shapes, read_entries, read_index
+from megatron_hetero.checkpoint.storage import INDEX, index_dtypes, index_shapes, open_index, read_entries
 from megatron_hetero.data.two_folders import export_changes
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.folder_files import CONFIG
 from megatron_hetero.models.hf_folder import SHARD_BYTES, require_writable
 from megatron_hetero.models.qwen2_5_vl.model_writer import model_writer
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.training.resolved import DTYPES
 
 STORED = "stored"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Advance = Callable[[str, int, int], None]
 """Told what is being done, how many bytes of it are done, and how many there are."""
@@ -63,7 +65,7 @@ class OpenCheckpoint:
             advance("checking", done, total)
         if faults:
             raise damaged(folder, faults)
-        return cls(folder, RunRecord.read(folder), read_index(folder))
+        return cls(folder, RunRecord.read(folder), open_index(folder, manifest))
 
     def require(self, shapes: Mapping[str, Shape]) -> None:
         """Check that it holds the tensors of a model with the stored `shapes`, and no others. Raises `UserError`."""
@@ -112,6 +114,7 @@ def export_checkpoint(
     folders, shapes = sources.read()
     stored = stored_shapes(shapes)
     checkpoint.require(stored)
+    require_configurations(sources, checkpoint)
     held = checkpoint.dtypes(stored)
     as_what = _dtypes(dtype or _own_dtype(checkpoint.record), held)
     sizes = {name: prod(shape) * as_what[name].itemsize for name, shape in stored.items()}
@@ -154,14 +157,32 @@ def require_apart(target: Path, others: Mapping[str, Path]) -> None:
 
 def require_folders(sources: ModelSources, checkpoint: Path) -> None:
     """Check that the folders of a checkpoint's model are there. Raises `UserError` naming the flag that says where."""
-    flags = {"model.hf_path": "--model DIR", "model.hf_path_vision": "--vision DIR"}
     for setting, folder in sources.folders.items():
         if not (folder / "config.json").is_file():
-            name = setting.removeprefix("model.encoders.").removesuffix(".hf_path")
             raise UserError.at(
                 f"{setting} of {checkpoint / RECORD}",
                 found=f"no {folder / 'config.json'}",
                 expected="the folder that the model comes from",
                 because="its configuration, tokenizer and processor go into the export (its weights do not)",
-                fix=f"say where it is now with {flags.get(setting, f'--encoder {name}=DIR')}",
+                fix=f"say where it is now with {_flag(setting)}",
             )
+
+
+def require_configurations(sources: ModelSources, checkpoint: OpenCheckpoint) -> None:
+    """Check that the folders of a checkpoint's model have the `config.json` that they had. Raises `UserError`."""
+    before = alone(checkpoint.record.model_files, CONFIG)
+    for setting, name, found in differences(before, alone(hashes(sources), CONFIG)) if before else ():
+        raise UserError.at(
+            f"{setting}: {sources.folders[setting] / name}",
+            found=found,
+            expected=f"what {checkpoint.folder / RECORD} has the hash of",
+            because="with it the same weights are another model",
+            fix=f"name the folder that they were trained with: {_flag(setting)}",
+        )
+
+
+def _flag(setting: str) -> str:
+    """The flag that says where the folder of a setting is now."""
+    flags = {"model.hf_path": "--model DIR", "model.hf_path_vision": "--vision DIR"}
+    name = setting.removeprefix("model.encoders.").removesuffix(".hf_path")
+    return flags.get(setting, f"--encoder {name}=DIR")

@@ -164,7 +164,7 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
         records = {name: FileRecord(int(r["size"]), str(r["sha256"])) for name, r in files.items()}
-        bad = [name for name in records if Path(name).name != name]
+        bad = [name for name in records if Path(name).name != name or name in ("", "..") or "\0" in name]
         if bad:
             raise ValueError(f"the file name {bad[0]!r}")
         if absent := [f"{name} is not in the manifest" for name in needed if name not in records]:

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.checkpoint.exporting import Advance, Copied, names_of
-from megatron_hetero.checkpoint.folder import name_of, partial_of, publish, whole, write_synced
+from megatron_hetero.checkpoint.folder import LATEST, MANIFEST, name_of, partial_of, publish, whole, write_synced
 from megatron_hetero.checkpoint.keys import WEIGHTS, Entry, matrix
+from megatron_hetero.checkpoint.model_files import hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.storage import write_entries
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.folder_files import CONFIG, ENCODERS
 from megatron_hetero.models.hf_folder import StoredWeights
 from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
-from megatron_hetero.models.qwen2_5_vl.model_writer import ENCODERS
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, prefix_of, stored_shapes
 from megatron_hetero.models.weight_map import Piece
@@ -30,14 +31,15 @@ from megatron_hetero.module_names import TEXT
 
 ROWS = 4096
 """Of a tensor that is stored twice, so many are compared at a time."""
-FIRST = name_of(0)
+UNTRAINED = name_of(0)
+"""The name by which a run whose `checkpoint.dir` has it there finds weights that were trained in no step."""
 _STEP = "step-"
 
 
 def with_own_encoders(sources: ModelSources) -> ModelSources:
     """The further encoders too that an export of ours keeps in its folder; those of `sources` come first."""
-    own = sources.model / ENCODERS
-    found = {path.name: path for path in sorted(own.iterdir()) if path.is_dir()} if own.is_dir() else {}
+    own = sorted((sources.model / ENCODERS).glob(f"*/{CONFIG}"))
+    found = {file.parent.name: file.parent for file in own if not file.parent.name.startswith(".")}
     return replace(sources, encoders={**found, **sources.encoders})
 
 
@@ -76,7 +78,7 @@ def import_folders(sources: ModelSources, target: Path, seed: int = 0, advance: 
         records = write_entries(partial, entries, None, value)
         publish(partial, records | {RECORD: write_synced(partial / RECORD, _record(sources, seed).to_json())})
     except OSError as error:
-        raise _unwritable(target, error) from None
+        raise _unwritable(target, error, complete=(target / MANIFEST).is_file()) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Copied(len(entries), total, names_of(dtypes))
@@ -107,21 +109,22 @@ def _record(sources: ModelSources, seed: int) -> RunRecord:
         "train": {"seed": seed},
         "optimizer": {"name": "none"},
     }
-    return RunRecord(0, 0, {}, (), config, imported_from=str(sources.model.absolute()))
+    origin = str(sources.model.absolute())
+    return RunRecord(0, 0, {}, (), config, imported_from=origin, model_files=hashes(sources))
 
 
 def require_free(target: Path) -> None:
     """Check that a checkpoint can be put at `target`, and that a run would find it there. Raises `UserError`."""
     steps = whole(target.parent)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        more = f", for example {target / FIRST}" if whole(target) else ""
+        more = f", for example {target / UNTRAINED}" if whole(target) else ""
         raise _taken(target, "something", "nothing there yet, or an empty folder", f"choose another folder{more}")
-    if target.name.startswith(_STEP) and target.name != FIRST:
+    if target.name.startswith(_STEP) and target.name != UNTRAINED:
         raise _taken(
-            target, f"the name {target.name}", f"{FIRST}, or a name of another kind", "rename it",
+            target, f"the name {target.name}", f"{UNTRAINED}, or a name of another kind", "rename it",
             because="a run counts its steps from that number, and imported weights were trained in none",
         )  # fmt: skip
-    if target.name == FIRST and steps:
+    if target.name == UNTRAINED and steps:
         newest = next(reversed(steps.values()))
         raise _taken(
             target, f"{newest.name} in {target.parent}", "no checkpoint there", "choose another folder",
@@ -139,11 +142,12 @@ def _make(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _unwritable(target: Path, error: OSError) -> UserError:
+def _unwritable(target: Path, error: OSError, complete: bool) -> UserError:
+    left = f"{target} is complete, though {LATEST} may not name it" if complete else "nothing of it is left"
     return UserError.at(
         error.filename or target,
         found=(error.strerror or str(error)).lower(),
         expected="a folder that can be written",
-        because="the checkpoint goes there; nothing of it is left",
+        because=f"the checkpoint goes there; {left}",
         fix="free space or grant access, or choose another folder",
     )

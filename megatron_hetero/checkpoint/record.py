@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 
+from megatron_hetero.checkpoint.model_files import Hashes, alone, differences
+from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.checkpoint.record_fields import require_fields
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, listed
+from megatron_hetero.models.folder_files import CONFIG
 from megatron_hetero.training.config import Overridable
 
 FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)
 """What may change only where `checkpoint.allow_changes` names it: with these the data goes on elsewhere."""
+MODEL = "model.hf_path"
+"""The one of them that stands for files beside the weights of all the model's folders."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class RunRecord:
 
     `imported_from`: the folder that weights were imported from, where no run has written them. Any run may then begin
     with them, and of the configuration there is no more than where the model comes from.
+
+    `model_files`: what the model's folders held besides weights. Checkpoints of earlier versions have none.
     """
 
     step: int
@@ -45,6 +53,7 @@ class RunRecord:
     datasets: tuple[DatasetRecord, ...]
     config: Mapping[str, Any]
     imported_from: str | None = None
+    model_files: Hashes = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The text of the file."""
@@ -56,9 +65,13 @@ class RunRecord:
         path = checkpoint / FILE_NAME
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
+            require_fields(values)
+            folders = ModelSources.recorded(values["config"]).folders
+            if others := values.get("model_files", {}).keys() - folders.keys():
+                raise ValueError(f"model_files has {listed(others)}, and config does not")
             datasets = tuple(DatasetRecord(**entry) for entry in values.pop("datasets"))
             return cls(datasets=datasets, **values)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise UserError.at(
                 path,
                 found=f"a record that cannot be read ({error})",
@@ -86,7 +99,7 @@ class RunRecord:
         """Check that a run with the record `new` may go on from this one. Raises `UserError` with both values."""
         if self.imported_from is not None:
             return
-        for name in (*OVERRIDABLE, "optimizer.name"):
+        for name in (*(name for name in OVERRIDABLE if name != MODEL), "optimizer.name"):
             old_value, new_value = self._setting(name), new._setting(name)
             if old_value != new_value and name not in allowed:
                 more = f", or allow it with --checkpoint.allow_changes {name}" if name in OVERRIDABLE else ""
@@ -97,6 +110,31 @@ class RunRecord:
                     because="the run would not go on as it began",
                     fix=f"set it back{more}",
                 )
+
+    def require_same_model(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
+        """Check that a run with the record `new` has the files of this one's model besides weights, wherever its
+        folders are. Raises `UserError` naming the first that differs.
+        """
+        before, now = self.model_files, new.model_files
+        if not before or MODEL in allowed:
+            return
+        if self.imported_from is not None:  # any run may begin with these weights: tokenizer and images are its own
+            before, now = (alone(found, CONFIG) for found in (before, now))
+            if before.keys() != now.keys():
+                return
+        folders, old_folders = (ModelSources.recorded(record.config).folders for record in (new, self))
+        for setting, name, found in differences(before, now):
+            place = f": {folders[setting] / name}" if setting in folders else ""
+            origin = f" (then {old_folders[setting]})" if setting in old_folders else ""
+            raise UserError.at(
+                f"{setting} (--{setting}){place}",
+                found=found if place else "nothing",
+                expected=f"what {checkpoint / FILE_NAME} has the hash of{origin}"
+                if origin
+                else f"no such folder, as in {checkpoint}",
+                because="the same weights would be another model, or be shown something else",
+                fix=f"set it back, or allow it with --checkpoint.allow_changes {MODEL}",
+            )
 
 
 def dataset_records(mixture: Mixture) -> tuple[DatasetRecord, ...]:
@@ -122,7 +160,7 @@ def require_tensors(
         if key in found and list(found[key]) != list(shape)
     }
     kinds = {"missing": missing, "unexpected": extra, "of another shape": wrong}
-    faults = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    faults = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names]
     if faults:
         raise UserError.at(
             checkpoint,
@@ -132,8 +170,3 @@ def require_tensors(
             fix="name the model that the checkpoint was trained from (model.hf_path of a run, --model of an export), "
             "or take another checkpoint",
         )
-
-
-def _listed(names: Collection[str], most: int = 5) -> str:
-    shown = sorted(names)[:most]
-    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")

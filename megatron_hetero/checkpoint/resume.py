@@ -8,6 +8,8 @@ from pathlib import Path
 
 from megatron_hetero.checkpoint.choice import choose, started_again
 from megatron_hetero.checkpoint.collective import on_first
+from megatron_hetero.checkpoint.model_files import hashes
+from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import RunRecord, dataset_records, plain
 from megatron_hetero.checkpoint.shared_folder import FolderLock, require_shared
 from megatron_hetero.checkpoint.state import Resumed, TrainState, load
@@ -16,12 +18,12 @@ from megatron_hetero.topology import Topology
 from megatron_hetero.training.config import Config, to_yaml
 
 
-def resume(config: Config, state: TrainState, mixture: Mixture) -> Resumed:
-    """Load what `checkpoint.resume` asks for into `state`. Every rank calls it.
+def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resumed:
+    """Load what `checkpoint.resume` asks for into `state`. Every rank calls it, with what `shared_record` gives.
 
     Raises `UserError` on every rank where that cannot be done, or where `checkpoint.dir` cannot be written.
     """
-    if config.checkpoint.dir is None and config.checkpoint.resume in ("auto", "never"):
+    if record is None:
         return Resumed()
     group, folder, held = state.topology.files, config.checkpoint.dir, []
     notes = on_first(group, lambda: _take(folder, held)) if folder is not None else ()
@@ -30,8 +32,7 @@ def resume(config: Config, state: TrainState, mixture: Mixture) -> Resumed:
         require_shared(folder, group)
     resumed = Resumed()
     if chosen is not None:
-        new = on_first(group, lambda: run_record(config, state.topology, mixture))
-        resumed = load(state, chosen, new, config.checkpoint.allow_changes)
+        resumed = load(state, chosen, record, config.checkpoint.allow_changes)
     if resumed.step == config.train.iters:
         more = (*more, f"all {resumed.step} steps of train.iters have been trained: no step is left")
     return replace(resumed, notes=(*notes, *more, *resumed.notes), lock=held[0] if held else None)
@@ -43,12 +44,25 @@ def _take(folder: Path, held: list[FolderLock]) -> tuple[str, ...]:
     return notes
 
 
+def shared_record(config: Config, topology: Topology, mixture: Mixture) -> RunRecord | None:
+    """What the checkpoints of this run say of it before the first step, on every rank; None where the run neither reads
+    nor writes any. Raises `UserError`, as `run_record` does.
+    """
+    if config.checkpoint.dir is None and config.checkpoint.resume in ("auto", "never"):
+        return None
+    return on_first(topology.files, lambda: run_record(config, topology, mixture))
+
+
 def run_record(config: Config, topology: Topology, mixture: Mixture) -> RunRecord:
-    """What a checkpoint of this run says of it, before the first step. Reads all annotations."""
+    """What a checkpoint of this run says of it, before the first step. Reads all annotations, and the model's files
+    besides weights. Raises `UserError` where these cannot be read.
+    """
+    settings = plain(to_yaml(config))
     return RunRecord(
         step=0,
         world_size=topology.world_size,
         layouts={name: str(layout) for name, layout in topology.layouts.items()},
         datasets=dataset_records(mixture),
-        config=plain(to_yaml(config)),
+        config=settings,
+        model_files=hashes(ModelSources.recorded(settings)),
     )

@@ -6,16 +6,13 @@ import time
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 from megatron_hetero.checkpoint.background import HostCopies, in_background
-from megatron_hetero.checkpoint.collective import on_first
 from megatron_hetero.checkpoint.folder import name_of
 from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.checkpoint.resume import run_record
 from megatron_hetero.checkpoint.state import HISTORY, History, Saved, TrainState, save
-from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.config import Config
 
@@ -39,8 +36,8 @@ class Saver:
     been copied to the host's memory. The thread has a process group for itself. The last save is waited for.
     """
 
-    def __init__(self, config: Config, state: TrainState, mixture: Mixture) -> None:
-        self.config, self.state, self.mixture = config, state, mixture
+    def __init__(self, config: Config, state: TrainState, record: RunRecord | None) -> None:
+        self.config, self.state, self.record = config, state, record
         self._copies = HostCopies(state.topology.platform)
         self._writing: _Writing | None = None
         self._lost: UserError | None = None
@@ -93,14 +90,10 @@ class Saver:
     def _write(self, step: int, entries: list[Entry], history: History, start: float) -> tuple[Saved, float]:
         """What was written, and the seconds since `start`."""
         chosen = self.config.checkpoint
-        assert chosen.dir is not None, "it is time to save only with a folder"
-        record, group = replace(self._record, step=step), self.state.topology.files
+        assert chosen.dir is not None and self.record is not None, "it is time to save only with a folder"
+        record, group = replace(self.record, step=step), self.state.topology.files
         saved = save(entries, chosen.dir, record, history, chosen.keep_last, group)
         return saved, time.perf_counter() - start
-
-    @cached_property
-    def _record(self) -> RunRecord:
-        return on_first(self.state.topology.files, lambda: run_record(self.config, self.state.topology, self.mixture))
 
     def _ended(self, waits: bool) -> list[str]:
         """What there is to say of the save that was begun, once it has ended, which is waited for where `waits`."""

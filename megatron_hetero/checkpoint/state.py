@@ -28,7 +28,7 @@ from megatron_hetero.checkpoint.folder import (
 from megatron_hetero.checkpoint.keys import RANDOM, Entry, expected_shapes
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord, require_tensors
-from megatron_hetero.checkpoint.storage import INDEX, index_shapes, read_entries, read_index, write_entries
+from megatron_hetero.checkpoint.storage import INDEX, index_shapes, open_index, read_entries, write_entries
 from megatron_hetero.errors import UserError
 from megatron_hetero.megatron_adapter import random_states, set_random_states
 from megatron_hetero.topology import Topology
@@ -96,7 +96,7 @@ class History:
         if self.size == 0:
             return ""
         with open(self.path, "rb") as file:
-            return file.read(self.size).decode("utf-8")
+            return file.read(self.size).decode("utf-8", errors="replace")
 
 
 def save(
@@ -138,16 +138,17 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     Raises `UserError` on every rank, before anything is read, where the checkpoint is damaged or another model's.
     """
     group = state.topology.files
-    _verify(checkpoint, group)
+    manifest = _verify(checkpoint, group)
     rank, ranks = state.topology.rank, state.topology.world_size
     record = on_every(group, lambda: RunRecord.read(checkpoint))[rank]
     on_first(group, lambda: record.require_resumable(new, allowed, checkpoint))
     on_first(group, lambda: _require_steps(record, new, checkpoint))
-    index = on_first(group, lambda: read_index(checkpoint))
+    index = on_first(group, lambda: open_index(checkpoint, manifest))
     stored = index_shapes(index)
     found = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
     expected = expected_shapes(state.shapes, record.freeze, record.optimizer == "adamw")
     on_first(group, lambda: require_tensors(checkpoint, found, expected))
+    on_first(group, lambda: record.require_same_model(new, allowed, checkpoint))
     # What was imported takes the place of the model's folder: the optimizers begin with it as they would with that.
     imported = record.imported_from is not None
     optimizers = [None] * len(state.modules) if imported else state.optimizers
@@ -193,13 +194,16 @@ def _changes(old: RunRecord, new: RunRecord) -> list[str]:
     return notes
 
 
-def _verify(checkpoint: Path, group: dist.ProcessGroup) -> None:
-    """Check sizes and hashes; ranks share the files. Raises `UserError` on every rank, naming all that is wrong."""
+def _verify(checkpoint: Path, group: dist.ProcessGroup) -> Mapping[str, FileRecord]:
+    """Check sizes and hashes, and return them; ranks share the files. Raises `UserError` on every rank, naming all that
+    is wrong.
+    """
     manifest = on_first(group, lambda: read_manifest(checkpoint, (INDEX, RECORD)))
     mine = sorted(manifest)[dist.get_rank(group) :: dist.get_world_size(group)]
     faults = on_every(group, lambda: verify(checkpoint, manifest, mine))
     if any(faults):
         raise damaged(checkpoint, sorted(fault for of_rank in faults for fault in of_rank))
+    return manifest
 
 
 def _make(partial: Path) -> None:
@@ -237,7 +241,7 @@ def _size(path: Path) -> int:
 
 def _history(checkpoint: Path) -> str:
     path = checkpoint / HISTORY
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _writing(where: Path, work: Callable[[], Any]) -> Any:

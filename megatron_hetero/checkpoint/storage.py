@@ -11,7 +11,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -48,9 +48,10 @@ from torch.futures import Future
 from megatron_hetero.checkpoint.folder import FileRecord
 from megatron_hetero.checkpoint.hashed_files import HashedFiles
 from megatron_hetero.checkpoint.keys import Entry
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, listed
 
 INDEX = ".metadata"
+_ANOTHER = "take another checkpoint (a run goes on from it with --checkpoint.resume PATH)"
 FILE_BYTES = 5 * 10**9
 """Largest file of tensors, unless one tensor is larger: ranks that check a checkpoint share its files."""
 
@@ -75,7 +76,13 @@ _ALLOWED = {
 """All that an index is made of: classes of plain data."""
 
 
-class _IndexUnpickler(pickle.Unpickler):
+class _IndexUnpickler(pickle._Unpickler):
+    """Reads plain data alone. It is the slower one, written in Python: that in C takes as much memory as numbers in
+    a broken index say.
+    """
+
+    dispatch = {code: work for code, work in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index of a checkpoint needs")
@@ -87,16 +94,69 @@ def read_index(folder: Path) -> Metadata:
     path = folder / INDEX
     try:
         index = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError) as error:
+        _require_index(index)
+    except Exception as error:  # a broken pickle raises nearly all that there are
         raise UserError.at(
             path,
-            found=f"an index that cannot be read ({error})",
+            found=f"an index that cannot be read ({_in_short(error)})",
             expected="the index of a checkpoint",
-            fix="take another checkpoint (a run goes on from it with --checkpoint.resume PATH)",
+            fix=_ANOTHER,
         ) from None
-    if not isinstance(index, Metadata):
-        raise UserError.at(path, found=f"a {type(index).__name__}", expected="an index", fix="take another checkpoint")
     return index
+
+
+def open_index(folder: Path, files: Collection[str]) -> Metadata:
+    """The index of a checkpoint of those `files`. Raises `UserError`, as `read_index`, and where it names others."""
+    index = read_index(folder)
+    if others := {place.relative_path for place in index.storage_data.values()} - set(files):
+        raise UserError.at(
+            folder / INDEX,
+            found=f"tensors in {listed(others)}",
+            expected="all in files that the manifest names",
+            because="nothing says what others held when the checkpoint was written",
+            fix=_ANOTHER,
+        )
+    return index
+
+
+def _require_index(index: Any) -> None:
+    """Check that it is made as one is, down to what its users look at. Raises `ValueError`, `AttributeError` and the
+    like.
+    """
+    if not isinstance(index, Metadata):
+        raise ValueError(f"it is a {type(index).__name__}")
+    for key, stored in index.state_dict_metadata.items():
+        if not _is_tensor(key, stored):
+            raise ValueError(f"what it says of {key!r:.80} describes no tensor")
+    for key, info in index.storage_data.items():
+        if not _is_place(key, info):
+            raise ValueError(f"what it says of {key!r:.80} is no place in a file")
+
+
+def _is_tensor(key: Any, stored: Any) -> bool:
+    if not isinstance(stored, TensorStorageMetadata):
+        return False
+    sizes = [stored.size, *(size for chunk in stored.chunks for size in (chunk.offsets, chunk.sizes))]
+    return (
+        isinstance(key, str)
+        and isinstance(stored.properties.dtype, torch.dtype)
+        and all(isinstance(size, torch.Size) and len(size) == len(stored.size) for size in sizes)
+    )
+
+
+def _is_place(key: Any, info: Any) -> bool:
+    return (
+        isinstance(key, MetadataIndex)
+        and isinstance(info, _StorageInfo)
+        and isinstance(info.relative_path, str)
+        and all(isinstance(number, int) and number >= 0 for number in (info.offset, info.length))
+    )
+
+
+def _in_short(error: BaseException) -> str:
+    """What went wrong in one line: texts of torch have many."""
+    first, *_ = [*str(error).strip().splitlines(), ""]
+    return f"{type(error).__name__}{': ' if first else ''}{first[:200]}"
 
 
 def index_shapes(index: Metadata) -> dict[str, tuple[int, ...]]:
@@ -152,12 +212,12 @@ def read_entries(folder: Path, index: Metadata, entries: Sequence[Entry], group:
     Raises `UserError` on every rank where one of them cannot read.
     """
     reader, planner = _IndexedReader(folder, index), _EntryReader(entries)
-    with _told_as_errors(folder, group):
+    with _told_as_errors(folder, group, reading=True):
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
 @contextmanager
-def _told_as_errors(folder: Path, group: dist.ProcessGroup | None) -> Iterator[None]:
+def _told_as_errors(folder: Path, group: dist.ProcessGroup | None, reading: bool = False) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             if group is None:  # that is meant. With a group this may be a thread, and filters are the process's.
@@ -165,22 +225,33 @@ def _told_as_errors(folder: Path, group: dist.ProcessGroup | None) -> Iterator[N
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
-        raise _told(folder, error) from None
+        raise _told(folder, error, reading) from None
 
 
-def _told(folder: Path, failure: CheckpointException) -> BaseException:
+def _told(folder: Path, failure: CheckpointException, reading: bool) -> BaseException:
     """What went wrong on one of the ranks, in a user's words where it can be mended."""
-    rank, (error, _) = min(failure.failures.items())
+    rank, (error, _) = min(failure.failures.items(), key=lambda item: item[0])
     if isinstance(error, UserError | KeyboardInterrupt):
         return error
     if not isinstance(error, OSError):
-        return RuntimeError(f"{folder}: {failure}")
+        return _unreadable(folder, rank, error) if reading else RuntimeError(f"{folder}: {failure}")
     what = (error.strerror or str(error)).lower()
     return UserError.at(
         error.filename or folder,
         found=f"{what} on rank {rank}",
         expected="a folder that all ranks can read and write",
         fix="free space, mend the folder, or choose another (of a run with --checkpoint.dir DIR)",
+    )
+
+
+def _unreadable(folder: Path, rank: int, error: BaseException) -> UserError:
+    # Index and files have the hashes of the manifest: what does not fit was written so, by whomever.
+    return UserError.at(
+        folder,
+        found=f"tensors that cannot be read, on rank {rank} ({_in_short(error)})",
+        expected="files of tensors as the index describes them",
+        because="nothing else is loaded, and no code from a file is run",
+        fix=_ANOTHER,
     )
 
 

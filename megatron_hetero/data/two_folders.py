@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_hetero.data.model_folder import load_tokenizer
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.folder_files import PROCESSOR_FILES
 from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
 
 TOKENS = {
@@ -20,7 +21,6 @@ TOKENS = {
     "video_token_id": "<|video_pad|>",
 }
 """What `config.json` calls the tokens that Qwen2.5-VL shows images with."""
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TEMPLATE, LEGACY_TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,17 +17,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, listed
+from megatron_hetero.models.folder_files import COMPANIONS, CONFIG, ENCODERS
 from megatron_hetero.models.weight_map import Piece
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
-COMPANIONS = ("*.json", "*.txt", "*.jinja", "*.model")
-"""Files beside the weights that make a folder complete: configuration, tokenizer, processor, chat template."""
 NO_CHANGES: Mapping[str, str | None] = {}
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 """One type for all tensors of a folder, or one for each by name."""
+_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -59,7 +60,7 @@ class StoredWeights:
         found = set(handle.keys())
         if expected is not None and not expected <= found:
             raise UserError(
-                f"{path}: found no tensor {_listed(expected - found)}, expected it because {INDEX} says that it "
+                f"{path}: found no tensor {listed(expected - found)}, expected it because {INDEX} says that it "
                 f"is here; download the folder again"
             )
         for stored in found:
@@ -78,11 +79,11 @@ class StoredWeights:
         missing = expected.keys() - self.shapes.keys()
         extra = self.shapes.keys() - expected.keys() - optional
         wrong = {n for n, shape in expected.items() if n in self.shapes and self.shapes[n] != shape}
-        faults = [f"{len(missing)} missing: {_listed(missing)}"] if missing else []
-        faults += [f"{len(extra)} unexpected: {_listed(extra)}"] if extra else []
+        faults = [f"{len(missing)} missing: {listed(missing)}"] if missing else []
+        faults += [f"{len(extra)} unexpected: {listed(extra)}"] if extra else []
         faults += [
             f"{len(wrong)} of another shape: "
-            + _listed({f"{n} is {self.shapes[n]}, not {expected[n]}" for n in wrong})
+            + listed({f"{n} is {self.shapes[n]}, not {expected[n]}" for n in wrong})
         ] if wrong else []  # fmt: skip
         if faults:
             raise UserError(
@@ -185,11 +186,6 @@ def _open_file(path: Path) -> Any:
         ) from error
 
 
-def _listed(names: set[str], most: int = 5) -> str:
-    shown = sorted(names)[:most]
-    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 class FolderWriter:
     """Writes a `transformers` folder shard by shard, beside its final place, and moves it there when it is whole.
 
@@ -231,15 +227,14 @@ class FolderWriter:
         """
         if len(self.shards) > 1:
             self._write_index()
-        for pattern in COMPANIONS:
-            for path in companions.glob(pattern):
-                if path.name != INDEX and path.name not in changes and path.is_file():
-                    shutil.copyfile(path, self.partial / path.name)
+        for name in COMPANIONS:
+            if name not in changes and (companions / name).is_file():
+                shutil.copyfile(companions / name, self.partial / name)
         for name, text in changes.items():
             if text is not None:
                 (self.partial / name).write_text(text, encoding="utf-8")
         if len(dtypes := set(self.dtypes.values())) == 1:
-            _set_dtype(self.partial / "config.json", dtypes.pop())
+            _set_dtype(self.partial / CONFIG, dtypes.pop())
         _replace_folder(self.partial, self.target)
 
     def _write_index(self) -> None:
@@ -276,11 +271,54 @@ def require_writable(folder: Path) -> None:
             f"{folder}: found that it cannot be written ({error.strerror or error}), expected a place for the "
             f"exported model; choose another folder (of a run export.hf_dir) or mend its permissions"
         ) from error
-    if folder.exists() and not ((folder / "config.json").is_file() or folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(
-            f"{folder}: found something that is not an exported model, expected nothing, an empty folder or an "
-            f"earlier export; it would be replaced: choose another folder (of a run export.hf_dir)"
+    try:
+        found = _foreign(folder)
+    except OSError as error:
+        found = f"that {error.filename or folder} cannot be read ({error.strerror or error})"
+    if found is not None:
+        raise UserError.at(
+            folder,
+            found=found,
+            expected="nothing, an empty folder or an earlier export",
+            because="the export replaces it whole",
+            fix="choose another folder (of a run export.hf_dir)",
         )
+
+
+def _foreign(folder: Path) -> str | None:
+    """What says that a folder is no export of ours, so that replacing it would lose something. None: nothing does."""
+    if not (folder.exists() or folder.is_symlink()):
+        return None
+    if folder.is_symlink() or not folder.is_dir():
+        return f"something that is not an exported model (a {'link' if folder.is_symlink() else 'file'})"
+    names = {path.name for path in folder.iterdir()}
+    if names and CONFIG not in names:
+        return f"something that is not an exported model ({min(names)}, and no {CONFIG})"
+    strange = next(_strange(folder), None)
+    return strange and f"{strange.relative_to(folder)}, which no export writes"
+
+
+def _strange(folder: Path, inside: bool = False) -> Iterator[Path]:
+    """What no export writes into its folder. `inside`: it is that of a further encoder, which has none of its own."""
+    for path in sorted(folder.iterdir()):
+        if path.name == ENCODERS and not inside and _is_plain(path, Path.is_dir):
+            for encoder in sorted(path.iterdir()):
+                if _is_plain(encoder, Path.is_dir) and (encoder / CONFIG).is_file():
+                    yield from _strange(encoder, inside=True)
+                else:
+                    yield encoder
+        elif not (_is_plain(path, Path.is_file) and _is_written(path.name)):
+            yield path
+
+
+def _is_plain(path: Path, kind: Callable[[Path], bool]) -> bool:
+    """Whether a path is of a `kind` and no link, which an export never makes."""
+    return kind(path) and not path.is_symlink()
+
+
+def _is_written(name: str) -> bool:
+    """Whether an export writes files of that name."""
+    return name in (INDEX, *COMPANIONS) or _WEIGHTS.fullmatch(name) is not None
 
 
 def _umask() -> int:

@@ -19,14 +19,14 @@ from megatron_hetero.tools.command import by_name, ended, named_folder, progress
 
 def import_model(options: argparse.Namespace) -> str:
     """What the command line asks for; returns what was done. Raises `UserError`."""
-    from megatron_hetero.checkpoint.importing import FIRST, import_folders, with_own_encoders
+    from megatron_hetero.checkpoint.importing import UNTRAINED, import_folders, with_own_encoders
     from megatron_hetero.checkpoint.model_sources import ModelSources
 
     start, target = time.perf_counter(), options.checkpoint.absolute()
     given = ModelSources(options.hf_dir, options.vision, options.fresh_projector, by_name(options.encoder))
     with progress() as advance:
         done = import_folders(with_own_encoders(given), target, options.seed, advance)
-    found = f"--checkpoint.dir {target.parent}" if target.name == FIRST else f"--checkpoint.resume {target}"
+    found = f"--checkpoint.dir {target.parent}" if target.name == UNTRAINED else f"--checkpoint.resume {target}"
     return (
         f"wrote {options.checkpoint}: {done.tensors} tensors, {decimal(done.size)}, {' and '.join(done.dtypes)}, "
         f"in {time.perf_counter() - start:.1f} s; a run begins from it with {found}"

@@ -20,7 +20,7 @@ from megatron_hetero.training.config_checks import check
 from megatron_hetero.training.flags import PlanRequest, markdown_table, print_help, read_flags
 from megatron_hetero.training.settings import build, merge, option, read_yaml, required, shown_name
 
-Overridable = Literal["data.datasets", "data.shuffle", "train.seed", "train.global_batch_size"]
+Overridable = Literal["data.datasets", "data.shuffle", "train.seed", "train.global_batch_size", "model.hf_path"]
 """What may differ from a checkpoint's configuration where `checkpoint.allow_changes` names it."""
 
 
@@ -195,13 +195,14 @@ class CheckpointConfig:
     on_failure: Literal["stop", "continue"] = option(
         "stop", "What happens where a checkpoint cannot be written: training stops, or says so and goes on."
     )
-    resume: str = option(
+    resume: Literal["auto", "never"] | Path = option(
         "auto", "What training goes on from: `auto`, the newest checkpoint in dir if any; `never`; or one's path."
     )
     allow_changes: tuple[Overridable, ...] = option(
         (),
         "Settings that may differ from the checkpoint's, though the data goes on elsewhere with them: data.datasets, "
-        "data.shuffle, train.seed, train.global_batch_size.",
+        "data.shuffle, train.seed, train.global_batch_size; model.hf_path allows other configuration, tokenizer and "
+        "processor files of all the model's folders.",
     )
 
 

@@ -30,7 +30,8 @@ def convert(value: object, kind: Any, base: Path) -> Any:
 
     Args:
         value: what YAML gives: text, a number, a boolean, None or a list of these.
-        kind: str, int, float, bool, Path, a Literal of texts, one of these or None, or a tuple of one of these.
+        kind: str, int, float, bool, Path, a Literal of texts, one of these or None, a tuple of one of these, or a
+            Literal and what any other value is.
         base: the folder that relative paths start from.
 
     Raises:
@@ -38,9 +39,10 @@ def convert(value: object, kind: Any, base: Path) -> Any:
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        inner = next(arg for arg in args if arg is not NoneType)
-        nothing = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
-        return None if nothing else convert(value, inner, base)
+        if NoneType in args and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
+            return None
+        *words, other = (arg for arg in args if arg is not NoneType)
+        return _word_or(value, [word for kind in words for word in get_args(kind)], other, base)
     if origin is Literal:
         return _choice(value, args)
     if origin is tuple:
@@ -54,7 +56,7 @@ def describe(kind: Any) -> str:
     """The values that a type takes, in a user's words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return f"{describe(next(arg for arg in args if arg is not NoneType))} or none"
+        return " or ".join("none" if arg is NoneType else describe(arg) for arg in args)
     if origin is Literal:
         return "|".join(args)
     if origin is tuple:
@@ -69,6 +71,16 @@ def show(value: object) -> str:
     names = {bool: "the boolean", int: "the integer", float: "the number", str: "the text", list: "the list"}
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return f"{names.get(type(value), f'a {type(value).__name__}')} `{text[:80]}`"
+
+
+def _word_or(value: object, words: list[str], other: Any, base: Path) -> Any:
+    """One of the `words`, or what `other` makes of the value."""
+    if value in words:
+        return value
+    try:
+        return convert(value, other, base)
+    except ConversionError as error:
+        raise ConversionError(error.found, " or ".join(filter(None, [", ".join(words), error.expected]))) from None
 
 
 def _choice(value: object, options: tuple[str, ...]) -> str:

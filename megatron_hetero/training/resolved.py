@@ -20,6 +20,9 @@ from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings
 from megatron_hetero.training.config import Config, require_modules
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The types that `model.dtype` names."""
+
 
 @dataclass(frozen=True)
 class BatchShape:
@@ -51,7 +54,7 @@ class BatchShape:
 
 def dtype_of(config: Config) -> torch.dtype:
     """`model.dtype` as torch has it."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
+    return DTYPES[config.model.dtype]
 
 
 def transport_of(config: Config) -> torch.dtype:

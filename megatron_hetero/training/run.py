@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.checkpoint.collective import on_first
-from megatron_hetero.checkpoint.resume import resume
+from megatron_hetero.checkpoint.resume import resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.data.mixture import Mixture
@@ -112,7 +112,8 @@ class Run:
         watch = Stopwatch(platform)
         optimizers = tuple(build_optimizer(m, config.optimizer, dtype_of(config), platform) for m in modules)
         state = TrainState(modules, optimizers, topology, stored_shapes(shapes))
-        resumed = _with_evaluations(resume(config, state, mixture), config, topology)
+        record = shared_record(config, topology, mixture)
+        resumed = _with_evaluations(resume(config, state, record), config, topology)
         return cls(
             config=config,
             shapes=shapes,
@@ -131,7 +132,7 @@ class Run:
                 config.train.profile.start, config.train.profile.steps, config.log.dir, topology.rank, platform
             ),
             resumed=resumed,
-            saver=Saver(config, state, mixture),
+            saver=Saver(config, state, record),
         )
 
     @property

@@ -10,13 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_hetero.models.folder_files import ENCODERS
 from megatron_hetero.models.hf_folder import NO_CHANGES, SHARD_BYTES, Dtypes, FolderWriter, folder_writer
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import encoder_shapes, folder_shapes, prefix_of
 from megatron_hetero.module_names import VISION
-
-ENCODERS = "encoders"
-"""The folder in an exported model that has a folder for each further encoder."""
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -20,7 +21,7 @@ import pretrain_vlm
 from megatron_hetero.checkpoint import folder as folder_module
 from megatron_hetero.checkpoint import shared_folder, state, storage
 from megatron_hetero.checkpoint.contents import Entry
-from megatron_hetero.checkpoint.folder import whole
+from megatron_hetero.checkpoint.folder import MANIFEST, record_file, whole
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.storage import index_shapes, read_entries, read_index
 from megatron_hetero.errors import UserError
@@ -255,7 +256,7 @@ def _save_copy(run: Run, target: Path) -> dict[str, Any]:
     config = replace(run.config, checkpoint=replace(run.config.checkpoint, dir=target))
     if run.topology.rank == 0:
         target.mkdir(parents=True)
-    Saver(config, run.saver.state, run.saver.mixture).after(run.resumed.step, stopping=True)
+    Saver(config, run.saver.state, run.saver.record).after(run.resumed.step, stopping=True)
     return stored(run)
 
 
@@ -278,6 +279,13 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     entries = [Entry(key, tuple(v.shape), (0,) * v.dim(), v) for key, v in found.items()]
     read_entries(checkpoint, index, entries, None)
     return found
+
+
+def seal(checkpoint: Path) -> None:
+    """Write the manifest of what lies in a checkpoint, as anyone can."""
+    records = {path.name: record_file(path) for path in checkpoint.iterdir() if path.name != MANIFEST}
+    files = {name: {"size": record.size, "sha256": record.sha256} for name, record in records.items()}
+    (checkpoint / MANIFEST).write_text(json.dumps({"files": files}))
 
 
 def train_and_export(flags: list[str], target: Path) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -12,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_hetero.checkpoint.choice import choose
+from megatron_hetero.checkpoint.exporting import OpenCheckpoint, export_checkpoint
 from megatron_hetero.checkpoint.folder import damaged, prune, read_manifest, unfinished, verify, whole, without_manifest
+from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_tensors
-from megatron_hetero.checkpoint.storage import index_shapes, read_index
+from megatron_hetero.checkpoint.storage import index_dtypes, index_shapes, open_index, read_index
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.config import CheckpointConfig
 from tests.support.pool import Pool
@@ -148,6 +153,91 @@ def test_an_index_that_asks_for_anything_else_is_refused(tmp_path: Path) -> None
     (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
     with pytest.raises(UserError, match="builtins.print, which no index"):
         read_index(tmp_path)
+
+
+def mutated(pickled: bytes, rng: random.Random) -> bytes:
+    """A few bytes changed, removed or put elsewhere."""
+    found = bytearray(pickled)
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at, length = rng.randrange(len(found)), rng.choice((1, 1, 1, 4, 30))
+        other = rng.randrange(len(found))
+        found[at : at + length] = rng.choice((rng.randbytes(length), b"", found[other : other + length]))
+    return bytes(found)
+
+
+def test_a_broken_index_is_one_error(untouched: Untouched, tmp_path: Path) -> None:
+    """Whatever is broken: it is refused, or good enough to be looked at."""
+    whole_index = pickle.loads((untouched.folder / "checkpoints/step-00000004/.metadata").read_bytes())
+    keys = set(list(whole_index.state_dict_metadata)[:3])
+    whole_index.state_dict_metadata = {key: whole_index.state_dict_metadata[key] for key in keys}
+    places = whole_index.storage_data.items()
+    whole_index.storage_data = {place: info for place, info in places if place.fqn in keys}
+    pickled, rng, refused, found = pickle.dumps(whole_index), random.Random(0), 0, set()
+    for number in range(1500):
+        (tmp_path / ".metadata").write_bytes(mutated(pickled, rng))
+        try:
+            index = open_index(tmp_path, {f"__{rank}_0.distcp" for rank in range(2)})
+            found.add((tuple(index_shapes(index)), tuple(index_dtypes(index).values())))
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error), number
+    assert 1000 < refused < 1500 and len(found) > 1
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "__7_0.distcp"])
+def test_an_index_names_no_files_beside_those_of_the_manifest(
+    name: str, run: Path, folders: Path, pools: Pools, tmp_path: Path
+) -> None:
+    checkpoint = run / "checkpoints/step-00000004"
+    found = read_index(checkpoint)
+    place = next(place for place, info in found.storage_data.items() if info.relative_path == "__0_0.distcp")
+    shutil.copyfile(checkpoint / "__0_0.distcp", checkpoint.parent / "elsewhere")
+    found.storage_data[place] = replace(found.storage_data[place], relative_path=name)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
+    jobs.seal(checkpoint)
+    message = f".metadata: found tensors in {name}, expected all in files that the manifest names"
+    with pytest.raises(UserError, match=re.escape(message)):
+        OpenCheckpoint.open(checkpoint)
+    if name == "../elsewhere":
+        for said in pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2")):
+            assert message in said
+
+
+def pickled_code(checkpoint: Path) -> str:
+    name = "__0_0.distcp"
+    torch.save(print, checkpoint / name)
+    found, size = read_index(checkpoint), (checkpoint / name).stat().st_size
+    found.storage_data = dict.fromkeys(found.storage_data, _StorageInfo(name, 0, size))
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
+    return "(UnpicklingError: Weights only load failed"
+
+
+def garbage(checkpoint: Path) -> str:
+    path = checkpoint / "__0_0.distcp"
+    path.write_bytes(random.Random(0).randbytes(path.stat().st_size))
+    return "(UnpicklingError: "
+
+
+def empty(checkpoint: Path) -> str:
+    (checkpoint / "__0_0.distcp").write_bytes(b"")
+    return "(EOFError)"
+
+
+@pytest.mark.parametrize("damage", [pickled_code, garbage, empty])
+def test_files_that_hold_no_tensors_are_one_error(
+    damage: Callable[[Path], str], run: Path, folders: Path, pools: Pools, tmp_path: Path
+) -> None:
+    checkpoint = run / "checkpoints/step-00000004"
+    message = damage(checkpoint)
+    jobs.seal(checkpoint)
+    said = pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2"))
+    sources = ModelSources.recorded(RunRecord.read(checkpoint).config)
+    with pytest.raises(UserError) as error:
+        export_checkpoint(OpenCheckpoint.open(checkpoint), tmp_path / "export", sources)
+    for text in (*said, str(error.value)):
+        assert text.startswith(f"{checkpoint}: found tensors that cannot be read, on rank 0 (")
+        assert message in text and "\n" not in text
+    assert not (tmp_path / "export").exists()
 
 
 def test_older_checkpoints_go_once_newer_ones_are_whole(run: Path) -> None:

@@ -35,7 +35,7 @@ from tests.support.folders import ModelChoice, write_model
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched
-from tests.unit.checkpoint.jobs_checkpoint import flags
+from tests.unit.checkpoint.jobs_checkpoint import flags, seal
 from tests.unit.checkpoint.test_across_layouts import same
 from tests.unit.training.test_two_folders import write_language_model
 
@@ -72,6 +72,11 @@ def imported(*arguments: object) -> int:
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def edit(path: Path, **values: object) -> None:
+    """Change values of a file of JSON."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -353,6 +358,7 @@ def quantised(model: Path) -> str:
 
 def unnamed(model: Path) -> str:
     (model / "encoders/text").mkdir(parents=True)
+    (model / "encoders/text/config.json").write_text("{}")
     return "encoder `text`: found that name"
 
 
@@ -376,6 +382,38 @@ def test_an_import_takes_encoders_by_name(more_folders: Path, tmp_path: Path, ca
     refused(capsys, imported(more_folders / "plain", tmp_path / "b", *narrow), "vision_config.out_hidden_size = 24")
     twice = ("--encoder", detail, "--encoder", detail)
     refused(capsys, imported(more_folders / "plain", tmp_path / "b", *twice), "expected each name once")
+
+
+def test_encoders_are_folders_of_models(model: Path, tmp_path: Path, more_folders: Path) -> None:
+    shutil.copytree(more_folders / "detail", model / "encoders/detail")
+    shutil.copytree(more_folders / "detail", model / "encoders/.detail.partial")
+    (model / "encoders/notes").mkdir()
+    assert imported(model, tmp_path / "checkpoint") == 0
+    assert RunRecord.read(tmp_path / "checkpoint").config["model"]["encoders"].keys() == {"detail"}
+
+
+def test_what_is_left_of_an_import_is_told(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    target = tmp_path / "checkpoints/step-00000000"
+    (tmp_path / "checkpoints/latest").mkdir(parents=True)  # nothing can take its place
+    refused(capsys, imported(model, target), "is a directory", f"{target} is complete, though latest may not name it")
+    assert choose(CheckpointConfig(dir=target.parent))[0] == target and exported(target, tmp_path / "export") == 0
+    capsys.readouterr()
+    refused(capsys, imported(model, target / "run.json/deep"), "not a directory", "nothing of it is left")
+
+
+def test_an_export_is_of_the_same_configuration(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert imported(model, tmp_path / "checkpoint") == 0
+    other = shutil.copytree(model, tmp_path / "other")
+    edit(other / "config.json", dtype="bfloat16", transformers_version="9")
+    assert exported(tmp_path / "checkpoint", tmp_path / "export", "--model", other) == 0
+    config = json.loads((other / "config.json").read_text())
+    edit(other / "config.json", text_config=config["text_config"] | {"rms_norm_eps": 1e-3})
+    capsys.readouterr()
+    status = exported(tmp_path / "checkpoint", tmp_path / "export", "--model", other)
+    refused(capsys, status, f"model.hf_path: {other}/config.json: found another content", "trained with: --model DIR")
+    edit(tmp_path / "checkpoint/run.json", model_files={})  # as earlier versions wrote it
+    seal(tmp_path / "checkpoint")
+    assert exported(tmp_path / "checkpoint", tmp_path / "export", "--model", other) == 0
 
 
 @contextmanager
@@ -421,7 +459,7 @@ def test_an_interruption_leaves_nothing(untouched: Untouched, folders: Path, tmp
 def test_a_path_must_name_one_checkpoint(untouched: Untouched, tmp_path: Path) -> None:
     folder = untouched.folder / "checkpoints"
     with pytest.raises(UserError, match=rf"holds 2 checkpoints.*Try `--checkpoint.resume {folder}/step-00000004`"):
-        choose(CheckpointConfig(dir=tmp_path, resume=str(folder)))
+        choose(CheckpointConfig(dir=tmp_path, resume=folder))
     with pytest.raises(UserError, match=rf"a checkpoint itself.*--checkpoint.resume {folder}/step-00000002"):
         choose(CheckpointConfig(dir=folder / "step-00000002"))
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,13 +52,14 @@ def test_a_damaged_newest_checkpoint_is_no_dead_end(run: Path, folders: Path, po
 
 def test_a_run_that_is_started_again_goes_on_wherever_it_began(run: Path) -> None:
     folder, first = run / "checkpoints", run / "checkpoints/step-00000002"
-    for resume in ("never", str(first)):
+    choices: list[Any] = ["never", first]
+    for resume in choices:
         config = CheckpointConfig(dir=folder, resume=resume)
         with pytest.raises(UserError, match="found step-00000004"):
             choose(config)
         chosen, notes = choose(config, again=True)
         assert chosen == folder / "step-00000004" and "started again" in notes[0]
-    assert choose(CheckpointConfig(dir=run / "new", resume=str(first)), again=True)[0] == first
+    assert choose(CheckpointConfig(dir=run / "new", resume=first), again=True)[0] == first
     assert started_again({"SLURM_RESTART_COUNT": "1"}) and started_again({"TORCHELASTIC_RESTART_COUNT": "2"})
     assert not started_again({"SLURM_RESTART_COUNT": "", "TORCHELASTIC_RESTART_COUNT": "0"})
 

@@ -327,6 +327,54 @@ def test_what_is_not_a_model_is_not_replaced(not_a_model: Path, model: Path) -> 
     assert content.read_text() == "thesis"
 
 
+def put_file(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("thesis")
+
+
+@pytest.mark.parametrize("name", [
+    "src/thesis.txt", "thesis.txt", "README.md", ".git/HEAD", "notes.json", "adapter.safetensors",
+    "model.safetensors/a", "encoders/notes.txt", "encoders/detail/src/thesis.txt", "encoders/empty/tokenizer.json",
+    "encoders/detail/encoders/config.json",
+])  # fmt: skip
+def test_a_model_with_something_else_in_it_is_not_replaced(name: str, model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    for folder in (target, target / "encoders/detail"):
+        put_file(folder, "config.json")
+        put_file(folder, "model-00001-of-00002.safetensors")
+    require_writable(target)
+    (target / SINGLE).unlink(missing_ok=True)
+    put_file(target, name)
+    for attempt in (lambda: require_writable(target), lambda: write(model, target)):
+        with pytest.raises(UserError, match=r"precious: found (\S+), which no export writes.*export\.hf_dir") as error:
+            attempt()
+        told = str(error.value).split("found ")[1].split(",")[0]
+        assert f"{name}/".startswith(f"{told}/")
+    assert (target / name).read_text() == "thesis"
+
+
+def test_links_are_not_replaced(model: Path, tmp_path: Path) -> None:
+    write(model, tmp_path / "export")
+    (tmp_path / "link").symlink_to(tmp_path / "export")
+    with pytest.raises(UserError, match=r"link: found something that is not an exported model \(a link\)"):
+        write(model, tmp_path / "link")
+    (tmp_path / "export/vocab.json").symlink_to(model / "tokenizer.json")
+    with pytest.raises(UserError, match=r"export: found vocab\.json, which no export writes"):
+        write(model, tmp_path / "export")
+
+
+def test_what_an_export_writes_can_be_replaced(model: Path, tmp_path: Path) -> None:
+    """Whatever lies in the folder that the model comes from."""
+    source = Path(shutil.copytree(model, tmp_path / "source"))
+    for name in ("README.md", "LICENSE.txt", "notes.json", "merges.txt", "added_tokens.json", "chat_template.json"):
+        (source / name).write_text("{}")
+    for limit in (40_000, 10**9):
+        write(source, tmp_path / "export", limit=limit)
+    left_out = {"README.md", "LICENSE.txt", "notes.json"}
+    assert {path.name for path in (tmp_path / "export").iterdir()} == {p.name for p in source.iterdir()} - left_out
+    require_writable(model)  # that of save_pretrained
+
+
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for target in (tmp_path / "file" / "export", tmp_path / "file" / "deep" / "export"):

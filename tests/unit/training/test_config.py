@@ -27,6 +27,24 @@ def write(tmp_path: Path):
     return write
 
 
+def test_a_checkpoint_to_go_on_from_is_a_path_or_a_word(write, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for text, expected in (
+        ("auto", "auto"), ("never", "never"), ("./auto", tmp_path / "auto"), ("Auto", tmp_path / "Auto"),
+        ("runs/step-1", tmp_path / "runs/step-1"), ("../step-1", tmp_path.parent / "step-1"),
+        ("/step-1", Path("/step-1")), ("none", tmp_path / "none"),
+    ):  # fmt: skip
+        line = write(f"checkpoint: {{resume: {text}}}")
+        config = load_config(line)
+        assert config.checkpoint.resume == expected
+        assert load_config(write(to_yaml(config), base="")) == config
+        assert load_config([*write(""), "--checkpoint.resume", "run"]).checkpoint.resume == Path.cwd() / "run"
+    for broken in ("5", "true", "[auto]", '""', "null"):
+        with pytest.raises(UserError, match=r"checkpoint.resume .*expected auto, never or a path"):
+            load_config(write(f"checkpoint: {{resume: {broken}}}"))
+
+
 def test_defaults_and_the_minimal_file(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     config = load_config(write(""))

@@ -1,0 +1,15 @@
+"""What the files of a `transformers` folder are called."""
+
+CONFIG = "config.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES)
+"""Files beside the weights that make a folder complete: configuration, tokenizer, processor, chat template. An export
+writes no others, so that it can be told from a folder that has something of a user's in it.
+"""
+ENCODERS = "encoders"
+"""The folder in an exported model that has a folder for each further encoder."""

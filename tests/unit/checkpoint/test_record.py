@@ -1,0 +1,238 @@
+"""What `run.json` says: whoever wrote it, and whether the model is still the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_hetero.checkpoint.exporting import _own_dtype
+from megatron_hetero.checkpoint.model_files import hashes
+from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord
+from megatron_hetero.errors import UserError
+from tests.support.pool import Pool
+from tests.unit.checkpoint import jobs_checkpoint as jobs
+from tests.unit.checkpoint.conftest import Untouched
+
+RUN: dict[str, Any] = {
+    "step": 4,
+    "world_size": 2,
+    "layouts": {"vision": "sp:2", "text": "tp:2"},
+    "datasets": [{"share": "a%50", "records": 6, "sha256": "0" * 64}],
+    "config": {
+        "model": {
+            "hf_path": "/model",
+            "hf_path_vision": None,
+            "fresh_projector": False,
+            "dtype": "float32",
+            "freeze": ["vision"],
+            "encoders": {"detail": {"hf_path": "/detail", "token": "<x>"}},
+        },
+        "data": {"shuffle": True},
+        "train": {"seed": 0, "global_batch_size": 4},
+        "optimizer": {"name": "adamw"},
+    },
+    "imported_from": None,
+    "model_files": {"model.hf_path": {"config.json": "1" * 64}},
+}
+"""As a run writes it, but for settings that nobody reads."""
+
+
+def read(folder: Path, values: Any) -> RunRecord:
+    (folder / "run.json").write_text(values if isinstance(values, str) else json.dumps(values))
+    return RunRecord.read(folder)
+
+
+def changed(path: str, value: Any = None) -> Any:
+    """A run's record with one value changed, or without it."""
+    values = copy.deepcopy(RUN)
+    *parents, last = path.split(".")
+    inner = values
+    for name in parents:
+        inner = inner[name]
+    inner.pop(last) if value is None else inner.update({last: value})
+    return values
+
+
+@pytest.mark.parametrize("path, value, message", [
+    ("config", {}, "config.model.hf_path is missing"),
+    ("config", [1], "config.model.hf_path is missing"),
+    ("config.model.dtype", "float16", "config.model.dtype cannot be 'float16'"),
+    ("config.model.hf_path", 5, "config.model.hf_path cannot be 5"),
+    ("config.model.hf_path", "a\0b", "config.model.hf_path cannot be"),
+    ("config.model.encoders", {"detail": {}}, "config.model.encoders cannot be {'detail': {}}"),
+    ("config.model.encoders", {"text": {"hf_path": "/x"}}, "encoder `text`: found that name"),
+    ("config.model.freeze", "vision", "config.model.freeze cannot be 'vision'"),
+    ("config.optimizer", None, "config.optimizer.name is missing"),
+    ("config.train.seed", None, "config.train.seed is missing"),
+    ("step", True, "step cannot be True"),
+    ("step", -1, "step cannot be -1"),
+    ("datasets", [{"share": "a", "records": 6}], "datasets cannot be"),
+    ("layouts", {"vision": 1}, "layouts cannot be"),
+    ("model_files", {"model.hf_path": "x"}, "model_files cannot be"),
+    ("model_files", {"model.hf_path_vision": {}}, "model_files has model.hf_path_vision, and config does not"),
+    ("more", 1, "more"),
+])  # fmt: skip
+def test_a_foreign_record_is_one_error(path: str, value: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        read(tmp_path, changed(path, value))
+    assert str(error.value).startswith(f"{tmp_path}/run.json: found a record that cannot be read")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", "null", '"a"', "[" * 100_000, "\ud800"])
+def test_other_texts_are_no_records(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(UserError, match="run.json: found a record that cannot be read"):
+        RunRecord.read(tmp_path)
+
+
+def spots(values: Any) -> Iterator[tuple[Any, Any]]:
+    """Each place in nested values: what holds it, and its name or number there."""
+    names = list(values) if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()
+    for name in names:
+        yield values, name
+        yield from spots(values[name])
+
+
+def test_what_can_be_read_can_be_used(tmp_path: Path) -> None:
+    rng, good, others = (
+        random.Random(0),
+        read(tmp_path, RUN),
+        (None, True, 7, -1, 0.5, "x", "\0", "", [], {}, [1], {"a": 1}),
+    )
+    refused = 0
+    for _ in range(500):
+        values = copy.deepcopy(RUN) | {"imported_from": rng.choice((None, "/model"))}
+        for _ in range(rng.choice((1, 1, 2))):
+            holder, name = rng.choice(list(spots(values)))
+            if rng.random() < 0.3:
+                del holder[name]
+            else:
+                holder[name] = rng.choice(others)
+        try:
+            record = read(tmp_path, values)
+        except UserError as error:
+            refused += 1
+            assert str(error).startswith(f"{tmp_path}/run.json: ") and "\n" not in str(error)
+            continue
+        assert isinstance(record.freeze, tuple) and _own_dtype(record) and record.optimizer is not None
+        for one, other in ((record, good), (record, record)):
+            for check in (one.require_resumable, one.require_same_model):
+                try:
+                    check(other, (), tmp_path)
+                except UserError:
+                    assert one is not other
+    assert 150 < refused < 500
+
+
+# ------------------------------------------------------------------------------------------- the same model
+
+
+@pytest.fixture
+def sources(folders: Path, tmp_path: Path) -> ModelSources:
+    """A model with a further encoder, without weights."""
+    no_weights = shutil.ignore_patterns("*.safetensors")
+    model, detail = (shutil.copytree(folders / "plain", tmp_path / n, ignore=no_weights) for n in ("model", "detail"))
+    return ModelSources(model, encoders={"detail": detail})
+
+
+def record_of(sources: ModelSources, imported_from: str | None = None) -> RunRecord:
+    return RunRecord(4, 2, {}, (), {"model": sources.as_config()}, imported_from, hashes(sources))
+
+
+def edit(path: Path, section: str | None = None, **values: Any) -> None:
+    content = json.loads(path.read_text())
+    (content[section] if section else content).update(values)
+    path.write_text(json.dumps(content, indent=1))
+
+
+def rope(sources: ModelSources) -> str:
+    edit(sources.model / "config.json", "text_config", rope_parameters={"rope_type": "default", "rope_theta": 2.0})
+    return f"model.hf_path (--model.hf_path): {sources.model}/config.json: found another content"
+
+
+def epsilon(sources: ModelSources) -> str:
+    edit(sources.model / "config.json", "text_config", rms_norm_eps=0.5)
+    return f"{sources.model}/config.json: found another content"
+
+
+def window(sources: ModelSources) -> str:
+    edit(sources.encoders["detail"] / "config.json", "vision_config", window_size=28)
+    return f"{sources.encoders['detail']}/config.json: found another content"
+
+
+def tokenizer(sources: ModelSources) -> str:
+    edit(sources.model / "tokenizer.json", truncation={})
+    return f"{sources.model}/tokenizer.json: found another content"
+
+
+def processor(sources: ModelSources) -> str:
+    (sources.encoders["detail"] / "preprocessor_config.json").unlink()
+    return f"{sources.encoders['detail']}/preprocessor_config.json: found no such file"
+
+
+def template(sources: ModelSources) -> str:
+    (sources.model / "chat_template.json").write_text("{}")
+    return f"{sources.model}/chat_template.json: found a file that was not there"
+
+
+@pytest.mark.parametrize("change", [rope, epsilon, window, tokenizer, processor, template])
+def test_another_model_is_told_by_folder_and_file(
+    change: Callable[[ModelSources], str], sources: ModelSources, tmp_path: Path
+) -> None:
+    old, imported = record_of(sources), record_of(sources, "/elsewhere")
+    expected = change(sources)
+    new = record_of(sources)
+    with pytest.raises(UserError, match=re.escape(expected)) as error:
+        old.require_same_model(new, OVERRIDABLE[:-1], tmp_path)
+    assert "or allow it with --checkpoint.allow_changes model.hf_path" in str(error.value)
+    old.require_same_model(new, ("model.hf_path",), tmp_path)
+    replace(old, model_files={}).require_same_model(new, (), tmp_path)  # as earlier versions wrote it
+    if "/config.json: " in expected:
+        with pytest.raises(UserError, match=re.escape(expected)):
+            imported.require_same_model(new, (), tmp_path)
+    else:  # tokenizer and images are the run's own
+        imported.require_same_model(new, (), tmp_path)
+
+
+def test_folders_may_move_and_weights_change_their_type(sources: ModelSources, tmp_path: Path) -> None:
+    old = record_of(sources)
+    moved = ModelSources(sources.model.rename(tmp_path / "moved"), encoders=sources.encoders)
+    edit(moved.model / "config.json", dtype="bfloat16", transformers_version="9")
+    edit(moved.model / "config.json", "text_config", torch_dtype="bfloat16", dtype="bfloat16")
+    edit(moved.model / "generation_config.json", top_k=3)
+    old.require_same_model(record_of(moved), (), tmp_path)
+
+
+def test_folders_that_come_and_go(sources: ModelSources, tmp_path: Path) -> None:
+    alone = ModelSources(sources.model)
+    gone = rf"model.encoders.detail.hf_path \(--\S+\): found nothing, expected .*then {sources.encoders['detail']}"
+    with pytest.raises(UserError, match=gone):
+        record_of(sources).require_same_model(record_of(alone), (), tmp_path)
+    with pytest.raises(
+        UserError, match=r"detail/config.json: found a file that was not there, expected no such folder"
+    ):
+        record_of(alone).require_same_model(record_of(sources), (), tmp_path)
+    record_of(alone, "/elsewhere").require_same_model(record_of(sources), (), tmp_path)
+
+
+def test_a_run_goes_on_with_the_same_model(
+    untouched: Untouched, folders: Path, tmp_path: Path, pools: Callable[[int], Pool]
+) -> None:
+    run, model = shutil.copytree(untouched.folder, tmp_path / "run"), shutil.copytree(folders / "plain", tmp_path / "m")
+    line = jobs.flags(folders, run, "tp:2", "tp:2", model=str(model))
+    assert RunRecord.read(run / "checkpoints/step-00000004").model_files["model.hf_path"].keys() >= {"tokenizer.json"}
+    assert pools(2).run(jobs.error_of, line) == ["no error: it goes on after step 4"] * 2
+    expected = epsilon(ModelSources(model))
+    assert all(expected in said for said in pools(2).run(jobs.error_of, line))
+    allowed = [*line, "--checkpoint.allow_changes", "model.hf_path"]
+    assert pools(2).run(jobs.error_of, allowed) == ["no error: it goes on after step 4"] * 2
