@@ -132,6 +132,7 @@ def test_an_export_has_the_bytes_of_the_runs_own(
 def _weights_alone(checkpoint: Path, target: Path) -> Path:
     """A checkpoint's weights in one file of their own, for `same`."""
     tensors = {key: t for key, t in jobs.tensors(checkpoint).items() if key.startswith("weights/")}
+    target.mkdir()
     write_entries(target, [Entry(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in tensors.items()], None)
     return target
 
