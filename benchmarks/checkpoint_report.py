@@ -89,7 +89,11 @@ class CheckpointReport:
 
     def _tools(self) -> list[str]:
         idle = min(costs["idle"][1] for costs in self.tools)
-        names = {"transformers": "from_pretrained, save_pretrained", "export": "tools.export", "import": "tools.import"}
+        names = {
+            "transformers": "from_pretrained, save_pretrained",
+            "export": "tools.export, in files of 0.2 GB",
+            "import": "tools.import",
+        }
         seconds = {name: [costs[name][0] for costs in self.tools] for name in names}
         peaks = {name: median(costs[name][1] for costs in self.tools) - idle for name in names}
         return [

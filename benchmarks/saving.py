@@ -86,7 +86,7 @@ class SavingBench:
         return sum(path.stat().st_size for path in self._own_files())
 
     def plain_copy(self, folder: Path) -> float:
-        """Copy this rank's files of the newest checkpoint, and wait for the disk; seconds."""
+        """Copy this rank's files of the newest checkpoint into new ones, and wait for the disk; seconds."""
         folder.mkdir(parents=True, exist_ok=True)
         files = self._own_files()
         dist.barrier()
@@ -97,7 +97,10 @@ class SavingBench:
                 target.flush()
                 os.fsync(target.fileno())
         dist.barrier()
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        for path in files:
+            (folder / path.name).unlink()
+        return seconds
 
     def peak_bytes(self, name: str, *values: Any) -> int:
         """The peak memory of an order."""
