@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator, Crossing, boundary_communicators
+from megatron_hetero.communicators import Crossing as BoundaryUse
+from megatron_hetero.communicators import Direction, Link
 from megatron_hetero.cuda_environment import write_trace
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import format_ranks
@@ -30,10 +32,7 @@ from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank, Ra
 from megatron_hetero.schedule.device_clock import clock_of
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.watch import Stopwatch, Watchdog
-from megatron_hetero.topology import Topology
-
-PipelineGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
-"""Of a module with stages, for this rank: one for activations, one for gradients."""
+from megatron_hetero.topology import Links, Topology
 
 
 class Interpreter:
@@ -43,7 +42,7 @@ class Interpreter:
         modules: what this rank holds, by name.
         communicators: of the boundaries to the text module that this rank takes part in, by encoder. They must not
             `check`: the two sides start crossings in different orders.
-        pipelines: the groups of those of this rank's modules that have stages.
+        pipelines: the links of those of this rank's modules that have stages.
         rank: of this process.
         width: elements of a row.
         dtype: of hidden states and rows.
@@ -57,7 +56,7 @@ class Interpreter:
         self,
         modules: Mapping[str, ModuleOnRank],
         communicators: Mapping[str, BoundaryCommunicator],
-        pipelines: Mapping[str, PipelineGroups],
+        pipelines: Mapping[str, Links],
         *,
         rank: int,
         width: int,
@@ -215,17 +214,19 @@ class _Execution:
             others = "the other ranks of its stage"
         elif action.op in ("start", "wait"):
             ranks = sorted({*self.schedule.sides(action.module)[0], *self.schedule.sides(action.module)[1]})
-            others = f"ranks {format_ranks(rank for rank in ranks if rank != self.of.rank)} over {self._line(action)}"
+            others = f"ranks {format_ranks(rank for rank in ranks if rank != self.of.rank)} over {self._use(action)}"
         else:
-            others = f"rank {self._partner(action)} over {self._line(action)}"
+            others = f"rank {self._partner(action)} over {self._use(action)}"
         return f"action {action} of micro-batch {action.micro_batch}, with {others},"
 
-    def _line(self, action: Action) -> str:
-        """The communicator of an action that moves something."""
+    def _use(self, action: Action) -> Link | BoundaryUse:
+        """What an action that moves something uses a communicator for."""
+        direction: Direction = "backward" if action.kind == "B" else "forward"
         if action.op in ("start", "wait"):
-            ends = (action.module, self.schedule.text.name)
-            return ">".join(ends if action.kind == "F" else ends[::-1])
-        return f"{action.module} {'backward' if action.kind == 'B' else 'forward'}"
+            return BoundaryUse(action.module, self.schedule.text.name, direction)
+        sender = action.stage if action.op == "send" else action.peer
+        assert isinstance(sender, int)
+        return Link(action.module, direction, self.schedule.module[action.module].coordinate(sender))
 
     @contextlib.contextmanager
     def _explained(self, action: Action) -> Iterator[None]:
@@ -389,7 +390,10 @@ class _Execution:
         return self.schedule.partner(self.of.rank, action)
 
     def _pipeline(self, action: Action) -> dist.ProcessGroup:
-        return self.of.pipelines[action.module][action.kind == "B"]
+        """The group of the link that an action uses, one way between two ranks."""
+        use = self._use(action)
+        assert isinstance(use, Link)
+        return self.of.pipelines[action.module][use.direction, use.sender]
 
     # ------------------------------------------------------------------------------------------- boundaries
 

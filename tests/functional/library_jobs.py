@@ -25,7 +25,6 @@ from megatron_hetero import (
     plan_boundary,
 )
 from megatron_hetero.platform import CPU
-from megatron_hetero.schedule.settings import ScheduleKind
 from megatron_hetero.schedule.watch import Watchdog
 
 
@@ -112,7 +111,7 @@ class Dropping(Weight):
         return rows
 
 
-def with_dropout(kind: ScheduleKind) -> tuple[float, float, list[list[float]], list[float]]:
+def with_dropout(settings: ScheduleSettings) -> tuple[float, float, list[list[float]], list[float]]:
     """The loss and the encoder's gradient with dropout in both modules, what the encoder returned each time, and what
     is drawn after the step.
     """
@@ -124,7 +123,7 @@ def with_dropout(kind: ScheduleKind) -> tuple[float, float, list[list[float]], l
 
     held = {"encoder": ModuleOnRank({0: encoder}), "decoder": ModuleOnRank({0: decoder})}
     interpreter = Interpreter.build(topology, held, width=16, dtype=torch.float32, timeout_s=0)
-    loss = interpreter.run(build_schedule(LAYOUTS, 3, ScheduleSettings(kind=kind), text="decoder"), sixteen_wide)
+    loss = interpreter.run(build_schedule(LAYOUTS, 3, settings, text="decoder"), sixteen_wide)
     assert encoder.weight.grad is not None
     return loss.item(), encoder.weight.grad.item(), encoder.returned, torch.rand(4).tolist()
 
