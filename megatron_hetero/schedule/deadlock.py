@@ -1,0 +1,267 @@
+"""Whether a schedule ends on NCCL, and if not, who waits for whom in a circle.
+
+The rules, for what the host of each rank issues (`streams`):
+
+  * work and waits begin when all work and waits that were issued before them have ended;
+  * an operation begins when these have, and what was issued before it on its communicator has ended;
+  * work ends when all ranks of its stage have begun it, a collective when all its participants have, a batch of
+    point-to-point when all counterparts have, a send and its receive when both have begun: nothing is buffered;
+  * a wait ends when its operation has.
+
+With a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for) besides:
+
+  * work and operations begin when all work and operations that the rank issued before, on any stream, have begun.
+
+All of these are "and": what waits for something waits for all of it. So a schedule ends if and only if there is no
+circle in the graph of beginnings and ends; how long anything takes does not matter. What a batch of data leaves out of
+it, it leaves out on all ranks that take part, which adds no circle.
+
+Ranks are taken together: first those of a role, as if each needed what any of them needs, which finds every circle;
+where it finds one, again only those whose partners in all pipelines are taken together too. Then each rank needs what
+one of them needs, so that a circle of these is one of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.program import Role, Schedule
+from megatron_hetero.schedule.streams import Issue, LinkOf, Wiring, issues
+
+DESIGN = Wiring()
+"""The communicators that `Topology` makes."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """One of a circle: `role` (or some of its ranks) waits in `name`, a part of `action`, on `communicator` (None: on
+    its compute stream), for the next of the circle, because of `reason`.
+    """
+
+    role: Role
+    action: Action
+    name: str
+    communicator: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.role}: {self.what} {self.reason}"
+
+    @property
+    def what(self) -> str:
+        """Such as ```vision>text.F1` on communicator vision>text``."""
+        return f"`{self.name}`" + (f" on communicator `{self.communicator}`" if self.communicator else "")
+
+
+def find_cycle(
+    schedule: Schedule, wiring: Wiring = DESIGN, *, single_queue: bool = True
+) -> tuple[Waiting, ...] | None:
+    """Who waits for whom for ever; None where the schedule ends.
+
+    Args:
+        schedule: whose roles have all of their actions once, and wait for what they have started.
+        wiring: which operations share a communicator.
+        single_queue: whether a rank has one hardware queue for all its streams. A schedule that ends with one ends
+            with more.
+    """
+    found = _cycle(schedule, schedule.roles, lambda role: lambda action: None, wiring, single_queue)
+    if found is None:
+        return None
+    classes = _classes(schedule)
+    index = {rank: at for at, each in enumerate(classes) for rank in each.ranks}
+
+    def link(role: Role) -> LinkOf:
+        rank = role.ranks[0]
+
+        def sender(action: Action) -> int:
+            return index[rank if action.op == "send" else schedule.partner(rank, action)]
+
+        return sender
+
+    return _cycle(schedule, classes, link, wiring, single_queue)
+
+
+def _classes(schedule: Schedule) -> list[Role]:
+    """The roles, divided until the partners of a class's ranks in each pipeline are all of one class."""
+    color = dict(schedule.role_index)
+    lines = [_neighbors(module_ranks) for module_ranks in _pipelines(schedule)]
+    while True:
+        signs = {rank: (color[rank], *(tuple(color[r] for r in line.get(rank, ())) for line in lines)) for rank in color}
+        numbers: dict[Hashable, int] = {}
+        refined = {rank: numbers.setdefault(sign, len(numbers)) for rank, sign in signs.items()}
+        if len(numbers) == len(set(color.values())):
+            break
+        color = refined
+    members: dict[int, list[int]] = {}
+    for rank in sorted(color):
+        members.setdefault(color[rank], []).append(rank)
+    return [replace(schedule.roles[schedule.role_index[ranks[0]]], ranks=tuple(ranks)) for ranks in members.values()]
+
+
+def _pipelines(schedule: Schedule) -> list[list[tuple[int, ...]]]:
+    """Of each module with stages, the ranks of each stage."""
+    return [[m.stage_ranks(s) for s in range(m.layout.pp)] for m in schedule.modules if m.layout.pp > 1]
+
+
+def _neighbors(stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
+    """The ranks before and after each in its pipeline, which is a ring."""
+    rings = zip(*stages, strict=True)
+    return {
+        rank: (ring[at - 1], ring[(at + 1) % len(ring)]) for ring in rings for at, rank in enumerate(ring)
+    }
+
+
+# --------------------------------------------------------------------------------------------- the graph
+
+Event = int
+"""A beginning, an end, or that all have begun something."""
+
+
+class _Place(NamedTuple):
+    """Which party's issue an event is of; `party` is None where it is of no single one."""
+
+    party: int | None
+    issue: int
+    ends: bool
+
+
+class _Graph:
+    """Events, and which of them each is followed by."""
+
+    def __init__(self, issued: Sequence[Sequence[Issue]], single_queue: bool):
+        self.single_queue = single_queue
+        self.place: list[_Place] = []
+        self.followers: list[list[Event]] = []
+        self.count: list[int] = []
+        self.all_begun: dict[Hashable, Event] = {}
+        for party, each in enumerate(issued):
+            self._add_party(party, each)
+
+    def _event(self, place: _Place) -> Event:
+        self.place.append(place)
+        self.followers.append([])
+        self.count.append(0)
+        return len(self.place) - 1
+
+    def _follows(self, event: Event, before: Event | None) -> None:
+        if before is not None:
+            self.followers[before].append(event)
+            self.count[event] += 1
+
+    def _all(self, key: Hashable) -> Event:
+        if key not in self.all_begun:
+            self.all_begun[key] = self._event(_Place(None, 0, False))
+        return self.all_begun[key]
+
+    def _add_party(self, party: int, issued: Sequence[Issue]) -> None:
+        ends: list[Event] = []
+        computed = begun = None
+        last: dict[str, Event] = {}
+        for at, issue in enumerate(issued):
+            if issue.waits is not None:
+                end = self._event(_Place(party, at, True))
+                self._follows(end, computed)
+                self._follows(end, ends[issue.waits])
+                computed = end
+            else:
+                begin, end = self._event(_Place(party, at, False)), self._event(_Place(party, at, True))
+                self._follows(begin, computed)
+                self._follows(end, begin)
+                self._follows(self._all(issue.joins), begin)
+                self._follows(end, self._all(issue.needs))
+                if self.single_queue:
+                    self._follows(begin, begun)
+                begun = begin
+                if issue.stream is None:
+                    computed = end
+                else:
+                    self._follows(begin, last.get(issue.stream))
+                    last[issue.stream] = end
+            ends.append(end)
+
+    def stuck(self) -> set[Event]:
+        """The events that never happen."""
+        count = self.count.copy()
+        ready = [event for event, n in enumerate(count) if not n]
+        while ready:
+            for event in self.followers[ready.pop()]:
+                count[event] -= 1
+                if not count[event]:
+                    ready.append(event)
+        return {event for event, n in enumerate(count) if n}
+
+
+def _cycle(schedule: Schedule, parties: Sequence[Role], link, wiring: Wiring, single_queue: bool):
+    """The circle, of parties that execute the actions of their role."""
+    issued = [issues(schedule, party, wiring, link(party)) for party in parties]
+    graph = _Graph(issued, single_queue)
+    stuck = graph.stuck()
+    if not stuck:
+        return None
+    return _described(parties, issued, [graph.place[event] for event in _circle(graph, stuck)])
+
+
+def _circle(graph: _Graph, stuck: set[Event]) -> list[Event]:
+    """A short circle among the events that never happen; each waits for the next."""
+    before: dict[Event, list[Event]] = {event: [] for event in stuck}
+    for event in stuck:
+        for follower in graph.followers[event]:
+            before[follower].append(event)
+    event, path = min(stuck), {}
+    while event not in path:
+        path[event] = None
+        event = before[event][0]
+    events = list(path)
+    circle = events[events.index(event) :]
+    return min((_shortest(before, event, circle) for event in circle[:100]), key=len)
+
+
+def _shortest(before: dict[Event, list[Event]], first: Event, known: list[Event]) -> list[Event]:
+    """The shortest circle through `first`, which is one of a circle that is known."""
+    reached: dict[Event, Event] = {}
+    frontier = deque([first])
+    while frontier:
+        event = frontier.popleft()
+        for other in before[event]:
+            if other == first:
+                path = [event]
+                while path[-1] != first:
+                    path.append(reached[path[-1]])
+                return path[::-1]
+            if other not in reached:
+                reached[other] = event
+                frontier.append(other)
+    return known
+
+
+# --------------------------------------------------------------------------------------------- in words
+
+
+def _described(
+    parties: Sequence[Role], issued: Sequence[Sequence[Issue]], circle: Sequence[_Place]
+) -> tuple[Waiting, ...]:
+    own = [place for place in circle if place.party is not None]
+    # Beginning and end of one issue are one line.
+    places = [place for at, place in enumerate(own) if (place.party, place.issue) != own[at - 1][:2]]
+    return tuple(_waiting(parties, issued, place, places[(at + 1) % len(places)]) for at, place in enumerate(places))
+
+
+def _waiting(
+    parties: Sequence[Role], issued: Sequence[Sequence[Issue]], mine: _Place, other: _Place
+) -> Waiting:
+    assert mine.party is not None and other.party is not None
+    role, issue = parties[mine.party], issued[mine.party][mine.issue]
+    whom, what = parties[other.party], issued[other.party][other.issue]
+    if mine.party != other.party:
+        reason = f"waits for {whom} to begin `{what.name}`"
+    elif issue.waits == other.issue:
+        reason = f"waits for its end"
+    elif issue.stream is not None and issue.stream == what.stream:
+        reason = f"stands behind `{what.name}` there"
+    else:
+        reason = f"was issued after `{what.name}`"
+    return Waiting(role, role.actions[issue.at], issue.name, issue.stream, reason)
