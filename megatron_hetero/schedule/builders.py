@@ -309,22 +309,29 @@ def _ahead_order(plan: _Plan, role: Role) -> Iterator[Action]:
                 yield from _forward_ahead(plan, encoder, stage, work.micro_batch + lead[encoder.name])
             elif encoder.backward:
                 yield from _backward_ahead(plan, encoder, stage, work.micro_batch)
-    for m in range(max(0, plan.batches - max(1, plan.run_ahead)), plan.batches):
-        yield from (plan.wait("F", encoder, m) for encoder, stage in held if stage == encoder.stages - 1)
+    if plan.run_ahead < 2:
+        yield from (plan.wait("F", e, plan.batches - 1) for e, stage in held if stage == e.stages - 1)
 
 
 def _forward_ahead(plan: _Plan, encoder: Module, stage: int, m: int) -> Iterator[Action]:
-    """Forward of a micro-batch, once the text module is ready for the rows of the last one that it may lag behind."""
+    """Forward of a micro-batch, once the text module is ready for the rows of the last one that it may lag behind.
+
+    Rows leave when the text module is ready for those before them, after the last forward too. More of them on their
+    way would stand behind each other on one communicator; and where all streams of a GPU share a queue
+    (CUDA_DEVICE_MAX_CONNECTIONS=1) what stands there keeps the encoder from computing, and may do so for ever.
+    """
+    is_last, holds_back, gone = stage == encoder.stages - 1, plan.run_ahead > 1, m - max(1, plan.run_ahead)
+    if is_last and 0 <= gone < plan.batches and (holds_back or m < plan.batches):
+        yield plan.wait("F", encoder, gone)
+        if holds_back and gone + 1 < plan.batches:
+            yield plan.start("F", encoder, gone + 1)
     if not 0 <= m < plan.batches:
         return
-    is_last, gone = stage == encoder.stages - 1, m - max(1, plan.run_ahead)
-    if is_last and gone >= 0:
-        yield plan.wait("F", encoder, gone)
     yield run("F", encoder.name, stage, m)
-    if is_last:
+    if is_last and (m == 0 or not holds_back):
         yield plan.start("F", encoder, m)
-        if m == 0 and encoder.backward:
-            yield plan.start("B", encoder, 0)
+    if is_last and m == 0 and encoder.backward:
+        yield plan.start("B", encoder, 0)
 
 
 def _backward_ahead(plan: _Plan, encoder: Module, stage: int, m: int) -> Iterator[Action]:
