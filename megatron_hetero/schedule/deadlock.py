@@ -24,9 +24,9 @@ one of them needs, so that a circle of these is one of ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Role, Schedule
@@ -36,30 +36,40 @@ DESIGN = Wiring()
 """The communicators that `Topology` makes."""
 
 
+Reason = Literal["begin", "end", "behind", "after"]
+
+
 @dataclass(frozen=True)
 class Waiting:
-    """One of a circle: `role` (or some of its ranks) waits in `name`, a part of `action`, on `communicator` (None: on
-    its compute stream), for the next of the circle, because of `reason`.
+    """What ranks of a role wait in, and for what, which is where the next of a circle of these wait.
+
+    `ranks`: such as ``rank 0 (vision.0)``; `rank`: the first of them; `at`: the index of their action; `what`: the
+    action, or which part of it; `communicator`: None on their compute stream. `reason`: they wait for `ranks_there`
+    to `begin` what they do `there`; for the `end` of their own operation; they stand `behind` another one on their
+    communicator; or come `after` what they issued before.
     """
 
-    role: Role
-    action: Action
-    name: str
+    rank: int
+    ranks: str
+    at: int
+    what: str
     communicator: str | None
-    reason: str
+    reason: Reason
+    ranks_there: str
+    there: str
 
     def __str__(self) -> str:
-        return f"{self.role}: {self.what} {self.reason}"
+        on = f" on communicator `{self.communicator}`" if self.communicator else ""
+        reasons = {
+            "begin": f"waits for {self.ranks_there} to begin {self.there}",
+            "end": f"waits for the end of {self.there}",
+            "behind": f"stands behind {self.there}",
+            "after": f"begins after {self.there}",
+        }
+        return f"{self.ranks}: {self.what}{on} {reasons[self.reason]}"
 
-    @property
-    def what(self) -> str:
-        """Such as ```vision>text.F1` on communicator vision>text``."""
-        return f"`{self.name}`" + (f" on communicator `{self.communicator}`" if self.communicator else "")
 
-
-def find_cycle(
-    schedule: Schedule, wiring: Wiring = DESIGN, *, single_queue: bool = True
-) -> tuple[Waiting, ...] | None:
+def find_cycle(schedule: Schedule, wiring: Wiring = DESIGN, *, single_queue: bool = True) -> tuple[Waiting, ...] | None:
     """Who waits for whom for ever; None where the schedule ends.
 
     Args:
@@ -90,7 +100,9 @@ def _classes(schedule: Schedule) -> list[Role]:
     color = dict(schedule.role_index)
     lines = [_neighbors(module_ranks) for module_ranks in _pipelines(schedule)]
     while True:
-        signs = {rank: (color[rank], *(tuple(color[r] for r in line.get(rank, ())) for line in lines)) for rank in color}
+        signs = {
+            rank: (color[rank], *(tuple(color[r] for r in line.get(rank, ())) for line in lines)) for rank in color
+        }
         numbers: dict[Hashable, int] = {}
         refined = {rank: numbers.setdefault(sign, len(numbers)) for rank, sign in signs.items()}
         if len(numbers) == len(set(color.values())):
@@ -110,9 +122,7 @@ def _pipelines(schedule: Schedule) -> list[list[tuple[int, ...]]]:
 def _neighbors(stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
     """The ranks before and after each in its pipeline, which is a ring."""
     rings = zip(*stages, strict=True)
-    return {
-        rank: (ring[at - 1], ring[(at + 1) % len(ring)]) for ring in rings for at, rank in enumerate(ring)
-    }
+    return {rank: (ring[at - 1], ring[(at + 1) % len(ring)]) for ring in rings for at, rank in enumerate(ring)}
 
 
 # --------------------------------------------------------------------------------------------- the graph
@@ -165,7 +175,6 @@ class _Graph:
             if issue.waits is not None:
                 end = self._event(_Place(party, at, True))
                 self._follows(end, computed)
-                self._follows(end, ends[issue.waits])
                 computed = end
             else:
                 begin, end = self._event(_Place(party, at, False)), self._event(_Place(party, at, True))
@@ -182,6 +191,9 @@ class _Graph:
                     self._follows(begin, last.get(issue.stream))
                     last[issue.stream] = end
             ends.append(end)
+        for end, issue in zip(ends, issued, strict=True):
+            if issue.waits is not None:
+                self._follows(end, ends[issue.waits])
 
     def stuck(self) -> set[Event]:
         """The events that never happen."""
@@ -195,8 +207,10 @@ class _Graph:
         return {event for event, n in enumerate(count) if n}
 
 
-def _cycle(schedule: Schedule, parties: Sequence[Role], link, wiring: Wiring, single_queue: bool):
-    """The circle, of parties that execute the actions of their role."""
+def _cycle(
+    schedule: Schedule, parties: Sequence[Role], link: Callable[[Role], LinkOf], wiring: Wiring, single_queue: bool
+) -> tuple[Waiting, ...] | None:
+    """The circle, of parties that execute the actions of their role. `link`: see `LinkOf`."""
     issued = [issues(schedule, party, wiring, link(party)) for party in parties]
     graph = _Graph(issued, single_queue)
     stuck = graph.stuck()
@@ -245,23 +259,41 @@ def _described(
     parties: Sequence[Role], issued: Sequence[Sequence[Issue]], circle: Sequence[_Place]
 ) -> tuple[Waiting, ...]:
     own = [place for place in circle if place.party is not None]
-    # Beginning and end of one issue are one line.
-    places = [place for at, place in enumerate(own) if (place.party, place.issue) != own[at - 1][:2]]
-    return tuple(_waiting(parties, issued, place, places[(at + 1) % len(places)]) for at, place in enumerate(places))
+    # Beginning and end of one issue are one line, and so is what comes after what comes after something.
+    places = [place for at, place in enumerate(own) if place[:2] != own[at - 1][:2]]
+    reasons = [_reason(issued, *pair) for pair in _around(places)]
+    kept = [
+        place for at, place in enumerate(places) if reasons[at] in ("begin", "end") or reasons[at] != reasons[at - 1]
+    ]
+    return tuple(_waiting(parties, issued, *pair) for pair in _around(kept))
 
 
-def _waiting(
-    parties: Sequence[Role], issued: Sequence[Sequence[Issue]], mine: _Place, other: _Place
-) -> Waiting:
+def _around(places: Sequence[_Place]) -> Iterator[tuple[_Place, _Place]]:
+    """Each with the next, the last with the first."""
+    return zip(places, [*places[1:], *places[:1]], strict=True)
+
+
+def _reason(issued: Sequence[Sequence[Issue]], mine: _Place, other: _Place) -> Reason:
+    assert mine.party is not None and other.party is not None
+    one, two = issued[mine.party][mine.issue], issued[other.party][other.issue]
+    if mine.party != other.party:
+        return "begin"
+    if one.waits == other.issue:
+        return "end"
+    return "behind" if one.stream is not None and one.stream == two.stream and other.ends else "after"
+
+
+def _waiting(parties: Sequence[Role], issued: Sequence[Sequence[Issue]], mine: _Place, other: _Place) -> Waiting:
     assert mine.party is not None and other.party is not None
     role, issue = parties[mine.party], issued[mine.party][mine.issue]
-    whom, what = parties[other.party], issued[other.party][other.issue]
-    if mine.party != other.party:
-        reason = f"waits for {whom} to begin `{what.name}`"
-    elif issue.waits == other.issue:
-        reason = f"waits for its end"
-    elif issue.stream is not None and issue.stream == what.stream:
-        reason = f"stands behind `{what.name}` there"
-    else:
-        reason = f"was issued after `{what.name}`"
-    return Waiting(role, role.actions[issue.at], issue.name, issue.stream, reason)
+    whom, there = parties[other.party], issued[other.party][other.issue]
+    return Waiting(
+        role.ranks[0],
+        str(role),
+        issue.at,
+        f"{issue.part}`{role.actions[issue.at]}`",
+        issue.stream,
+        _reason(issued, mine, other),
+        str(whom),
+        f"{there.part}`{whom.actions[there.at]}`",
+    )

@@ -30,6 +30,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megatron_hetero.communicators import Crossing, Direction, Link
 from megatron_hetero.schedule.actions import Action, Kind, post, start
 from megatron_hetero.schedule.program import Role, Schedule
 
@@ -38,35 +39,40 @@ from megatron_hetero.schedule.program import Role, Schedule
 class Wiring:
     """Which operations of a rank share a communicator.
 
-    `links`: of a pipeline, what has a communicator for activations (F, R) and one for gradients (B): every directed
-    `pair` of ranks that are next to each other in it, or the whole `pipeline`.
-    `boundaries`: what has one: each `direction` of a boundary, or the `boundary`.
+    `links`: who has a communicator for activations (F, R) and one for gradients (B): each rank with the one that it
+    sends to (`pair`), or the ranks of a pipeline together. `boundaries`: what has one: each direction of a boundary, or
+    the boundary. The defaults are what `megatron_hetero.communicators` lists.
     """
 
     links: Literal["pair", "pipeline"] = "pair"
     boundaries: Literal["direction", "boundary"] = "direction"
 
-    def of_transfer(self, module: str, kind: Kind, source: int, target: int) -> str:
-        """The name of the communicator of a transfer between two pipeline coordinates."""
-        pair = f" {source}>{target}" if self.links == "pair" else ""
-        return f"{module}{pair} {'gradients' if kind == 'B' else 'activations'}"
+    def of_transfer(self, module: str, kind: Kind, sender: int) -> str:
+        """The name of the communicator of what the ranks at a pipeline coordinate send."""
+        direction = _direction(kind)
+        return str(Link(module, direction, sender)) if self.links == "pair" else f"{module} {direction}"
 
     def of_crossing(self, encoder: str, text: str, kind: Kind) -> str:
         """The name of the communicator of a crossing."""
         if self.boundaries == "boundary":
             return f"{encoder}-{text}"
-        return f"{encoder}>{text}" if kind == "F" else f"{text}>{encoder}"
+        return str(Crossing(encoder, text, _direction(kind)))
+
+
+def _direction(kind: Kind) -> Direction:
+    return "backward" if kind == "B" else "forward"
 
 
 class Issue(NamedTuple):
     """What a host issues: work (no `stream`), an operation, or a wait (`waits`: the index of the operation).
 
-    `at`: the index of the action that it is a part of. `name`: which part, in words. `joins`: what it counts as having
-    begun; `needs`: it ends when all that join this have begun.
+    `at`: the index of the action that it is a part of. `part`: which part, in words before the action's name. `joins`:
+    what counts as begun, as far as this is concerned, when it begins. `needs`: it ends when all that join this have
+    begun.
     """
 
     at: int
-    name: str
+    part: str
     stream: str | None = None
     joins: Hashable = None
     needs: Hashable = None
@@ -97,6 +103,7 @@ class _Host:
         self.crossings = [a for a in role.actions if a.op in ("start", "wait")]
         self.following = 0
         self.operation: dict[Action, int] = {}  # of each post and start, its (last) operation
+        self.early: dict[Action, int] = {}  # of each post whose `take` came before, the wait
         self.ran: set[tuple[str, int | None, int]] = set()
         self.deferred: dict[str, deque[Action]] = {}
         self.embedded: set[int] = set()
@@ -110,8 +117,7 @@ class _Host:
             case "post":
                 self._post(action)
             case "take":
-                posted = post(action.kind, action.module, action.stage, action.peer, action.micro_batch)  # pyright: ignore
-                self._wait(at, f"{action}", self.operation[posted])
+                self._take(at, action)
             case "start":
                 self._start(action)
                 self.following += 1
@@ -123,24 +129,24 @@ class _Host:
         self.issued.append(issue)
         return len(self.issued) - 1
 
-    def _wait(self, at: int, name: str, operation: int) -> None:
-        self.issued.append(Issue(at, name, waits=operation))
+    def _wait(self, at: int, part: str, operation: int) -> None:
+        self.issued.append(Issue(at, part, waits=operation))
 
     # ------------------------------------------------------------------------------------------------ work
 
     def _run(self, at: int, action: Action) -> None:
         returns = action.kind == "B" and action.module == self.text and action.stage == 0
-        self._work(at, f"{action}", (action, 0))
+        self._work(at, "", (action, 0))
         if returns and self.crosses:
             if early := self._starts_early(action):
                 self._start(early)
-            self._work(at, f"the rest of {action}", (action, 1))
+            self._work(at, "the rest of ", (action, 1))
         if action.kind != "B":
             self.ran.add((action.module, action.stage, action.micro_batch))
             self._post_deferred(action.module)
 
-    def _work(self, at: int, name: str, key: Hashable) -> None:
-        self.issued.append(Issue(at, name, None, key, key))
+    def _work(self, at: int, part: str, key: Hashable) -> None:
+        self.issued.append(Issue(at, part, None, key, key))
 
     def _starts_early(self, action: Action) -> Action | None:
         """The start of the return of this micro-batch's rows, where that is the next crossing of the rank."""
@@ -154,15 +160,15 @@ class _Host:
     def _transfer(self, at: int, action: Action, what: Literal["send", "post"]) -> int:
         stage, peer, module = action.stage, action.peer, self.schedule.module[action.module]
         assert stage is not None and isinstance(peer, int)
-        source, target = (stage, peer) if what == "send" else (peer, stage)
-        stream = self.wiring.of_transfer(module.name, action.kind, module.coordinate(source), module.coordinate(target))
+        source = stage if what == "send" else peer
+        stream = self.wiring.of_transfer(module.name, action.kind, module.coordinate(source))
         message = action.kind, module.name, source, action.micro_batch, self.link(action)
         mine, other = ("send", "post") if what == "send" else ("post", "send")
-        return self._add(Issue(at, f"{action}", stream, (mine, message), (other, message)))
+        return self._add(Issue(at, "", stream, (mine, message), (other, message)))
 
     def _post(self, action: Action) -> None:
         if action.kind != "B":
-            self.operation[action] = self._transfer(self.place[action], action, "post")
+            self._receive(action)
             return
         # A gradient is as large as the output that it is of, and received once that is known.
         self.deferred.setdefault(action.module, deque()).append(action)
@@ -171,8 +177,19 @@ class _Host:
     def _post_deferred(self, module: str) -> None:
         waiting = self.deferred.get(module, ())
         while waiting and (module, waiting[0].stage, waiting[0].micro_batch) in self.ran:
-            action = waiting.popleft()
-            self.operation[action] = self._transfer(self.place[action], action, "post")
+            self._receive(waiting.popleft())
+
+    def _receive(self, action: Action) -> None:
+        self.operation[action] = self._transfer(self.place[action], action, "post")
+        if action in self.early:
+            wait = self.early[action]
+            self.issued[wait] = self.issued[wait]._replace(waits=self.operation[action])
+
+    def _take(self, at: int, action: Action) -> None:
+        posted = post(action.kind, action.module, action.stage, action.peer, action.micro_batch)  # pyright: ignore
+        if posted not in self.operation:  # It waits for what is received later.
+            self.early[posted] = len(self.issued)
+        self._wait(at, "", self.operation.get(posted, -1))
 
     # ------------------------------------------------------------------------------------------ boundaries
 
@@ -182,27 +199,27 @@ class _Host:
         at, key = self.place[action], (action.kind, action.module, action.micro_batch)
         stream = self.wiring.of_crossing(action.module, self.text, action.kind)
         if self.schedule.collective[action.module]:
-            self.operation[action] = self._add(Issue(at, f"{action}", stream, (key, 1), (key, 1)))
+            self.operation[action] = self._add(Issue(at, "", stream, (key, 1), (key, 1)))
             return
         if self._receives(action):
-            self.operation[action] = self._add(Issue(at, f"{action}", stream, (key, "in"), (key, "out")))
+            self.operation[action] = self._add(Issue(at, "", stream, (key, "in"), (key, "out")))
             return
         if action.kind == "B" and len(self.schedule.sides(action.module)[1]) > 1:
-            name = f"the sums of {action}"
-            self._wait(at, name, self._add(Issue(at, name, stream, (key, "reduce"), (key, "reduce"))))
-        self.operation[action] = self._add(Issue(at, f"{action}", stream, (key, "out"), (key, "in")))
+            part = "the sums of "
+            self._wait(at, part, self._add(Issue(at, part, stream, (key, "reduce"), (key, "reduce"))))
+        self.operation[action] = self._add(Issue(at, "", stream, (key, "out"), (key, "in")))
 
     def _finish(self, at: int, action: Action) -> None:
         if action.kind == "F" and self.crosses[action.module][1] and action.micro_batch not in self.embedded:
             self.embedded.add(action.micro_batch)
-            self._work(at, f"the embedding of micro-batch {action.micro_batch}", ("embed", action.micro_batch))
+            self._work(at, "the embedding before ", ("embed", action.micro_batch))
         started = start(action.kind, action.module, self.text, action.micro_batch)
-        self._wait(at, f"{action}", self.operation[started])
+        self._wait(at, "", self.operation[started])
         if not self.schedule.collective[action.module] and not self._gathers(action):
             return
         key = (action.kind, action.module, action.micro_batch), 2
-        name, stream = f"the gather of {action}", self.wiring.of_crossing(action.module, self.text, action.kind)
-        self._wait(at, name, self._add(Issue(at, name, stream, key, key)))
+        part, stream = "the gather of ", self.wiring.of_crossing(action.module, self.text, action.kind)
+        self._wait(at, part, self._add(Issue(at, part, stream, key, key)))
 
     def _gathers(self, action: Action) -> bool:
         """Whether the role receives, and its side has others to gather from."""
