@@ -23,9 +23,11 @@ one of them needs, so that a circle of these is one of ranks.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, count, pairwise
 from typing import Literal, NamedTuple
 
 from megatron_hetero.schedule.actions import Action
@@ -132,79 +134,82 @@ Event = int
 
 
 class _Place(NamedTuple):
-    """Which party's issue an event is of; `party` is None where it is of no single one."""
+    """Which party's issue an event is the beginning, or end, of."""
 
-    party: int | None
+    party: int
     issue: int
     ends: bool
 
 
 class _Graph:
-    """Events, and which of them each is followed by."""
+    """Events, and which of them each is followed by. Number 2 i is the beginning of the i-th of all issues, 2 i + 1 its
+    end (a wait only has an end); then come those that all that join something have begun it.
+    """
 
     def __init__(self, issued: Sequence[Sequence[Issue]], single_queue: bool):
-        self.single_queue = single_queue
-        self.place: list[_Place] = []
-        self.followers: list[list[Event]] = []
-        self.count: list[int] = []
+        self.first = [0, *accumulate(2 * len(each) for each in issued)]
+        self.followers: list[list[Event]] = [[] for _ in range(self.first[-1])]
         self.all_begun: dict[Hashable, Event] = {}
-        for party, each in enumerate(issued):
-            self._add_party(party, each)
+        for first, each in zip(self.first, issued, strict=False):
+            self._add_streams(first, each)
+            self._add_counterparts(first, each)
+            if single_queue:
+                operations = [first + 2 * at for at, issue in enumerate(each) if issue.waits is None]
+                for begin, following in pairwise(operations):
+                    self.followers[begin].append(following)
 
-    def _event(self, place: _Place) -> Event:
-        self.place.append(place)
-        self.followers.append([])
-        self.count.append(0)
-        return len(self.place) - 1
+    def place(self, event: Event) -> _Place | None:
+        """Whose it is, if it is of one party."""
+        if event >= self.first[-1]:
+            return None
+        party = bisect_right(self.first, event) - 1
+        at, ends = divmod(event - self.first[party], 2)
+        return _Place(party, at, bool(ends))
 
-    def _follows(self, event: Event, before: Event | None) -> None:
-        if before is not None:
-            self.followers[before].append(event)
-            self.count[event] += 1
+    def _add_streams(self, first: Event, issued: Sequence[Issue]) -> None:
+        followers, computed, last = self.followers, None, {}
+        for begin, issue in zip(count(first, 2), issued, strict=False):
+            end = begin + 1
+            following = begin if issue.waits is None else end
+            if computed is not None:
+                followers[computed].append(following)
+            if issue.waits is not None:
+                followers[first + 2 * issue.waits + 1].append(end)
+                computed = end
+                continue
+            followers[begin].append(end)
+            if issue.stream is None:
+                computed = end
+                continue
+            if issue.stream in last:
+                followers[last[issue.stream]].append(begin)
+            last[issue.stream] = end
+
+    def _add_counterparts(self, first: Event, issued: Sequence[Issue]) -> None:
+        for begin, issue in zip(count(first, 2), issued, strict=False):
+            if issue.waits is None:
+                self.followers[begin].append(self._all(issue.joins))
+                self.followers[self._all(issue.needs)].append(begin + 1)
 
     def _all(self, key: Hashable) -> Event:
-        if key not in self.all_begun:
-            self.all_begun[key] = self._event(_Place(None, 0, False))
-        return self.all_begun[key]
-
-    def _add_party(self, party: int, issued: Sequence[Issue]) -> None:
-        ends: list[Event] = []
-        computed = begun = None
-        last: dict[str, Event] = {}
-        for at, issue in enumerate(issued):
-            if issue.waits is not None:
-                end = self._event(_Place(party, at, True))
-                self._follows(end, computed)
-                computed = end
-            else:
-                begin, end = self._event(_Place(party, at, False)), self._event(_Place(party, at, True))
-                self._follows(begin, computed)
-                self._follows(end, begin)
-                self._follows(self._all(issue.joins), begin)
-                self._follows(end, self._all(issue.needs))
-                if self.single_queue:
-                    self._follows(begin, begun)
-                begun = begin
-                if issue.stream is None:
-                    computed = end
-                else:
-                    self._follows(begin, last.get(issue.stream))
-                    last[issue.stream] = end
-            ends.append(end)
-        for end, issue in zip(ends, issued, strict=True):
-            if issue.waits is not None:
-                self._follows(end, ends[issue.waits])
+        event = self.all_begun.setdefault(key, len(self.followers))
+        if event == len(self.followers):
+            self.followers.append([])
+        return event
 
     def stuck(self) -> set[Event]:
         """The events that never happen."""
-        count = self.count.copy()
-        ready = [event for event, n in enumerate(count) if not n]
+        before = [0] * len(self.followers)
+        for each in self.followers:
+            for event in each:
+                before[event] += 1
+        ready = [event for event, n in enumerate(before) if not n]
         while ready:
             for event in self.followers[ready.pop()]:
-                count[event] -= 1
-                if not count[event]:
+                before[event] -= 1
+                if not before[event]:
                     ready.append(event)
-        return {event for event, n in enumerate(count) if n}
+        return {event for event, n in enumerate(before) if n}
 
 
 def _cycle(
@@ -216,7 +221,7 @@ def _cycle(
     stuck = graph.stuck()
     if not stuck:
         return None
-    return _described(parties, issued, [graph.place[event] for event in _circle(graph, stuck)])
+    return _described(parties, issued, [*filter(None, map(graph.place, _circle(graph, stuck)))])
 
 
 def _circle(graph: _Graph, stuck: set[Event]) -> list[Event]:
@@ -258,9 +263,8 @@ def _shortest(before: dict[Event, list[Event]], first: Event, known: list[Event]
 def _described(
     parties: Sequence[Role], issued: Sequence[Sequence[Issue]], circle: Sequence[_Place]
 ) -> tuple[Waiting, ...]:
-    own = [place for place in circle if place.party is not None]
     # Beginning and end of one issue are one line, and so is what comes after what comes after something.
-    places = [place for at, place in enumerate(own) if place[:2] != own[at - 1][:2]]
+    places = [place for at, place in enumerate(circle) if place[:2] != circle[at - 1][:2]]
     reasons = [_reason(issued, *pair) for pair in _around(places)]
     kept = [
         place for at, place in enumerate(places) if reasons[at] in ("begin", "end") or reasons[at] != reasons[at - 1]
@@ -274,7 +278,6 @@ def _around(places: Sequence[_Place]) -> Iterator[tuple[_Place, _Place]]:
 
 
 def _reason(issued: Sequence[Sequence[Issue]], mine: _Place, other: _Place) -> Reason:
-    assert mine.party is not None and other.party is not None
     one, two = issued[mine.party][mine.issue], issued[other.party][other.issue]
     if mine.party != other.party:
         return "begin"
@@ -284,7 +287,6 @@ def _reason(issued: Sequence[Sequence[Issue]], mine: _Place, other: _Place) -> R
 
 
 def _waiting(parties: Sequence[Role], issued: Sequence[Sequence[Issue]], mine: _Place, other: _Place) -> Waiting:
-    assert mine.party is not None and other.party is not None
     role, issue = parties[mine.party], issued[mine.party][mine.issue]
     whom, there = parties[other.party], issued[other.party][other.issue]
     return Waiting(

@@ -163,8 +163,7 @@ class _Host:
         source = stage if what == "send" else peer
         stream = self.wiring.of_transfer(module.name, action.kind, module.coordinate(source))
         message = action.kind, module.name, source, action.micro_batch, self.link(action)
-        mine, other = ("send", "post") if what == "send" else ("post", "send")
-        return self._add(Issue(at, "", stream, (mine, message), (other, message)))
+        return self._add(Issue(at, "", stream, message, message))
 
     def _post(self, action: Action) -> None:
         if action.kind != "B":
