@@ -16,6 +16,10 @@ All of these are "and": what waits for something waits for all of it. So a sched
 circle in the graph of beginnings and ends; how long anything takes does not matter. What a batch of data leaves out of
 it, it leaves out on all ranks that take part, which adds no circle.
 
+Hosts never wait here. They do on NCCL where two ranks first send to each other on a communicator: these connect, and
+each call returns when the other rank has made its own. Many schedules would not survive that, since they post early;
+so ranks are taken to be connected before a schedule begins.
+
 Ranks are taken together: first those of a role, as if each needed what any of them needs, which finds every circle;
 where it finds one, again only those whose partners in all pipelines are taken together too. Then each rank needs what
 one of them needs, so that a circle of these is one of ranks.
@@ -100,10 +104,11 @@ def find_cycle(schedule: Schedule, wiring: Wiring = DESIGN, *, single_queue: boo
 def _classes(schedule: Schedule) -> list[Role]:
     """The roles, divided until the partners of a class's ranks in each pipeline are all of one class."""
     color = dict(schedule.role_index)
-    lines = [_neighbors(module_ranks) for module_ranks in _pipelines(schedule)]
+    neighbors = [_neighbors(stages) for stages in _pipelines(schedule)]
     while True:
         signs = {
-            rank: (color[rank], *(tuple(color[r] for r in line.get(rank, ())) for line in lines)) for rank in color
+            rank: (own, *(tuple(color[other] for other in each.get(rank, ())) for each in neighbors))
+            for rank, own in color.items()
         }
         numbers: dict[Hashable, int] = {}
         refined = {rank: numbers.setdefault(sign, len(numbers)) for rank, sign in signs.items()}
