@@ -143,7 +143,7 @@ class AttentionPlan:
 @lru_cache(maxsize=16)
 def rotary_frequencies(theta: float, dim: int, device: torch.device) -> Tensor:
     """theta^(-2i / dim) for i below dim / 2, fp32. Computed on the host as `transformers` does, and moved once."""
-    return (1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)).to(device)
+    return on_device(1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), device)
 
 
 def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:

@@ -182,7 +182,10 @@ class _Dispatch(TorchDispatchMode):
 
     def _check(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], on_gpu: list[Tensor]) -> None:
         """Note what a GPU would not do, or not without waiting."""
-        packet, values = func.overloadpacket, inputs[1] if func.overloadpacket is aten.copy_ else inputs[0] if inputs else None
+        packet, values = (
+            func.overloadpacket,
+            inputs[1] if func.overloadpacket is aten.copy_ else inputs[0] if inputs else None,
+        )
         if packet in COPIES and values is not None and values.device.type == "cpu":
             free = kwargs.get("non_blocking", len(args) > 2 and args[2]) and values in self.pinned
             if not free and values.numel():
@@ -250,6 +253,9 @@ def _cuda_calls(waits_for: Callable[[str], None]) -> Iterator[None]:
     def one_by_one(*_: Any, **__: Any) -> Iterator[Any]:
         yield types.SimpleNamespace(wait=lambda: None)
 
+    def alike(gathered: list[Any], mine: Any, *_: Any, **__: Any) -> None:
+        gathered[:] = [mine] * len(gathered)
+
     host_state = torch.get_rng_state
     answers = {
         torch.cuda: {
@@ -269,6 +275,8 @@ def _cuda_calls(waits_for: Callable[[str], None]) -> Iterator[None]:
             "_set_cuda_rng_state": lambda *_, **__: None,
         },
         generators.CudaRNGStatesTracker: {"fork": lambda *_, **__: contextlib.nullcontext()},
+        # Objects travel as bytes, which the backend `fake` does not bring.
+        torch.distributed: {"all_gather_object": alike},
         # Coalesced collectives have no shapes for fake tensors.
         buffers: {"_coalescing_manager": one_by_one},
     }

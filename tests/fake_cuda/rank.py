@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_hetero.planning.estimate import KINDS, Plan
-from megatron_hetero.planning.trial import assumed_step, drawn_share
+from megatron_hetero.planning.trial import FAKE, assumed_step, drawn_share
 from megatron_hetero.platform import Platform
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.watch import Stopwatch
@@ -57,10 +57,10 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
     """
     config = load_config(case.flags)
     plan = Plan.of(config, case.world)
-    dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world)
+    dist.init_process_group(FAKE, store=FakeStore(), rank=case.rank, world_size=case.world)
     try:
         usage, before = gpu.usage, gpu.usage.live
-        share = drawn_share(config, Platform(GPU, "fake"))
+        share = drawn_share(config, Platform(GPU, FAKE, FAKE))
         phases: Any = _Phases(share.platform, gpu)
         share.interpreter.watch = share.interpreter.watchdog = phases
         _make_moments(share)
