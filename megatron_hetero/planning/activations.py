@@ -7,12 +7,12 @@ s / tp with sequence-parallel activations), of width h:
     two norms      each: input in fp32 [l, h], its scale fp32 [l, 1], the normed [l, h], the output [l, h]
     attention      queries, keys and the projection that holds the values; under sp what was exchanged, under cp what
                    was gathered, instead; the output, a number for each query in fp32, and the padded output
-    MLP            gate and up [s, 2 ffn], silu of the gate [s, ffn], a copy of up [s, ffn], their product [s, ffn]
+    MLP            gate and up [s, 2 ffn], their product [s, ffn]; on a CPU, where that is not fused, silu of the gate
+                   [s, ffn] and a copy of up [s, ffn] too
 
 Recomputed layers keep their input [l, h]; one at a time keeps all of the above during its backward pass.
 
-Transformer Engine and flash-attn save a little less: no copies in fp32 for norms, and of the MLP
-gate, up and product only.
+Transformer Engine saves less: no copies in fp32 for norms.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FP32 = 4
 class LayerShape:
     """A transformer layer on one rank of its tp group; widths in elements. `itemsize`: bytes of an element.
 
-    `inputs`, `weights`: whether gradients of these are computed.
+    `fused`: whether bias, activation and gate of the MLP are one function.
     """
 
     hidden: int
@@ -48,6 +48,7 @@ class LayerShape:
     causal: bool
     itemsize: int
     passes: Passes
+    fused: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,10 @@ def norm_bytes(shape: LayerShape, local: int) -> int:
 
 
 def mlp_bytes(shape: LayerShape, padded: int) -> int:
-    """Gate and up as one tensor, silu of the gate, up once more (Megatron adds an offset to it), their product."""
-    return shape.itemsize * padded * shape.ffn * (4 + shape.passes.weights)
+    """Gate and up as one tensor, and what the second product takes. Where they are not fused also silu of the gate, and
+    up once more (Megatron adds an offset to it).
+    """
+    return shape.itemsize * padded * shape.ffn * ((2 if shape.fused else 4) + shape.passes.weights)
 
 
 def attention_bytes(shape: LayerShape, shard: Shard, *, windowed: bool) -> int:
@@ -137,10 +140,17 @@ def _layers(shape: LayerShape, shard: Shard, windowed: Sequence[bool], recompute
 
 
 def text_stage(
-    shape: TextShape, layout: Layout, stage: Stage, shard: Shard, itemsize: int, passes: Passes, recompute: bool
+    shape: TextShape,
+    layout: Layout,
+    stage: Stage,
+    shard: Shard,
+    itemsize: int,
+    passes: Passes,
+    recompute: bool,
+    fused: bool,
 ) -> StageBytes:
     """A stage of the text module. The rows that its first stage takes are not in it."""
-    layer = text_layer(shape, layout, itemsize, passes)
+    layer = text_layer(shape, layout, itemsize, passes, fused)
     saved, again = _layers(layer, shard, [False] * len(stage.layers), recompute)
     message = itemsize * shard.local * shape.hidden
     if stage.is_first:
@@ -154,12 +164,12 @@ def text_stage(
     return StageBytes(saved + after, entered, left, message, max(0, again - after))
 
 
-def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes) -> LayerShape:
+def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes, fused: bool) -> LayerShape:
     """A layer of the text module on one rank."""
     groups = shape.kv_heads * shape.kv_copies(layout.tp) // layout.tp
     return LayerShape(
         shape.hidden, shape.heads // layout.tp, groups, shape.head_dim, -(-shape.ffn // layout.tp), layout.sp,
-        layout.cp, True, itemsize, passes,
+        layout.cp, True, itemsize, passes, fused,
     )  # fmt: skip
 
 
@@ -171,11 +181,11 @@ def _head_bytes(shape: TextShape, layout: Layout, supervised: int, itemsize: int
 
 def encoder_stage(
     shape: VisionShape, layout: Layout, stage: Stage, shard: Shard, itemsize: int, trains: tuple[bool, bool],
-    recompute: bool,
+    recompute: bool, fused: bool,
 ) -> StageBytes:  # fmt: skip
     """A stage of an encoder. `trains`: whether the encoder does, and whether its projector does."""
     encoder, projector = trains
-    layer = encoder_layer(shape, layout, itemsize, Passes(encoder, encoder))
+    layer = encoder_layer(shape, layout, itemsize, Passes(encoder, encoder), fused)
     saved, again = _layers(layer, shard, [i not in shape.full_layers for i in stage.layers], recompute)
     message = itemsize * shard.local * shape.hidden
     if stage.is_first and encoder:
@@ -186,12 +196,12 @@ def encoder_stage(
     return StageBytes(saved + after, entered, left, message, max(0, again - after))
 
 
-def encoder_layer(shape: VisionShape, layout: Layout, itemsize: int, passes: Passes) -> LayerShape:
+def encoder_layer(shape: VisionShape, layout: Layout, itemsize: int, passes: Passes, fused: bool) -> LayerShape:
     """A layer of an encoder on one rank."""
     heads = shape.heads // layout.tp
     return LayerShape(
         shape.hidden, heads, heads, shape.head_dim, -(-shape.ffn // layout.tp), layout.sp, layout.cp, False, itemsize,
-        passes,
+        passes, fused,
     )  # fmt: skip
 
 
@@ -199,6 +209,6 @@ def _merger_bytes(shape: VisionShape, layout: Layout, shard: Shard, itemsize: in
     """Norm, what goes into gelu, and what comes out of it."""
     if not (passes.inputs or passes.weights):
         return 0
-    layer = encoder_layer(shape, layout, itemsize, passes)
+    layer = encoder_layer(shape, layout, itemsize, passes, True)
     inner = itemsize * shard.padded // shape.unit * -(-shape.hidden * shape.unit // layout.tp)
     return norm_bytes(layer, shard.local) + inner * (1 + passes.weights)

@@ -76,8 +76,11 @@ class Plan:
     simulation: Simulation
 
     @classmethod
-    def of(cls, config: Config, world_size: int) -> Plan:
-        """Plan. Raises `UserError` where the configuration does not fit the model or the world."""
+    def of(cls, config: Config, world_size: int, *, fused: bool = True) -> Plan:
+        """Plan. `fused`: for GPUs, where bias, activation and gate are one function.
+
+        Raises `UserError` where the configuration does not fit the model or the world.
+        """
         shapes, layouts, batch = checked(config, world_size)
         schedule = checked_schedule(config, layouts, batch)
         assumed = AssumedBatch.of(config, shapes, layouts, batch)
@@ -87,7 +90,7 @@ class Plan:
         boundaries = tuple(_boundary(config, assumed, schedule, name) for name in shards if shards[name].used
                            and name != TEXT)  # fmt: skip
         images = {name: max(map(len, assumed.dealt(name))) for name in shapes.encoders}
-        memory = _Memory(config, assumed, schedule, stages, parameters, boundaries, shards).table(world_size)
+        memory = _Memory(config, assumed, schedule, stages, parameters, boundaries, shards, fused).table(world_size)
         work = durations(config, assumed, stages, images)
         return cls(
             config, world_size, shapes, layouts, batch, assumed, stages, schedule, parameters, boundaries, shards,
@@ -143,6 +146,7 @@ class _Memory:
     parameters: Mapping[tuple[str, int], ParameterBytes]
     boundaries: Sequence[Boundary]
     shards: Mapping[str, ModuleShards]
+    fused: bool
 
     def table(self, world_size: int) -> np.ndarray:
         """Bytes of all ranks by kind."""
@@ -217,9 +221,9 @@ class _Memory:
         recompute = self.config.model.recompute.get(name, "none") == "full"
         if name == TEXT:
             passes = text_passes(self.config)
-            return text_stage(self.assumed.shapes.text, layout, stage, shard, itemsize, passes, recompute)
+            return text_stage(self.assumed.shapes.text, layout, stage, shard, itemsize, passes, recompute, self.fused)
         shape, trains = self.assumed.shapes.encoders[name], encoder_trains(self.config, name)
-        return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute)
+        return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute, self.fused)
 
 
 def _by_rank(boundary: Boundary, world_size: int) -> tuple[np.ndarray, np.ndarray]:

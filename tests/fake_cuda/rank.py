@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_hetero.planning.estimate import KINDS, Plan
@@ -72,6 +73,8 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
         return _report(usage, share) | {"peak": usage.peak - before, "planned": planned}
     finally:
         dist.destroy_process_group()
+        # What modules of the same process share; the next one makes its own.
+        parallel_state.destroy_global_memory_buffer()
 
 
 def _make_moments(share: Share) -> None:
