@@ -37,6 +37,7 @@ from torch import Tensor
 from megatron_hetero.models.exchange import gather_keys, heads_for_tokens, tokens_for_heads
 from megatron_hetero.models.kernels import HALF, Kernel, kernel_for
 from megatron_hetero.models.segments import Segments
+from megatron_hetero.platform import on_device
 from megatron_hetero.topology import ModuleGroups
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)

@@ -35,7 +35,8 @@ FP32 = 4
 class LayerShape:
     """A transformer layer on one rank of its tp group; widths in elements. `itemsize`: bytes of an element.
 
-    `fused`: whether bias, activation and gate of the MLP are one function.
+    `gpu`: whether a GPU computes it, where bias, activation and gate of the MLP are one function, and attention takes
+    pieces in any order (in half precision).
     """
 
     hidden: int
@@ -48,7 +49,7 @@ class LayerShape:
     causal: bool
     itemsize: int
     passes: Passes
-    fused: bool = True
+    gpu: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def mlp_bytes(shape: LayerShape, padded: int) -> int:
     """Gate and up as one tensor, and what the second product takes. Where they are not fused also silu of the gate, and
     up once more (Megatron adds an offset to it).
     """
-    return shape.itemsize * padded * shape.ffn * ((2 if shape.fused else 4) + shape.passes.weights)
+    return shape.itemsize * padded * shape.ffn * ((2 if shape.gpu else 4) + shape.passes.weights)
 
 
 def attention_bytes(shape: LayerShape, shard: Shard, *, windowed: bool) -> int:
@@ -94,7 +95,7 @@ def attention_bytes(shape: LayerShape, shard: Shard, *, windowed: bool) -> int:
         operands = own + 2 * kv_heads * sum(k for _, k in spans)
     elif sp > 1:
         operands = (heads + 2 * kv_heads) * queries
-    elif _in_order(spans):
+    elif (shape.gpu and shape.itemsize < FP32) or _in_order(spans):
         operands = (heads + kv_heads) * queries + (heads + 2 * kv_heads) * shard.padded
     else:
         operands = (heads + 2 * kv_heads) * queries
@@ -147,10 +148,10 @@ def text_stage(
     itemsize: int,
     passes: Passes,
     recompute: bool,
-    fused: bool,
+    gpu: bool,
 ) -> StageBytes:
     """A stage of the text module. The rows that its first stage takes are not in it."""
-    layer = text_layer(shape, layout, itemsize, passes, fused)
+    layer = text_layer(shape, layout, itemsize, passes, gpu)
     saved, again = _layers(layer, shard, [False] * len(stage.layers), recompute)
     message = itemsize * shard.local * shape.hidden
     if stage.is_first:
@@ -164,12 +165,12 @@ def text_stage(
     return StageBytes(saved + after, entered, left, message, max(0, again - after))
 
 
-def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes, fused: bool) -> LayerShape:
+def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
     """A layer of the text module on one rank."""
     groups = shape.kv_heads * shape.kv_copies(layout.tp) // layout.tp
     return LayerShape(
         shape.hidden, shape.heads // layout.tp, groups, shape.head_dim, -(-shape.ffn // layout.tp), layout.sp,
-        layout.cp, True, itemsize, passes, fused,
+        layout.cp, True, itemsize, passes, gpu,
     )  # fmt: skip
 
 
@@ -181,11 +182,11 @@ def _head_bytes(shape: TextShape, layout: Layout, supervised: int, itemsize: int
 
 def encoder_stage(
     shape: VisionShape, layout: Layout, stage: Stage, shard: Shard, itemsize: int, trains: tuple[bool, bool],
-    recompute: bool, fused: bool,
+    recompute: bool, gpu: bool,
 ) -> StageBytes:  # fmt: skip
     """A stage of an encoder. `trains`: whether the encoder does, and whether its projector does."""
     encoder, projector = trains
-    layer = encoder_layer(shape, layout, itemsize, Passes(encoder, encoder), fused)
+    layer = encoder_layer(shape, layout, itemsize, Passes(encoder, encoder), gpu)
     saved, again = _layers(layer, shard, [i not in shape.full_layers for i in stage.layers], recompute)
     message = itemsize * shard.local * shape.hidden
     if stage.is_first and encoder:
@@ -196,12 +197,12 @@ def encoder_stage(
     return StageBytes(saved + after, entered, left, message, max(0, again - after))
 
 
-def encoder_layer(shape: VisionShape, layout: Layout, itemsize: int, passes: Passes, fused: bool) -> LayerShape:
+def encoder_layer(shape: VisionShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
     """A layer of an encoder on one rank."""
     heads = shape.heads // layout.tp
     return LayerShape(
         shape.hidden, heads, heads, shape.head_dim, -(-shape.ffn // layout.tp), layout.sp, layout.cp, False, itemsize,
-        passes, fused,
+        passes, gpu,
     )  # fmt: skip
 
 

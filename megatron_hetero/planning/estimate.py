@@ -76,8 +76,8 @@ class Plan:
     simulation: Simulation
 
     @classmethod
-    def of(cls, config: Config, world_size: int, *, fused: bool = True) -> Plan:
-        """Plan. `fused`: for GPUs, where bias, activation and gate are one function.
+    def of(cls, config: Config, world_size: int, *, gpu: bool = True) -> Plan:
+        """Plan. `gpu`: whether the ranks are GPUs; on a CPU, layers keep more.
 
         Raises `UserError` where the configuration does not fit the model or the world.
         """
@@ -90,7 +90,7 @@ class Plan:
         boundaries = tuple(_boundary(config, assumed, schedule, name) for name in shards if shards[name].used
                            and name != TEXT)  # fmt: skip
         images = {name: max(map(len, assumed.dealt(name))) for name in shapes.encoders}
-        memory = _Memory(config, assumed, schedule, stages, parameters, boundaries, shards, fused).table(world_size)
+        memory = _Memory(config, assumed, schedule, stages, parameters, boundaries, shards, gpu).table(world_size)
         work = durations(config, assumed, stages, images)
         return cls(
             config, world_size, shapes, layouts, batch, assumed, stages, schedule, parameters, boundaries, shards,
@@ -146,7 +146,7 @@ class _Memory:
     parameters: Mapping[tuple[str, int], ParameterBytes]
     boundaries: Sequence[Boundary]
     shards: Mapping[str, ModuleShards]
-    fused: bool
+    gpu: bool
 
     def table(self, world_size: int) -> np.ndarray:
         """Bytes of all ranks by kind."""
@@ -221,9 +221,9 @@ class _Memory:
         recompute = self.config.model.recompute.get(name, "none") == "full"
         if name == TEXT:
             passes = text_passes(self.config)
-            return text_stage(self.assumed.shapes.text, layout, stage, shard, itemsize, passes, recompute, self.fused)
+            return text_stage(self.assumed.shapes.text, layout, stage, shard, itemsize, passes, recompute, self.gpu)
         shape, trains = self.assumed.shapes.encoders[name], encoder_trains(self.config, name)
-        return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute, self.fused)
+        return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute, self.gpu)
 
 
 def _by_rank(boundary: Boundary, world_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -90,7 +90,7 @@ def flags_of(case: Case, folder: Path) -> list[str]:
 def test_plan_is_what_a_step_takes(case: Case, folders: dict[bool, Path], pools: Callable[[int], Pool]) -> None:
     flags = flags_of(case, folders[case.tied])
     measured = pools(case.ranks).run(jobs.measure, flags)
-    plan = Plan.of(load_config(flags), case.ranks, fused=False)
+    plan = Plan.of(load_config(flags), case.ranks, gpu=False)
     for rank, found in enumerate(measured):
         planned = dict(zip(KINDS, plan.memory[rank].tolist(), strict=True))
         exact = [kind for kind in KINDS if kind != "activations"]
