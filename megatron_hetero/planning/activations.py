@@ -12,6 +12,10 @@ s / tp with sequence-parallel activations), of width h:
 
 Recomputed layers keep their input [l, h]; one at a time keeps all of the above during its backward pass.
 
+What actions need besides, for a moment (their workspace), is greatest where a layer's MLP goes backward (gradients of
+gate and up [s, 2 ffn] and of their product [s, ffn]), and in the loss (logits as the head gives them and once more in
+fp32 [supervised, vocabulary / tp], and the gathered input of the head [s, h]).
+
 Transformer Engine saves less: no copies in fp32 for norms.
 """
 
@@ -59,6 +63,9 @@ class StageBytes:
     `saved`: by autograd, from forward to backward. `entered`, `left`: hidden states (or rows) that came in and go out,
     as far as autograd does not hold them anyway. `message`: hidden states between stages. `again`: what recomputed
     layers add for the time of their backward pass, when what follows the layers has been let go already.
+
+    `forward`, `backward`: workspace at the end of a forward, and beside `again` in a backward. `gathered`: of one
+    tensor that is gathered over tp.
     """
 
     saved: int
@@ -66,6 +73,9 @@ class StageBytes:
     left: int
     message: int
     again: int
+    forward: int
+    backward: int
+    gathered: int
 
 
 def norm_bytes(shape: LayerShape, local: int) -> int:
@@ -140,6 +150,16 @@ def _layers(shape: LayerShape, shard: Shard, windowed: Sequence[bool], recompute
     return table + count * hidden, again
 
 
+def _layer_workspace(shape: LayerShape, shard: Shard) -> int:
+    """Of one layer: gradients inside its MLP, and one of its output."""
+    return shape.itemsize * (3 * shard.padded * shape.ffn + shard.local * shape.hidden)
+
+
+def _gathered(shape: LayerShape, shard: Shard) -> int:
+    """Megatron gathers the input of products that are split over tp into one buffer."""
+    return shape.itemsize * shard.padded * shape.hidden if shard.local < shard.padded else 0
+
+
 def text_stage(
     shape: TextShape,
     layout: Layout,
@@ -162,7 +182,12 @@ def text_stage(
         after += _head_bytes(shape, layout, shard.supervised, itemsize, passes)
     entered = 0 if stage.is_first or recompute or itemsize == FP32 else message
     left = 0 if stage.is_last else message
-    return StageBytes(saved + after, entered, left, message, max(0, again - after))
+    again, workspace = max(0, again - after), _layer_workspace(layer, shard)
+    loss = _loss_workspace(shape, layout, shard, itemsize) if stage.is_last else 0
+    return StageBytes(
+        saved + after, entered, left, message, again, max(loss, workspace), max(loss - again, workspace),
+        _gathered(layer, shard),
+    )  # fmt: skip
 
 
 def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
@@ -180,6 +205,14 @@ def _head_bytes(shape: TextShape, layout: Layout, supervised: int, itemsize: int
     return supervised * (itemsize * shape.hidden * passes.weights + probabilities + 8 + 8 + 1)
 
 
+def _loss_workspace(shape: TextShape, layout: Layout, shard: Shard, itemsize: int) -> int:
+    """Beside the probabilities: logits, as the head gives them and in fp32, and the hidden states of the whole shard.
+    As much in the backward: the gradient in fp32 and as the head takes it.
+    """
+    logits = shard.supervised * -(-shape.vocab // layout.tp)
+    return logits * (FP32 + (itemsize if itemsize < FP32 else 0)) + itemsize * shard.padded * shape.hidden
+
+
 def encoder_stage(
     shape: VisionShape, layout: Layout, stage: Stage, shard: Shard, itemsize: int, trains: tuple[bool, bool],
     recompute: bool, gpu: bool,
@@ -194,7 +227,10 @@ def encoder_stage(
     after = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector)) if stage.is_last else 0
     entered = 0 if stage.is_first or recompute or itemsize == FP32 or not encoder else message
     left = itemsize * shard.local // shape.unit * shape.out_hidden if stage.is_last else message
-    return StageBytes(saved + after, entered, left, message, max(0, again - after))
+    again, workspace = max(0, again - after), _layer_workspace(layer, shard)
+    return StageBytes(
+        saved + after, entered, left, message, again, workspace, workspace, _gathered(layer, shard)
+    )  # fmt: skip
 
 
 def encoder_layer(shape: VisionShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:

@@ -37,7 +37,7 @@ from megatron_hetero.training.resolved import (
     transport_of,
 )
 
-KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary")
+KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary", "workspace")
 """Kinds of memory, in the order of the columns of `Plan.memory`."""
 
 
@@ -167,7 +167,7 @@ class _Memory:
         table[:, 4] = self._staging(world_size)
         rows = [_by_rank(boundary, world_size) for boundary in self.boundaries]
         for role in self.schedule.roles:
-            table[list(role.ranks), 3] = self._activations(role, rows)
+            table[np.ix_(role.ranks, (3, 5))] = self._activations(role, rows)
         return table
 
     def _staging(self, world_size: int) -> np.ndarray:
@@ -190,7 +190,7 @@ class _Memory:
         return found
 
     def _activations(self, role: Role, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        """Peak bytes of the ranks of a role."""
+        """Peak bytes of activations and workspace of the ranks of a role, int64 [ranks, 2]."""
         names = dict.fromkeys(name for name, _ in role.places)
         ranks = np.array(role.ranks)
         columns = [self._shard_numbers(name, ranks) for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -51,10 +52,8 @@ def noticed(gpu: FakeGpu) -> dict[str, dict[str, list[Any]]]:
 def _noticed(gpu: FakeGpu, do: Callable[[Tensor], object]) -> list[str]:
     values = torch.empty(4, device=GPU)
     gpu.usage.start_again()
-    try:
+    with contextlib.suppress(Exception):  # what cannot go on without values has been noted before
         do(values)
-    except Exception:  # what cannot go on without values has been noted before
-        pass
     found = [name for name in ("waits", "mixed") if getattr(gpu.usage, name)]
     gpu.usage.start_again()
     return found
