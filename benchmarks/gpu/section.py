@@ -1,0 +1,27 @@
+"""Runs one section in this process: `python -m benchmarks.gpu.section NAME FOLDER [--small]`, as `sections.run` does."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from pathlib import Path
+
+from benchmarks.gpu.record import Record
+from benchmarks.gpu.sections import SECTIONS
+
+
+def main() -> None:
+    """Measure; the record is in `FOLDER/found.json`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.section")
+    parser.add_argument("name", choices=SECTIONS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    module = importlib.import_module(f"benchmarks.gpu.{options.name}")
+    module.measure(Record(options.folder / "found.json"), options.folder, small=options.small)
+
+
+if __name__ == "__main__":
+    main()
