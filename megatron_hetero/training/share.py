@@ -80,8 +80,9 @@ class Share:
     profiler: StepProfiler
 
     @staticmethod
-    def of(config: Config, platform: Platform, weights: Mapping[str, WeightSource]) -> Share:
+    def of(config: Config, platform: Platform, weights: Mapping[str, WeightSource], *, check: bool = True) -> Share:
         """Make groups, modules and optimizers of this process's rank. `weights`: where those of each module come from.
+        `check`: whether groups are checked, which takes all ranks.
 
         Raises `UserError` where the configuration does not fit the model or the world.
         """
@@ -91,7 +92,15 @@ class Share:
         platform.prepare_megatron()
         prepare_globals(config.train.seed)
         encoders = config.model.encoder_names
-        topology = Topology.build(layouts, platform, decoding=encoders, edges=[(name, TEXT) for name in encoders])
+        topology = Topology.build(
+            layouts,
+            platform,
+            decoding=encoders,
+            edges=[(name, TEXT) for name in encoders],
+            tied=[TEXT] if shapes.text.tied else [],
+            interleaved=[TEXT] if config.schedule.virtual_stages > 1 else [],
+            check=check,
+        )
         modules = _build_modules(config, shapes, topology, weights)
         planner = StepPlanner(
             {name: image_encoder(shape) for name, shape in shapes.encoders.items()},
