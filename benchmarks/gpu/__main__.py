@@ -4,8 +4,9 @@
   correctness   one rank over NCCL against plain `transformers`, in fp32 and bf16: loss, gradients, weights
   sharing       2 and 4 ranks on the one device, collectives staged on the host, against one rank
   program       pretrain_vlm.py: 20 steps, killed and resumed, exported, evaluated
-  share         one rank's share of sp:8|tp:4,dp:2 (7B) and sp:8|tp:8 (32B), without communication: times by module,
-                kernels, memory beside the plan's, MFU
+  share-7b      one rank's share of sp:8|tp:4,dp:2, without communication: times by module, kernels, memory beside the
+                plan's, MFU
+  share-32b     the same of sp:8|tp:8
 
 Each runs in a process of its own with a limit; one that fails says so and the others go on. Results are in `gpu.md` and
 `gpu.json`, written after each section. The exit status is 1 where anything failed.

@@ -1,4 +1,4 @@
-"""One rank over NCCL against plain `transformers` on the same device: loss, every gradient, weights after some steps."""
+"""One rank over NCCL against plain `transformers` on the same device: loss, every gradient, weights after steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one section in this process: `python -m benchmarks.gpu.section NAME FOLDER [--small]`, as `sections.run` does."""
+"""Runs one section in this process, for `sections.run`: `python -m benchmarks.gpu.section NAME FOLDER [--small]`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    module = importlib.import_module(f"benchmarks.gpu.{options.name}")
-    module.measure(Record(options.folder / "found.json"), options.folder, small=options.small)
+    section = SECTIONS[options.name]
+    module = importlib.import_module(f"benchmarks.gpu.{section.module}")
+    module.measure(Record(options.folder / "found.json"), options.folder, *section.arguments, small=options.small)
 
 
 if __name__ == "__main__":

@@ -20,23 +20,25 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Section:
-    """`limit_s`: of the seconds of all sections, those that this one may take. `exact`: whether its arithmetic is to be
-    fp32's own.
+    """`module`: which measures, `measure(record, folder, *arguments, small=...)`. `limit_s`: of the seconds of all
+    sections, those that this one may take. `exact`: whether its arithmetic is to be fp32's own.
     """
 
     title: str
+    module: str
     limit_s: float
+    arguments: tuple[str, ...] = ()
     exact: bool = False
 
 
 SECTIONS: Mapping[str, Section] = {
-    "environment": Section("Environment", 40),
-    "correctness": Section("One rank against transformers", 90, exact=True),
-    "sharing": Section("Several ranks on one device", 120, exact=True),
-    "program": Section("The program: save, kill, resume, export, evaluation", 150),
-    "share": Section("One rank's share of a layout", 180),
+    "environment": Section("Environment", "environment", 40),
+    "correctness": Section("One rank against transformers", "correctness", 90, exact=True),
+    "sharing": Section("Several ranks on one device", "sharing", 120, exact=True),
+    "program": Section("The program: save, kill, resume, export, evaluation", "program", 140),
+    "share-7b": Section("One rank's share of 7B, without communication", "share", 90, ("7B",)),
+    "share-32b": Section("One rank's share of 32B, without communication", "share", 100, ("32B",)),
 }
-"""By name, which is that of the module that measures: `measure(record, folder, small=...)`."""
 
 TOTAL_S = sum(section.limit_s for section in SECTIONS.values())
 
@@ -66,11 +68,19 @@ def run(name: str, folder: Path, limit_s: float, *, small: bool) -> Outcome:
     found, log = folder / "found.json", folder / "log"
     command = [sys.executable, "-m", "benchmarks.gpu.section", name, str(folder), *(["--small"] if small else [])]
     start = time.monotonic()
-    with open(log, "wb") as output, _ended(
-        subprocess.Popen(
-            command, cwd=ROOT, env=_environment(name), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    ) as process:
+    with (
+        open(log, "wb") as output,
+        _ended(
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=_environment(name),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        ) as process,
+    ):
         try:
             status = "ok" if process.wait(limit_s) == 0 else "failed"
         except subprocess.TimeoutExpired:

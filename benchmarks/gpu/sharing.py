@@ -1,8 +1,8 @@
 """Several ranks on one device, with its real streams and kernels: loss and gradients against those of one rank.
 
-NCCL refuses two ranks on a GPU, so that collectives are staged on the host (`staged_group`). What this shows is that the
-work on the device is in order whatever the layout: nothing is read before it is there, nothing overwritten before it is
-read.
+NCCL refuses two ranks on a GPU, so that collectives are staged on the host (`groups.StagedGroup`). What this shows is
+that the work on the device is in order whatever the layout: nothing is read before it is there, nothing overwritten
+before it is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.crew import Crew
-from benchmarks.gpu import cases, staged_group
+from benchmarks.gpu import cases, groups
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.reference import difference, errors
 from megatron_hetero.platform import CPU, Platform
@@ -112,19 +112,19 @@ def _crew(ranks: int, folder: Path, on_gpu: bool) -> Crew:
 def _join(rank: int, ranks: int, store: str) -> Platform:
     """The platform of a rank: all ranks have the first device."""
     torch.set_num_threads(1)
-    staged_group.register()
+    groups.register()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Without `device_id`: there is no communicator on the device that could be split.
     dist.init_process_group(
-        staged_group.BACKEND,
+        groups.StagedGroup.backend,
         store=dist.FileStore(store, ranks),
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=100),
     )
-    return Platform(device, staged_group.BACKEND)
+    return Platform(device, groups.StagedGroup.backend)
 
 
 class Shares:

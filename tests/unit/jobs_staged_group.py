@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu import staged_group
+from benchmarks.gpu import groups
 
 
 def both() -> list[tuple[str, Tensor, Tensor]]:
     """Name and result of each operation on a staged group and on gloo, of this rank."""
-    staged_group.register()
+    groups.register()
     ranks = list(range(dist.get_world_size()))
-    groups = [dist.new_group(ranks, backend=name, timeout=timedelta(seconds=60)) for name in ("staged", "gloo")]
+    pair = [dist.new_group(ranks, backend=name, timeout=timedelta(seconds=60)) for name in ("staged", "gloo")]
     return [
-        (name, *(run(group).clone() for group in groups)) for name, run in _OPERATIONS.items()
+        (name, *(run(group).clone() for group in pair)) for name, run in _OPERATIONS.items()
     ]  # fmt: skip
 
 
