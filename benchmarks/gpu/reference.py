@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.gpu.cases import LEARNING_RATE, SIDES
 from benchmarks.systems import MAX_PIXELS, plain_inputs
 from megatron_hetero.data.mixture import Mixture, RegistryEntry
-from megatron_hetero.data.processing import Processor
+from megatron_hetero.data.processing import Processor, TokenizedSample
 
 FLOOR = 1e-3
 """Of the norm of all gradients: what is added to a gradient's norm before errors are divided by it."""
@@ -33,23 +33,35 @@ class Reference:
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype, device: torch.device, *, rounded: bool = False) -> Reference:
         """From what `cases.write` wrote. `rounded`: fp32 arithmetic on weights of bf16."""
+        found = cls.of(folder / "model", folder / "data.jsonl", torch.bfloat16 if rounded else dtype, device)
+        found.model.to(dtype)
+        return found
+
+    @classmethod
+    def of(cls, model: Path, annotations: Path, dtype: torch.dtype, device: torch.device) -> Reference:
+        """From a model's folder, and records with a folder `images` beside them."""
         from transformers import Qwen2_5_VLForConditionalGeneration
 
-        model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            folder / "model", dtype=torch.bfloat16 if rounded else dtype, attn_implementation="sdpa"
+        loaded: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            model, dtype=dtype, attn_implementation="sdpa"
         )
-        registry = {"d": RegistryEntry(folder / "data.jsonl", folder / "images")}
-        return cls(
-            model.to(device=device, dtype=dtype),
-            Processor.from_folder(folder / "model", None, MAX_PIXELS),
-            Mixture.parse(("d",), registry, False, 0),
-            device,
-        )
+        registry = {"d": RegistryEntry(annotations, annotations.parent / "images")}
+        processor, mixture = Processor.from_folder(model, None, MAX_PIXELS), Mixture.parse(("d",), registry, False, 0)
+        return cls(loaded.to(device), processor, mixture, device)
 
     def gradients(self, step: int = 1) -> tuple[float, dict[str, Tensor]]:
         """Loss and every gradient of a step, by stored name, fp32 on the host."""
         self.model.zero_grad()
         samples = [self.processor.tokenize(self.mixture[(step - 1) * len(SIDES) + k]) for k in range(len(SIDES))]
+        loss = self._loss(samples, backward=True)
+        return loss, {stored_name(n): p.grad.float().cpu() for n, p in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def loss(self, count: int) -> float:
+        """Of the first samples."""
+        return self._loss([self.processor.tokenize(self.mixture[k]) for k in range(count)], backward=False)
+
+    def _loss(self, samples: Sequence[TokenizedSample], *, backward: bool) -> float:
         supervised = torch.tensor(float(sum(int(sample.supervised.sum()) for sample in samples)), device=self.device)
         total = 0.0
         for sample in samples:
@@ -57,9 +69,10 @@ class Reference:
             if "pixel_values" in inputs:
                 inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
             loss = self.model(**inputs, num_items_in_batch=supervised, use_cache=False).loss
-            loss.backward()
+            if backward:
+                loss.backward()
             total += loss.item()
-        return total, {stored_name(n): p.grad.float().cpu() for n, p in self.model.named_parameters()}
+        return total
 
     def train(self, steps: int) -> tuple[list[float], dict[str, Tensor]]:
         """Losses of steps of AdamW with gradients clipped at 1, and the weights after them."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -101,7 +102,7 @@ def _that_fits(
     sample = plan.assumed.sample
     record.put("layout", {
         "model": place.name, "layout": str(layout), "rank": RANK, "micro-batches": MICRO_BATCHES,
-        "tokens of a pack": sample.tokens, "patches of an image": [grid[1] * grid[2] for grid in sample.grids["vision"]],
+        "tokens of a pack": sample.tokens, "patches of its image": math.prod(sample.grids["vision"][0]),
         "dtype": plan.config.model.dtype, "device GB": None if device == float("inf") else device / 1e9,
         "attention": "flash-attn" if flash_attn_varlen_func is not None else "PyTorch's",
     })  # fmt: skip
