@@ -114,7 +114,7 @@ class StagedGroup(_PythonGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         super().__init__(store, rank, size, timeout)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self._staged(tensors, tensors, lambda given, _: self._gloo.allreduce(given, opts))

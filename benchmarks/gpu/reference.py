@@ -42,9 +42,7 @@ class Reference:
         """From a model's folder, and records with a folder `images` beside them."""
         from transformers import Qwen2_5_VLForConditionalGeneration
 
-        loaded: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            model, dtype=dtype, attn_implementation="sdpa"
-        )
+        loaded: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
         registry = {"d": RegistryEntry(annotations, annotations.parent / "images")}
         processor, mixture = Processor.from_folder(model, None, MAX_PIXELS), Mixture.parse(("d",), registry, False, 0)
         return cls(loaded.to(device), processor, mixture, device)

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from benchmarks.gpu import cases, groups, trace
 from benchmarks.gpu.record import Record
 from benchmarks.material import write_samples
-from megatron_hetero.models.attention import flash_attn_varlen_func
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.trial import assumed_step, drawn_share
 from megatron_hetero.platform import Platform
@@ -43,6 +42,9 @@ MICRO_BATCHES = 2
 WARM_UP, STEPS = 2, 5
 WORKSPACE = 0.1
 """Share of a device's memory that must be left besides what a plan counts."""
+
+MEMORY = 0.1
+"""How far the peak of a step may be from the plan's memory, relatively."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,6 @@ def _that_fits(
         "model": place.name, "layout": str(layout), "rank": RANK, "micro-batches": MICRO_BATCHES,
         "tokens of a pack": sample.tokens, "patches of its image": math.prod(sample.grids["vision"][0]),
         "dtype": plan.config.model.dtype, "device GB": None if device == float("inf") else device / 1e9,
-        "attention": "flash-attn" if flash_attn_varlen_func is not None else "PyTorch's",
     })  # fmt: skip
     record.put("does not fit", too_large)
     return layout, plan
@@ -209,12 +210,14 @@ def _measure_steps(record: Record, rank: RankOnDevice, plan: Plan) -> None:
         "MFU without communication": flops / medians["step"] / peak if peak else None,
         "TFLOP/s by phase": _rates(plan, medians),
     })  # fmt: skip
-    planned = plan.memory[RANK]
+    planned, used = int(plan.memory[RANK].sum()), platform.peak_memory_bytes()
     record.put("memory", {
-        "planned GB": float(planned.sum()) / 1e9,
-        "peak GB": platform.peak_memory_bytes() / 1e9 if platform.is_cuda else None,
+        "planned GB": planned / 1e9,
+        "peak GB": used / 1e9 if platform.is_cuda else None,
         "reserved GB": torch.cuda.max_memory_reserved(platform.device) / 1e9 if platform.is_cuda else None,
     })  # fmt: skip
+    if platform.is_cuda:
+        record.check("relative difference of the peak memory and the plan's", abs(used / planned - 1), MEMORY)
 
 
 def _rates(plan: Plan, seconds: dict[str, float]) -> dict[str, float]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from heapq import nlargest
 from typing import Any
 
 from torch.autograd import DeviceType
@@ -38,7 +39,7 @@ def of(work: Callable[[], Any], platform: Platform) -> dict[str, Any]:
 
 def summary(kernels: Iterable[tuple[str, float]]) -> dict[str, Any]:
     """`kernels`: name and milliseconds of each."""
-    counts, times = Counter[str](), Counter[str]()
+    counts, times = Counter[str](), defaultdict[str, float](float)
     for name, milliseconds in kernels:
         counts[name] += 1
         times[name] += milliseconds
@@ -50,7 +51,7 @@ def summary(kernels: Iterable[tuple[str, float]]) -> dict[str, Any]:
         "kernels": counts.total(),
         "ms": sum(times.values()),
         "kinds": dict(sorted(kinds.items(), key=lambda kind: -kind[1][0])),
-        "top": [[_short(name), ms, counts[name]] for name, ms in times.most_common(TOP)],
+        "top": [[_short(name), times[name], counts[name]] for name in nlargest(TOP, times, key=times.__getitem__)],
     }
 
 
@@ -61,7 +62,7 @@ def kind_of(name: str) -> str:
 
 def _kernels(found: Any) -> list[tuple[str, float]]:
     return [
-        (event.name, event.self_device_time_total / 1e3)
+        (event.name, event.time_range.elapsed_us() / 1e3)
         for event in found.events()
         # Ranges of `record_function` are shown on the device too.
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)

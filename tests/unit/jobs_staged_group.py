@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu import groups
 
 
-def both() -> list[tuple[str, Tensor, Tensor]]:
+def both() -> list[tuple[Any, ...]]:
     """Name and result of each operation on a staged group and on gloo, of this rank."""
     groups.register()
     ranks = list(range(dist.get_world_size()))
