@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from benchmarks.gpu.record import Record
 from megatron_hetero.platform import Platform
@@ -53,7 +54,7 @@ def describe(platform: Platform) -> dict[str, Any]:
         "driver": _driver(),
         "CUDA": torch.version.cuda,
         "cuDNN": torch.backends.cudnn.version(),
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        "NCCL": ".".join(map(str, nccl.version())),
         "backend": "NCCL",
     }
 
