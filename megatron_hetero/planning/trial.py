@@ -1,7 +1,7 @@
 """What a plan speaks of, built and run: one rank's share of a configuration with drawn weights, and the step that the
 plan assumes, as the loader would make it, with tokens and pixels that are made up. Neither weights nor data are read.
 
-With the process group `fake`, whose collectives do nothing, one process can be any rank of any world.
+With the backend `fake` (of a `Platform` for hosts too) one process can be any rank of any world.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from megatron_hetero.training.share import Share
 from megatron_hetero.training.step_loader import MicroBatch, StepBatch
 from megatron_hetero.training.step_plan import Images, MicroBatchPlan, PackShape
 
+FAKE = "fake"
+"""PyTorch's backend whose collectives do nothing."""
 TOKENS = 50
 """Token ids are below that: any model has as many."""
 
 
-def drawn_share(config: Config, platform: Platform) -> Share:
-    """This process's rank of a run of `config`, in the default process group, whose other ranks need not be there.
-    Raises `UserError`.
+def drawn_share(config: Config, platform: Platform, *, check: bool | None = None) -> Share:
+    """This process's rank of a run of `config`, in the default process group. `check`: whether groups are checked, which
+    takes the other ranks; None: except on `fake`. Raises `UserError`.
     """
     shapes, *_ = checked(config, dist.get_world_size())
     weights = DrawnWeights(stored_shapes(shapes), dtype_of(config), platform.device)
-    return Share.of(config, platform, dict.fromkeys(shapes.modules, weights), check=False)
+    checks = platform.backend != FAKE if check is None else check
+    return Share.of(config, platform, dict.fromkeys(shapes.modules, weights), check=checks)
 
 
 def assumed_step(share: Share) -> StepBatch:

@@ -37,6 +37,7 @@ from megatron_hetero.training.resolved import (
     BatchShape,
     checked,
     checked_schedule,
+    communication,
     dtype_of,
     shards_activations,
     stages_per_rank,
@@ -82,7 +83,7 @@ class Share:
     @staticmethod
     def of(config: Config, platform: Platform, weights: Mapping[str, WeightSource], *, check: bool = True) -> Share:
         """Make groups, modules and optimizers of this process's rank. `weights`: where those of each module come from.
-        `check`: whether groups are checked, which takes all ranks.
+        `check`: whether groups are checked, see `Topology.build`.
 
         Raises `UserError` where the configuration does not fit the model or the world.
         """
@@ -91,15 +92,8 @@ class Share:
         torch.manual_seed(config.train.seed)
         platform.prepare_megatron()
         prepare_globals(config.train.seed)
-        encoders = config.model.encoder_names
         topology = Topology.build(
-            layouts,
-            platform,
-            decoding=encoders,
-            edges=[(name, TEXT) for name in encoders],
-            tied=[TEXT] if shapes.text.tied else [],
-            interleaved=[TEXT] if config.schedule.virtual_stages > 1 else [],
-            check=check,
+            layouts, platform, decoding=config.model.encoder_names, check=check, **communication(config, shapes)
         )
         modules = _build_modules(config, shapes, topology, weights)
         planner = StepPlanner(
