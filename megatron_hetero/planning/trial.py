@@ -33,8 +33,9 @@ TOKENS = 50
 
 
 def drawn_share(config: Config, platform: Platform, *, check: bool | None = None) -> Share:
-    """This process's rank of a run of `config`, in the default process group. `check`: whether groups are checked, which
-    takes the other ranks; None: except on `fake`. Raises `UserError`.
+    """This process's rank of a run of `config`, in the default process group. Raises `UserError`.
+
+    `check`: whether groups are checked, which takes the other ranks; None: except on `fake`.
     """
     shapes, *_ = checked(config, dist.get_world_size())
     weights = DrawnWeights(stored_shapes(shapes), dtype_of(config), platform.device)
