@@ -22,7 +22,7 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.two_folders import export_changes
 from megatron_hetero.errors import UserError
 from megatron_hetero.megatron_adapter import prepare_globals
-from megatron_hetero.models.backend import spec_provider
+from megatron_hetero.models.backend import backend_notices, spec_provider
 from megatron_hetero.models.balance import idle_share
 from megatron_hetero.models.hf_folder import StoredWeights, require_writable
 from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
@@ -101,6 +101,8 @@ class Run:
         encoders = config.model.encoder_names
         topology = Topology.build(layouts, platform, decoding=encoders, edges=[(name, TEXT) for name in encoders])
         modules = _build_modules(config, shapes, topology, weights)
+        for notice in backend_notices(config.model.backend, platform) if topology.rank == REPORTER else ():
+            print(notice, flush=True)
         planner = StepPlanner(
             {name: image_encoder(shape) for name, shape in shapes.encoders.items()},
             layouts,

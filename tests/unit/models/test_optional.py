@@ -49,7 +49,8 @@ def test_what_is_installed_and_not_used_is_said_in_one_line_each() -> None:
     assert notices([(TRANSFORMER_ENGINE, Found(None)), (FLASH_ATTN, Found("2.8.3"))]) == []
     broken = Found("2.8.3", "ImportError: undefined symbol: _ZN3c10")
     assert notices([(TRANSFORMER_ENGINE, Found("2.8.0")), (FLASH_ATTN, broken)]) == [
-        "transformer_engine 2.8.0 is installed, and 2.9 or newer, below 2.12 is known to work: PyTorch is used instead.",
+        "transformer_engine 2.8.0 is installed, and 2.9 or newer, below 2.12 is known to work: "
+        "PyTorch is used instead.",
         "flash_attn 2.8.3 is installed, but cannot be imported (ImportError: undefined symbol: _ZN3c10): "
         "PyTorch is used instead.",
     ]
@@ -128,6 +129,6 @@ def test_the_optional_packages_are_built_with_what_they_need() -> None:
         (build,) = (i for i, line in enumerate(lines) if "[gpu]" in line)
         assert "--no-build-isolation" in lines[build]
         before = " ".join(lines[:build]).split()
-        assert {"torch", "setuptools", "wheel", "packaging", "ninja", "psutil", "pybind11"} <= {
+        assert {"torch", "setuptools", "wheel", "packaging", "ninja", "psutil"} <= {
             word.partition("=")[0].partition(">")[0].strip("'") for word in before
         }

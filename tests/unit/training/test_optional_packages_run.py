@@ -1,5 +1,5 @@
-"""Modules where Transformer Engine or Apex is installed, by stand-ins: of the former's layers they compute the same, and
-where layers on plain PyTorch are chosen nothing changes.
+"""Modules where Transformer Engine or Apex is installed, by stand-ins: made of the former's layers they compute the
+same, and where layers on plain PyTorch are chosen nothing changes.
 """
 
 from __future__ import annotations
