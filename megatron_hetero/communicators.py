@@ -154,6 +154,19 @@ def boundary_ranks(source: Layout, destination: Layout) -> Ranks:
     return tuple(sorted({*source.stage(source.pp - 1).ranks, *destination.stage(0).ranks}))
 
 
+def crossing_peers(source: Layout, destination: Layout, direction: Direction, rank: int) -> tuple[Ranks, Ranks]:
+    """The ranks of a boundary that `rank` may ever send to, and receive from, in one direction; ascending.
+
+    Rows go from any rank of one side to any of the other, and inside a replica where its ranks hold the same rows.
+    """
+    sides = source.stage(source.pp - 1), destination.stage(0)
+    senders, receivers = sides if direction == "forward" else sides[::-1]
+    beside = {r for side in sides if rank in side for r in side.group_of(rank, "tp", "sp", "cp")}
+    to = beside.union(receivers.ranks if rank in senders else ())
+    back = beside.union(senders.ranks if rank in receivers else ())
+    return tuple(sorted(to - {rank})), tuple(sorted(back - {rank}))
+
+
 def groups_of(layout: Layout, axes: tuple[str, ...]) -> tuple[Ranks, ...]:
     """The groups of ranks along `axes`; for `ENDS` some ranks may be in none."""
     if axes != ENDS:

@@ -27,6 +27,7 @@ from megatron_hetero.communicators import (
     Use,
     boundary_ranks,
     communicators,
+    crossing_peers,
     group_of,
     replica_groups,
 )
@@ -236,12 +237,17 @@ def _check_all(hosts: Mapping[tuple[Ranks, ...], Any], files: Any, everybody: Ra
 def _check_kind(
     kind: Kind, group: dist.ProcessGroup, layouts: Mapping[str, Layout], rank: int, device: torch.device
 ) -> None:
-    """Check a communicator by what it is for, so that NCCL connects no ranks that have nothing for each other."""
+    """Check a communicator by what it is for.
+
+    NCCL connects two ranks when they first send each other something, and their hosts wait for each other meanwhile: it
+    would hang where one of them has other things to do first. So all that may ever exchange messages do so here.
+    """
     for use in kind.uses_of(rank):
         if isinstance(use, Link):
             _check_message(group, rank, layouts[use.module].coordinate(rank).pp == use.sender, device)
         elif isinstance(use, Crossing):
-            _check_ring(group, boundary_ranks(layouts[use.source], layouts[use.destination]), rank, device)
+            peers = crossing_peers(layouts[use.source], layouts[use.destination], use.direction, rank)
+            _check_messages(group, boundary_ranks(layouts[use.source], layouts[use.destination]), rank, *peers, device)
     if kind.is_synchronous:
         ranks = group_of(kind.groups, rank)
         assert ranks is not None, "its own kinds only"
@@ -267,19 +273,16 @@ def _check_message(group: dist.ProcessGroup, rank: int, sends: bool, device: tor
     _require(ranks, rank, f"message {value.item()}", f"message {rank if sends else peer}", group)
 
 
-def _check_ring(group: dist.ProcessGroup, ranks: Ranks, rank: int, device: torch.device) -> None:
-    """Pass a known value to the next rank."""
-    if _ranks(group) == ranks:
-        at = ranks.index(rank)
-        after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
-        mine = torch.tensor([rank], dtype=torch.int64, device=device)
-        value = torch.full_like(mine, -1)
-        passed = [dist.P2POp(dist.isend, mine, after, group), dist.P2POp(dist.irecv, value, before, group)]
-        for work in dist.batch_isend_irecv(passed):
-            work.wait()
-        _require(ranks, rank, f"message {value.item()}", f"message {before}", group)
-    else:
-        _require(ranks, rank, f"ranks {_ranks(group)}", f"ranks {ranks}", group)
+def _check_messages(
+    group: dist.ProcessGroup, ranks: Ranks, rank: int, to: Ranks, back: Ranks, device: torch.device
+) -> None:
+    """Send a known value `to` ranks, and receive one of each that comes `back`."""
+    _require(ranks, rank, f"ranks {_ranks(group)}", f"ranks {ranks}", group)
+    mine = torch.full((len(to),), rank, dtype=torch.int64, device=device)
+    values = torch.full((len(back),), -1, dtype=torch.int64, device=device)
+    counts = ([int(r in peers) for r in ranks] for peers in (back, to))
+    dist.all_to_all_single(values, mine, *counts, group=group)
+    _require(ranks, rank, f"messages {values.tolist()}", f"messages {list(back)}", group)
 
 
 def _require(ranks: Ranks, rank: int, found: str, expected: str, group: dist.ProcessGroup) -> None:

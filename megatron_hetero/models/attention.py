@@ -169,7 +169,8 @@ class PackedSelfAttention(SelfAttention):
         qkv: Any = self.get_query_key_value_tensors(hidden_states)
         q, k, v = (x.squeeze(1)[:tokens] for x in qkv)
         padding = self._padded_length(hidden_states) - tokens
-        q, k = rotate(q, table_2nD), rotate(k, table_2nD)
+        # A view of the projection would keep all of it for the backward pass.
+        q, k, v = rotate(q, table_2nD), rotate(k, table_2nD), v.contiguous()
         if self.windowed:
             out = self._attend(q, k, v, plan.windows)
         else:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.attention import PackedSelfAttention, TorchAttention
 from megatron_hetero.models.kernels import cuda_capability
-from megatron_hetero.models.optional import FLASH_ATTN, TRANSFORMER_ENGINE, find, notices, unusable
+from megatron_hetero.models.optional import FLASH_ATTN, TRANSFORMER_ENGINE, Found, find, notices, unusable
 from megatron_hetero.platform import Platform
 
 
@@ -56,15 +56,16 @@ class TorchSpecProvider(LocalSpecProvider):
         return TorchAttention
 
 
-def spec_provider(choice: str, platform: Platform) -> BackendSpecProvider:
+def spec_provider(choice: str, platform: Platform, found: Found | None = None) -> BackendSpecProvider:
     """The provider for `model.backend`: `torch`, `te` (Transformer Engine), or `auto` (that one on CUDA, where it is
     installed in a version that is known to work).
 
-    Raises `UserError` where `te` is asked for and cannot be had.
+    `found`: the Transformer Engine that is installed; looked for where None. Raises `UserError` where `te` is asked for
+    and cannot be had.
     """
     if choice == "torch" or (choice == "auto" and not platform.is_cuda):
         return TorchSpecProvider()
-    why = unusable(TRANSFORMER_ENGINE, find(TRANSFORMER_ENGINE)) if platform.is_cuda else ""
+    why = unusable(TRANSFORMER_ENGINE, found or find(TRANSFORMER_ENGINE)) if platform.is_cuda else ""
     if choice == "te" and (why or not platform.is_cuda):
         raise _no_transformer_engine(why, platform)
     return TorchSpecProvider() if why else te_provider(cuda_capability(platform.device))

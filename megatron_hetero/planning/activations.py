@@ -5,8 +5,8 @@ or only weights, need gradients, less is saved. For a layer on `l` tokens betwee
 s / tp with sequence-parallel activations), of width h:
 
     two norms      each: input in fp32 [l, h], its scale fp32 [l, 1], the normed [l, h], the output [l, h]
-    attention      queries, keys and the projection that holds the values; under sp what was exchanged, under cp what
-                   was gathered, instead; the output, a number for each query in fp32, and the padded output
+    attention      queries, keys and values; under sp what was exchanged, under cp what was gathered, instead; the
+                   output, a number for each query in fp32, and the padded output
     MLP            gate and up [s, 2 ffn], their product [s, ffn]; on a CPU, where that is not fused, silu of the gate
                    [s, ffn] and a copy of up [s, ffn] too
 
@@ -103,21 +103,10 @@ def attention_bytes(shape: LayerShape, shard: Shard, *, windowed: bool) -> int:
     if not windowed and shape.cp > 1:
         own = (heads + 2 * kv_heads) * shard.member if sp > 1 else heads * queries
         operands = own + 2 * kv_heads * sum(k for _, k in spans)
-    elif sp > 1:
-        operands = (heads + 2 * kv_heads) * queries
-    elif (shape.gpu and shape.itemsize < FP32) or _in_order(spans):
-        operands = (heads + kv_heads) * queries + (heads + 2 * kv_heads) * shard.padded
     else:
         operands = (heads + 2 * kv_heads) * queries
     output = heads * queries * (shape.itemsize * shape.head_dim + FP32)
     return projected + operands * shape.head_dim * shape.itemsize + output + _mask_bytes(shape, spans)
-
-
-def _in_order(spans: Spans) -> bool:
-    """Whether pieces of one shape stand together, so that nothing is copied to bring them there."""
-    first = list(dict.fromkeys(spans))
-    places = [first.index(span) for span in spans]
-    return places == sorted(places)
 
 
 def _mask_bytes(shape: LayerShape, spans: Spans) -> int:

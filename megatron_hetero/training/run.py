@@ -16,6 +16,7 @@ from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.cuda_environment import prepare_traces
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.two_folders import export_changes
+from megatron_hetero.models.backend import backend_notices
 from megatron_hetero.models.hf_folder import StoredWeights, require_writable
 from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
@@ -60,6 +61,8 @@ class Run(Share):
             require_writable(config.export.hf_dir)
         share = Share.of(config, platform, weights)
         topology, data = share.topology, config.data
+        for notice in backend_notices(config.model.backend, platform) if topology.rank == REPORTER else ():
+            print(notice, flush=True)
         state = TrainState(share.modules, share.optimizers, topology, stored_shapes(shapes))
         record = shared_record(config, topology, mixture)
         resumed = _with_evaluations(resume(config, state, record), config, topology)

@@ -6,8 +6,9 @@ import gc
 import multiprocessing
 import os
 import queue
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -24,17 +25,21 @@ PRELOADED = [
 
 
 class Pool:
-    """`ranks` processes with an initialised default process group."""
+    """`ranks` processes with an initialised default process group.
 
-    def __init__(self, ranks: int, folder: Path):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+    `packages`: folders whose packages they find before those that are installed.
+    """
+
+    def __init__(self, ranks: int, folder: Path, packages: Sequence[Path] = ()):
+        context = _context(packages)
         self.ranks = ranks
         self._jobs = [context.Queue() for _ in range(ranks)]
         self._results = context.Queue()
         store = str(folder / f"store-{ranks}")
         self._workers = [
-            context.Process(target=_serve, args=(rank, ranks, store, self._jobs[rank], self._results), daemon=True)
+            context.Process(
+                target=_serve, args=(rank, ranks, store, packages, self._jobs[rank], self._results), daemon=True
+            )
             for rank in range(ranks)
         ]
         for worker in self._workers:
@@ -78,8 +83,18 @@ def world() -> Any:
     return dist.group.WORLD
 
 
-def _serve(rank: int, ranks: int, store: str, jobs: Any, results: Any) -> None:
+def _context(packages: Sequence[Path]) -> Any:
+    """Workers with packages of their own import everything themselves."""
+    if packages:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _serve(rank: int, ranks: int, store: str, packages: Sequence[Path], jobs: Any, results: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path[:0] = [str(folder) for folder in packages]
     import torch
     import torch.distributed as dist
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_hetero.communicators import AXES_OF_GROUPS, ENDS
 from megatron_hetero.layout import Layout
 from megatron_hetero.platform import CPU, Platform
-from megatron_hetero.topology import Topology, _check_message, _check_ring, _check_sum
+from megatron_hetero.topology import Topology, _check_message, _check_messages, _check_sum
 from tests.support.pool import world
 
 PLATFORM = Platform(CPU, "gloo")
@@ -125,14 +125,15 @@ def check(kind: str) -> str:
             _check_sum(everybody, (0, 1) if rank < 2 else (2, 3), rank, CPU)
         elif kind == "order":
             _check_sum(everybody, (1, 0, 2, 3), rank, CPU)
-        elif kind == "ring":
-            _check_ring(everybody, (1, 0, 2, 3), rank, CPU)
+        elif kind == "ranks":
+            _check_messages(everybody, (1, 0, 2, 3), rank, (), (), CPU)
         elif kind == "message":
             pairs: list[Any] = [dist.new_group(list(pair)) for pair in ((0, 1), (2, 3))]
             _check_message(pairs[rank // 2], rank, sends=rank % 2 == 0, device=CPU)
         else:
             _check_sum(everybody, (0, 1, 2, 3), rank, CPU)
-            _check_ring(everybody, (0, 1, 2, 3), rank, CPU)
+            others = tuple(r for r in range(4) if r != rank)
+            _check_messages(everybody, (0, 1, 2, 3), rank, others, others, CPU)
     except RuntimeError as error:
         return str(error)
     return ""

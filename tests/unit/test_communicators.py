@@ -14,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_hetero.communicators import AXES_OF_GROUPS, Axes, Crossing, Kind, Link, communicators
+from megatron_hetero.communicators import (
+    AXES_OF_GROUPS,
+    Axes,
+    Crossing,
+    Direction,
+    Kind,
+    Link,
+    boundary_ranks,
+    communicators,
+    crossing_peers,
+)
 from megatron_hetero.layout import Layout
 from megatron_hetero.platform import CPU, Platform
 from megatron_hetero.topology import Topology
@@ -135,6 +145,23 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@settings(max_examples=50, deadline=None)
+@given(_drawn())
+def test_ranks_that_may_exchange_rows(drawn: tuple[dict[str, Layout], dict[str, Any]]) -> None:
+    """What one rank sends another one receives; between the sides all may meet, inside a side the ranks of a replica."""
+    source, destination = drawn[0]["vision"], drawn[0]["text"]
+    last, first = source.stage(source.pp - 1), destination.stage(0)
+    sides: list[tuple[Direction, Layout, Layout]] = [("forward", last, first), ("backward", first, last)]
+    for direction, senders, receivers in sides:
+        peers = {r: crossing_peers(source, destination, direction, r) for r in boundary_ranks(source, destination)}
+        for rank, (to, back) in peers.items():
+            assert all(rank in peers[other][1] for other in to) and all(rank in peers[other][0] for other in back)
+            assert rank not in to and (rank not in senders or {*receivers.ranks} - {rank} <= {*to})
+            for side in (last, first):
+                if rank in side:
+                    assert {*side.group_of(rank, "tp", "sp", "cp")} - {rank} <= {*to} & {*back}
 
 
 class Recording(Platform):

@@ -118,6 +118,6 @@ def test_the_self_check_finds_wrong_groups(pools: Callable[[int], Pool]) -> None
         assert f"expected sum {expected} and {rank % 2} on rank {rank}" in message and "different orders" in message
     by_rank = pool.run(jobs.check, "order")
     assert "position 0, expected sum 10 and 1 on rank 0" in by_rank[0] and by_rank[2] == by_rank[3] == ""
-    assert "found ranks (0, 1, 2, 3)" in pool.run(jobs.check, "ring")[0]
+    assert "found ranks (0, 1, 2, 3)" in pool.run(jobs.check, "ranks")[0]
     assert set(pool.run(jobs.check, "message")) == {""}
     assert set(pool.run(jobs.check, "right")) == {""}

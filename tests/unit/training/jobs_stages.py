@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_hetero.layout import Layout
 from megatron_hetero.megatron_adapter import prepare_globals
 from megatron_hetero.models.attention import AttentionPlan, Segments
-from megatron_hetero.models.backend import TorchSpecProvider
+from megatron_hetero.models.backend import TorchSpecProvider, te_provider
 from megatron_hetero.models.hf_folder import StoredWeights
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.text import TextInput, TextModel
@@ -37,6 +37,7 @@ from megatron_hetero.training.token_shards import TokenShards
 Arrays = dict[str, np.ndarray]
 PLATFORM = Platform(CPU, "gloo")
 IGNORED = -100
+HOPPER = (9, 0)
 ADAMW = OptimizerConfig(lr=1e-2, min_lr=1e-2, eps=1e-4, schedule="constant", weight_decay=0.1)
 SGD = OptimizerConfig(name="sgd", lr=0.1, min_lr=0.1, schedule="constant")
 
@@ -53,6 +54,7 @@ class Case:
     recompute: str = "none"
     freeze: tuple[str, ...] = ()
     optimizer: OptimizerConfig = field(default=SGD)
+    backend: str = "torch"
 
 
 class Trainee:
@@ -76,7 +78,7 @@ class Trainee:
             name,
             self.shapes,
             self.topology,
-            TorchSpecProvider(),
+            TorchSpecProvider() if self.case.backend == "torch" else te_provider(HOPPER),
             dtype=torch.float32,
             sequence_parallel=self.case.sequence_parallel,
             recompute=self.case.recompute,

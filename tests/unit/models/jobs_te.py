@@ -1,0 +1,90 @@
+"""What workers run for which a Transformer Engine is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor
+
+from megatron_hetero.layout import Layout
+from megatron_hetero.megatron_adapter import prepare_globals
+from megatron_hetero.models.attention import AttentionPlan, Segments
+from megatron_hetero.models.backend import TorchSpecProvider, layer_spec, te_provider, transformer_config
+from megatron_hetero.platform import CPU, Platform
+from megatron_hetero.topology import ModuleGroups, Topology
+from tests.unit.models.jobs_attention import deal
+
+PLATFORM = Platform(CPU, "gloo")
+HEADS, DIM = 8, 16
+LAYERS = {
+    "causal": (AttnMaskType.causal, False),
+    "full": (AttnMaskType.no_mask, False),
+    "windowed": (AttnMaskType.no_mask, True),
+}
+
+
+def attentions(layout: str, kv_heads: int, lengths: tuple[int, ...], capability: tuple[int, int]) -> dict[str, Any]:
+    """For each kind of layer under `layout`: what of Transformer Engine it is made of on a GPU of `capability`, after
+    it has been found to compute what layers on plain PyTorch do.
+    """
+    PLATFORM.prepare_megatron()
+    prepare_globals(seed=0)
+    groups = Topology.build({"text": Layout.parse(layout, dist.get_world_size())}, PLATFORM).collection("text")
+    return {name: _compare(groups, kv_heads, lengths, capability, *kind) for name, kind in LAYERS.items()}
+
+
+def _compare(
+    groups: ModuleGroups,
+    kv_heads: int,
+    lengths: tuple[int, ...],
+    capability: tuple[int, int],
+    mask: AttnMaskType,
+    windowed: bool,
+) -> list[str]:
+    theirs, ours = (
+        _attention(p, groups, kv_heads, mask, windowed) for p in (te_provider(capability), TorchSpecProvider())
+    )
+    dealt = deal(lengths, groups, mask == AttnMaskType.causal, "even")
+    own = len(dealt.mine)
+    windows = Segments.of([own - own // 3, own // 3], CPU)
+    plan = AttentionPlan(dealt.plan.full, dealt.plan.sp_lengths, dealt.plan.cp_lengths, windows)
+    random = torch.Generator().manual_seed(dist.get_rank())
+    x, c = (torch.randn(own, 1, HEADS * DIM, generator=random).bfloat16() for _ in "xc")
+    angles = torch.randn(own, DIM, generator=random)
+    table = torch.stack((angles.cos(), angles.sin()))
+    results = [_passes(model, x, c, table, plan) for model in (theirs, ours)]
+    for name, got, expected in zip(("output", "input", *dict(ours.named_parameters())), *results, strict=True):
+        error = (got - expected).float().norm() / expected.float().norm()
+        assert error < 0.01, f"{name}: relative error {error}"
+    return [type(part).__name__ for part in (theirs.linear_qkv, theirs.core_attention, theirs.linear_proj)]
+
+
+def _passes(model: Any, x: Tensor, c: Tensor, table: Tensor, plan: AttentionPlan) -> list[Any]:
+    """The output, the gradient of the input and those of the weights."""
+    x = x.clone().requires_grad_()
+    out, bias = model(x, rotary_pos_emb=table, packed_seq_params=plan)
+    (out if bias is None else out + bias).backward(c)
+    return [out.detach(), *(p.grad for p in (x, *model.parameters()))]
+
+
+def _attention(provider: Any, groups: ModuleGroups, kv_heads: int, mask: AttnMaskType, windowed: bool) -> Any:
+    submodules: Any = layer_spec(provider, mask, windowed=windowed).submodules
+    config = transformer_config(
+        PLATFORM,
+        params_dtype=torch.bfloat16,
+        num_layers=1,
+        hidden_size=HEADS * DIM,
+        num_attention_heads=HEADS,
+        num_query_groups=kv_heads,
+        ffn_hidden_size=32,
+        tensor_model_parallel_size=groups.tp.size(),
+    )
+    model = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
+    random = torch.Generator().manual_seed(groups.tp.rank())
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1, generator=random)
+    return model

@@ -1,0 +1,134 @@
+"""Optional packages: which are used, what is said of the others, and that everybody names the same versions."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.backend import TorchSpecProvider, backend_notices, spec_provider
+from megatron_hetero.models.optional import (
+    FLASH_ATTN,
+    TRANSFORMER_ENGINE,
+    Found,
+    OptionalPackage,
+    find,
+    notices,
+    unusable,
+)
+from megatron_hetero.platform import CPU, Platform
+
+ROOT = Path(__file__).parents[3]
+GPU = Platform(torch.device("cuda", 0), "nccl")
+
+
+@pytest.mark.parametrize(
+    "package, usable, not_usable",
+    [
+        (
+            TRANSFORMER_ENGINE,
+            ["2.9.0", "2.9.0+1ab2c3d", "2.10", "2.11.0"],
+            ["1.13.0", "2.8.0", "2.9.0.dev0", "2.12.0", "?"],
+        ),
+        (FLASH_ATTN, ["2.1.0", "2.5.9.post1", "2.8.3", "2.8.4+cu13torch2.11"], ["1.0.9", "2.0.9", "3.0.0", "4.0.0b5"]),
+    ],
+    ids=["Transformer Engine", "flash-attn"],
+)
+def test_versions(package: OptionalPackage, usable: list[str], not_usable: list[str]) -> None:
+    for version in usable:
+        assert unusable(package, Found(version)) == ""
+    for version in not_usable:
+        assert unusable(package, Found(version)).startswith(f"{version} is installed, and ")
+
+
+def test_what_is_installed_and_not_used_is_said_in_one_line_each() -> None:
+    assert notices([(TRANSFORMER_ENGINE, Found(None)), (FLASH_ATTN, Found("2.8.3"))]) == []
+    broken = Found("2.8.3", "ImportError: undefined symbol: _ZN3c10")
+    assert notices([(TRANSFORMER_ENGINE, Found("2.8.0")), (FLASH_ATTN, broken)]) == [
+        "transformer_engine 2.8.0 is installed, and 2.9 or newer, below 2.12 is known to work: "
+        "PyTorch is used instead.",
+        "flash_attn 2.8.3 is installed, but cannot be imported (ImportError: undefined symbol: _ZN3c10): "
+        "PyTorch is used instead.",
+    ]
+
+
+def test_plain_pytorch_is_chosen_where_transformer_engine_cannot_be() -> None:
+    for found in (Found(None), Found("2.8.0"), Found("2.12.0"), Found("2.9.0", "ImportError: libcudnn.so")):
+        assert isinstance(spec_provider("auto", GPU, found), TorchSpecProvider)
+    assert isinstance(spec_provider("auto", Platform(CPU, "gloo"), Found("2.9.0")), TorchSpecProvider)
+    assert isinstance(spec_provider("torch", GPU, Found("2.9.0")), TorchSpecProvider)
+
+
+@pytest.mark.parametrize(
+    "platform, found, said",
+    [
+        (
+            GPU,
+            Found(None),
+            "found te, but transformer_engine is not installed, expected Transformer Engine>=2.9,<2.12 on",
+        ),
+        (GPU, Found("1.13.0"), "found te, but transformer_engine 1.13.0 is installed, and 2.9 or newer, below 2.12 is"),
+        (GPU, Found("2.9.0", "ImportError: x"), "found te, but transformer_engine 2.9.0 is installed, but cannot be"),
+        (
+            Platform(CPU, "gloo"),
+            Found("2.9.0"),
+            "found te on the device cpu, expected Transformer Engine>=2.9,<2.12 on CUDA",
+        ),
+    ],
+    ids=["absent", "too old", "broken", "cpu"],
+)
+def test_asking_for_what_cannot_be_had_is_refused(platform: Platform, found: Found, said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"model.backend: {said}")) as error:
+        spec_provider("te", platform, found)
+    assert "--model.backend torch" in str(error.value)
+
+
+def test_a_cpu_is_told_nothing() -> None:
+    assert backend_notices("auto", Platform(CPU, "gloo")) == []
+
+
+def test_a_package_is_found_with_its_version_or_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "whole_package.py").write_text("__version__ = '2.8.3'\ndef kernel(): pass\n")
+    (tmp_path / "other_package.py").write_text("__version__ = '4.0.0'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    whole, other, absent = (
+        OptionalPackage(name, name, ">=2,<3", (f"{name}:kernel",))
+        for name in ("whole_package", "other_package", "absent_package")
+    )
+    assert find(whole) == Found("2.8.3")
+    assert find(other).version == "4.0.0" and "kernel" in find(other).error
+    assert find(absent) == Found(None)
+    for name in ("whole_package", "other_package"):
+        del sys.modules[name]
+
+
+def test_setup_and_documentation_name_these_versions() -> None:
+    extras = re.search(r'"gpu": \[(.*)\],$', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    assert extras is not None
+    assert re.findall(r'"([^"]+)"', extras[1]) == [TRANSFORMER_ENGINE.requirement, FLASH_ATTN.requirement]
+    page = (ROOT / "docs/installation.md").read_text()
+    for package in (TRANSFORMER_ENGINE, FLASH_ATTN):
+        assert f"`{package.versions}`" in page
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of a page that call pip, in their order."""
+    return [line.strip() for line in page.read_text().splitlines() if line.startswith("    ") and "pip install" in line]
+
+
+def test_the_optional_packages_are_built_with_what_they_need() -> None:
+    """flash-attn's setup imports torch, packaging and wheel, and PyTorch's tools for extensions want ninja; what is
+    isolated would find none of them.
+    """
+    for page in (ROOT / "README.md", ROOT / "docs/installation.md"):
+        lines = commands(page)
+        (build,) = (i for i, line in enumerate(lines) if "[gpu]" in line)
+        assert "--no-build-isolation" in lines[build]
+        before = " ".join(lines[:build]).split()
+        assert {"torch", "setuptools", "wheel", "packaging", "ninja", "psutil"} <= {
+            word.partition("=")[0].partition(">")[0].strip("'") for word in before
+        }

@@ -1,0 +1,77 @@
+"""Modules where Transformer Engine or Apex is installed, by stand-ins: made of the former's layers they compute the
+same, and where layers on plain PyTorch are chosen nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.folders import ModelChoice, write_model
+from tests.support.pool import Pool
+from tests.support.stand_ins import APEX, TRANSFORMER_ENGINE
+from tests.unit.training import jobs_stages as jobs
+from tests.unit.training.jobs_stages import Case
+
+SEEDS = (1, 2, 5)
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def with_te(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Two workers that find Transformer Engine installed."""
+    pool = Pool(2, tmp_path_factory.mktemp("te"), [TRANSFORMER_ENGINE])
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def with_apex(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Two workers that find Apex installed."""
+    pool = Pool(2, tmp_path_factory.mktemp("apex"), [APEX])
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Windows and full attention, fewer heads for keys than for queries."""
+    return write_model(tmp_path_factory.mktemp("te") / "model", ModelChoice(vision_layers=4, text_layers=2))
+
+
+@pytest.mark.parametrize("layout", ["sp:2", "tp:2", "cp:2"])
+@pytest.mark.parametrize("module", ["vision", "text"])
+def test_layers_of_transformer_engine(
+    module: str, layout: str, model: Path, with_te: Pool, pools: Callable[[int], Pool]
+) -> None:
+    case = Case(model, {module: layout})
+    job, arguments = (jobs.vision, ()) if module == "vision" else (jobs.text, (SEEDS,))
+    expected = pools(2).run(job, case, *arguments)[0]
+    found = with_te.run(job, replace(case, backend="te"), *arguments)[0]
+    assert found["norms"][module] == pytest.approx(expected["norms"][module], rel=TOLERANCE)
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        error = np.linalg.norm(found["gradients"][name] - gradient) / np.linalg.norm(gradient)
+        assert error < TOLERANCE, f"{name}: relative error {error}"
+
+
+@pytest.mark.parametrize(
+    "installed, optimizer",
+    [("with_te", jobs.ADAMW), ("with_apex", jobs.ADAMW), ("with_apex", jobs.SGD)],
+    ids=["Transformer Engine, AdamW", "Apex, AdamW", "Apex, SGD"],
+)
+def test_what_is_installed_and_not_chosen_changes_no_bit(
+    installed: str, optimizer: jobs.OptimizerConfig, model: Path, pools: Callable[[int], Pool],
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """Megatron-Core prefers the optimizers and kernels of both wherever it finds them. Those of the stand-ins fail."""
+    case = Case(model, {"text": "tp:2"}, optimizer=optimizer)
+    expected = pools(2).run(jobs.steps, case, SEEDS, 2)[0]["weights"]
+    found = request.getfixturevalue(installed).run(jobs.steps, case, SEEDS, 2)[0]["weights"]
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(found[name], weight, name)
