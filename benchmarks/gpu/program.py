@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -114,7 +115,9 @@ def _to_the_end(demo: Path, command: list[str]) -> None:
 
 def _require(holds: bool, demo: Path, otherwise: str) -> None:
     if not holds:
-        said = (demo / "output").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-15:]
+        lines = (demo / "output").read_text(encoding="utf-8", errors="replace").splitlines()
+        # What torchrun says of a rank that has failed hides what the rank has said.
+        said = [*itertools.takewhile(lambda line: "distributed/elastic" not in line, lines)][-15:]
         raise RuntimeError("\n".join([otherwise, *said]))
 
 

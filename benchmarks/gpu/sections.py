@@ -117,5 +117,5 @@ def _environment(name: str) -> dict[str, str]:
     return kept
 
 
-def _end_of(log: Path, lines: int = 12) -> str:
+def _end_of(log: Path, lines: int = 20) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-lines:])
