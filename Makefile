@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 # Nothing is fetched while programs run.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv test lint types unit functional torture format readme train demo-clean bench bench-gpu clean
+.PHONY: help venv test lint types unit functional torture format readme kernels train demo-clean bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -62,6 +62,10 @@ format: $(INSTALLED)
 # The table of flags in the README, from the code.
 readme: $(INSTALLED)
 	$(BIN)/python -m tests.unit.test_readme
+
+# How many kernels a step launches in layouts of large models, after a change that is meant to change that.
+kernels: $(INSTALLED)
+	$(BIN)/python -m tests.fake_cuda
 
 # --------------------------------------------------------------------------------------------- programs
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.sections import SECTIONS
+from megatron_hetero.cuda_environment import prepare_environment
 
 
 def main() -> None:
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    prepare_environment()  # as the program does, before anything looks at the device
     section = SECTIONS[options.name]
     module = importlib.import_module(f"benchmarks.gpu.{section.module}")
     module.measure(Record(options.folder / "found.json"), options.folder, *section.arguments, small=options.small)

@@ -187,6 +187,7 @@ def _sum_tied_over_stages(module: TrainedModule, optimizer: Any) -> None:
     if parameter.requires_grad:
         # With the distributed optimizer both copies are cut alike, see `shared_embedding` where modules are built.
         start, stop = _owned_range(optimizer, parameter)
+        assert module.groups.embd is not None, "the topology was built with this module among `tied`"
         dist.all_reduce(parameter.main_grad.view(-1)[start:stop], group=module.groups.embd)
 
 

@@ -13,6 +13,7 @@ from megatron_hetero.checkpoint.collective import on_first
 from megatron_hetero.checkpoint.resume import resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.state import Resumed, TrainState
+from megatron_hetero.cuda_environment import prepare_traces
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.two_folders import export_changes
 from megatron_hetero.models.hf_folder import StoredWeights, require_writable
@@ -62,6 +63,8 @@ class Run(Share):
         state = TrainState(share.modules, share.optimizers, topology, stored_shapes(shapes))
         record = shared_record(config, topology, mixture)
         resumed = _with_evaluations(resume(config, state, record), config, topology)
+        if platform.is_cuda:
+            prepare_traces(config.log.dir / "nccl")
         return cls(
             **{field.name: getattr(share, field.name) for field in fields(share)},
             loader=StepLoader(

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.megatron_adapter import prepare_globals
+from megatron_hetero.megatron_adapter import prepare_globals, random_states, set_random_states
 from megatron_hetero.models.backend import spec_provider
 from megatron_hetero.models.balance import idle_share
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.weight_map import WeightSource
 from megatron_hetero.module_names import TEXT
 from megatron_hetero.platform import Platform, on_device
+from megatron_hetero.schedule.contract import RandomStates
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.runtime import Interpreter, ModuleOnRank
 from megatron_hetero.schedule.watch import Stopwatch
@@ -318,4 +320,7 @@ def _interpreter(
         transport=transport_of(config),
         timeout_s=config.schedule.timeout_s,
         watch=watch,
+        random=RandomStates(
+            partial(random_states, topology.platform), partial(set_random_states, platform=topology.platform)
+        ),
     )

@@ -17,7 +17,7 @@ def main() -> None:
     if why := guard.missing():
         sys.exit(f"not measured: {why}")
     with tempfile.TemporaryDirectory() as folder:
-        found = runs.measured(Path(folder))
+        found = runs.measured(Path(folder)).cases
     table = Table("case", "planned GiB", "peak GiB", "planned/peak", "peak in", "waits", "kernels")
     for name, of_case in found.items():
         planned, peak = sum(of_case["planned"].values()), of_case["peak"]

@@ -26,13 +26,23 @@ class Case:
     @property
     def flags(self) -> list[str]:
         """The command line of a run: a picture of 5,184 patches and 8,208 tokens in each sample, in bfloat16."""
-        common = (
-            f"--model.hf_path {MODELS / f'qwen2_5_vl_{self.model}'} --model.dtype bfloat16 --model.backend torch "
-            f"--vision-parallel {self.vision} --text-parallel {self.text} --data.registry.d.annotations /none.json "
-            "--data.datasets d --plan.images 1 --plan.image_side 1008 --plan.tokens 6912 --plan.supervised 0.5"
-        )
-        batch = "" if "global_batch_size" in self.more else "--train.global_batch_size 2"
-        return [*common.split(), *batch.split(), *self.more.split()]
+        usual = {
+            "model.hf_path": MODELS / f"qwen2_5_vl_{self.model}",
+            "model.dtype": "bfloat16",
+            "model.backend": "torch",
+            "vision-parallel": self.vision,
+            "text-parallel": self.text,
+            "data.registry.d.annotations": "/none.json",
+            "data.datasets": "d",
+            "train.global_batch_size": 2,
+            "plan.images": 1,
+            "plan.image_side": 1008,
+            "plan.tokens": 6912,
+            "plan.supervised": 0.5,
+        }
+        mine = self.more.split()
+        left = {f"--{name}": str(value) for name, value in usual.items() if f"--{name}" not in mine}
+        return [*(part for flag in left.items() for part in flag), *mine]
 
 
 RECOMPUTED = "--model.recompute.text full"

@@ -15,7 +15,7 @@ from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.trial import FAKE, assumed_step, drawn_share
 from megatron_hetero.platform import Platform
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.watch import Stopwatch
+from megatron_hetero.schedule.watch import Stopwatch, Watchdog
 from megatron_hetero.training.config import load_config
 from megatron_hetero.training.optimizer import update
 from megatron_hetero.training.share import Share
@@ -27,11 +27,11 @@ SUMS, UPDATE, REST = "gradient sums", "update", "rest"
 
 
 class _Phases(Stopwatch):
-    """A stopwatch and watchdog in one that tells the GPU which part of a step it is in."""
+    """The stopwatch and the watchdog of a rank, which tell the GPU besides which part of a step it is in."""
 
-    def __init__(self, platform: Platform, gpu: FakeGpu):
+    def __init__(self, platform: Platform, gpu: FakeGpu, watchdog: Watchdog):
         super().__init__(platform)
-        self.gpu = gpu
+        self.gpu, self.watchdog = gpu, watchdog
 
     @contextlib.contextmanager
     def part(self, name: str, label: str = "") -> Iterator[None]:
@@ -39,10 +39,10 @@ class _Phases(Stopwatch):
             yield
 
     @contextlib.contextmanager
-    def doing(self, described: Callable[[], str], *_: Any) -> Iterator[None]:
+    def doing(self, described: Callable[[], str]) -> Iterator[None]:
         what = described()
         phase = SUMS if what.startswith("the sums") else UPDATE if what.startswith("the update") else self.gpu.phase
-        with self.gpu.during(phase):
+        with self.gpu.during(phase), self.watchdog.doing(described):
             yield
 
 
@@ -62,7 +62,7 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
     try:
         usage, before = gpu.usage, gpu.usage.live
         share = drawn_share(config, Platform(GPU, FAKE, FAKE))
-        phases: Any = _Phases(share.platform, gpu)
+        phases: Any = _Phases(share.platform, gpu, share.interpreter.watchdog)
         share.interpreter.watch = share.interpreter.watchdog = phases
         _make_moments(share)
         batch = assumed_step(share)

@@ -1,4 +1,4 @@
-"""All cases, measured in two processes side by side; and what is recorded of their kernels."""
+"""All cases, measured by two processes side by side; and what is recorded of their kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from tests.fake_cuda import guard
 from tests.fake_cuda.cases import CASES
+from tests.fake_cuda.worker import NOTICED
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("kernels.json")
@@ -23,37 +25,39 @@ VERSIONS = {"torch": torch.__version__.partition("+")[0], "megatron-core": megat
 """Of what decides how many kernels there are, besides this project."""
 
 
-def measured(folder: Path) -> dict[str, dict[str, Any]]:
-    """What `rank.measure` says of each case, by its name. `folder`: for the compiled guard.
+@dataclass(frozen=True)
+class Found:
+    """What the processes found: of each case by its name, see `rank.measure`, and see `faults.noticed`."""
+
+    cases: dict[str, dict[str, Any]]
+    noticed: dict[str, dict[str, list[str]]]
+
+
+def measured(folder: Path) -> Found:
+    """Run everything. `folder`: for the compiled guard and what the processes write.
 
     Raises `RuntimeError` with the output of a process that failed.
     """
     library = guard.compiled(folder)
-    started = [_start(library, range(first, len(CASES), PROCESSES)) for first in range(PROCESSES)]
-    found: dict[int, dict[str, Any]] = {}
-    for process in started:
-        out, errors = process.communicate()
-        if process.returncode != 0:
+    names = [NOTICED, *map(str, range(len(CASES)))]
+    started = [_start(library, names[first::PROCESSES], folder / str(first)) for first in range(PROCESSES)]
+    found: dict[str, Any] = {}
+    for number, process in enumerate(started):
+        if process.wait() != 0:
+            for other in started:
+                other.kill()
+            errors = (folder / f"{number}.err").read_text(encoding="utf-8")
             raise RuntimeError(f"measuring on a GPU that computes nothing failed: {errors}")
-        found |= {line.pop("number"): line for line in map(json.loads, out.splitlines())}
-    return {str(case): found[number] for number, case in enumerate(CASES)}
+        found |= map(json.loads, (folder / f"{number}.out").read_text(encoding="utf-8").splitlines())
+    return Found({str(case): found[str(number)] for number, case in enumerate(CASES)}, found[NOTICED])
 
 
-def noticed(folder: Path) -> dict[str, dict[str, list[str]]]:
-    """See `faults.noticed`."""
-    out, errors = _start(guard.compiled(folder), ()).communicate()
-    if not out:
-        raise RuntimeError(f"a GPU that computes nothing failed: {errors}")
-    return json.loads(out)
-
-
-def _start(library: Path, numbers: Sequence[int]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.fake_cuda.worker", str(library), *map(str, numbers)]
+def _start(library: Path, names: Sequence[str], files: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.fake_cuda.worker", str(library), *names]
     # Compiled functions would hide which ops they are made of, and take long to compile.
     environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    with open(f"{files}.out", "w") as out, open(f"{files}.err", "w") as errors:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=errors, text=True)
 
 
 def kernels_of(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:

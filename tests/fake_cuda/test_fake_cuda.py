@@ -7,12 +7,10 @@ compiles (bias, activation and gate of an MLP) run here as the ops they are made
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.fake_cuda import guard, runs
-from tests.fake_cuda.cases import CASES
+from tests.fake_cuda.cases import CASES, Case
 
 WAITS = {
     # Refused before the update where a loss or gradient is not finite, and the norm that gradients are clipped by.
@@ -28,35 +26,41 @@ each = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each case took."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> runs.Found:
+    """What each case took, and what the fake device notices."""
     return runs.measured(tmp_path_factory.mktemp("guard"))
 
 
-@each
-def test_no_op_takes_tensors_of_both_devices(case: Any, found: dict[str, dict[str, Any]]) -> None:
-    assert found[str(case)]["mixed"] == {}
+def test_the_fake_device_notices_what_it_has_to_and_nothing_else(found: runs.Found) -> None:
+    assert {name for name, kinds in found.noticed["waits"].items() if kinds != ["waits"]} == set()
+    assert {name for name, kinds in found.noticed["mixed"].items() if kinds != ["mixed"]} == set()
+    assert {name for name, kinds in found.noticed["passes"].items() if kinds} == set()
 
 
 @each
-def test_the_host_waits_for_the_device_twice_a_step(case: Any, found: dict[str, dict[str, Any]]) -> None:
-    waits = {(phase, place): times for phase, place, times in found[str(case)]["waits"]}
+def test_no_op_takes_tensors_of_both_devices(case: Case, found: runs.Found) -> None:
+    assert found.cases[str(case)]["mixed"] == {}
+
+
+@each
+def test_the_host_waits_for_the_device_twice_a_step(case: Case, found: runs.Found) -> None:
+    waits = {(phase, place): times for phase, place, times in found.cases[str(case)]["waits"]}
     assert waits == dict.fromkeys(WAITS, 1)
 
 
 @each
-def test_memory_is_what_the_plan_says(case: Any, found: dict[str, dict[str, Any]]) -> None:
-    planned = sum(found[str(case)]["planned"].values())
-    assert planned == pytest.approx(found[str(case)]["peak"], rel=0.05), found[str(case)]
+def test_memory_is_what_the_plan_says(case: Case, found: runs.Found) -> None:
+    planned = sum(found.cases[str(case)]["planned"].values())
+    assert planned == pytest.approx(found.cases[str(case)]["peak"], rel=0.05), found.cases[str(case)]
 
 
 @each
-def test_kernels_are_those_recorded(case: Any, found: dict[str, dict[str, Any]]) -> None:
+def test_kernels_are_those_recorded(case: Case, found: runs.Found) -> None:
     """Where a change is wanted: `make kernels` writes the record anew."""
     record = runs.recorded()
     if record["versions"] != runs.VERSIONS:
         pytest.skip(f"recorded with {record['versions']}, this is {runs.VERSIONS}")
-    assert runs.kernels_of(found[str(case)]) == record["kernels"][str(case)]
+    assert runs.kernels_of(found.cases[str(case)]) == record["kernels"][str(case)]
 
 
 def test_the_record_has_the_cases_there_are() -> None:

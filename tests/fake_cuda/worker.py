@@ -1,5 +1,5 @@
-"""`python -m tests.fake_cuda.worker LIBRARY NUMBER...`: measure these cases in this process, a line of JSON for each.
-Without numbers, say what the fake device notices of what it has to.
+"""`python -m tests.fake_cuda.worker LIBRARY NAME...`: for each name a line of JSON with it and what is found in this
+process. A name is the number of a case, which is measured, or `noticed`, for what the fake device notices.
 
 A process of its own: a device guard stays for ever, and what is cached of fake tensors must not reach other tests.
 """
@@ -15,10 +15,12 @@ from pathlib import Path
 
 from tests.fake_cuda import guard
 
+NOTICED = "noticed"
+
 
 def main(argv: Sequence[str]) -> None:
     """See above."""
-    library, *numbers = argv
+    library, *names = argv
     guard.load(Path(library))  # before torch is used
     warnings.simplefilter("ignore")
     from tests.fake_cuda.cases import CASES
@@ -27,10 +29,9 @@ def main(argv: Sequence[str]) -> None:
     from tests.fake_cuda.rank import measure
 
     with FakeGpu() as gpu:
-        if not numbers:
-            print(json.dumps(noticed(gpu)))
-        for number in map(int, numbers):
-            print(json.dumps({"number": number, **measure(CASES[number], gpu)}), flush=True)
+        for name in names:
+            found = noticed(gpu) if name == NOTICED else measure(CASES[int(name)], gpu)
+            print(json.dumps([name, found]), flush=True)
             gc.collect()
 
 
