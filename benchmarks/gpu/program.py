@@ -54,11 +54,12 @@ class Sizes:
     questions: int
     answered: int
     dtype: str
+    rate: float
 
 
 def measure(record: Record, folder: Path, *, small: bool) -> None:
     """Two starts of the same command."""
-    sizes = Sizes(ModelShape(), 4, 8, 2, "float32") if small else Sizes(LARGER, 32, 64, 16, "bfloat16")
+    sizes = Sizes(ModelShape(), 4, 8, 2, "float32", 1e-3) if small else Sizes(LARGER, 32, 64, 16, "bfloat16", 3e-4)
     demo = folder / "demo"
     make_demo(
         demo, DemoOptions(train_pictures=STEPS * sizes.batch, heldout_questions=sizes.questions, shape=sizes.shape)
@@ -77,7 +78,7 @@ def _command(demo: Path, sizes: Sizes) -> list[str]:
     flags = (
         f"--config {demo}/config.yaml --model.dtype {sizes.dtype} --vision-parallel dp:1 --text-parallel dp:1 "
         f"--train.iters {STEPS} --train.global_batch_size {sizes.batch} --train.micro_batch_size {sizes.batch // 2} "
-        f"--optimizer.lr 1e-3 --optimizer.warmup_iters 2 --checkpoint.dir {demo}/checkpoints "
+        f"--optimizer.lr {sizes.rate} --optimizer.warmup_iters 2 --checkpoint.dir {demo}/checkpoints "
         f"--checkpoint.interval {SAVES} --checkpoint.keep_last 2 --eval.interval {EVALUATES} "
         f"--eval.limit {sizes.answered}"
     )

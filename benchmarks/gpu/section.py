@@ -21,8 +21,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    prepare_environment()  # as the program does, before anything looks at the device
     section = SECTIONS[options.name]
+    if section.module != "program":
+        prepare_environment()  # as the program does by itself, before anything looks at the device
     module = importlib.import_module(f"benchmarks.gpu.{section.module}")
     module.measure(Record(options.folder / "found.json"), options.folder, *section.arguments, small=options.small)
     sys.stdout.flush()
