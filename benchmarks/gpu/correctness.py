@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -28,9 +29,10 @@ def measure(record: Record, folder: Path, *, small: bool) -> None:
     """fp32, then bf16."""
     cases.write(folder, small=small)
     with process_group() as platform:
-        backend = torch.distributed.get_backend()
-        flag = torch.backends.cuda.matmul.allow_tf32
-        record.put("arithmetic", {"device": platform.device_name, "backend": backend, "TF32 in PyTorch": flag})
+        record.put("arithmetic", {
+            "device": platform.device_name, "backend": torch.distributed.get_backend(),
+            "NVIDIA_TF32_OVERRIDE": os.environ.get("NVIDIA_TF32_OVERRIDE"),
+        })  # fmt: skip
         _fp32_gradients(record, folder, platform)
         _fp32_steps(record, folder, platform)
         _bf16_gradients(record, folder, platform)

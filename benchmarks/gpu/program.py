@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -53,11 +54,12 @@ class Sizes:
     questions: int
     answered: int
     dtype: str
+    rate: float
 
 
 def measure(record: Record, folder: Path, *, small: bool) -> None:
     """Two starts of the same command."""
-    sizes = Sizes(ModelShape(), 4, 8, 2, "float32") if small else Sizes(LARGER, 32, 64, 16, "bfloat16")
+    sizes = Sizes(ModelShape(), 4, 8, 2, "float32", 1e-3) if small else Sizes(LARGER, 32, 64, 16, "bfloat16", 3e-4)
     demo = folder / "demo"
     make_demo(
         demo, DemoOptions(train_pictures=STEPS * sizes.batch, heldout_questions=sizes.questions, shape=sizes.shape)
@@ -76,7 +78,7 @@ def _command(demo: Path, sizes: Sizes) -> list[str]:
     flags = (
         f"--config {demo}/config.yaml --model.dtype {sizes.dtype} --vision-parallel dp:1 --text-parallel dp:1 "
         f"--train.iters {STEPS} --train.global_batch_size {sizes.batch} --train.micro_batch_size {sizes.batch // 2} "
-        f"--optimizer.lr 1e-3 --optimizer.warmup_iters 2 --checkpoint.dir {demo}/checkpoints "
+        f"--optimizer.lr {sizes.rate} --optimizer.warmup_iters 2 --checkpoint.dir {demo}/checkpoints "
         f"--checkpoint.interval {SAVES} --checkpoint.keep_last 2 --eval.interval {EVALUATES} "
         f"--eval.limit {sizes.answered}"
     )
@@ -114,7 +116,9 @@ def _to_the_end(demo: Path, command: list[str]) -> None:
 
 def _require(holds: bool, demo: Path, otherwise: str) -> None:
     if not holds:
-        said = (demo / "output").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-15:]
+        lines = (demo / "output").read_text(encoding="utf-8", errors="replace").splitlines()
+        # What torchrun says of a rank that has failed hides what the rank has said.
+        said = [*itertools.takewhile(lambda line: "distributed/elastic" not in line, lines)][-15:]
         raise RuntimeError("\n".join([otherwise, *said]))
 
 

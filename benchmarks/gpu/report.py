@@ -53,6 +53,8 @@ def text_of(name: str, found: Outcome) -> str:
 
 
 def _check(check: Mapping[str, Any]) -> str:
+    if check["what"].endswith(" found"):  # `Check.equal` has said both.
+        return check["what"]
     return f"{check['what']}: {check['found']:.2g}, at most {check['bound']:.2g}"
 
 
@@ -88,7 +90,7 @@ def _sharing(numbers: Numbers) -> Iterable[str]:
     if "device" in numbers:
         yield f"Collectives by way of {numbers['device']}; fp32; errors against one rank on the same device."
     rows = [
-        f"{row['placement']} | `{row['layout']}` | {row['ranks']} | {row['loss error']:.1e} | "
+        f"{row['placement']} | `{_cell(row['layout'])}` | {row['ranks']} | {row['loss error']:.1e} | "
         f"{row['gradient error']:.1e} | {row['largest of a kind']:.1e} | {row['seconds']:.1f}"
         for row in numbers.get("layouts", [])
     ]
@@ -151,7 +153,7 @@ def _trace(trace: Numbers) -> Iterable[str]:
         "kind | ms | share | kernels",
         [f"{kind} | {ms:.2f} | {ms / total:.1%} | {count:,}" for kind, (ms, count) in trace["kinds"].items()],
     )
-    rows = [f"`{name.replace('|', '¦')}` | {ms:.2f} | {ms / total:.1%} | {count:,}" for name, ms, count in trace["top"]]
+    rows = [f"`{_cell(name)}` | {ms:.2f} | {ms / total:.1%} | {count:,}" for name, ms, count in trace["top"]]
     yield table("kernel | ms | share | number", rows)
 
 
@@ -169,4 +171,9 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else _cell(str(value))
+
+
+def _cell(text: str) -> str:
+    """Text that does not end a table's cell."""
+    return text.replace("|", "\\|")

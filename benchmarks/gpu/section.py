@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.sections import SECTIONS
+from megatron_hetero.cuda_environment import prepare_environment
 
 
 def main() -> None:
@@ -21,6 +22,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     section = SECTIONS[options.name]
+    if section.module != "program":
+        prepare_environment()  # as the program does by itself, before anything looks at the device
     module = importlib.import_module(f"benchmarks.gpu.{section.module}")
     module.measure(Record(options.folder / "found.json"), options.folder, *section.arguments, small=options.small)
     sys.stdout.flush()

@@ -107,15 +107,11 @@ def _environment(name: str) -> dict[str, str]:
     kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
     kept.setdefault("OMP_NUM_THREADS", "1")
     kept["HF_HUB_OFFLINE"] = "1"
-    if SECTIONS[name].module != "program":
-        # As the program sets them for itself, before anything looks at the device.
-        kept.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        kept.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if SECTIONS[name].exact:
         # Of all of NVIDIA's libraries, whatever PyTorch's own flags say.
         kept["NVIDIA_TF32_OVERRIDE"] = "0"
     return kept
 
 
-def _end_of(log: Path, lines: int = 12) -> str:
+def _end_of(log: Path, lines: int = 20) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-lines:])

@@ -30,8 +30,7 @@ def of(work: Callable[[], Any], platform: Platform) -> dict[str, Any]:
     """Runs `work` once. `kernels`: how many ran on the device (on a CPU: operators), `ms` together, `kinds`: by kind
     the milliseconds and how many, `top`: name, milliseconds and number of those that take longest together.
     """
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.is_cuda else [])]
-    with profile(activities=activities) as found:
+    with profile(activities=[ProfilerActivity.CUDA if platform.is_cuda else ProfilerActivity.CPU]) as found:
         work()
         platform.synchronize()
     return summary(_kernels(found) if platform.is_cuda else _operators(found))

@@ -1,4 +1,4 @@
-"""What the workers of the pool run for the test of staged groups."""
+"""What the workers of the pool run for the test of staged groups (`benchmarks.gpu.groups`)."""
 
 from __future__ import annotations
 
