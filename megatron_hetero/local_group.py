@@ -18,8 +18,8 @@ class LocalGroup(dist.ProcessGroup):
     def __init__(self, ranks: tuple[int, ...], rank: int, what: str):
         super().__init__(ranks.index(rank), len(ranks))  # pyright: ignore[reportCallIssue]
         self._ranks, self._what = ranks, what
-        # What `dist.get_rank(group)`, `dist.get_process_group_ranks(group)` and `dist.get_backend(group)` look into, and
-        # the profiler, which writes down all groups.
+        # What `dist.get_rank(group)`, `dist.get_process_group_ranks(group)`, `dist.get_backend(group)` and the profiler
+        # look into.
         registry = dist.distributed_c10d._world
         registry.pg_group_ranks[self] = {member: at for at, member in enumerate(ranks)}
         registry.pg_map[self] = self.getBackendName(), None  # pyright: ignore[reportArgumentType]
