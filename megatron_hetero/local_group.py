@@ -18,12 +18,11 @@ class LocalGroup(dist.ProcessGroup):
     def __init__(self, ranks: tuple[int, ...], rank: int, what: str):
         super().__init__(ranks.index(rank), len(ranks))  # pyright: ignore[reportCallIssue]
         self._ranks, self._what = ranks, what
-        # What `dist.get_rank(group)`, `dist.get_process_group_ranks(group)`, `dist.get_backend(group)` and the profiler
-        # look into.
+        # What `dist.get_rank(group)`, `dist.get_process_group_ranks(group)` and `dist.get_backend(group)` look into.
         registry = dist.distributed_c10d._world
         registry.pg_group_ranks[self] = {member: at for at, member in enumerate(ranks)}
         registry.pg_map[self] = self.getBackendName(), None  # pyright: ignore[reportArgumentType]
-        registry.pg_backend_config[self] = self.getBackendName()
+        registry.pg_backend_config[self] = self.getBackendName()  # what a profiler lists of every group
 
     def getBackendName(self) -> str:
         """What `torch.distributed` calls it."""

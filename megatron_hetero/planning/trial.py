@@ -32,11 +32,15 @@ TOKENS = 50
 """Token ids are below that: any model has as many."""
 
 
-def drawn_share(config: Config, platform: Platform) -> Share:
-    """This process's rank of a run of `config`, in the default process group. Raises `UserError`."""
+def drawn_share(config: Config, platform: Platform, *, check: bool | None = None) -> Share:
+    """This process's rank of a run of `config`, in the default process group. Raises `UserError`.
+
+    `check`: whether groups are checked, which takes the other ranks; None: except on `fake`.
+    """
     shapes, *_ = checked(config, dist.get_world_size())
     weights = DrawnWeights(stored_shapes(shapes), dtype_of(config), platform.device)
-    return Share.of(config, platform, dict.fromkeys(shapes.modules, weights), check=platform.backend != FAKE)
+    checks = platform.backend != FAKE if check is None else check
+    return Share.of(config, platform, dict.fromkeys(shapes.modules, weights), check=checks)
 
 
 def assumed_step(share: Share) -> StepBatch:

@@ -68,12 +68,12 @@ class Gpu:
         compute = self.queues.get("compute")
         if compute and compute[-1] < at:
             return False
-        while self.entries[self.first_unbegun].begun or self.entries[self.first_unbegun].waits:
+        while self.first_unbegun < at and self._is_behind(self.entries[self.first_unbegun]):
             self.first_unbegun += 1
-            if self.first_unbegun == len(self.entries):
-                self.first_unbegun -= 1
-                break
         return self.entries[at].waits or not self.one_queue or self.first_unbegun >= at
+
+    def _is_behind(self, entry: Entry) -> bool:
+        return entry.begun or entry.waits
 
 
 @dataclass

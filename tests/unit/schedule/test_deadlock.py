@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hetero.communicators import DIRECTIONS, Crossing, Link, communicators
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.check import ScheduleError, check
@@ -20,7 +21,7 @@ from megatron_hetero.schedule.deadlock import find_cycle
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.semantics import needed_on_rank
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.schedule.streams import Wiring
+from megatron_hetero.schedule.streams import Wiring, issues
 from tests.unit.schedule.gpus import Gpus
 from tests.unit.schedule.shapes import layouts, schedules
 
@@ -47,6 +48,26 @@ def test_every_schedule_ends_whatever_a_batch_leaves_out(schedule: Schedule, see
     absent = frozenset(unit for unit in units if Random(f"{seed} {unit}").random() < 0.3)
     left = Gpus(schedule, absent=absent, bare=lambda message: Random(f"{seed} {message}").random() < 0.4).run()
     assert not left, left[0]
+
+
+@given(schedules(most_batches=3))
+@settings(deadline=None, max_examples=100)
+def test_the_wiring_is_that_of_the_topology(schedule: Schedule) -> None:
+    """Each rank has the communicators that its actions use, and no other ones for links and boundaries."""
+    kinds = communicators(
+        {module.name: module.layout for module in schedule.modules},
+        edges=[(encoder.name, schedule.text.name) for encoder in schedule.encoders],
+        interleaved=[module.name for module in schedule.modules if module.virtual > 1],
+    )
+    alone = {str(Crossing(e.name, schedule.text.name, way)) for e in schedule.encoders for way in DIRECTIONS
+             if len({*schedule.sides(e.name)[0], *schedule.sides(e.name)[1]}) == 1}  # fmt: skip
+    for role in schedule.roles:
+        used = {issue.stream for issue in issues(schedule, role, Wiring())} - {None} - alone
+        for rank in role.ranks:
+            uses = [use for kind in kinds for use in kind.uses_of(rank) if isinstance(use, Link | Crossing)]
+            made = set(map(str, uses))
+            assert used <= made and len(made) == len(uses)
+            assert used == made or not all(module.backward for module in schedule.modules)
 
 
 APART = [("dp:1@0", "dp:1@1"), ("dp:2@0-1", "tp:2@2-3"), ("dp:2@0-1", "pp:2@2-3"), ("pp:2@0-1", "pp:6@2-7")]
