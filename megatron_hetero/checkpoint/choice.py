@@ -12,11 +12,11 @@ from megatron_hetero.checkpoint.folder import (
     read_manifest,
     set_aside,
     unfinished,
+    unwritable,
     verify,
     whole,
     without_manifest,
 )
-from megatron_hetero.checkpoint.state import unwritable
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.config import CheckpointConfig
 

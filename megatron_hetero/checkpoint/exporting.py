@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_hetero.checkpoint.folder import chosen_in, damaged, read_manifest, verify
-from megatron_hetero.checkpoint.keys import RANDOM, WEIGHTS, Entry, Shape, expected_shapes, matrix
+from megatron_hetero.checkpoint.keys import WEIGHTS, Entry, Shape, matrix
 from megatron_hetero.checkpoint.model_files import alone, differences, hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
-from megatron_hetero.checkpoint.record import RunRecord, require_tensors
+from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.storage import INDEX, index_dtypes, index_shapes, open_index, read_entries
 from megatron_hetero.data.two_folders import export_changes
 from megatron_hetero.errors import UserError
@@ -69,9 +69,7 @@ class OpenCheckpoint:
 
     def require(self, shapes: Mapping[str, Shape]) -> None:
         """Check that it holds the tensors of a model with the stored `shapes`, and no others. Raises `UserError`."""
-        found = {key: size for key, size in index_shapes(self.index).items() if not key.startswith(f"{RANDOM}/")}
-        adamw = self.record.optimizer == "adamw"
-        require_tensors(self.folder, found, expected_shapes(shapes, self.record.freeze, adamw))
+        self.record.require_complete(index_shapes(self.index), shapes, self.folder)
 
     def dtypes(self, shapes: Mapping[str, Shape]) -> dict[str, torch.dtype]:
         """The types of the model's weights, by stored name."""
@@ -158,10 +156,10 @@ def require_apart(target: Path, others: Mapping[str, Path]) -> None:
 def require_folders(sources: ModelSources, checkpoint: Path) -> None:
     """Check that the folders of a checkpoint's model are there. Raises `UserError` naming the flag that says where."""
     for setting, folder in sources.folders.items():
-        if not (folder / "config.json").is_file():
+        if not (folder / CONFIG).is_file():
             raise UserError.at(
                 f"{setting} of {checkpoint / RECORD}",
-                found=f"no {folder / 'config.json'}",
+                found=f"no {folder / CONFIG}",
                 expected="the folder that the model comes from",
                 because="its configuration, tokenizer and processor go into the export (its weights do not)",
                 fix=f"say where it is now with {_flag(setting)}",

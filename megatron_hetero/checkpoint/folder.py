@@ -190,6 +190,17 @@ def verify(checkpoint: Path, records: Mapping[str, FileRecord], names: Iterable[
     return [fault for name in names if (fault := _fault(checkpoint / name, records[name]))]
 
 
+def unwritable(where: Path, error: OSError) -> UserError:
+    """The error that says why a checkpoint cannot be written."""
+    return UserError.at(
+        f"checkpoint.dir: {error.filename or where}",
+        found=(error.strerror or str(error)).lower(),
+        expected="a folder that can be written",
+        because="a checkpoint goes there; older ones are as they were",
+        fix="free space or grant access, or choose another folder with --checkpoint.dir DIR",
+    )
+
+
 def damaged(checkpoint: Path, faults: Iterable[str]) -> UserError:
     """The error that says which files of a checkpoint are not what was written."""
     lines = list(faults)

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import yaml
 
+from megatron_hetero.checkpoint.keys import RANDOM, Shape, expected_shapes
 from megatron_hetero.checkpoint.model_files import Hashes, alone, differences
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record_fields import require_fields
@@ -110,6 +111,16 @@ class RunRecord:
                     because="the run would not go on as it began",
                     fix=f"set it back{more}",
                 )
+
+    def require_complete(
+        self, stored: Mapping[str, Shape], shapes: Mapping[str, Shape], checkpoint: Path
+    ) -> dict[str, Shape]:
+        """Check that `stored`, the tensors of a checkpoint with this record, are those of a model with the stored
+        `shapes`, and no others. Returns them, but for random states. Raises `UserError` listing all faults.
+        """
+        found = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
+        require_tensors(checkpoint, found, expected_shapes(shapes, self.freeze, self.optimizer == "adamw"))
+        return found
 
     def require_same_model(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
         """Check that a run with the record `new` has the files of this one's model besides weights, wherever its

@@ -13,8 +13,7 @@ from typing import IO
 import torch.distributed as dist
 
 from megatron_hetero.checkpoint.collective import FIRST, on_every, on_first
-from megatron_hetero.checkpoint.folder import wait_for
-from megatron_hetero.checkpoint.state import unwritable
+from megatron_hetero.checkpoint.folder import unwritable, wait_for
 from megatron_hetero.errors import UserError
 
 LOCK = ".lock"

@@ -21,13 +21,14 @@ from megatron_hetero.checkpoint.folder import (
     prune,
     publish,
     read_manifest,
+    unwritable,
     verify,
     wait_for,
     write_synced,
 )
-from megatron_hetero.checkpoint.keys import RANDOM, Entry, expected_shapes
+from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
-from megatron_hetero.checkpoint.record import RunRecord, require_tensors
+from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.storage import INDEX, index_shapes, open_index, read_entries, write_entries
 from megatron_hetero.errors import UserError
 from megatron_hetero.megatron_adapter import random_states, set_random_states
@@ -145,9 +146,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     on_first(group, lambda: _require_steps(record, new, checkpoint))
     index = on_first(group, lambda: open_index(checkpoint, manifest))
     stored = index_shapes(index)
-    found = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
-    expected = expected_shapes(state.shapes, record.freeze, record.optimizer == "adamw")
-    on_first(group, lambda: require_tensors(checkpoint, found, expected))
+    found = on_first(group, lambda: record.require_complete(stored, state.shapes, checkpoint))
     on_first(group, lambda: record.require_same_model(new, allowed, checkpoint))
     # What was imported takes the place of the model's folder: the optimizers begin with it as they would with that.
     imported = record.imported_from is not None
@@ -250,14 +249,3 @@ def _writing(where: Path, work: Callable[[], Any]) -> Any:
         return work()
     except OSError as error:
         raise unwritable(where, error) from None
-
-
-def unwritable(where: Path, error: OSError) -> UserError:
-    """The error that says why a checkpoint cannot be written."""
-    return UserError.at(
-        f"checkpoint.dir: {error.filename or where}",
-        found=(error.strerror or str(error)).lower(),
-        expected="a folder that can be written",
-        because="a checkpoint goes there; older ones are as they were",
-        fix="free space or grant access, or choose another folder with --checkpoint.dir DIR",
-    )

@@ -49,6 +49,7 @@ from megatron_hetero.checkpoint.folder import FileRecord
 from megatron_hetero.checkpoint.hashed_files import HashedFiles
 from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.errors import UserError, listed
+from megatron_hetero.models.hf_folder import plan_shards
 
 INDEX = ".metadata"
 _ANOTHER = "take another checkpoint (a run goes on from it with --checkpoint.resume PATH)"
@@ -296,7 +297,9 @@ class _Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As the base class."""
         results = []
-        for number, items in enumerate(_shared_out(plan.items, FILE_BYTES)):
+        sizes = dict(enumerate(map(_bytes_of, plan.items)))
+        for number, places in enumerate(plan_shards(sizes, FILE_BYTES)):
+            items = [plan.items[place] for place in places]
             name = f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}"
             with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as file:
                 results += [_write(file, name, item, planner.resolve_data(item)) for item in items]
@@ -307,20 +310,10 @@ class _Writer(dcp.FileSystemWriter):
         return written
 
 
-def _shared_out(items: Sequence[WriteItem], limit: int) -> list[list[WriteItem]]:
-    """Tensors to files, in their order: at least one file."""
-    files: list[list[WriteItem]] = [[]]
-    filled = 0
-    for item in items:
-        data = item.tensor_data
-        assert data is not None, "checkpoints hold tensors only"
-        size = data.chunk.sizes.numel() * data.properties.dtype.itemsize
-        if files[-1] and filled + size > limit:
-            files.append([])
-            filled = 0
-        files[-1].append(item)
-        filled += size
-    return files
+def _bytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    assert data is not None, "checkpoints hold tensors only"
+    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 def _write(file: Any, name: str, item: WriteItem, values: Any) -> WriteResult:

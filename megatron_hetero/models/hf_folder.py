@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,7 @@ from megatron_hetero.models.weight_map import Piece
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+K = TypeVar("K")
 SHARD_BYTES = 5 * 10**9
 NO_CHANGES: Mapping[str, str | None] = {}
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
@@ -244,11 +245,11 @@ class FolderWriter:
         (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+def plan_shards(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
     """Tensors, with their bytes, to files of at most `limit` bytes each (a larger tensor gets its own), in the order
-    given.
+    given: at least one file.
     """
-    shards: list[list[str]] = [[]]
+    shards: list[list[K]] = [[]]
     filled = 0
     for name, size in sizes.items():
         if shards[-1] and filled + size > limit:

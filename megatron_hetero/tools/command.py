@@ -13,14 +13,18 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_hetero.errors import UserError
+from megatron_hetero.launch import INTERRUPTED
 
 if TYPE_CHECKING:
     from megatron_hetero.checkpoint.exporting import Advance
 
-INTERRUPTED = 130
+
+def add_encoders(parser: argparse.ArgumentParser, text: str) -> None:
+    """Give the command line `--encoder NAME=DIR`, with its help."""
+    parser.add_argument("--encoder", type=_named_folder, action="append", default=[], metavar="NAME=DIR", help=text)
 
 
-def named_folder(text: str) -> tuple[str, Path]:
+def _named_folder(text: str) -> tuple[str, Path]:
     """`NAME=DIR` as a name and a folder, for `argparse`."""
     name, equals, folder = text.partition("=")
     if not name or not equals or not folder:

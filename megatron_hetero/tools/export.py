@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from megatron_hetero.tools.command import by_name, ended, named_folder, progress
+from megatron_hetero.tools.command import add_encoders, by_name, ended, progress
 
 # What reads checkpoints is imported where it is used: it brings torch, which takes seconds that `--help` need not wait
 # for, and which Ctrl-C may interrupt.
@@ -59,14 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="where the folder of model.hf_path is now")
     parser.add_argument("--vision", type=Path, metavar="DIR", help="where that of model.hf_path_vision is now")
-    parser.add_argument(
-        "--encoder",
-        type=named_folder,
-        action="append",
-        default=[],
-        metavar="NAME=DIR",
-        help="where that of model.encoders.NAME.hf_path is now",
-    )
+    add_encoders(parser, "where that of model.encoders.NAME.hf_path is now")
     parser.add_argument(
         "--shard-gb", type=_positive, default=5.0, metavar="GB", help="largest file of weights, in 10^9 bytes (5)"
     )

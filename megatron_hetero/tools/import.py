@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from megatron_hetero.tools.command import by_name, ended, named_folder, progress
+from megatron_hetero.tools.command import add_encoders, by_name, ended, progress
 
 
 def import_model(options: argparse.Namespace) -> str:
@@ -41,14 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="Qwen2.5-VL folder, as model.hf_path")
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="where to write: a new or empty folder")
     parser.add_argument("--vision", type=Path, metavar="DIR", help="as model.hf_path_vision")
-    parser.add_argument(
-        "--encoder",
-        type=named_folder,
-        action="append",
-        default=[],
-        metavar="NAME=DIR",
-        help="as model.encoders.NAME.hf_path (default: those in HF_DIR/encoders)",
-    )
+    add_encoders(parser, "as model.encoders.NAME.hf_path (default: those in HF_DIR/encoders)")
     parser.add_argument("--fresh-projector", action="store_true", help="as model.fresh_projector")
     parser.add_argument("--seed", type=int, default=0, help="of a fresh projector, as train.seed (0)")
     return parser
