@@ -99,7 +99,14 @@ class Run:
         prepare_globals(config.train.seed)
         schedule = checked_schedule(config, layouts, batch)
         encoders = config.model.encoder_names
-        topology = Topology.build(layouts, platform, decoding=encoders, edges=[(name, TEXT) for name in encoders])
+        topology = Topology.build(
+            layouts,
+            platform,
+            decoding=encoders,
+            edges=[(name, TEXT) for name in encoders],
+            tied=[TEXT] if shapes.text.tied else [],
+            interleaved=[TEXT] if config.schedule.virtual_stages > 1 else [],
+        )
         modules = _build_modules(config, shapes, topology, weights)
         planner = StepPlanner(
             {name: image_encoder(shape) for name, shape in shapes.encoders.items()},
