@@ -30,7 +30,7 @@ from megatron_hetero.training.encoder_shards import EncoderShards
 from megatron_hetero.training.export import assemble, export_model, gather_parameters
 from megatron_hetero.training.gradients import reduce_gradients, scale_gradients
 from megatron_hetero.training.modules import TrainedModule, build_module, load_parameters
-from megatron_hetero.training.optimizer import build_optimizer, set_learning_rates
+from megatron_hetero.training.optimizer import build_optimizer, set_learning_rates, update
 from megatron_hetero.training.token_shards import TokenShards
 
 Arrays = dict[str, np.ndarray]
@@ -64,7 +64,8 @@ class Trainee:
         self.case = case
         self.shapes = Qwen25VLShapes.from_folder(case.folder)
         self.layouts = {name: Layout.parse(text, world) for name, text in case.layouts.items()}
-        self.topology = Topology.build(self.layouts, PLATFORM)
+        tied = ["text"] if "text" in self.layouts and self.shapes.text.tied else []
+        self.topology = Topology.build(self.layouts, PLATFORM, tied=tied)
         weights = StoredWeights.open(case.folder, canonical_name)
         self.modules = [self._build(name, weights) for name in self.layouts if dist.get_rank() in self.layouts[name]]
         self.optimizers = [build_optimizer(m, case.optimizer, torch.float32, PLATFORM) for m in self.modules]
@@ -255,7 +256,7 @@ def steps(case: Case, seeds: Sequence[int], number: int) -> dict[str, Any]:
         with PLATFORM.megatron_scope():
             for optimizer in trainee.optimizers:
                 set_learning_rates(optimizer, step, case.optimizer, number)
-                optimizer.step()
+                update(optimizer)
     module = trainee.module
     tied = None if module.tied is None else module.parameters[module.tied].detach().numpy().copy()
     at = trainee.layouts["text"].coordinate(dist.get_rank())
