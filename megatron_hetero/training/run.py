@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from megatron_hetero.checkpoint.collective import on_first
 from megatron_hetero.checkpoint.resume import resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.state import Resumed, TrainState
+from megatron_hetero.cuda_environment import prepare_traces
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.two_folders import export_changes
 from megatron_hetero.errors import UserError
-from megatron_hetero.megatron_adapter import prepare_globals
+from megatron_hetero.megatron_adapter import prepare_globals, random_states, set_random_states
 from megatron_hetero.models.backend import spec_provider
 from megatron_hetero.models.balance import idle_share
 from megatron_hetero.models.hf_folder import StoredWeights, require_writable
@@ -30,6 +32,7 @@ from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
 from megatron_hetero.module_names import TEXT, VISION
 from megatron_hetero.platform import Platform
+from megatron_hetero.schedule.contract import RandomStates
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.runtime import Interpreter, ModuleOnRank
 from megatron_hetero.schedule.watch import Stopwatch
@@ -115,6 +118,8 @@ class Run:
         state = TrainState(modules, optimizers, topology, stored_shapes(shapes))
         record = shared_record(config, topology, mixture)
         resumed = _with_evaluations(resume(config, state, record), config, topology)
+        if platform.is_cuda:
+            prepare_traces(config.log.dir / "nccl")
         return cls(
             config=config,
             shapes=shapes,
@@ -358,6 +363,9 @@ def _interpreter(
         transport=transport_of(config),
         timeout_s=config.schedule.timeout_s,
         watch=watch,
+        random=RandomStates(
+            partial(random_states, topology.platform), partial(set_random_states, platform=topology.platform)
+        ),
     )
 
 

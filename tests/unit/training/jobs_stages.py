@@ -290,13 +290,14 @@ def vision(case: Case) -> dict[str, Any]:
             cp_lengths=share.cp_lengths,
             windows=Segments.of(share.windows, CPU),
         ),
+        padding=share.padding,
     )
     passes = Passes(module, layout, batch, lambda _: ())
     out = passes.forward()
     last = module.stages[-1].is_last
-    passes.backward(torch.nn.functional.pad(weights[ids], (0, 0, 0, len(out) - len(ids))) if last else None)
+    passes.backward(weights[ids] if last else None)
     summary = trainee.reduce(torch.zeros(()), False)
-    rows = {int(i): row.numpy().copy() for i, row in zip(ids, out.detach(), strict=False)} if last else {}
+    rows = {int(i): row.numpy().copy() for i, row in zip(ids, out.detach(), strict=True)} if last else {}
     return summary | {"gradients": trainee.gradients(), "rows": rows}
 
 
