@@ -22,8 +22,8 @@ setup(
         "megatron-core>=0.16,<0.20",
         # 5.17 is the first whose configuration of the vision encoder has `rope_parameters`.
         "transformers>=5.17,<5.24",
-        "tokenizers>=0.22",
-        "safetensors>=0.6.1",
+        "tokenizers>=0.23.1",
+        "safetensors>=0.8",
         # Chat templates; transformers does not ask for it by itself.
         "jinja2>=3.1",
         "numpy>=1.26",
