@@ -17,9 +17,10 @@ setup(
     packages=find_packages(include=["megatron_hetero", "megatron_hetero.*"]),
     package_data={"megatron_hetero": ["py.typed"]},
     install_requires=[
-        "torch>=2.11,<2.16",
-        # The models and optimizers rest on its internal interfaces. From 0.17 on it needs Python 3.12.
-        "megatron-core>=0.16,<0.20",
+        # 2.15 numbers groups otherwise: a topology hangs beside groups that some ranks made and others did not.
+        "torch>=2.11,<2.14",
+        # The models and optimizers rest on its internal interfaces, which 0.19 has changed.
+        "megatron-core>=0.16,<0.17",
         # 5.17 is the first whose configuration of the vision encoder has `rope_parameters`.
         "transformers>=5.17,<5.24",
         "tokenizers>=0.23.1",

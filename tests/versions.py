@@ -49,7 +49,7 @@ ROWS = (
             "rich==13.8.0",
         ),
     ),
-    Row("newest", "3.12", ("torch==2.15.0", "megatron-core==0.19.2", "transformers==5.23.0")),
+    Row("newest", "3.11", ("torch==2.13.0", "megatron-core==0.16.1", "transformers==5.23.0")),
 )
 
 # What touches torch, transformers or Megatron-Core, with a row of the parity matrix for each kind of placement and
