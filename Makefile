@@ -1,6 +1,7 @@
-# make train   the demo: a small model learns to answer questions about pictures, on any machine
-# make test    lint, types, unit tests, functional tests
-# make torture a run that is killed dozens of times, and must end as if nobody had touched it; some minutes
+# make train         the demo: a small model learns to answer questions about pictures, on any machine
+# make test          lint, types, unit tests, functional tests
+# make torture       a run that is killed dozens of times, and must end as if nobody had touched it; some minutes
+# make test-versions the oldest and the newest torch, transformers and Megatron-Core; 6 GB each
 # Each makes what it needs, .venv included. PYTHON=python3.12 make ... takes another interpreter.
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS := 1
 # Nothing is fetched while programs run.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv test lint types unit functional torture format readme kernels train demo-clean bench bench-gpu clean
+.PHONY: help venv test lint types unit functional torture test-versions format readme kernels train demo-clean bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -54,6 +55,11 @@ SEED ?= 0
 torture: $(INSTALLED)
 	$(BIN)/python -m tests.torture --seed $(SEED)
 	$(BIN)/python -m tests.torture --seed $(SEED) --async
+
+# Not part of `make test`. ROWS="oldest newest" chooses, ALL=1 runs all tests instead of a subset.
+ROWS ?=
+test-versions:
+	$(PYTHON) -m tests.versions --extras $(EXTRAS) $(if $(ALL),--all) $(ROWS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,6 @@
-"""Packaging. Settings of tools are in pyproject.toml; the exact versions that are tested are in constraints.txt."""
+"""Packaging. Settings of tools are in pyproject.toml; the exact versions that are tested are in constraints.txt, and
+`make test-versions` tests both ends of the ranges here.
+"""
 
 from pathlib import Path
 
@@ -15,13 +17,14 @@ setup(
     packages=find_packages(include=["megatron_hetero", "megatron_hetero.*"]),
     package_data={"megatron_hetero": ["py.typed"]},
     install_requires=[
-        "torch>=2.6",
-        # Exactly this one: the models and optimizers rest on its internal interfaces.
-        "megatron-core==0.16.1",
-        # 5.23 has the image processor that needs no torchvision.
-        "transformers>=5.23,<6",
-        "tokenizers>=0.22",
-        "safetensors>=0.6",
+        # 2.15 numbers groups otherwise: a topology hangs beside groups that some ranks made and others did not.
+        "torch>=2.11,<2.14",
+        # The models and optimizers rest on its internal interfaces, which 0.19 has changed.
+        "megatron-core>=0.16,<0.17",
+        # 5.17 is the first whose configuration of the vision encoder has `rope_parameters`.
+        "transformers>=5.17,<5.24",
+        "tokenizers>=0.23.1",
+        "safetensors>=0.8",
         # Chat templates; transformers does not ask for it by itself.
         "jinja2>=3.1",
         "numpy>=1.26",

@@ -133,7 +133,8 @@ def load_image_processor(
         max_pixels: overrides the folder's largest area.
         setting: what names the folder.
     """
-    from transformers import AutoImageProcessor
+    # From its module: the package of releases before 5.18 offers it only where torchvision is installed.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     with _as_user_errors(path, "an image processor", setting):
         processor = AutoImageProcessor.from_pretrained(path, backend="pil", **_LOCAL)

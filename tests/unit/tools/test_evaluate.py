@@ -23,7 +23,8 @@ def data(demo: Path) -> tuple[Path, Path]:
 
 
 def test_the_folder_loads_with_plain_transformers_without_a_warning(demo: Path, caplog: pytest.LogCaptureFixture):
-    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
     from transformers.utils.logging import disable_propagation, enable_propagation
 
     enable_propagation()  # transformers' messages do not reach the root logger otherwise
@@ -40,7 +41,8 @@ def test_the_folder_loads_with_plain_transformers_without_a_warning(demo: Path, 
 
 
 def test_a_sample_goes_through_processor_template_and_model(demo: Path, data: tuple[Path, Path]):
-    from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     tokenizer = AutoTokenizer.from_pretrained(demo / "model")
     model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(demo / "model")
