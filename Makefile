@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 # Nothing is fetched while programs run.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv test lint types unit functional torture format readme train demo-clean bench clean
+.PHONY: help venv test lint types unit functional torture format readme kernels train demo-clean bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -63,6 +63,10 @@ format: $(INSTALLED)
 readme: $(INSTALLED)
 	$(BIN)/python -m tests.unit.test_readme
 
+# How many kernels a step launches in layouts of large models, after a change that is meant to change that.
+kernels: $(INSTALLED)
+	$(BIN)/python -m tests.fake_cuda
+
 # --------------------------------------------------------------------------------------------- programs
 
 train: demo/demo.json
@@ -80,6 +84,10 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.schedule
 	$(BIN)/python -m benchmarks.checkpoint
+
+# On a machine with one GPU, in under ten minutes.
+bench-gpu: $(INSTALLED)
+	$(BIN)/python -m benchmarks.gpu
 
 clean: demo-clean
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -37,6 +37,7 @@ from torch import Tensor
 from megatron_hetero.models.exchange import gather_keys, heads_for_tokens, tokens_for_heads
 from megatron_hetero.models.kernels import HALF, Kernel, kernel_for
 from megatron_hetero.models.segments import Segments
+from megatron_hetero.platform import on_device
 from megatron_hetero.topology import ModuleGroups
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -60,7 +61,7 @@ class AttentionPlan:
 @lru_cache(maxsize=16)
 def rotary_frequencies(theta: float, dim: int, device: torch.device) -> Tensor:
     """theta^(-2i / dim) for i below dim / 2, fp32. Computed on the host as `transformers` does, and moved once."""
-    return (1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)).to(device)
+    return on_device(1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), device)
 
 
 def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:

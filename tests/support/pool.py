@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -98,25 +99,23 @@ def _serve(rank: int, ranks: int, store: str, packages: Sequence[Path], jobs: An
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S)
-    )
+    files = dist.FileStore(store, ranks)
     gc.freeze()  # What has been imported need not be looked through after every job.
-    while True:
+    for number in count():
         function, args = jobs.get()
+        if dist.is_initialized():  # By now all ranks have done the job before.
+            gc.collect()
+            dist.destroy_process_group()
+        # Each job has a store and process groups of its own: groups are found by names that come again.
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"job {number}", files),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
         try:
             answer = (rank, function(*args), None)
         except BaseException:
             answer = (rank, None, traceback.format_exc())
-        _destroy_groups()
         results.put(answer)
-
-
-def _destroy_groups() -> None:
-    """Destroy the groups that a job made: the threads of hundreds of gloo groups would take the cores."""
-    import torch.distributed as dist
-
-    gc.collect()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)

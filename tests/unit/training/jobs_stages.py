@@ -23,6 +23,7 @@ from megatron_hetero.models.qwen2_5_vl.text import TextInput, TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionInput
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes, weight_map
 from megatron_hetero.models.stages import cut_stages, stages_of_rank
+from megatron_hetero.module_names import TEXT
 from megatron_hetero.platform import CPU, Platform
 from megatron_hetero.topology import Topology
 from megatron_hetero.training.config import OptimizerConfig
@@ -66,7 +67,8 @@ class Trainee:
         self.case = case
         self.shapes = Qwen25VLShapes.from_folder(case.folder)
         self.layouts = {name: Layout.parse(text, world) for name, text in case.layouts.items()}
-        self.topology = Topology.build(self.layouts, PLATFORM)
+        tied = [TEXT] if self.shapes.text.tied else []
+        self.topology = Topology.build(self.layouts, PLATFORM, tied=tied)
         weights = StoredWeights.open(case.folder, canonical_name)
         self.modules = [self._build(name, weights) for name in self.layouts if dist.get_rank() in self.layouts[name]]
         self.optimizers = [build_optimizer(m, case.optimizer, torch.float32, PLATFORM) for m in self.modules]
@@ -291,13 +293,14 @@ def vision(case: Case) -> dict[str, Any]:
             cp_lengths=share.cp_lengths,
             windows=Segments.of(share.windows, CPU),
         ),
+        padding=share.padding,
     )
     passes = Passes(module, layout, batch, lambda _: ())
     out = passes.forward()
     last = module.stages[-1].is_last
-    passes.backward(torch.nn.functional.pad(weights[ids], (0, 0, 0, len(out) - len(ids))) if last else None)
+    passes.backward(weights[ids] if last else None)
     summary = trainee.reduce(torch.zeros(()), False)
-    rows = {int(i): row.numpy().copy() for i, row in zip(ids, out.detach(), strict=False)} if last else {}
+    rows = {int(i): row.numpy().copy() for i, row in zip(ids, out.detach(), strict=True)} if last else {}
     return summary | {"gradients": trainee.gradients(), "rows": rows}
 
 
