@@ -147,7 +147,7 @@ class PackedSelfAttention(SelfAttention):
             # The exchanges are ours: core attention sees its queries with all their keys, without context parallelism.
             pg_collection=_without_context(pg_collection),
         )
-        self.windowed = windowed
+        self.windowed, self.exchanges = windowed, exchanges
         self.sp_group, self.context_group = sp, context
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -169,8 +169,9 @@ class PackedSelfAttention(SelfAttention):
         qkv: Any = self.get_query_key_value_tensors(hidden_states)
         q, k, v = (x.squeeze(1)[:tokens] for x in qkv)
         padding = self._padded_length(hidden_states) - tokens
-        # A view of the projection would keep all of it for the backward pass.
-        q, k, v = rotate(q, table_2nD), rotate(k, table_2nD), v.contiguous()
+        q, k = rotate(q, table_2nD), rotate(k, table_2nD)
+        if not self.exchanges:
+            v = v.contiguous()  # A view of the projection would keep all of it for the backward pass.
         if self.windowed:
             out = self._attend(q, k, v, plan.windows)
         else:

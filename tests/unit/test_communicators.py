@@ -150,7 +150,7 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 @settings(max_examples=50, deadline=None)
 @given(_drawn())
 def test_ranks_that_may_exchange_rows(drawn: tuple[dict[str, Layout], dict[str, Any]]) -> None:
-    """What one rank sends another one receives; between the sides all may meet, inside a side the ranks of a replica."""
+    """What one sends another one receives; between the sides all may meet, inside a side the ranks of a replica."""
     source, destination = drawn[0]["vision"], drawn[0]["text"]
     last, first = source.stage(source.pp - 1), destination.stage(0)
     sides: list[tuple[Direction, Layout, Layout]] = [("forward", last, first), ("backward", first, last)]

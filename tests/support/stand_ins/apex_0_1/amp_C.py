@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 
-def refused(name: str) -> Callable[..., Any]:
-    """A function that must not be called."""
+def refused(name: str) -> Any:
+    """A class, or a function, that must not be called."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError(f"apex: {name} is used")
 
-    return fail
+    return type(name, (), {"__init__": fail})
 
 
 multi_tensor_l2norm = refused("multi_tensor_l2norm")
