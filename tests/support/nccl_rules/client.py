@@ -81,6 +81,8 @@ class Client:
             problem, self._broken = self._broken, None
             self._issued.clear()
             self._flights.clear()
+        # A job that failed may have made more groups on some ranks than on others, and `torch` names them by number.
+        dist.distributed_c10d._world.group_count = 1000 * self.job
         if problem:
             raise RuntimeError(problem)
 
