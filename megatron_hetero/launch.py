@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,8 @@ def process_group(timeout_s: float = 1800.0) -> Iterator[Platform]:
 
     from megatron_hetero.platform import Platform
 
-    platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(seconds=timeout_s)
+    platform = replace(Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))), timeout=timeout)
     if "RANK" in os.environ:
         platform.init_process_group(**_meeting_place(timeout), timeout=timeout)
     else:

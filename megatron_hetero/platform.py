@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,10 +30,15 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Platform:
-    """The device of this process and the backend that its collectives use."""
+    """The device of this process, and the backends that collectives use: of the device's tensors, and of the host's.
+
+    `timeout`: of collectives; None leaves it to PyTorch.
+    """
 
     device: torch.device
     backend: str
+    host_backend: str = "gloo"
+    timeout: timedelta | None = None
 
     @classmethod
     def detect(cls, local_rank: int = 0) -> Platform:
@@ -62,6 +68,44 @@ class Platform:
             torch.cuda.set_device(self.device)
             options["device_id"] = self.device
         dist.init_process_group(self.backend, **options)
+
+    def split(self, groups: Sequence[tuple[int, ...]], what: str) -> Any:
+        """Make the process groups of `groups`, which have no rank in common, for tensors of the device.
+
+        Every rank of the world calls it, with the same groups. Returns the one that this rank is in, or None.
+        `what` names them in traces and debuggers.
+        """
+        if dist.group.WORLD.bound_device_id is not None:  # pyright: ignore[reportOptionalMemberAccess]
+            # One `ncclCommSplit` of all ranks. `new_group` would make one for each group, on all ranks too.
+            return dist.split_group(split_ranks=list(map(list, groups)), timeout=self.timeout, group_desc=what)
+        return self._own_group(groups, self.backend, what)
+
+    def split_hosts(self, groups: Sequence[tuple[int, ...]], what: str) -> Any:
+        """The same for tensors in the memory of the host."""
+        return self._own_group(groups, self.host_backend, what)
+
+    def host_group(self, what: str) -> Any:
+        """A process group of all ranks for tensors in the memory of the host. Every rank calls it."""
+        return dist.new_group(backend=self.host_backend, timeout=self.timeout, group_desc=what)
+
+    def _own_group(self, groups: Sequence[tuple[int, ...]], backend: str, what: str) -> Any:
+        """Make only this rank's group, with its other members.
+
+        Where other ranks must take part in making a group (without `use_local_synchronization`), those outside split
+        the communicator of the world if that is NCCL's, and those inside do not if the group is gloo's: a hang.
+        """
+        rank = dist.get_rank()
+        own = next((ranks for ranks in groups if rank in ranks), None)
+        # Members name their group by its ranks and the number of groups that they have, so that all ranks must have as
+        # many: those without one make one by themselves.
+        made = dist.new_group(
+            list(own or (rank,)),
+            backend=backend,
+            timeout=self.timeout,
+            use_local_synchronization=True,
+            group_desc=what,
+        )
+        return None if own is None else made
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was asked."""

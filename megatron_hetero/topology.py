@@ -1,8 +1,7 @@
 """All modules' layouts bound to a world of ranks, with the process groups that they need.
 
-Groups are created eagerly, by every rank, in one global order: modules in the order given, then the axes of
-`GROUP_AXES` and `ENDS`, then the groups of that partition. Equal sets of ranks share one process group. Afterwards
-each group is checked once by summing a known value over it.
+Which groups there are, and which of them are made together, is in `communicators`. They are made eagerly, by every
+rank, in one order, and each is checked once: by a sum of known values, or a known value that is sent.
 """
 
 from __future__ import annotations
@@ -10,32 +9,40 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_hetero.communicators import (
+    DIRECTIONS,
+    ENDS,
+    Axes,
+    Crossing,
+    Direction,
+    Kind,
+    Link,
+    Ranks,
+    Use,
+    boundary_ranks,
+    communicators,
+    group_of,
+    replica_groups,
+)
 from megatron_hetero.layout import Layout
+from megatron_hetero.local_group import LocalGroup
 from megatron_hetero.platform import CPU, Platform
 
-GROUP_AXES: tuple[tuple[str, ...], ...] = (
-    ("tp",),
-    ("sp",),
-    ("cp",),
-    ("sp", "cp"),
-    ("dp",),
-    ("pp",),
-    ("sp", "cp", "dp"),
-    ("tp", "pp"),
-    ("tp", "sp", "cp"),
-    ("tp", "sp", "cp", "dp", "pp"),
-    (),
-)
-"""The partitions that each module gets. `sp` and `cp` together are Megatron's context-parallel group."""
+Links = Mapping[tuple[Direction, int], dist.ProcessGroup]
+"""Of a pipeline, for one rank: by direction and the pipeline coordinate that sends, the group of the two ranks."""
 
-ENDS = ("first and last pp",)
-"""Besides, under `pp`: the pairs of ranks of the first and the last stage that differ in nothing else."""
+
+class BoundaryGroups(NamedTuple):
+    """The two process groups of a boundary, of the same ranks: rows go one way, their gradients back."""
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
 
 
 @dataclass(init=False, repr=False)
@@ -54,13 +61,13 @@ class ModuleGroups(ProcessGroupCollection):
 class Topology:
     """Layouts, this process's rank and its process groups.
 
-    `layouts` maps module to layout; `world` spans all ranks on the device's backend, `host` spans them with gloo for
+    `layouts` maps module to layout; `world` spans all ranks on the device's backend, `host` spans them on the hosts for
     integers and messages that never leave the host, and is not `world`, so that another thread can use it meanwhile.
     `files` is one more such group, for what writes and reads checkpoints.
-    `host_replicas`: for each module that decodes data, gloo groups of its replicas' ranks, for that other thread too.
+    `host_replicas`: for each module that decodes data, host groups of its replicas' ranks, for that other thread too.
     `boundaries`: for each pair of modules (from, to) the ranks of the first's last stage and the second's first stage.
     Where this rank has no part in a group, it is missing.
-    `pipelines`: for each of this rank's modules with stages the groups along `pp` for activations and for gradients.
+    `pipelines`: for each of this rank's modules with stages its links to the stages beside it.
     """
 
     platform: Platform
@@ -71,9 +78,9 @@ class Topology:
     host: dist.ProcessGroup
     files: dist.ProcessGroup
     host_replicas: Mapping[str, dist.ProcessGroup]
-    boundaries: Mapping[tuple[str, str], dist.ProcessGroup]
-    pipelines: Mapping[str, tuple[dist.ProcessGroup, dist.ProcessGroup]]
-    _groups: Mapping[tuple[str, tuple[str, ...]], dist.ProcessGroup]
+    boundaries: Mapping[tuple[str, str], BoundaryGroups]
+    pipelines: Mapping[str, Links]
+    _groups: Mapping[Axes, dist.ProcessGroup]
 
     @classmethod
     def build(
@@ -83,63 +90,72 @@ class Topology:
         *,
         decoding: Collection[str] = (),
         edges: Collection[tuple[str, str]] = (),
+        tied: Collection[str] = (),
+        interleaved: Collection[str] = (),
+        check: bool = True,
     ) -> Topology:
         """Create all groups on the initialised default process group, and check them.
 
-        `decoding`: the modules whose replicas share decoded data. `edges`: (from, to), the boundaries between modules.
+        Args:
+            layouts: of the modules, by name.
+            platform: where tensors are, and what their collectives use.
+            decoding: modules whose replicas share decoded data.
+            edges: (from, to), the boundaries between modules.
+            tied: modules whose first and last stage hold copies of one parameter.
+            interleaved: modules with virtual stages.
+            check: whether each group is checked. Not possible where the backend does not communicate.
 
-        Raises `RuntimeError` where a group does not reduce to the value that its ranks imply.
+        Raises:
+            RuntimeError: a group does not reduce to the value that its ranks imply.
         """
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        world: Any = dist.group.WORLD
-        by_ranks: dict[tuple[int, ...], Any] = {tuple(range(world_size)): world}
-        mine: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
-        for module, layout in layouts.items():
-            for axes in (*GROUP_AXES, ENDS):
-                for ranks in _partition(layout, axes):
-                    # The order of ranks inside a group is part of what the group means.
-                    group = by_ranks.get(ranks) or by_ranks.setdefault(ranks, dist.new_group(ranks, sort_ranks=False))
-                    if rank in ranks:
-                        mine[module, axes] = group
-        # A group of its own even where `world` is gloo too: the loader's thread uses it while the training thread uses
-        # `world`.
-        host: Any = dist.new_group(backend="gloo")
-        files: Any = dist.new_group(backend="gloo")
-        hosts: dict[tuple[int, ...], Any] = {tuple(range(world_size)): host}
-        replicas = {name: _host_replica(layouts[name].stage(0), rank, hosts) for name in layouts if name in decoding}
-        # Groups of their own too: what crosses, and what passes along a pipeline each way, is received early, and
-        # nothing else that two ranks send each other may come between or wait behind it.
-        pipelines = {name: _pipelines(layout, rank) for name, layout in layouts.items()}
-        crossing: dict[tuple[str, str], tuple[int, ...]] = {
-            edge: boundary_ranks(layouts[edge[0]], layouts[edge[1]]) for edge in edges
-        }
-        boundaries: dict[tuple[str, str], Any] = {edge: dist.new_group(list(ranks)) for edge, ranks in crossing.items()}
-        _self_check(by_ranks, rank, platform.device)
-        for edge, ranks in crossing.items():
-            _self_check({ranks: boundaries[edge]}, rank, platform.device)
-        for name, groups in pipelines.items():
-            for group in groups or ():
-                _self_check({layouts[name].group_of(rank, "pp"): group}, rank, platform.device)
-        _self_check(hosts, rank, CPU)
-        _self_check({tuple(range(world_size)): files}, rank, CPU)
-        frozen = MappingProxyType(dict(layouts))
+        rank, world = dist.get_rank(), dist.group.WORLD
+        assert world is not None, "the default process group is initialised"
+        everybody = tuple(range(dist.get_world_size()))
+        # Hosts first: the groups of some of them are named by how many groups a rank has.
+        host = platform.host_group("host")
+        _level(host, platform)
+        files = platform.host_group("files")
+        replicas = {name: replica_groups(layouts[name]) for name in layouts if name in decoding}
+        hosts: dict[tuple[Ranks, ...], Any] = {(everybody,): host}
+        for name, groups in replicas.items():
+            hosts[groups] = hosts.get(groups) or platform.split_hosts(groups, f"hosts of replicas of {name}")
+        kinds = communicators(layouts, edges=edges, tied=tied, interleaved=interleaved)
+        groups = {kind: _make(kind, everybody, platform) for kind in kinds}
+        mine = {kind: group for kind, group in groups.items() if group is not None}
+        if check:
+            _check_all(hosts, files, everybody, rank)
+            _check_sum(world, everybody, rank, platform.device)
+            for kind, group in mine.items():
+                _check_kind(kind, group, layouts, rank, platform.device)
+        by_use = {use: group for kind, group in mine.items() for use in kind.uses_of(rank)}
+        held = {name for name, layout in layouts.items() if rank in layout}
         return cls(
             platform,
             rank,
-            world_size,
-            frozen,
+            len(everybody),
+            MappingProxyType(dict(layouts)),
             world,
             host,
             files,
-            {name: group for name, group in replicas.items() if group is not None},
-            {edge: group for edge, group in boundaries.items() if rank in crossing[edge]},
-            {name: groups for name, groups in pipelines.items() if groups is not None},
-            MappingProxyType(mine),
+            {name: hosts[groups] for name, groups in replicas.items() if group_of(groups, rank) is not None},
+            _boundaries(by_use, layouts, edges, rank),
+            {name: _links(by_use, name) for name in layouts if name in held and layouts[name].pp > 1},
+            MappingProxyType({use: group for use, group in by_use.items() if isinstance(use, Axes)}),
         )
 
     def group(self, module: str, *axes: str) -> dist.ProcessGroup:
-        """The group of this rank along `axes` of `module`'s layout. `KeyError` where the rank is not in the module."""
-        return self._groups[module, axes]
+        """The group of this rank along `axes` of `module`'s layout, or between `ENDS`.
+
+        It has a communicator where these are the ranks along one of `tp`, `sp`, `cp` or along `sp`, `cp` and `dp`
+        together; other groups know their ranks only. `KeyError` where the rank is not in the module.
+        """
+        if (use := Axes(module, axes)) in self._groups:
+            return self._groups[use]
+        if axes == ENDS or module not in self.layouts or self.rank not in self.layouts[module]:
+            raise KeyError(f"no group along {', '.join(axes) or 'no axis'} of `{module}` on rank {self.rank}")
+        ranks = self.layouts[module].group_of(self.rank, *axes)
+        alike = (group for use, group in self._groups.items() if use.module == module and _ranks(group) == ranks)
+        return next(alike, None) or LocalGroup(ranks, self.rank, f"group along {', '.join(axes)} of `{module}`")
 
     def collection(self, module: str) -> ModuleGroups:
         """The process groups of `module`, as this rank sees them and as Megatron wants them."""
@@ -159,50 +175,117 @@ class Topology:
             expt_dp=group("sp", "cp", "dp"),
             intra_dist_opt=group("tp", "sp", "cp", "dp", "pp"),
             ep=alone,
-            embd=self._groups.get((module, ENDS)),
+            embd=self._groups.get(Axes(module, ENDS)),
             pos_embd=None,
         )
 
 
-def _partition(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks along `axes`; for `ENDS` some ranks may be in none."""
-    if axes != ENDS:
-        return layout.groups(*axes)
-    return tuple((ranks[0], ranks[-1]) for ranks in layout.groups("pp")) if layout.pp > 1 else ()
+def _ranks(group: dist.ProcessGroup) -> Ranks:
+    return tuple(dist.get_process_group_ranks(group))
 
 
-def _host_replica(layout: Layout, rank: int, hosts: dict[tuple[int, ...], Any]) -> Any:
-    """The group of this rank's replica in `hosts`, to which those that are missing are added; None outside."""
-    for ranks in layout.groups("tp", "sp", "cp"):
-        if ranks not in hosts:
-            hosts[ranks] = dist.new_group(list(ranks), backend="gloo")
-    return hosts[layout.group_of(rank, "tp", "sp", "cp")] if rank in layout else None
+def _level(host: dist.ProcessGroup, platform: Platform) -> None:
+    """Give all ranks as many process groups, counted from what they have: members of a group that is made without the
+    other ranks name it by how many they have. A program may have made others before.
+    """
+    counts: list[Any] = [None] * host.size()
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=host)
+    for _ in range(counts[host.rank()], max(counts)):
+        platform.split_hosts((), "filler")
 
 
-def _pipelines(layout: Layout, rank: int) -> tuple[Any, Any] | None:
-    """The groups of this rank along `pp`, one for each direction; None without stages and outside the layout."""
-    if layout.pp == 1:
-        return None
-    made = [{ranks: dist.new_group(list(ranks)) for ranks in layout.groups("pp")} for _ in range(2)]
-    own = layout.group_of(rank, "pp") if rank in layout else ()
-    return (made[0][own], made[1][own]) if own else None
+def _make(kind: Kind, everybody: Ranks, platform: Platform) -> dist.ProcessGroup | None:
+    """The communicator of this rank, None where it has none of that kind."""
+    if kind.groups == (everybody,) and kind.is_synchronous:
+        return dist.group.WORLD
+    return platform.split(kind.groups, str(kind))
 
 
-def boundary_ranks(source: Layout, destination: Layout) -> tuple[int, ...]:
-    """The ranks that a boundary concerns, ascending: the source's last stage and the destination's first."""
-    return tuple(sorted({*source.stage(source.pp - 1).ranks, *destination.stage(0).ranks}))
+def _boundaries(
+    by_use: Mapping[Use, dist.ProcessGroup],
+    layouts: Mapping[str, Layout],
+    edges: Collection[tuple[str, str]],
+    rank: int,
+) -> dict[tuple[str, str], BoundaryGroups]:
+    found = {}
+    for edge in edges:
+        ranks = boundary_ranks(layouts[edge[0]], layouts[edge[1]])
+        if rank in ranks:
+            alone = None if len(ranks) > 1 else LocalGroup(ranks, rank, f"boundary {edge[0]}>{edge[1]}")
+            found[edge] = BoundaryGroups(*(alone or by_use[Crossing(*edge, direction)] for direction in DIRECTIONS))
+    return found
 
 
-def _self_check(by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup], rank: int, device: torch.device) -> None:
-    for ranks, group in by_ranks.items():
-        if rank not in ranks:
-            continue
-        total = torch.tensor([rank + 1], dtype=torch.int64, device=device)
-        dist.all_reduce(total, group=group)
-        expected = sum(r + 1 for r in ranks)
-        if total.item() != expected or dist.get_rank(group) != ranks.index(rank):
-            raise RuntimeError(
-                f"process group of ranks {ranks}: found sum {total.item()} and position {dist.get_rank(group)}, "
-                f"expected {expected} and {ranks.index(rank)} on rank {rank}; the groups were created in different "
-                "orders, or the ranks run different versions of the program"
-            )
+def _links(by_use: Mapping[Use, dist.ProcessGroup], module: str) -> Links:
+    links = {use: group for use, group in by_use.items() if isinstance(use, Link) and use.module == module}
+    return MappingProxyType({(use.direction, use.sender): group for use, group in links.items()})
+
+
+# ---------------------------------------------------------------------------------------- the self-check
+
+
+def _check_all(hosts: Mapping[tuple[Ranks, ...], Any], files: Any, everybody: Ranks, rank: int) -> None:
+    """Check the groups of hosts."""
+    _check_sum(files, everybody, rank, CPU)
+    for groups, group in hosts.items():
+        ranks = group_of(groups, rank)
+        if ranks is not None:
+            _check_sum(group, ranks, rank, CPU)
+
+
+def _check_kind(
+    kind: Kind, group: dist.ProcessGroup, layouts: Mapping[str, Layout], rank: int, device: torch.device
+) -> None:
+    """Check a communicator by what it is for, so that NCCL connects no ranks that have nothing for each other."""
+    for use in kind.uses_of(rank):
+        if isinstance(use, Link):
+            _check_message(group, rank, layouts[use.module].coordinate(rank).pp == use.sender, device)
+        elif isinstance(use, Crossing):
+            _check_ring(group, boundary_ranks(layouts[use.source], layouts[use.destination]), rank, device)
+    if kind.is_synchronous:
+        ranks = group_of(kind.groups, rank)
+        assert ranks is not None, "its own kinds only"
+        _check_sum(group, ranks, rank, device)
+
+
+def _check_sum(group: dist.ProcessGroup, ranks: Ranks, rank: int, device: torch.device) -> None:
+    """Add up a known value."""
+    total = torch.tensor([rank + 1], dtype=torch.int64, device=device)
+    dist.all_reduce(total, group=group)
+    _require(ranks, rank, f"sum {total.item()}", f"sum {sum(r + 1 for r in ranks)}", group)
+
+
+def _check_message(group: dist.ProcessGroup, rank: int, sends: bool, device: torch.device) -> None:
+    """Send a known value one way."""
+    ranks = _ranks(group)
+    (peer,) = (r for r in ranks if r != rank)
+    value = torch.tensor([rank if sends else -1], dtype=torch.int64, device=device)
+    if sends:
+        dist.send(value, peer, group=group)
+    else:
+        dist.recv(value, peer, group=group)
+    _require(ranks, rank, f"message {value.item()}", f"message {rank if sends else peer}", group)
+
+
+def _check_ring(group: dist.ProcessGroup, ranks: Ranks, rank: int, device: torch.device) -> None:
+    """Pass a known value to the next rank."""
+    if _ranks(group) == ranks:
+        at = ranks.index(rank)
+        after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
+        mine = torch.tensor([rank], dtype=torch.int64, device=device)
+        value = torch.full_like(mine, -1)
+        passed = [dist.P2POp(dist.isend, mine, after, group), dist.P2POp(dist.irecv, value, before, group)]
+        for work in dist.batch_isend_irecv(passed):
+            work.wait()
+        _require(ranks, rank, f"message {value.item()}", f"message {before}", group)
+    else:
+        _require(ranks, rank, f"ranks {_ranks(group)}", f"ranks {ranks}", group)
+
+
+def _require(ranks: Ranks, rank: int, found: str, expected: str, group: dist.ProcessGroup) -> None:
+    if found != expected or dist.get_rank(group) != ranks.index(rank):
+        raise RuntimeError(
+            f"process group of ranks {ranks}: found {found} and position {dist.get_rank(group)}, "
+            f"expected {expected} and {ranks.index(rank)} on rank {rank}; the groups were created in different "
+            "orders, or the ranks run different versions of the program"
+        )

@@ -12,7 +12,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.support.pool import Pool  # noqa: E402  (after the number of threads is set)
 
-
 Pools = Callable[[int], Pool]
 
 

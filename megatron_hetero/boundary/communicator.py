@@ -83,6 +83,8 @@ class BoundaryCommunicator:
     """Moves rows of `width` elements of `dtype` between the ranks of `group`, which are those of every plan, ascending.
 
     Args:
+        backward: a group of the same ranks for what goes back. Where crossings of both directions may be on their way
+            at the same time it must be another one than `group`: on NCCL a group is one queue. `group` where left out.
         transport: what rows are rounded to on the wire, such as bfloat16 for fp32 rows; None sends them as they are.
             All rows are rounded, also those that stay, so that copies of a row are equal.
         check: whether all ranks agree, before anything is sent, that their rows fit their plans and that these are
@@ -103,8 +105,9 @@ class BoundaryCommunicator:
         *,
         transport: torch.dtype | None = None,
         check: bool = True,
+        backward: dist.ProcessGroup | None = None,
     ):
-        self.group = group
+        self.group, self.backward_group = group, backward or group
         self.device = device
         self.width = width
         self.dtype = dtype
@@ -152,13 +155,16 @@ class BoundaryCommunicator:
 
     @torch.no_grad()
     def _start(self, name: str, plan: LoadedPlan, direction: LoadedDirection | None, rows: Tensor) -> Crossing:
-        problem = self._problem(name, plan, direction, rows)
+        problem, group = self._problem(name, plan, direction, rows), self._group_of(name)
         if self.check:
-            _require_agreement(name, problem, plan.digest, self.group, self.device)
+            _require_agreement(name, problem, plan.digest, group, self.device)
         elif problem:
             raise ValueError(problem)
         assert direction is not None
-        return Crossing(direction, rows.detach(), self, point_to_point=plan.point_to_point)
+        return Crossing(direction, rows.detach(), self, group, point_to_point=plan.point_to_point)
+
+    def _group_of(self, direction: str) -> dist.ProcessGroup:
+        return self.group if direction == "forward" else self.backward_group
 
     def _problem(self, name: str, plan: LoadedPlan, direction: LoadedDirection | None, rows: Tensor) -> str | None:
         """What is wrong with this rank's plan or rows, if anything."""
@@ -189,8 +195,10 @@ def boundary_communicators(
     """
     device = topology.platform.device
     return {
-        source: BoundaryCommunicator(group, device, width, dtype, transport=transport, check=check)
-        for (source, _), group in topology.boundaries.items()
+        source: BoundaryCommunicator(
+            groups.forward, device, width, dtype, transport=transport, check=check, backward=groups.backward
+        )
+        for (source, _), groups in topology.boundaries.items()
     }
 
 
@@ -202,10 +210,11 @@ class Crossing:
         direction: LoadedDirection,
         rows: Tensor,
         communicator: BoundaryCommunicator,
+        group: dist.ProcessGroup,
         *,
         point_to_point: bool,
     ):
-        self._communicator, self._point_to_point = communicator, point_to_point
+        self._communicator, self._group, self._point_to_point = communicator, group, point_to_point
         self._dtype, self._wire = communicator.dtype, communicator.transport
         self._loan = communicator._buffers.loan()
         self._arrived = self._room(direction)
@@ -261,7 +270,7 @@ class Crossing:
 
     def _launch(self, plan: LoadedExchange, source: Tensor, target: Tensor) -> _Flight:
         exchange = _point_to_point if self._point_to_point else _all_to_all
-        return _Flight(plan, source, target, self._communicator, exchange)
+        return _Flight(plan, source, target, self._communicator, self._group, exchange)
 
 
 class _Flight:
@@ -273,6 +282,7 @@ class _Flight:
         source: Tensor,
         target: Tensor,
         communicator: BoundaryCommunicator,
+        group: dist.ProcessGroup,
         exchange: _ExchangeFunction,
     ):
         self._plan, self._target = plan, target
@@ -282,7 +292,7 @@ class _Flight:
         self._direct = isinstance(plan.receive, slice) and plan.stage != "reduce"
         rows = sum(plan.receive_counts)
         self._received = target[plan.receive] if self._direct else self._loan.borrow(rows, source.dtype)
-        self._works = exchange(self._received, sent, plan, communicator.group)
+        self._works = exchange(self._received, sent, plan, group)
 
     def land(self) -> None:
         """Wait, and put the rows where they belong."""

@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.communicators import Kind, communicators
 from megatron_hetero.layout import Layout
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.stages import Stage, cut_stages, stages_of_rank
@@ -30,6 +31,7 @@ from megatron_hetero.training.resolved import (
     BatchShape,
     checked,
     checked_schedule,
+    communication,
     dtype_of,
     stages_per_rank,
     transport_of,
@@ -93,6 +95,11 @@ class Plan:
             config, world_size, shapes, layouts, batch, assumed, stages, schedule, parameters, boundaries, shards,
             memory, work, simulate(schedule, work),
         )  # fmt: skip
+
+    @cached_property
+    def communicators(self) -> tuple[Kind, ...]:
+        """The communicators that a run makes besides that of the world, in its order."""
+        return communicators(self.layouts, **communication(self.config, self.shapes))
 
     @cached_property
     def kinds_of_ranks(self) -> tuple[tuple[Role, np.ndarray, np.ndarray], ...]:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from megatron_hetero.module_names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Boundary, Plan
+from megatron_hetero.planning.nccl_memory import kind_bytes, rank_bytes
 from megatron_hetero.planning.problems import problems_of, shortened
 from megatron_hetero.schedule.drawing import timeline
 from megatron_hetero.schedule.simulator import role_label
@@ -42,6 +43,7 @@ def _described(plan: Plan, width: int) -> Iterator[RenderableType]:
     yield from ("", _modules(plan), "")
     yield from (_boundaries(plan), "") if plan.boundaries else ("Nothing crosses the boundaries: no images.", "")
     yield from (_memory(plan), Text(NOT_COUNTED, style="dim"), "")
+    yield from (_communicators(plan), Text(_communicators_text(plan), style="dim"), "") if plan.communicators else ()
     yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in _schedule(plan, width))
     yield ""
     problems = problems_of(plan)
@@ -162,6 +164,28 @@ def _largest(rows: Sequence[tuple[str, list[int], list[int]]]) -> list[tuple[str
         if sum(sizes) > sum(largest.get(name, [-1])):
             largest[name] = sizes
     return [(name, *map(size_text, [*sizes, sum(sizes)])) for name, sizes in largest.items()]
+
+
+def _communicators(plan: Plan) -> Table:
+    table = _table("Communicators", "used for", "number", "ranks of each", "memory of a rank, about", left=1)
+    table.columns[2].justify = "left"
+    for kind in plan.communicators:
+        first, *more = kind.groups
+        ranks = f"{shortened(first)}{f'; {shortened(more[0])}' if more else ''}{'; …' if len(more) > 1 else ''}"
+        table.add_row(str(kind), f"{len(kind.groups):,}", ranks, size_text(kind_bytes(kind)))
+    return table
+
+
+def _communicators_text(plan: Plan) -> str:
+    ranks = [role.ranks[0] for role in plan.schedule.roles]
+    held = {rank: sum(bool(kind.uses_of(rank)) for kind in plan.communicators) for rank in ranks}
+    most = max(ranks, key=lambda rank: rank_bytes(plan.communicators, rank))
+    return (
+        f"Made by {len(plan.communicators)} calls of all ranks, besides that of the world. A rank has at most "
+        f"{max(held.values())}, and about {size_text(rank_bytes(plan.communicators, most))} of NCCL's buffers once all "
+        "have been used (rank "
+        f"{most}), by figures from eight H100 with NVLink; NCCL_MAX_P2P_NCHANNELS and NCCL_MAX_CTAS lower it."
+    )
 
 
 def size_text(size: int) -> str:

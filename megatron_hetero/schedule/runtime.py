@@ -28,10 +28,7 @@ from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.watch import Stopwatch, Watchdog
-from megatron_hetero.topology import Topology
-
-PipelineGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
-"""Of a module with stages, for this rank: one for activations, one for gradients."""
+from megatron_hetero.topology import Links, Topology
 
 
 class Interpreter:
@@ -41,7 +38,7 @@ class Interpreter:
         modules: what this rank holds, by name.
         communicators: of the boundaries to the text module that this rank takes part in, by encoder. They must not
             `check`: the two sides start crossings in different orders.
-        pipelines: the groups of those of this rank's modules that have stages.
+        pipelines: the links of those of this rank's modules that have stages.
         rank: of this process.
         width: elements of a row.
         dtype: of hidden states and rows.
@@ -54,7 +51,7 @@ class Interpreter:
         self,
         modules: Mapping[str, ModuleOnRank],
         communicators: Mapping[str, BoundaryCommunicator],
-        pipelines: Mapping[str, PipelineGroups],
+        pipelines: Mapping[str, Links],
         *,
         rank: int,
         width: int,
@@ -348,7 +345,13 @@ class _Execution:
         return self.schedule.partner(self.of.rank, action)
 
     def _pipeline(self, action: Action) -> dist.ProcessGroup:
-        return self.of.pipelines[action.module][action.kind == "B"]
+        """The group of the link that an action uses, one way between two ranks."""
+        module = self.schedule.module[action.module]
+        sender = action.stage if action.op == "send" else action.peer
+        assert isinstance(sender, int)
+        return self.of.pipelines[action.module][
+            "backward" if action.kind == "B" else "forward", module.coordinate(sender)
+        ]
 
     # ------------------------------------------------------------------------------------------- boundaries
 

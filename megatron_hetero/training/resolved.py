@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -112,6 +113,15 @@ def _checked_schedule(
     schedule = build_schedule(layouts, batch.micro_batches, _schedule_settings(config), forward_only=forward_only)
     schedule.check()
     return schedule
+
+
+def communication(config: Config, shapes: Qwen25VLShapes) -> dict[str, Any]:
+    """What decides on the communicators besides the layouts: keywords of `communicators` and `Topology.build`."""
+    return {
+        "edges": [(name, TEXT) for name in config.model.encoder_names],
+        "tied": [TEXT] if shapes.text.tied else [],
+        "interleaved": [TEXT] if stages_per_rank(config, TEXT) > 1 else [],
+    }
 
 
 def stages_per_rank(config: Config, name: str) -> int:

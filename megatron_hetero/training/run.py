@@ -44,6 +44,7 @@ from megatron_hetero.training.profile import StepProfiler
 from megatron_hetero.training.resolved import (
     checked,
     checked_schedule,
+    communication,
     dtype_of,
     folders_of,
     shards_activations,
@@ -99,7 +100,7 @@ class Run:
         prepare_globals(config.train.seed)
         schedule = checked_schedule(config, layouts, batch)
         encoders = config.model.encoder_names
-        topology = Topology.build(layouts, platform, decoding=encoders, edges=[(name, TEXT) for name in encoders])
+        topology = Topology.build(layouts, platform, decoding=encoders, **communication(config, shapes))
         modules = _build_modules(config, shapes, topology, weights)
         planner = StepPlanner(
             {name: image_encoder(shape) for name, shape in shapes.encoders.items()},

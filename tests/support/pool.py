@@ -1,4 +1,4 @@
-"""A pool of workers, started once, that run functions of the tests on process groups: gloo, or one with NCCL's rules."""
+"""A pool of workers, started once, that run functions of the tests on groups of gloo, or with NCCL's rules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -130,35 +131,40 @@ def platform() -> Any:
 
     from megatron_hetero.platform import CPU, Platform
 
-    return Platform(CPU, dist.get_backend())
+    backend = dist.get_backend()
+    return Platform(CPU, backend, host_backend="host_rules" if backend == "nccl_rules" else backend)
 
 
-def _serve(rank: int, ranks: int, store_path: str, coordinator: Any, jobs: Any, results: Any) -> None:
+def _serve(rank: int, ranks: int, store: str, coordinator: Any, jobs: Any, results: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store, client = dist.FileStore(store_path, ranks), None
-    if coordinator is None:
-        timeout = timedelta(seconds=TIMEOUT_S)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-    else:
-        from tests.support.nccl_rules.install import init_process_group
+    files, client = dist.FileStore(store, ranks), None
+    options: dict[str, Any] = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=TIMEOUT_S)}
+    if coordinator is not None:
+        from tests.support.nccl_rules.install import install
 
-        client = init_process_group(coordinator, store, rank, ranks, TIMEOUT_S)
+        client = install(coordinator, files, rank, ranks)
     gc.freeze()  # What has been imported need not be looked through after every job.
-    while True:
+    for number in count():
         function, args = jobs.get()
+        if dist.is_initialized():  # By now all ranks have done the job before.
+            gc.collect()
+            dist.destroy_process_group()
+        # Each job has a store and process groups of its own: groups are found by names that come again.
+        job_store = dist.PrefixStore(f"job {number}", files)
+        if client is None:
+            dist.init_process_group("gloo", store=job_store, **options)
+        else:
+            client.init_process_group(store=job_store, **options)
         answer: tuple[Any, ...]
         try:
             answer = (rank, function(*args), None)
         except BaseException:
             answer = (rank, None, traceback.format_exc())
-        _destroy_groups()
-        if client is not None:
-            answer = _finish(client, answer)
-        results.put(answer)
+        results.put(answer if client is None else _finish(client, answer))
 
 
 def _finish(client: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -168,13 +174,3 @@ def _finish(client: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
     except RuntimeError:
         return answer if answer[2] else (answer[0], None, traceback.format_exc())
     return answer
-
-
-def _destroy_groups() -> None:
-    """Destroy the groups that a job made: the threads of hundreds of gloo groups would take the cores."""
-    import torch.distributed as dist
-
-    gc.collect()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)

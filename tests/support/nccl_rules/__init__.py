@@ -17,5 +17,5 @@ The i-th collective of a communicator must be the same on all its ranks, and a r
 operation waits for it needs, so a deadlock is what cannot end in this graph, looked for whenever a rank comes to wait.
 
 `rules` is this state machine, pure. `coordinator` serves it to the processes of a pool. `client` issues operations and
-moves numbers in the order in which they end; `group` is the `torch.distributed.ProcessGroup`, and `install` registers it.
+moves numbers in the order in which they end; `group` is the `torch.distributed.ProcessGroup`; `install` registers it.
 """

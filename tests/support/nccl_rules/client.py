@@ -20,6 +20,8 @@ from tests.support.nccl_rules.requests import Move, Request
 from tests.support.nccl_rules.waiting import MAIN
 
 HERE = str(Path(__file__).parent)
+DEVICE, HOST = "nccl_rules", "host_rules"
+"""The names of the backends: with NCCL's rules, and gloo whose ranks wait where the coordinator sees it."""
 
 
 @dataclass(eq=False)
@@ -37,7 +39,6 @@ class Client:
 
     def __init__(self, connection: Connection, store: dist.Store, rank: int, ranks: int):
         self.rank, self.ranks = rank, tuple(range(ranks))
-        self.job = 0
         self.actions = threading.local()
         """`described`: what the thread is doing, as the interpreter tells the watchdog."""
         self._connection, self._store = connection, store
@@ -70,6 +71,13 @@ class Client:
         if flight.problem is not None:
             raise RuntimeError(flight.problem)
 
+    def init_process_group(self, **options: Any) -> None:
+        """Begin a job: `dist.init_process_group` with the backend of the device, eagerly, as with `device_id`."""
+        dist.init_process_group(DEVICE, **options)
+        world: Any = dist.group.WORLD
+        # What makes `torch` split it. It must be an accelerator; nothing is put there.
+        world.bound_device_id = torch.device("cuda", 0)
+
     def finish(self) -> None:
         """End a job together with all ranks. `RuntimeError` where something of it never ends, or broke a rule."""
         self._idle.clear()
@@ -77,12 +85,9 @@ class Client:
             self._connection.send(("finish",))
         self._idle.wait()
         with self._lock:
-            self.job += 1
             problem, self._broken = self._broken, None
             self._issued.clear()
             self._flights.clear()
-        # A job that failed may have made more groups on some ranks than on others, and `torch` names them by number.
-        dist.distributed_c10d._world.group_count = 1000 * self.job
         if problem:
             raise RuntimeError(problem)
 

@@ -1,5 +1,8 @@
 """The process group: `torch.distributed` calls it, and `Client` does what it says."""
 
+# `torch` calls these methods by position; their parameters have the names that are used here.
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false, reportAssignmentType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -10,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.nccl_rules.client import Client, Work, request
+from tests.support.nccl_rules.client import DEVICE, HOST, Client, Work, request
 from tests.support.nccl_rules.requests import SPLIT, Transfer
 
 CPU = torch.device("cpu")
@@ -41,18 +44,18 @@ class RulesGroup(dist.ProcessGroup):
         self.client, self.key, self.ranks, self.store = client, key, ranks, store
         self.on_device, self.parent = on_device, parent
         self._name, self._description = key, "undefined"
-        self._job, self._splits = client.job, 0
+        self._splits = 0
         self._batch: list[tuple[Transfer, Callable[[], None]]] | None = None
 
     # ------------------------------------------------------------------------------------------- as torch sees it
 
     @property
-    def group_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+    def group_name(self) -> str:
         """As `torch` names it; C++ keeps names for its own classes only."""
         return self._name
 
     @property
-    def group_desc(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+    def group_desc(self) -> str:
         """As whoever made it describes it."""
         return self._description
 
@@ -75,7 +78,7 @@ class RulesGroup(dist.ProcessGroup):
         return self
 
     def _get_backend_name(self) -> str:
-        return "nccl_rules" if self.on_device else "host_rules"
+        return DEVICE if self.on_device else HOST
 
     def getBackendName(self) -> str:
         """As C++ asks."""
@@ -115,8 +118,6 @@ class RulesGroup(dist.ProcessGroup):
 
     def enter_split(self, colour: tuple[int, ...] | None) -> str:
         """Enter the next split of this communicator; gives the name of the new one. The host waits."""
-        if self._job != self.client.job:
-            self._job, self._splits = self.client.job, 0
         key = f"{self.key}/{self._splits}:{','.join(map(str, colour or ()))}"
         self._splits += 1
         self._issue(None, (), signature=SPLIT, colour=colour, on_device=False).wait()
@@ -208,15 +209,17 @@ class RulesGroup(dist.ProcessGroup):
     ) -> Work:
         """With even or uneven parts."""
         opts = opts or dist.AllToAllOptions()
-        sizes = [_elements(t, splits, len(self.ranks)) for t, splits in ((input, input_splits), (output, output_splits))]
+        sizes = [
+            _elements(t, splits, len(self.ranks)) for t, splits in ((input, input_splits), (output, output_splits))
+        ]
         _require_dense(input, output)
         return self._issue(
             None,
             (),
             lambda gloo: gloo.alltoall_base(output, input, output_splits, input_splits, opts),
             signature=("all_to_all", _dtype(input)),
-            sent=sizes[0],
-            received=sizes[1],
+            sent=sent,
+            received=received,
         )
 
     # Their names before torch 2.13.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -13,22 +12,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.schedule.watch import Watchdog
-from tests.support.nccl_rules.client import Client
+from tests.support.nccl_rules.client import DEVICE, HOST, Client
 from tests.support.nccl_rules.group import CPU, WORLD, RulesGroup
 
-DEVICE, HOST = "nccl_rules", "host_rules"
-"""The names of the backends: with NCCL's rules, and gloo whose ranks wait where the coordinator sees it."""
 
-
-def init_process_group(connection: Connection, store: dist.Store, rank: int, ranks: int, timeout_s: float) -> Client:
-    """`dist.init_process_group` with the backend of the device, eagerly, as with `device_id`; and the host's."""
+def install(connection: Connection, store: dist.Store, rank: int, ranks: int) -> Client:
+    """Register the backends. The client begins jobs, and ends them."""
     client = Client(connection, store, rank, ranks)
     dist.Backend.register_backend(DEVICE, _creator(client, on_device=True), extended_api=True, devices=["cpu"])
     dist.Backend.register_backend(HOST, _creator(client, on_device=False), extended_api=True, devices=["cpu"])
-    dist.init_process_group(DEVICE, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
-    world: Any = dist.group.WORLD
-    # What makes `torch` split it. It must be an accelerator; nothing is put there.
-    world.bound_device_id = torch.device("cuda", 0)
     for name, replaced in {"split_group": _with_accelerator(dist.split_group), "batch_isend_irecv": _batch}.items():
         for module in (dist, dist.distributed_c10d):
             setattr(module, name, replaced)

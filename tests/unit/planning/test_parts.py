@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.communicators import communicators
+from megatron_hetero.layout import Layout
+from megatron_hetero.planning.nccl_memory import PEER_BYTES, RING_BYTES, kind_bytes, rank_bytes
 from megatron_hetero.planning.parameters import Parameter, buckets_of, parameter_bytes
 from megatron_hetero.planning.staging import BufferPool
 from megatron_hetero.planning.traffic import Indexed, traffic_of
@@ -90,3 +93,16 @@ def test_buffers_are_powers_of_two_and_used_again() -> None:
     assert (pool.take(129), pool.held) == (256, 256)  # takes the place of the smaller one
     assert pool.take(5) == 8
     assert pool.peak == 264
+
+
+def test_memory_of_communicators() -> None:
+    layouts = {"vision": Layout.parse("sp:8", 8), "text": Layout.parse("tp:4,dp:2", 8)}
+    found = {str(kind): kind_bytes(kind) for kind in communicators(layouts, edges=[("vision", "text")])}
+    assert found["vision>text"] == 7 * PEER_BYTES and found["text tp"] == RING_BYTES
+    assert found["vision sp, vision sp,cp,dp"] == 7 * PEER_BYTES + RING_BYTES
+    wide = {"vision": Layout.parse("dp:16@0-15", 48), "text": Layout.parse("pp:2,dp:16@16-47", 48)}
+    kinds = communicators(wide, edges=[("vision", "text")])
+    found = {str(kind): kind_bytes(kind) for kind in kinds}
+    assert found["vision>text"] == 8 * PEER_BYTES, "seven others of the node, and one for those of other nodes"
+    assert found["text forward from stages 0"] == PEER_BYTES
+    assert rank_bytes(kinds, 0) == 2 * RING_BYTES + 16 * PEER_BYTES

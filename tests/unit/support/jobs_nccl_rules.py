@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.pool import platform
+
 
 def collectives(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """What all collectives that the project uses give on this rank, by name."""
@@ -83,7 +85,7 @@ def batch_works() -> int:
 def objects(backend: str) -> list[Any]:
     """Objects over a group of the host, and over the device's."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    host = dist.new_group(list(range(ranks)), backend=backend, use_local_synchronization=True)
+    host: Any = dist.new_group(list(range(ranks)), backend=backend, use_local_synchronization=True)
     told: list[Any] = [None] * ranks
     dist.all_gather_object(told, {"rank": rank}, group=host)
     word = [f"from {rank}"]
@@ -104,9 +106,11 @@ def receive_before_send(groups: int) -> list[float]:
     """Each of two ranks posts a receive, then sends, on one communicator or on one for each direction."""
     rank = dist.get_rank()
     made: list[Any] = [dist.group.WORLD] if groups == 1 else [dist.new_group([0, 1]) for _ in range(2)]
+    host: Any = dist.new_group([0, 1], backend=platform().host_backend)
     mine, theirs = torch.full((4,), float(rank)), torch.empty(4)
     receive: Any = dist.irecv(theirs, 1 - rank, group=made[rank % groups])
     send: Any = dist.isend(mine, 1 - rank, group=made[(1 - rank) % groups])
+    dist.barrier(host)  # Then all is issued, and the message always the same.
     send.wait()
     receive.wait()
     return theirs.tolist()
@@ -125,14 +129,14 @@ def other_order() -> None:
 
 def crossed_communicators() -> None:
     """Two communicators, waited for in different orders: legal where nobody waits in between."""
-    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    groups: list[Any] = [dist.new_group([0, 1]) for _ in range(2)]
     for group in groups if dist.get_rank() == 0 else reversed(groups):
         dist.all_reduce(torch.ones(4), group=group)
 
 
 def crossed_without_waiting() -> list[float]:
     """As `crossed_communicators`, but all is issued before anything is waited for."""
-    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    groups: list[Any] = [dist.new_group([0, 1]) for _ in range(2)]
     tensors = [torch.ones(4), torch.ones(4)]
     order = [0, 1] if dist.get_rank() == 0 else [1, 0]
     works: list[Any] = [dist.all_reduce(tensors[i], group=groups[i], async_op=True) for i in order]
@@ -178,7 +182,7 @@ def leaves_early() -> None:
 def subgroup(backend: str | None) -> None:
     """A group of ranks 0 and 1 of three, that rank 2 hears nothing of."""
     if dist.get_rank() < 2:
-        group = dist.new_group([0, 1], backend=backend, use_local_synchronization=True)
+        group: Any = dist.new_group([0, 1], backend=backend, use_local_synchronization=True)
         dist.all_reduce(torch.ones(1), group=group)
 
 
@@ -217,7 +221,7 @@ def needs_two_connections() -> bool:
     """Rank 0 issues an operation that cannot begin before one that it issues later on another communicator; with a
     single connection nothing overtakes.
     """
-    groups = [dist.new_group([0, 1]) for _ in range(3)]
+    groups: list[Any] = [dist.new_group([0, 1]) for _ in range(3)]
     tensors, rank = torch.ones(3, 4), dist.get_rank()
     # Rank 0's second operation stands behind its first, which ends when rank 1 comes to it, after the third has ended.
     order = (0, 0, 2) if rank == 0 else (2, 0, 0)

@@ -25,7 +25,8 @@ def refused(pool: Pool, job: Callable[..., Any], *args: Any) -> str:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_numbers_are_those_of_gloo(dtype: torch.dtype, pools: Pools, rules_pools: Pools) -> None:
-    for rules, gloo in zip(rules_pools(3).run(jobs.collectives, dtype), pools(3).run(jobs.collectives, dtype)):
+    found = (pool(3).run(jobs.collectives, dtype) for pool in (rules_pools, pools))
+    for rules, gloo in zip(*found, strict=True):
         assert rules.keys() == gloo.keys()
         for name in gloo:
             torch.testing.assert_close(rules[name], gloo[name], rtol=0, atol=0, msg=name)

@@ -1,0 +1,100 @@
+"""A process group that no rank communicates in: what Megatron-Core asks for its size and rank, and groups of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class LocalGroup(dist.ProcessGroup):
+    """The `ranks` of a group, ascending, as `rank` sees them, without a communicator.
+
+    Of one rank, its collectives copy what has to be copied. Of several, they raise `RuntimeError`.
+    Tensors of any device. PyTorch 2.12 and earlier know some of the methods by their second name.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, what: str):
+        super().__init__(ranks.index(rank), len(ranks))  # pyright: ignore[reportCallIssue]
+        self._ranks, self._what = ranks, what
+        # What `dist.get_rank(group)`, `dist.get_process_group_ranks(group)` and `dist.get_backend(group)` look into.
+        registry = dist.distributed_c10d._world
+        registry.pg_group_ranks[self] = {member: at for at, member in enumerate(ranks)}
+        registry.pg_map[self] = self.getBackendName(), None  # pyright: ignore[reportArgumentType]
+
+    def getBackendName(self) -> str:
+        """What `torch.distributed` calls it."""
+        return "local"
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """All-reduce: nothing to do."""
+        return self._copied([], [])
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """All-reduce of several tensors: nothing to do."""
+        return self._copied([], [])
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Broadcast: nothing to do."""
+        return self._copied([], [])
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Barrier: nothing to do."""
+        return self._copied([], [])
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """All-gather into one tensor."""
+        return self._copied([output], [tensor])
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """All-gather of several tensors."""
+        return self._copied(outputs, tensors)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """Reduce-scatter of one tensor."""
+        return self._copied([output], [tensor])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Reduce-scatter of several tensors."""
+        return self._copied(outputs, tensors)
+
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_sizes: Any = None, input_sizes: Any = None, opts: Any = None
+    ) -> dist.Work:
+        """All-to-all of one tensor."""
+        return self._copied([output], [tensor])
+
+    _allgather_base = all_gather_single  # pyright: ignore[reportAssignmentType]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # pyright: ignore[reportAssignmentType]
+    _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # pyright: ignore[reportAssignmentType]
+    alltoall_base = all_to_all_single  # pyright: ignore[reportAssignmentType]
+
+    def _copied(self, outputs: list[Tensor], tensors: list[Tensor]) -> dist.Work:
+        if len(self._ranks) > 1:
+            raise RuntimeError(
+                f"{self._what}: found a collective over ranks {self._ranks}, expected none, because no communicator is "
+                "made for that group: ask it for its size and ranks only, or communicate along an axis by itself"
+            )
+        for output, tensor in zip(outputs, tensors, strict=True):
+            if not _same_memory(output, tensor):
+                output.view(-1).copy_(tensor.reshape(-1))
+        return _Done()
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    # Not by address, which fake tensors do not have.
+    return one.untyped_storage() is other.untyped_storage() and one.storage_offset() == other.storage_offset()
+
+
+class _Done(dist.Work):
+    """Work that has ended."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True

@@ -1,0 +1,179 @@
+"""Which communicators there are: pure, and over the `fake` backend, which makes process groups of any size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_hetero.communicators import AXES_OF_GROUPS, Axes, Crossing, Kind, Link, communicators
+from megatron_hetero.layout import Layout
+from megatron_hetero.platform import CPU, Platform
+from megatron_hetero.topology import Topology
+
+EDGE = ("vision", "text")
+LARGEST = {
+    8: ("sp:2,pp:2@0-3", "cp:2,pp:2@4-7"),
+    64: ("sp:2,cp:2,dp:2,pp:3@0-23", "tp:2,sp:2,dp:2,pp:5@24-63"),
+    1024: ("sp:4,cp:2,tp:2,dp:2,pp:3@0-95", "tp:2,sp:2,cp:2,dp:2,pp:58@96-1023"),
+}
+"""Layouts with every kind of communicator: all axes, and odd numbers of stages."""
+
+
+def _layouts(world_size: int, vision: str, text: str) -> dict[str, Layout]:
+    return {"vision": Layout.parse(vision, world_size), "text": Layout.parse(text, world_size)}
+
+
+def _kinds(world_size: int, vision: str, text: str, **options: Any) -> tuple[Kind, ...]:
+    return communicators(_layouts(world_size, vision, text), edges=[EDGE], **options)
+
+
+def _text(kinds: Sequence[Kind]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    return {str(kind): kind.groups for kind in kinds}
+
+
+def test_the_readmes_layout() -> None:
+    everybody = (tuple(range(8)),)
+    assert _text(_kinds(8, "sp:8", "tp:4,dp:2")) == {
+        "vision sp, vision sp,cp,dp": everybody,
+        "text tp": ((0, 1, 2, 3), (4, 5, 6, 7)),
+        "text sp,cp,dp": ((0, 4), (1, 5), (2, 6), (3, 7)),
+        "vision>text": everybody,
+        "text>vision": everybody,
+    }
+
+
+def test_stages_and_a_tied_embedding() -> None:
+    found = _text(_kinds(5, "dp:2@0-1", "pp:3@2-4", tied=["text"], interleaved=["text"]))
+    assert found == {
+        "vision sp,cp,dp": ((0, 1),),
+        "text first and last pp": ((2, 4),),
+        "text forward from stages 0": ((2, 3),),
+        "text forward from stages 1": ((3, 4),),
+        "text forward from stages 2": ((2, 4),),
+        "text backward from stages 1": ((2, 3),),
+        "text backward from stages 2": ((3, 4),),
+        "text backward from stages 0": ((2, 4),),
+        "vision>text": ((0, 1, 2),),
+        "text>vision": ((0, 1, 2),),
+    }
+
+
+def test_one_rank_needs_none() -> None:
+    assert _kinds(1, "dp:1", "dp:1") == ()
+
+
+DEGREES = st.sampled_from([1, 1, 2, 3])
+
+
+@st.composite
+def _drawn(draw: st.DrawFn) -> tuple[dict[str, Layout], dict[str, Any]]:
+    layouts, world = {}, draw(st.integers(1, 3))
+    for name in ("vision", "audio", "text"):
+        degrees = {axis: draw(DEGREES) for axis in ("tp", "sp", "cp", "dp", "pp")}
+        size = 1
+        for degree in degrees.values():
+            size *= degree
+        first = draw(st.integers(0, world))
+        step = draw(st.sampled_from([1, 1, 2]))
+        layouts[name] = Layout(**degrees, ranks=tuple(range(first, first + step * size, step)))
+    options = {name: draw(st.sets(st.sampled_from([*layouts]))) for name in ("tied", "interleaved")}
+    return layouts, options
+
+
+@settings(max_examples=100, deadline=None)
+@given(_drawn())
+def test_kinds_are_disjoint_and_every_use_has_its_own(drawn: tuple[dict[str, Layout], dict[str, Any]]) -> None:
+    layouts, options = drawn
+    kinds = communicators(layouts, edges=[("vision", "text"), ("audio", "text")], **options)
+    for kind in kinds:
+        ranks = [rank for group in kind.groups for rank in group]
+        assert len(ranks) == len(set(ranks)), "one call makes groups that have no rank in common"
+        assert all(len(group) > 1 and group == tuple(sorted(group)) for group in kind.groups)
+    uses = [use for kind in kinds for use in kind.uses]
+    assert len(uses) == len(set(uses))
+    for one, other in combinations(kinds, 2):
+        if one.groups == other.groups:
+            assert not (one.is_synchronous and other.is_synchronous), "equal groups in step with the work share"
+    _assert_complete(layouts, kinds, options)
+
+
+def _assert_complete(layouts: dict[str, Layout], kinds: Sequence[Kind], options: dict[str, Any]) -> None:
+    """Every rank finds what it communicates over."""
+    for name, layout in layouts.items():
+        for rank in layout.ranks:
+            mine = {use: kind for kind in kinds for use in kind.uses_of(rank)}
+            for axes in AXES_OF_GROUPS:
+                ranks = layout.group_of(rank, *axes)
+                assert (Axes(name, axes) in mine) == (len(ranks) > 1)
+                assert len(ranks) == 1 or ranks in mine[Axes(name, axes)].groups
+            at, ring = layout.coordinate(rank).pp, layout.pp if name in options["interleaved"] else 0
+            for sender, direction, by in [
+                (s, d, b) for s in range(layout.pp) for d, b in (("forward", 1), ("backward", -1))
+            ]:
+                receiver = (sender + by) % ring if ring > 1 else sender + by
+                expected = 0 <= receiver < layout.pp and receiver != sender and at in (sender, receiver)
+                assert (Link(name, direction, sender) in mine) == expected  # pyright: ignore[reportArgumentType]
+    for source in ("vision", "audio"):
+        sides = {*layouts[source].stage(layouts[source].pp - 1).ranks, *layouts["text"].stage(0).ranks}
+        found = {r for k in kinds if Crossing(source, "text", "forward") in k.uses for g in k.groups for r in g}
+        assert found == (sides if len(sides) > 1 else set())
+
+
+@contextmanager
+def _fake_world(rank: int, world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Recording(Platform):
+    """A platform that keeps the calls that make groups."""
+
+    calls: list[Any]
+
+    def split(self, groups: Sequence[tuple[int, ...]], what: str) -> Any:
+        self.calls.append(("split", what, tuple(groups)))
+        return super().split(groups, what)
+
+    def split_hosts(self, groups: Sequence[tuple[int, ...]], what: str) -> Any:
+        self.calls.append(("split_hosts", what, tuple(groups)))
+        return super().split_hosts(groups, what)
+
+    def host_group(self, what: str) -> Any:
+        self.calls.append(("host_group", what))
+        return super().host_group(what)
+
+
+def _calls(rank: int, world_size: int) -> tuple[list[Any], float]:
+    platform, layouts = Recording(CPU, "fake", host_backend="fake"), _layouts(world_size, *LARGEST[world_size])
+    object.__setattr__(platform, "calls", [])
+    with _fake_world(rank, world_size):
+        start = time.perf_counter()
+        Topology.build(
+            layouts, platform, decoding=["vision"], edges=[EDGE], tied=["text"], interleaved=["text"], check=False
+        )
+        return platform.calls, time.perf_counter() - start
+
+
+@pytest.mark.parametrize("world_size", LARGEST)
+def test_few_calls_the_same_on_all_ranks(world_size: int) -> None:
+    first, seconds = _calls(0, world_size)
+    assert len(first) <= 40
+    assert seconds < 2.0
+    others = range(world_size) if world_size <= 64 else range(1, world_size, 93)
+    assert all(_calls(rank, world_size)[0] == first for rank in others)
+
+
+def test_the_number_of_calls_does_not_depend_on_the_world() -> None:
+    assert len(_calls(0, 64)[0]) == len(_calls(0, 1024)[0])
