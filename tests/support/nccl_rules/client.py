@@ -115,16 +115,16 @@ class Client:
             try:
                 what, *rest = self._connection.recv()
             except (EOFError, OSError):
-                what, rest = "broken", ["the coordinator has gone"]
-            if what == "move":
-                for move in rest[0]:
-                    self._move(move)
-            elif what == "broken":
-                self._break(rest[0])
-            else:
-                self._idle.set()
-            if self._connection.closed or rest == ["the coordinator has gone"]:
+                self._break("the coordinator has gone")
                 return self._idle.set()
+            match what:
+                case "move":
+                    for move in rest[0]:
+                        self._move(move)
+                case "broken":
+                    self._break(rest[0])
+                case "idle":
+                    self._idle.set()
 
     def _move(self, move: Move) -> None:
         flight = self._flights[move.communicator, move.index]

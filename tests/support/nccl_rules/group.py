@@ -40,7 +40,7 @@ class RulesGroup(dist.ProcessGroup):
         on_device: bool = True,
         parent: RulesGroup | None = None,
     ):
-        super().__init__(ranks.index(client.rank), len(ranks))
+        super().__init__(ranks.index(client.rank), len(ranks))  # pyright: ignore[reportCallIssue]
         self.client, self.key, self.ranks, self.store = client, key, ranks, store
         self.on_device, self.parent = on_device, parent
         self._name, self._description = key, "undefined"
@@ -181,7 +181,7 @@ class RulesGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         """Into one tensor each, all at once."""
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or dist.distributed_c10d.AllgatherOptions()
         pairs = list(zip(outputs, inputs, strict=True))
         for output, input in pairs:
             _require_size(output, input.numel() * len(self.ranks), "all_gather")
@@ -209,9 +209,8 @@ class RulesGroup(dist.ProcessGroup):
     ) -> Work:
         """With even or uneven parts."""
         opts = opts or dist.AllToAllOptions()
-        sizes = [
-            _elements(t, splits, len(self.ranks)) for t, splits in ((input, input_splits), (output, output_splits))
-        ]
+        sent = _elements(input, input_splits, len(self.ranks))
+        received = _elements(output, output_splits, len(self.ranks))
         _require_dense(input, output)
         return self._issue(
             None,
