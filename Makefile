@@ -1,6 +1,7 @@
 # make train   the demo: a small model learns to answer questions about pictures, on any machine
 # make test    lint, types, unit tests, functional tests
 # make torture a run that is killed dozens of times, and must end as if nobody had touched it; some minutes
+# make nccl-rules  200 drawn layouts on a process group with NCCL's rules: all end, with equal losses; some minutes
 # Each makes what it needs, .venv included. PYTHON=python3.12 make ... takes another interpreter.
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS := 1
 # Nothing is fetched while programs run.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv test lint types unit functional torture format readme train demo-clean bench clean
+.PHONY: help venv test lint types unit functional torture nccl-rules format readme train demo-clean bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -54,6 +55,10 @@ SEED ?= 0
 torture: $(INSTALLED)
 	$(BIN)/python -m tests.torture --seed $(SEED)
 	$(BIN)/python -m tests.torture --seed $(SEED) --async
+
+# Not part of `make test`. SEED=N draws other layouts.
+nccl-rules: $(INSTALLED)
+	$(BIN)/python -m tests.rules --seed $(SEED)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
