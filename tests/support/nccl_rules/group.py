@@ -175,6 +175,16 @@ class RulesGroup(dist.ProcessGroup):
         """Into lists of tensors."""
         return self._issue("all_gather", inputs, lambda gloo: gloo.allgather(outputs, inputs))
 
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+        """To member `opts.rootRank`."""
+        to = f"to member {opts.rootRank}"
+        return self._issue("gather", inputs, lambda gloo: gloo.gather(outputs, inputs, opts), to)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+        """From member `opts.rootRank`."""
+        source = f"from member {opts.rootRank}"
+        return self._issue("scatter", outputs, lambda gloo: gloo.scatter(outputs, inputs, opts), source)
+
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Into one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
