@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from transformers.utils.logging import disable_progress_bar
 
 from tests.parity import jobs
-from tests.rules.drawing import BATCH, DETAIL, MODEL, Drawn, draws
+from tests.rules.drawing import BATCH, DETAIL, MODEL, SIZES, Drawn, draws
 from tests.support.folders import write_data, write_model
 from tests.support.oracle import Oracle, TwoTowers
 from tests.support.pool import Pool
@@ -41,14 +41,11 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folders = {towers: _write(Path(name) / str(towers), towers) for towers in (1, 2)}
         expected = {towers: _ask(folder, towers) for towers, folder in folders.items()}
-        chosen = list(islice(draws(options.seed, folders[2]), options.layouts))
-        differences = []
-        for number, (drawn, found) in enumerate(
-            _run(chosen, folders, Path(name), one_connection=options.one_connection), 1
-        ):
-            towers = len(drawn.layouts) - 1
-            differences.append(None if found is None else _difference(found, expected[towers]))
-            print(f"{number:4} {drawn}: {_said(differences[-1])}", flush=True)
+        chosen, differences = [], []
+        for drawn, found in _run(options, folders, Path(name)):
+            chosen.append(drawn)
+            differences.append(None if found is None else _difference(found, expected[len(drawn.layouts) - 1]))
+            print(f"{len(chosen):4} {drawn}: {_said(differences[-1])}", flush=True)
     ended = [difference for difference in differences if difference is not None]
     kinds = Counter(drawn.kind for drawn in chosen)
     print(f"\nseed {options.seed}: {len(chosen)} layouts, {len(ended)} ended")
@@ -75,17 +72,18 @@ def _ask(folder: Path, towers: int) -> tuple[float, float]:
 
 
 def _run(
-    chosen: Sequence[Drawn], folders: dict[int, Path], stores: Path, *, one_connection: bool
+    options: argparse.Namespace, folders: dict[int, Path], stores: Path
 ) -> Iterator[tuple[Drawn, tuple[float, float] | None]]:
-    """Loss and norm of each, None where it did not end; those of one number of ranks together, with one pool."""
+    """Loss and norm of each, None where it did not end. As many of each number of ranks, and one pool for these."""
     made = 0
-    for ranks, drawn_together in groupby(sorted(chosen, key=lambda drawn: drawn.ranks), lambda drawn: drawn.ranks):
+    for ranks in SIZES:
+        share = len(range(ranks - SIZES[0], options.layouts, len(SIZES)))
         pool = None
-        for drawn in drawn_together:
+        for drawn in islice(draws(options.seed, ranks, folders[2]), share):
             if pool is None or not pool.alive:
                 folder = stores / f"pool {made}"
                 folder.mkdir()
-                pool, made = Pool(ranks, folder, rules=True, one_connection=one_connection), made + 1
+                pool, made = Pool(ranks, folder, rules=True, one_connection=options.one_connection), made + 1
             begun = time.monotonic()
             try:
                 found = pool.run(jobs.losses, drawn.command(folders[len(drawn.layouts) - 1]), [], timeout_s=600)[0][0]

@@ -60,19 +60,22 @@ class Drawn:
         return f"{self.ranks} ranks, {' | '.join(self.layouts.values())}, {settings}"
 
 
-def draws(seed: int, folder: Path) -> Iterator[Drawn]:
+SIZES = range(2, 9)
+"""Numbers of ranks."""
+
+
+def draws(seed: int, ranks: int, folder: Path) -> Iterator[Drawn]:
     """Runs without end, none twice, none that the program refuses."""
-    rng, seen = random.Random(seed), set()
+    rng, seen = random.Random(f"{seed} {ranks}"), set()
     while True:
-        drawn = _draw(rng)
+        drawn = _draw(rng, ranks)
         if str(drawn) in seen or not _is_legal(drawn, folder):
             continue
         seen.add(str(drawn))
         yield drawn
 
 
-def _draw(rng: random.Random) -> Drawn:
-    world = rng.randint(2, 8)
+def _draw(rng: random.Random, world: int) -> Drawn:
     placement = rng.choice(["colocated", "disjoint", "mixed"])
     vision, text = _ranks(rng, placement, world)
     layouts = {"vision": _layout(rng, vision), "text": _layout(rng, text)}
