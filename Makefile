@@ -16,7 +16,8 @@ export OMP_NUM_THREADS := 1
 # Nothing is fetched while programs run.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv test lint types unit functional torture nccl-rules format readme train demo-clean bench clean
+.PHONY: help venv test lint types unit functional torture nccl-rules format readme kernels train demo-clean bench bench-gpu
+.PHONY: clean
 .DEFAULT_GOAL := help
 
 help:
@@ -68,6 +69,10 @@ format: $(INSTALLED)
 readme: $(INSTALLED)
 	$(BIN)/python -m tests.unit.test_readme
 
+# How many kernels a step launches in layouts of large models, after a change that is meant to change that.
+kernels: $(INSTALLED)
+	$(BIN)/python -m tests.fake_cuda
+
 # --------------------------------------------------------------------------------------------- programs
 
 train: demo/demo.json
@@ -85,6 +90,10 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.schedule
 	$(BIN)/python -m benchmarks.checkpoint
+
+# On a machine with one GPU, in under ten minutes.
+bench-gpu: $(INSTALLED)
+	$(BIN)/python -m benchmarks.gpu
 
 clean: demo-clean
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

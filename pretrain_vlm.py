@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
 
 def train(config: Config, request: StopRequest) -> None:
     """Train and evaluate the model, export it, and answer the held-out questions with it."""
-    with process_group() as platform:
+    with process_group(config.schedule.timeout_s) as platform:
         finished = train_and_export(config, platform, request)
     if finished and config.answers and rank() == 0:
         from megatron_hetero.training.evaluation import evaluate_export

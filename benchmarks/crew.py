@@ -19,27 +19,46 @@ LOOK_S = 5.0
 
 
 class Crew:
-    """`ranks` processes with a process group; in each an object, made by `build(platform, *args)`, takes orders."""
+    """`ranks` processes with a process group; in each an object, made by `build(platform, *args)`, takes orders.
+
+    `join(rank, ranks, store)`: makes the group and returns the platform. `start`: how processes start; `forkserver`
+    imports what they share once, `spawn` is for those that share a GPU, which no server may have looked at before.
+    `ready`: whether to wait until all have been built; otherwise `wait` does.
+    """
 
     def __init__(
-        self, ranks: int, store: Path, build: Callable[..., Any], *args: Any, preload: str = "benchmarks.systems"
+        self,
+        ranks: int,
+        store: Path,
+        build: Callable[..., Any],
+        *args: Any,
+        preload: str = "benchmarks.systems",
+        join: Callable[[int, int, str], Any] | None = None,
+        start: str = "forkserver",
+        ready: bool = True,
     ):
-        # Heavy modules are imported once and shared; nothing in them starts threads or touches a GPU.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([preload])
+        context: Any = multiprocessing.get_context(start)
+        if start == "forkserver":
+            # Heavy modules are imported once and shared; nothing in them starts threads or touches a GPU.
+            context.set_forkserver_preload([preload])
         self.ranks = ranks
         self._orders = [context.Queue() for _ in range(ranks)]
         self._results = context.Queue()
         self._workers = [
             context.Process(
                 target=_serve,
-                args=(rank, ranks, str(store), build, args, self._orders[rank], self._results),
+                args=(rank, ranks, str(store), join or _join, build, args, self._orders[rank], self._results),
                 daemon=True,
             )
             for rank in range(ranks)
         ]
         for worker in self._workers:
             worker.start()
+        if ready:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until all processes take orders."""
         self._collect()
 
     def run(self, name: str, *args: Any) -> list[Any]:
@@ -77,9 +96,9 @@ class Crew:
             raise TimeoutError(f"ranks {dead} died" if dead else f"ranks {missing} do not answer")
 
 
-def _serve(rank: int, ranks: int, store: str, build: Any, args: Any, orders: Any, results: Any) -> None:
+def _serve(rank: int, ranks: int, store: str, join: Any, build: Any, args: Any, orders: Any, results: Any) -> None:
     try:
-        worker = build(_join(rank, ranks, store), *args)
+        worker = build(join(rank, ranks, store), *args)
         results.put((rank, None, None))
         while True:
             name, values = orders.get()

@@ -98,6 +98,7 @@ class Encoder:
                 cp_lengths=share.cp_lengths,
                 windows=Segments.of(share.windows, device),
             ),
+            share.padding,
         )
         return cls(model, batch, share.sp_lengths, platform)
 

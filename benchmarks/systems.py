@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.material import SAMPLES
 from benchmarks.meter import CollectiveMeter, total_bytes, total_seconds
 from megatron_hetero.data.mixture import Mixture, RegistryEntry
-from megatron_hetero.data.processing import Processor
+from megatron_hetero.data.processing import Processor, TokenizedSample
 from megatron_hetero.platform import Platform
 from megatron_hetero.schedule.watch import Stopwatch
 from megatron_hetero.training.config import load_config
@@ -214,25 +214,29 @@ def plain_batch(mixture: Mixture, processor: Processor, case: int, device: torch
     """This rank's sample of a case as `transformers` takes it, and the tokens of the global batch."""
     samples = [processor.tokenize(mixture[case * SAMPLES + k]) for k in range(SAMPLES)]
     mine = samples[dist.get_rank()]
-    ids = torch.from_numpy(mine.input_ids)
     supervised = sum(int(sample.supervised.sum()) for sample in samples)
-    inputs = {
-        "input_ids": ids[None],
-        "attention_mask": torch.ones_like(ids)[None],
-        "mm_token_type_ids": (ids == processor.vision.token_id).int()[None],
-        "labels": torch.where(torch.from_numpy(mine.supervised), ids, -100)[None],
-        "num_items_in_batch": torch.tensor(supervised / dist.get_world_size()),
-        "dummy": None,
-        "dummy_grid": None,
-    }
-    if len(mine.grids):
-        pixels = processor.patches(mine.record, 0, mine.grids[0])
-        inputs |= {"pixel_values": torch.from_numpy(pixels), "image_grid_thw": torch.from_numpy(mine.grids)}
-    else:
+    inputs = {"dummy": None, "dummy_grid": None, **plain_inputs(mine, processor)}
+    inputs["num_items_in_batch"] = torch.tensor(supervised / dist.get_world_size())
+    if not len(mine.grids):
         width = 3 * processor.vision.temporal_patch_size * processor.vision.patch_size**2
         inputs |= {"dummy": torch.zeros(4, width), "dummy_grid": torch.tensor([[1, 2, 2]])}
     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     return {"inputs": moved, "tokens": sum(map(len, samples))}
+
+
+def plain_inputs(sample: TokenizedSample, processor: Processor) -> dict[str, Any]:
+    """A sample of at most one image as `transformers` takes it."""
+    ids = torch.from_numpy(sample.input_ids)
+    inputs = {
+        "input_ids": ids[None],
+        "attention_mask": torch.ones_like(ids)[None],
+        "mm_token_type_ids": (ids == processor.vision.token_id).int()[None],
+        "labels": torch.where(torch.from_numpy(sample.supervised), ids, -100)[None],
+    }
+    if len(sample.grids):
+        pixels = processor.patches(sample.record, 0, sample.grids[0])
+        inputs |= {"pixel_values": torch.from_numpy(pixels), "image_grid_thw": torch.from_numpy(sample.grids)}
+    return inputs
 
 
 def _fully_shard(module: LossOf, platform: Platform) -> Any:

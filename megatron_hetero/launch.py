@@ -18,6 +18,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from megatron_hetero.cuda_environment import group_timeout, prepare_environment
 from megatron_hetero.errors import UserError
 
 # torch is imported where it is needed: until a program has set its signal handlers, any signal ends it.
@@ -30,8 +31,12 @@ _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset",
     "Broken pipe",
-    "NCCL communicator was aborted",
     "Socket closed",
+    "Connection was likely closed",  # of the store
+    # NCCL: c10d/NCCLUtils.cpp, and ncclGetErrorString. ncclSystemError may be this rank's own.
+    "NCCL communicator was aborted",
+    "ncclRemoteError",
+    "remote process exited or there was a network error",
 )
 
 
@@ -47,15 +52,20 @@ def world_size() -> int:
 
 @contextlib.contextmanager
 def process_group(timeout_s: float = 1800.0) -> Iterator[Platform]:
-    """The platform of this process, with the default process group inside the context."""
+    """The platform of this process, with the default process group inside the context.
+
+    `timeout_s`: what the interpreter is given, seconds after which its watchdog ends a process. The process groups' own
+    time-out is longer (`group_timeout`).
+    """
+    prepare_environment()
     import torch.distributed as dist
 
     from megatron_hetero.platform import Platform
 
-    timeout = timedelta(seconds=timeout_s)
+    timeout = group_timeout(timeout_s)
     platform = replace(Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))), timeout=timeout)
     if "RANK" in os.environ:
-        platform.init_process_group(**_meeting_place(timeout), timeout=timeout)
+        platform.init_process_group(**_meeting_place(timedelta(seconds=1800)), timeout=timeout)
     else:
         platform.init_process_group(store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     yield platform
@@ -83,6 +93,7 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     Exit status: 1 for an error, 130 for Ctrl-C. Where torchrun is killed, its ranks end too (on Linux).
     """
     _end_with_torchrun()
+    prepare_environment()
     try:
         with (
             open(os.devnull, "w") as nowhere,

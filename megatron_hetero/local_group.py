@@ -22,6 +22,7 @@ class LocalGroup(dist.ProcessGroup):
         registry = dist.distributed_c10d._world
         registry.pg_group_ranks[self] = {member: at for at, member in enumerate(ranks)}
         registry.pg_map[self] = self.getBackendName(), None  # pyright: ignore[reportArgumentType]
+        registry.pg_backend_config[self] = self.getBackendName()  # what a profiler lists of every group
 
     def getBackendName(self) -> str:
         """What `torch.distributed` calls it."""

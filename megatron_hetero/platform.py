@@ -7,7 +7,6 @@ it takes CUDA for granted; `Platform.prepare_megatron` and `Platform.megatron_sc
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+
+from megatron_hetero.cuda_environment import prepare_environment
 
 CPU = torch.device("cpu")
 
@@ -131,9 +132,7 @@ class Platform:
 
     def prepare_megatron(self) -> None:
         """Make the places of Megatron-Core that take CUDA for granted work on this platform. Idempotent."""
-        # Megatron's linears start a collective before a matrix product and rely on one hardware queue to keep the
-        # order.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        prepare_environment()  # A no-op where the process group is ours.
         if self.is_cuda:
             return
         import megatron.core.tensor_parallel.random as megatron_random

@@ -20,109 +20,27 @@ one reduce-scatter. Layers that attend inside windows take none.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
-from megatron_hetero.models.context import Pieces
-from megatron_hetero.models.exchange import gather_keys, heads_for_tokens, padded_index, tokens_for_heads
+from megatron_hetero.models.exchange import gather_keys, heads_for_tokens, tokens_for_heads
+from megatron_hetero.models.kernels import HALF, Kernel, kernel_for
+from megatron_hetero.models.segments import Segments
 from megatron_hetero.platform import on_device
 from megatron_hetero.topology import ModuleGroups
 
-try:  # optional: pip install megatron-hetero[gpu]
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-except ImportError:
-    flash_attn_varlen_func = None
-
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
-HALF = (torch.bfloat16, torch.float16)
-
-
-class Bucket(NamedTuple):
-    """All pieces of so many `queries` and `keys`, of which there are `pieces`."""
-
-    queries: int
-    keys: int
-    pieces: int
-
-
-@dataclass
-class Segments(PackedSeqParams):
-    """Pieces of attention in a pack (`megatron_hetero.models.context`): queries attend within their own piece only.
-
-    A Megatron `PackedSeqParams` (what Transformer Engine and flash-attn read: queries and keys of each piece, causal
-    ones aligned at the last query and key), with what plain PyTorch needs to run all pieces of one shape in one batch:
-    `buckets`, and `order` and `key_order`, int64 indices that bring queries and keys into the order of the buckets,
-    None where they are in it.
-
-    `key_index`: int64 [K], where the keys of the pieces stand in the padded gather of all context-parallel members'
-    tokens; None where they are this member's own tokens in their order.
-    """
-
-    buckets: tuple[Bucket, ...] = ()
-    order: Tensor | None = None
-    key_order: Tensor | None = None
-    key_index: Tensor | None = None
-    _masks: dict[Bucket, Tensor] = field(default_factory=dict, repr=False, compare=False)
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
-        """Whole sequences of `lengths` tokens, one after the other. Empty ones are dropped."""
-        return cls.of_pieces(Pieces.whole(lengths), device)
-
-    @classmethod
-    def of_pieces(cls, pieces: Pieces, device: torch.device, cp_lengths: Sequence[int] = ()) -> Segments:
-        """What one context-parallel member attends to. `cp_lengths`, the tokens of each member, are needed where the
-        pieces have a `key_index`.
-        """
-        index = None if pieces.key_index is None else padded_index(pieces.key_index, cp_lengths)
-        number = {shape: i for i, shape in enumerate(dict.fromkeys(zip(pieces.queries, pieces.keys, strict=True)))}
-        bucket = np.array([number[shape] for shape in zip(pieces.queries, pieces.keys, strict=True)], np.int64)
-        counts = np.bincount(bucket, minlength=len(number))
-        cu_queries = _cumulated(pieces.queries, device)
-        return cls(
-            qkv_format="thd",
-            cu_seqlens_q=cu_queries,
-            cu_seqlens_kv=cu_queries if pieces.queries == pieces.keys else _cumulated(pieces.keys, device),
-            max_seqlen_q=max(pieces.queries, default=0),
-            max_seqlen_kv=max(pieces.keys, default=0),
-            buckets=tuple(Bucket(*shape, int(counts[i])) for shape, i in number.items()),
-            order=_bucket_order(bucket, pieces.queries, device),
-            key_order=_bucket_order(bucket, pieces.keys, device),
-            key_index=None if index is None else on_device(torch.from_numpy(index), device),
-        )
-
-    def causal_mask(self, bucket: Bucket) -> Tensor:
-        """Boolean [queries, keys], True where a query sees a key: the last query sees every key, each query before it
-        one less. Made at first use and kept for the other layers.
-        """
-        if bucket not in self._masks:
-            everything = torch.ones(bucket.queries, bucket.keys, dtype=torch.bool, device=self.cu_seqlens_q.device)
-            self._masks[bucket] = everything.tril_(bucket.keys - bucket.queries)
-        return self._masks[bucket]
-
-
-def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return on_device(torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)), device)
-
-
-def _bucket_order(bucket: np.ndarray, lengths: Sequence[int], device: torch.device) -> Tensor | None:
-    if np.all(np.diff(bucket) >= 0):
-        return None
-    return on_device(torch.from_numpy(np.argsort(np.repeat(bucket, lengths), kind="stable")), device)
 
 
 @dataclass(frozen=True)
@@ -143,7 +61,7 @@ class AttentionPlan:
 @lru_cache(maxsize=16)
 def rotary_frequencies(theta: float, dim: int, device: torch.device) -> Tensor:
     """theta^(-2i / dim) for i below dim / 2, fp32. Computed on the host as `transformers` does, and moved once."""
-    return (1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)).to(device)
+    return on_device(1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), device)
 
 
 def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:
@@ -158,8 +76,10 @@ def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:
 
 
 class TorchAttention(torch.nn.Module):
-    """Core attention on plain PyTorch (or flash-attn where it is installed and applies), a Megatron
-    `core_attention`.
+    """Core attention by one of `megatron_hetero.models.kernels`, a Megatron `core_attention`.
+
+    It takes any number of heads, so it can stand behind an exchange of heads for tokens. `kernel`: which one; None
+    takes the one for the device and dtype of the queries.
     """
 
     def __init__(
@@ -169,69 +89,31 @@ class TorchAttention(torch.nn.Module):
         attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
+        kernel: Kernel | None = None,
         **_: Any,
     ):
         super().__init__()
         self.causal = attn_mask_type in CAUSAL
         self.scale = softmax_scale
+        self.kernel = kernel
 
     def forward(
         self, q_nHD: Tensor, k_KHD: Tensor, v_KHD: Tensor, attention_mask: None = None, *, packed_seq_params: Segments,
         **_: Any,
     ) -> Tensor:  # fmt: skip
         """Attention inside each piece of `packed_seq_params`; returns [n, H * D]."""
-        segments = packed_seq_params
-        if flash_attn_varlen_func is not None and q_nHD.is_cuda and q_nHD.dtype in HALF:
-            return self._flash(q_nHD, k_KHD, v_KHD, segments).flatten(1)
-        queries = [bucket.queries * bucket.pieces for bucket in segments.buckets]
-        keys = [bucket.keys * bucket.pieces for bucket in segments.buckets]
-        q_parts = _ordered(q_nHD, segments.order).split(queries)
-        k_parts, v_parts = (_ordered(x, segments.key_order).split(keys) for x in (k_KHD, v_KHD))
-        inputs = zip(q_parts, k_parts, v_parts, segments.buckets, strict=True)
-        parts = [self._bucket(q, k, v, bucket, segments) for q, k, v, bucket in inputs]
-        out, order = parts[0] if len(parts) == 1 else torch.cat(parts), segments.order
-        return (out if order is None else torch.empty_like(out).index_copy(0, order, out)).flatten(1)
-
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-        # Causal pieces are aligned at the bottom right, as `Segments` has them (flash-attn 2.1 and later).
-        return flash_attn_varlen_func(  # pyright: ignore[reportOptionalCall]
-            q,
-            k,
-            v,
-            segments.cu_seqlens_q,
-            segments.cu_seqlens_kv,
-            segments.max_seqlen_q,
-            segments.max_seqlen_kv,
-            softmax_scale=self.scale,
-            causal=self.causal,
-        )
-
-    def _bucket(self, q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, segments: Segments) -> Tensor:
-        q, k, v = (x.unflatten(0, (bucket.pieces, -1)).transpose(1, 2) for x in (q, k, v))
-        square = bucket.queries == bucket.keys
-        # The one query of a piece sees all its keys.
-        masked = self.causal and 1 < bucket.queries < bucket.keys
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=_lower_right(q, bucket, segments) if masked else None,
-            is_causal=self.causal and square,
-            scale=self.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return out.transpose(1, 2).flatten(0, 1)
+        kernel = self.kernel or kernel_for(q_nHD.device, q_nHD.dtype, q_nHD.shape[2])
+        return kernel(q_nHD, k_KHD, v_KHD, packed_seq_params, causal=self.causal, scale=self.scale).flatten(1)
 
 
-def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
-    return x if order is None else x.index_select(0, order)
+def core_attention(offered: Any, dtype: torch.dtype, *, exchanges: bool) -> Any:
+    """`offered` (Transformer Engine's attention, say) where it computes what a layer asks for, else `TorchAttention`.
 
-
-def _lower_right(q: Tensor, bucket: Bucket, segments: Segments) -> Tensor:
-    # `is_causal` of PyTorch aligns at the upper left. Its flash kernel (half precision) needs no mask in memory.
-    if q.is_cuda and q.dtype in HALF:
-        return causal_lower_right(bucket.queries, bucket.keys)
-    return segments.causal_mask(bucket)
+    `exchanges`: whether heads or keys come from other ranks. Transformer Engine wants the number of heads that its
+    module was built for (`DotProductAttention.forward` asserts it), and aligns causal masks at the first query and key
+    as Megatron calls it on packed sequences. Nor has it a kernel for packed sequences in fp32.
+    """
+    return offered if dtype in HALF and not exchanges else TorchAttention
 
 
 class PackedSelfAttention(SelfAttention):
@@ -251,9 +133,12 @@ class PackedSelfAttention(SelfAttention):
         windowed: bool = False,
     ):
         assert pg_collection is not None
-        if pg_collection.context.size() > 1 and attn_mask_type in CAUSAL:
-            # Transformer Engine, as Megatron calls it on packed sequences, aligns causal masks at the upper left.
-            submodules = replace(submodules, core_attention=TorchAttention)
+        sp, context = pg_collection.sp, pg_collection.context
+        exchanges = not windowed and (sp.size() > 1 or context.size() > 1)
+        submodules = replace(
+            submodules,
+            core_attention=core_attention(submodules.core_attention, config.params_dtype, exchanges=exchanges),
+        )
         super().__init__(
             config=config,
             submodules=submodules,
@@ -263,7 +148,7 @@ class PackedSelfAttention(SelfAttention):
             pg_collection=_without_context(pg_collection),
         )
         self.windowed = windowed
-        self.sp_group, self.context_group = pg_collection.sp, pg_collection.context
+        self.sp_group, self.context_group = sp, context
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from torch import Tensor
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.attention import PackedSelfAttention, TorchAttention
+from megatron_hetero.models.kernels import cuda_capability
+from megatron_hetero.models.optional import FLASH_ATTN, TRANSFORMER_ENGINE, find, notices, unusable
 from megatron_hetero.platform import Platform
 
 
@@ -56,24 +57,55 @@ class TorchSpecProvider(LocalSpecProvider):
 
 
 def spec_provider(choice: str, platform: Platform) -> BackendSpecProvider:
-    """The provider for `model.backend`: `torch`, `te` (Transformer Engine), or `auto` (TE where it is installed, on
-    CUDA).
+    """The provider for `model.backend`: `torch`, `te` (Transformer Engine), or `auto` (that one on CUDA, where it is
+    installed in a version that is known to work).
 
     Raises `UserError` where `te` is asked for and cannot be had.
     """
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    if choice == "te" and not (installed and platform.is_cuda):
-        raise UserError(
-            f"model.backend: found 'te', but Transformer Engine is "
-            f"{'installed' if installed else 'not installed'} and the "
-            f"device is {platform.device.type}; expected it installed on CUDA; pip install "
-            f"'megatron-hetero[gpu]' or use --model.backend torch"
-        )
-    if choice == "torch" or not (installed and platform.is_cuda):
+    if choice == "torch" or (choice == "auto" and not platform.is_cuda):
         return TorchSpecProvider()
+    why = unusable(TRANSFORMER_ENGINE, find(TRANSFORMER_ENGINE)) if platform.is_cuda else ""
+    if choice == "te" and (why or not platform.is_cuda):
+        raise _no_transformer_engine(why, platform)
+    return TorchSpecProvider() if why else te_provider(cuda_capability(platform.device))
+
+
+def te_provider(capability: tuple[int, int]) -> BackendSpecProvider:
+    """Transformer Engine's linears and norms, and its attention on GPUs of a `capability` where it has a kernel of its
+    own for packed sequences.
+
+    That is cuDNN's, on Hopper and the Blackwell of data centres (`nvte_get_fused_attn_backend` in
+    transformer_engine/common/fused_attn/fused_attn.cpp, `get_attention_backend` in pytorch/attention/
+    dot_product_attention/utils.py, both at v2.9). Elsewhere it would call flash-attn, which ours does too.
+    """
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-    return TESpecProvider()
+    class TransformerEngineSpecs(TESpecProvider):
+        def core_attention(self) -> type:
+            return super().core_attention() if capability[0] in (9, 10) else TorchAttention
+
+    return TransformerEngineSpecs()
+
+
+def backend_notices(choice: str, platform: Platform) -> list[str]:
+    """A line for each optional package that is installed on this CUDA machine and yet not used, with the reason."""
+    if not platform.is_cuda:
+        return []
+    packages = [FLASH_ATTN] + [TRANSFORMER_ENGINE] * (choice != "torch")
+    return notices([(package, find(package)) for package in packages])
+
+
+def _no_transformer_engine(why: str, platform: Platform) -> UserError:
+    expected = f"Transformer Engine{TRANSFORMER_ENGINE.versions} on CUDA"
+    if not platform.is_cuda:
+        found, fix = f"te on the device {platform.device.type}", "use --model.backend torch"
+        return UserError.at("model.backend", found=found, expected=expected, because="it needs a GPU", fix=fix)
+    return UserError.at(
+        "model.backend",
+        found=f"te, but {TRANSFORMER_ENGINE.module} {why}",
+        expected=expected,
+        fix="install it as docs/installation.md says, or use --model.backend torch",
+    )
 
 
 class StageLayer(TransformerLayer):

@@ -7,8 +7,9 @@ rectangles differ from rank to rank; a rectangle held by several ranks, or twice
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +54,21 @@ class Piece:
 
 WeightMap = Mapping[str, tuple[Piece, ...]]
 """Local parameter name to its pieces, for one tp rank."""
+
+
+class WeightSource(Protocol):
+    """Where a module's weights are read from. `shapes`: of all tensors by name."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, piece: Piece) -> Tensor:
+        """The values of one piece: 1-D where the tensor is, else 2-D."""
+        ...
+
+    def require_copy(self, copy: str, original: str, pieces: Iterable[Piece]) -> None:
+        """Check that two tensors are the same in these `pieces` of the latter. Raises `UserError`."""
+        ...
 
 
 def stack(*parts: tuple[str, Interval]) -> tuple[Piece, ...]:

@@ -7,12 +7,16 @@ s / tp with sequence-parallel activations), of width h:
     two norms      each: input in fp32 [l, h], its scale fp32 [l, 1], the normed [l, h], the output [l, h]
     attention      queries, keys and the projection that holds the values; under sp what was exchanged, under cp what
                    was gathered, instead; the output, a number for each query in fp32, and the padded output
-    MLP            gate and up [s, 2 ffn], silu of the gate [s, ffn], a copy of up [s, ffn], their product [s, ffn]
+    MLP            gate and up [s, 2 ffn], their product [s, ffn]; on a CPU, where that is not fused, silu of the gate
+                   [s, ffn] and a copy of up [s, ffn] too
 
 Recomputed layers keep their input [l, h]; one at a time keeps all of the above during its backward pass.
 
-Transformer Engine and flash-attn save a little less: no copies in fp32 for norms, and of the MLP
-gate, up and product only.
+What actions need besides, for a moment (their workspace), is greatest where a layer's MLP goes backward (gradients of
+gate and up [s, 2 ffn] and of their product [s, ffn]), and in the loss (logits as the head gives them and once more in
+fp32 [supervised, vocabulary / tp], and the gathered input of the head [s, h]).
+
+Transformer Engine saves less: no copies in fp32 for norms.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ FP32 = 4
 class LayerShape:
     """A transformer layer on one rank of its tp group; widths in elements. `itemsize`: bytes of an element.
 
-    `inputs`, `weights`: whether gradients of these are computed.
+    `gpu`: whether a GPU computes it, where bias, activation and gate of the MLP are one function, and attention takes
+    pieces in any order (in half precision).
     """
 
     hidden: int
@@ -48,6 +53,7 @@ class LayerShape:
     causal: bool
     itemsize: int
     passes: Passes
+    gpu: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,9 @@ class StageBytes:
     `saved`: by autograd, from forward to backward. `entered`, `left`: hidden states (or rows) that came in and go out,
     as far as autograd does not hold them anyway. `message`: hidden states between stages. `again`: what recomputed
     layers add for the time of their backward pass, when what follows the layers has been let go already.
+
+    `forward`, `backward`: workspace at the end of a forward, and beside `again` in a backward. `gathered`: of one
+    tensor that is gathered over tp.
     """
 
     saved: int
@@ -64,6 +73,9 @@ class StageBytes:
     left: int
     message: int
     again: int
+    forward: int
+    backward: int
+    gathered: int
 
 
 def norm_bytes(shape: LayerShape, local: int) -> int:
@@ -73,8 +85,10 @@ def norm_bytes(shape: LayerShape, local: int) -> int:
 
 
 def mlp_bytes(shape: LayerShape, padded: int) -> int:
-    """Gate and up as one tensor, silu of the gate, up once more (Megatron adds an offset to it), their product."""
-    return shape.itemsize * padded * shape.ffn * (4 + shape.passes.weights)
+    """Gate and up as one tensor, and what the second product takes. Where they are not fused also silu of the gate, and
+    up once more (Megatron adds an offset to it).
+    """
+    return shape.itemsize * padded * shape.ffn * ((2 if shape.gpu else 4) + shape.passes.weights)
 
 
 def attention_bytes(shape: LayerShape, shard: Shard, *, windowed: bool) -> int:
@@ -91,7 +105,7 @@ def attention_bytes(shape: LayerShape, shard: Shard, *, windowed: bool) -> int:
         operands = own + 2 * kv_heads * sum(k for _, k in spans)
     elif sp > 1:
         operands = (heads + 2 * kv_heads) * queries
-    elif _in_order(spans):
+    elif (shape.gpu and shape.itemsize < FP32) or _in_order(spans):
         operands = (heads + kv_heads) * queries + (heads + 2 * kv_heads) * shard.padded
     else:
         operands = (heads + 2 * kv_heads) * queries
@@ -136,11 +150,28 @@ def _layers(shape: LayerShape, shard: Shard, windowed: Sequence[bool], recompute
     return table + count * hidden, again
 
 
+def _layer_workspace(shape: LayerShape, shard: Shard) -> int:
+    """Of one layer: gradients inside its MLP, and one of its output."""
+    return shape.itemsize * (3 * shard.padded * shape.ffn + shard.local * shape.hidden)
+
+
+def _gathered(shape: LayerShape, shard: Shard) -> int:
+    """Megatron gathers the input of products that are split over tp into one buffer."""
+    return shape.itemsize * shard.padded * shape.hidden if shard.local < shard.padded else 0
+
+
 def text_stage(
-    shape: TextShape, layout: Layout, stage: Stage, shard: Shard, itemsize: int, passes: Passes, recompute: bool
+    shape: TextShape,
+    layout: Layout,
+    stage: Stage,
+    shard: Shard,
+    itemsize: int,
+    passes: Passes,
+    recompute: bool,
+    gpu: bool,
 ) -> StageBytes:
     """A stage of the text module. The rows that its first stage takes are not in it."""
-    layer = text_layer(shape, layout, itemsize, passes)
+    layer = text_layer(shape, layout, itemsize, passes, gpu)
     saved, again = _layers(layer, shard, [False] * len(stage.layers), recompute)
     message = itemsize * shard.local * shape.hidden
     if stage.is_first:
@@ -151,15 +182,20 @@ def text_stage(
         after += _head_bytes(shape, layout, shard.supervised, itemsize, passes)
     entered = 0 if stage.is_first or recompute or itemsize == FP32 else message
     left = 0 if stage.is_last else message
-    return StageBytes(saved + after, entered, left, message, max(0, again - after))
+    again, workspace = max(0, again - after), _layer_workspace(layer, shard)
+    loss = _loss_workspace(shape, layout, shard, itemsize) if stage.is_last else 0
+    return StageBytes(
+        saved + after, entered, left, message, again, max(loss, workspace), max(loss - again, workspace),
+        _gathered(layer, shard),
+    )  # fmt: skip
 
 
-def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes) -> LayerShape:
+def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
     """A layer of the text module on one rank."""
     groups = shape.kv_heads * shape.kv_copies(layout.tp) // layout.tp
     return LayerShape(
         shape.hidden, shape.heads // layout.tp, groups, shape.head_dim, -(-shape.ffn // layout.tp), layout.sp,
-        layout.cp, True, itemsize, passes,
+        layout.cp, True, itemsize, passes, gpu,
     )  # fmt: skip
 
 
@@ -169,13 +205,21 @@ def _head_bytes(shape: TextShape, layout: Layout, supervised: int, itemsize: int
     return supervised * (itemsize * shape.hidden * passes.weights + probabilities + 8 + 8 + 1)
 
 
+def _loss_workspace(shape: TextShape, layout: Layout, shard: Shard, itemsize: int) -> int:
+    """Beside the probabilities: logits, as the head gives them and in fp32, and the hidden states of the whole shard.
+    As much in the backward: the gradient in fp32 and as the head takes it.
+    """
+    logits = shard.supervised * -(-shape.vocab // layout.tp)
+    return logits * (FP32 + (itemsize if itemsize < FP32 else 0)) + itemsize * shard.padded * shape.hidden
+
+
 def encoder_stage(
     shape: VisionShape, layout: Layout, stage: Stage, shard: Shard, itemsize: int, trains: tuple[bool, bool],
-    recompute: bool,
+    recompute: bool, gpu: bool,
 ) -> StageBytes:  # fmt: skip
     """A stage of an encoder. `trains`: whether the encoder does, and whether its projector does."""
     encoder, projector = trains
-    layer = encoder_layer(shape, layout, itemsize, Passes(encoder, encoder))
+    layer = encoder_layer(shape, layout, itemsize, Passes(encoder, encoder), gpu)
     saved, again = _layers(layer, shard, [i not in shape.full_layers for i in stage.layers], recompute)
     message = itemsize * shard.local * shape.hidden
     if stage.is_first and encoder:
@@ -183,15 +227,18 @@ def encoder_stage(
     after = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector)) if stage.is_last else 0
     entered = 0 if stage.is_first or recompute or itemsize == FP32 or not encoder else message
     left = itemsize * shard.local // shape.unit * shape.out_hidden if stage.is_last else message
-    return StageBytes(saved + after, entered, left, message, max(0, again - after))
+    again, workspace = max(0, again - after), _layer_workspace(layer, shard)
+    return StageBytes(
+        saved + after, entered, left, message, again, workspace, workspace, _gathered(layer, shard)
+    )  # fmt: skip
 
 
-def encoder_layer(shape: VisionShape, layout: Layout, itemsize: int, passes: Passes) -> LayerShape:
+def encoder_layer(shape: VisionShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
     """A layer of an encoder on one rank."""
     heads = shape.heads // layout.tp
     return LayerShape(
         shape.hidden, heads, heads, shape.head_dim, -(-shape.ffn // layout.tp), layout.sp, layout.cp, False, itemsize,
-        passes,
+        passes, gpu,
     )  # fmt: skip
 
 
@@ -199,6 +246,6 @@ def _merger_bytes(shape: VisionShape, layout: Layout, shard: Shard, itemsize: in
     """Norm, what goes into gelu, and what comes out of it."""
     if not (passes.inputs or passes.weights):
         return 0
-    layer = encoder_layer(shape, layout, itemsize, passes)
+    layer = encoder_layer(shape, layout, itemsize, passes, True)
     inner = itemsize * shard.padded // shape.unit * -(-shape.hidden * shape.unit // layout.tp)
     return norm_bytes(layer, shard.local) + inner * (1 + passes.weights)

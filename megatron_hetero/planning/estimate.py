@@ -37,7 +37,7 @@ from megatron_hetero.training.resolved import (
     transport_of,
 )
 
-KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary")
+KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary", "workspace")
 """Kinds of memory, in the order of the columns of `Plan.memory`."""
 
 
@@ -78,8 +78,11 @@ class Plan:
     simulation: Simulation
 
     @classmethod
-    def of(cls, config: Config, world_size: int) -> Plan:
-        """Plan. Raises `UserError` where the configuration does not fit the model or the world."""
+    def of(cls, config: Config, world_size: int, *, gpu: bool = True) -> Plan:
+        """Plan. `gpu`: whether the ranks are GPUs; on a CPU, layers keep more.
+
+        Raises `UserError` where the configuration does not fit the model or the world.
+        """
         shapes, layouts, batch = checked(config, world_size)
         schedule = checked_schedule(config, layouts, batch)
         assumed = AssumedBatch.of(config, shapes, layouts, batch)
@@ -89,7 +92,7 @@ class Plan:
         boundaries = tuple(_boundary(config, assumed, schedule, name) for name in shards if shards[name].used
                            and name != TEXT)  # fmt: skip
         images = {name: max(map(len, assumed.dealt(name))) for name in shapes.encoders}
-        memory = _Memory(config, assumed, schedule, stages, parameters, boundaries, shards).table(world_size)
+        memory = _Memory(config, assumed, schedule, stages, parameters, boundaries, shards, gpu).table(world_size)
         work = durations(config, assumed, stages, images)
         return cls(
             config, world_size, shapes, layouts, batch, assumed, stages, schedule, parameters, boundaries, shards,
@@ -150,6 +153,7 @@ class _Memory:
     parameters: Mapping[tuple[str, int], ParameterBytes]
     boundaries: Sequence[Boundary]
     shards: Mapping[str, ModuleShards]
+    gpu: bool
 
     def table(self, world_size: int) -> np.ndarray:
         """Bytes of all ranks by kind."""
@@ -163,7 +167,7 @@ class _Memory:
         table[:, 4] = self._staging(world_size)
         rows = [_by_rank(boundary, world_size) for boundary in self.boundaries]
         for role in self.schedule.roles:
-            table[list(role.ranks), 3] = self._activations(role, rows)
+            table[np.ix_(role.ranks, (3, 5))] = self._activations(role, rows)
         return table
 
     def _staging(self, world_size: int) -> np.ndarray:
@@ -186,7 +190,7 @@ class _Memory:
         return found
 
     def _activations(self, role: Role, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        """Peak bytes of the ranks of a role."""
+        """Peak bytes of activations and workspace of the ranks of a role, int64 [ranks, 2]."""
         names = dict.fromkeys(name for name, _ in role.places)
         ranks = np.array(role.ranks)
         columns = [self._shard_numbers(name, ranks) for name in names]
@@ -224,9 +228,9 @@ class _Memory:
         recompute = self.config.model.recompute.get(name, "none") == "full"
         if name == TEXT:
             passes = text_passes(self.config)
-            return text_stage(self.assumed.shapes.text, layout, stage, shard, itemsize, passes, recompute)
+            return text_stage(self.assumed.shapes.text, layout, stage, shard, itemsize, passes, recompute, self.gpu)
         shape, trains = self.assumed.shapes.encoders[name], encoder_trains(self.config, name)
-        return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute)
+        return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute, self.gpu)
 
 
 def _by_rank(boundary: Boundary, world_size: int) -> tuple[np.ndarray, np.ndarray]:

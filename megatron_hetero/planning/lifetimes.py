@@ -5,9 +5,10 @@ The interpreter's rules (`schedule.runtime`), in bytes:
     post       room for hidden states, or their gradients, of a neighbouring stage
     wait F     the tokens' embedding, on the first text stage; it ends in the forward
     start F    room for rows, on the first text stage, which live until their gradients leave (`start B`)
-    run F, R   what the stage keeps until its backward, where there is one; what it sends lives as long
-    run B      ends that; for its time, what one recomputed layer makes. On the first text stage, gradients of rows,
-               until they have left (`wait B`)
+    run F, R   what the stage keeps until its backward, where there is one; what it sends lives as long; at its end,
+               workspace
+    run B      ends that; for its time, what one recomputed layer makes, and workspace. On the first text stage,
+               gradients of rows, until they have left (`wait B`)
     start B    room for gradients of rows, on the encoder's side, which its backward ends
 """
 
@@ -35,12 +36,15 @@ class RankBytes:
     late: bool = False
 
 
-def peak_activations(schedule: Schedule, role: Role, of_rank: RankBytes) -> int:
-    """The most bytes of activations that live at once on a rank of `role` in a step."""
+def peak_activations(schedule: Schedule, role: Role, of_rank: RankBytes) -> tuple[int, int]:
+    """The most bytes of activations that live at once on a rank of `role` in a step; and how much more there are at
+    most with the workspace of the actions.
+    """
     ledger = _Ledger(schedule, role, of_rank)
     for action in role.actions:
         ledger.execute(action)
-    return ledger.peak
+    gathered = max((stage.gathered for stage in of_rank.stages.values()), default=0)
+    return ledger.peak, ledger.busiest - ledger.peak + gathered
 
 
 class _Ledger:
@@ -49,7 +53,7 @@ class _Ledger:
     def __init__(self, schedule: Schedule, role: Role, of_rank: RankBytes):
         self.schedule, self.role, self.of_rank = schedule, role, of_rank
         self.live: dict[object, int] = {}
-        self.total = self.peak = 0
+        self.total = self.peak = self.busiest = 0
         self._handlers: dict[str, Callable[[Action], None]] = {
             "run": self._run, "post": self._post, "start": self._start, "wait": self._wait,
         }  # fmt: skip
@@ -63,6 +67,11 @@ class _Ledger:
         self.live[name] = size
         self.total += size
         self.peak = max(self.peak, self.total)
+        self.busiest = max(self.busiest, self.peak)
+
+    def _work(self, size: int) -> None:
+        """Something of `size` lives for a moment."""
+        self.busiest = max(self.busiest, self.total + size)
 
     def _end(self, name: object) -> None:
         self.total -= self.live.pop(name, 0)
@@ -80,6 +89,7 @@ class _Ledger:
         key = action.module, action.stage, action.micro_batch
         if action.kind == "B":
             self._make(("again", *key), stage.again)
+            self._work(stage.backward)
             for what in ("again", "kept", "left"):
                 self._end((what, *key))
             self._end(("arriving", "B", *key))
@@ -93,6 +103,7 @@ class _Ledger:
         keeps = module.backward and (action.kind == "R" or not module.recomputes)
         self._make(("kept", *key), (stage.saved + stage.entered) * keeps)
         self._make(("left", *key), stage.left * (keeps or action.kind == "F"))
+        self._work(stage.forward)
         if not keeps and (action.stage < module.stages - 1 or module is self.schedule.text):
             self._end(("left", *key))
 

@@ -16,11 +16,11 @@ from megatron_hetero.schedule.drawing import timeline
 from megatron_hetero.schedule.simulator import role_label
 
 NOT_COUNTED = (
-    "Not counted: micro-batches that wait to be used (but for the pixels that the patch embedding keeps), gradients of "
-    "activations and other workspace inside an action, messages between stages on their way, buffers of NCCL, "
-    "Megatron's buffer for gathering activations over tp, the CUDA context, and fragmentation. Allow 10 to 20 % for "
-    "them. Logits are counted, as probabilities of the supervised tokens in fp32. Activations are those of plain "
-    "PyTorch layers with fused attention; Transformer Engine and flash-attn keep less."
+    "Not counted: micro-batches that wait to be used (but for the pixels that the patch embedding keeps), messages "
+    "between stages on their way, buffers of NCCL and of matrix products, the CUDA context, and fragmentation. Allow 5 "
+    "to 10 % for them. Logits are counted: as probabilities of the supervised tokens in fp32 with the activations, and "
+    "what the loss needs besides with the workspace. Activations are those of plain PyTorch layers on a GPU; "
+    "Transformer Engine keeps less."
 )
 SHOWN_ROLES = (8, 4)
 """Lines of the schedule that are shown of the first and of the last roles."""

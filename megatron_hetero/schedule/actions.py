@@ -22,8 +22,12 @@ and the actions, which a rank executes one after the other:
 
 A pipeline transfer (`send`, `post`, `take`) is between a rank and the one rank with the same other coordinates in the
 other stage. Ranks post what they receive of a module from another rank in the order in which that rank sends it. So
-an ordered pair of ranks is a queue, and needs no tags. (Where a library serialises all messages of a pair of ranks, the
-two directions need a communicator each: a receive that is posted early must not hold up a send.)
+an ordered pair of ranks is a queue, and needs no tags.
+
+On NCCL every communicator is a queue too, on each of its ranks: what is posted early holds up all that follows it
+there, and a send ends only when its receive has begun. "Never blocks" is said of the host. So whatever may be posted
+early has a communicator of its own: each ordered pair of ranks in a pipeline one for F and R and one for B, each
+boundary one for F and one for B. What becomes of the actions on streams is in `streams`, when they end in `deadlock`.
 
 A crossing (`start`, `wait`) is one operation of many ranks, its *participants*: those of the last stage of the encoder
 and of the first stage of the text, of all replicas. Every participant starts and waits for every crossing once, also

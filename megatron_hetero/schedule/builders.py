@@ -11,7 +11,8 @@
                   backward. Encoder activations of one micro-batch live; a second forward is paid for one pipeline fill.
   3. *Disjoint*, `ahead`: the first text stage's order of forwards and backwards sets the pace. When it takes the rows
      of micro-batch m, the encoder turns to the forward of m + 1 + run_ahead; when it has run a backward, the encoder
-     runs the same. That makes the encoder the stage before the first in 1F1B. Several encoders run side by side.
+     runs the same. That makes the encoder the stage before the first in 1F1B. Several encoders run side by side. Rows
+     of one micro-batch at a time are on their way: those that are encoded further ahead wait on the encoder's ranks.
   4. *Mixed*: as 2, on ranks that hold only one of the modules too; encoders whose ranks are apart from all of these
      run as in 3.
   5. Virtual stages: the text's 1F1B is the interleaved one, in all of the above. The pipeline drains between waves.
@@ -33,8 +34,11 @@ Why no order deadlocks. In a turn of the encoder (return, encode) all ranks walk
 it has no part in, and nothing in the list needs what comes later. The turns follow one another on all ranks, and what
 a stage runs before a turn needs only what others run before it: a stage turns at the same forward as the stage before
 it, or at one that comes one earlier. What runs
-ahead walks through the first text stage's list, one step behind in what it receives and ahead in what it gives.
-`Schedule.check` proves it again for each schedule.
+ahead walks through the first text stage's list, one step behind in what it receives and ahead in what it gives. On
+NCCL, what is posted early stands before other things in the queue of its communicator, and where the streams of a GPU
+share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron wants) what stands behind it there keeps the GPU
+from everything issued later. So no more is on its way than one thing after another, and `Schedule.check` proves
+for each schedule that it ends even so.
 """
 
 from __future__ import annotations
@@ -309,22 +313,29 @@ def _ahead_order(plan: _Plan, role: Role) -> Iterator[Action]:
                 yield from _forward_ahead(plan, encoder, stage, work.micro_batch + lead[encoder.name])
             elif encoder.backward:
                 yield from _backward_ahead(plan, encoder, stage, work.micro_batch)
-    for m in range(max(0, plan.batches - max(1, plan.run_ahead)), plan.batches):
-        yield from (plan.wait("F", encoder, m) for encoder, stage in held if stage == encoder.stages - 1)
+    if plan.run_ahead < 2:
+        yield from (plan.wait("F", e, plan.batches - 1) for e, stage in held if stage == e.stages - 1)
 
 
 def _forward_ahead(plan: _Plan, encoder: Module, stage: int, m: int) -> Iterator[Action]:
-    """Forward of a micro-batch, once the text module is ready for the rows of the last one that it may lag behind."""
+    """Forward of a micro-batch, once the text module is ready for the rows of the last one that it may lag behind.
+
+    Rows leave when the text module is ready for those before them, after the last forward too. More of them on their
+    way would stand behind each other on one communicator; and where all streams of a GPU share a queue
+    (CUDA_DEVICE_MAX_CONNECTIONS=1) what stands there keeps the encoder from computing, and may do so for ever.
+    """
+    is_last, holds_back, gone = stage == encoder.stages - 1, plan.run_ahead > 1, m - max(1, plan.run_ahead)
+    if is_last and 0 <= gone < plan.batches and (holds_back or m < plan.batches):
+        yield plan.wait("F", encoder, gone)
+        if holds_back and gone + 1 < plan.batches:
+            yield plan.start("F", encoder, gone + 1)
     if not 0 <= m < plan.batches:
         return
-    is_last, gone = stage == encoder.stages - 1, m - max(1, plan.run_ahead)
-    if is_last and gone >= 0:
-        yield plan.wait("F", encoder, gone)
     yield run("F", encoder.name, stage, m)
-    if is_last:
+    if is_last and (m == 0 or not holds_back):
         yield plan.start("F", encoder, m)
-        if m == 0 and encoder.backward:
-            yield plan.start("B", encoder, 0)
+    if is_last and m == 0 and encoder.backward:
+        yield plan.start("B", encoder, 0)
 
 
 def _backward_ahead(plan: _Plan, encoder: Module, stage: int, m: int) -> Iterator[Action]:

@@ -7,7 +7,9 @@ In this order, since each rests on those before:
   2. their order on the role: nothing is used before it has been waited for, nothing is sent before it is there;
   3. queues: what a rank receives from another is posted in the order in which it is sent;
   4. crossings: their participants start, and wait for, them in one order;
-  5. deadlock: no ranks wait for each other in a circle;
+  5. deadlock: no ranks wait for each other in a circle, by the rules of NCCL (`deadlock`), which are stricter than
+     gloo's: a communicator is a queue, sends wait for their receives, and all streams of a rank share one queue, as
+     with CUDA_DEVICE_MAX_CONNECTIONS=1. The message has the whole circle;
   6. memory: no rank holds activations of more micro-batches than its module's style allows.
 """
 
@@ -15,15 +17,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, replace
+from itertools import groupby, zip_longest
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.schedule.actions import Action, post
+from megatron_hetero.schedule.deadlock import DESIGN, Waiting, find_cycle
 from megatron_hetero.schedule.grid import excerpt
 from megatron_hetero.schedule.program import Role, Schedule
-from megatron_hetero.schedule.replay import Point, Replay, replay
+from megatron_hetero.schedule.replay import Point
 from megatron_hetero.schedule.semantics import Needs, expected_actions, needed_on_rank
+from megatron_hetero.schedule.streams import Wiring
 
 
 class ScheduleError(UserError):
@@ -44,9 +48,9 @@ class Problem:
     fix: str = "mend the order of actions, or build the schedule with `build_schedule`"
 
 
-def check(schedule: Schedule) -> None:
-    """Raises `ScheduleError` at the first problem."""
-    problem = find_problem(schedule)
+def check(schedule: Schedule, wiring: Wiring = DESIGN) -> None:
+    """Raises `ScheduleError` at the first problem. `wiring`: which of its operations share a communicator."""
+    problem = find_problem(schedule, wiring)
     if problem is None:
         return
     role, at = problem.points[0]
@@ -62,14 +66,13 @@ def check(schedule: Schedule) -> None:
     raise ScheduleError("\n".join([str(message), *problem.details, excerpt(schedule, problem.points)]))
 
 
-def find_problem(schedule: Schedule) -> Problem | None:
+def find_problem(schedule: Schedule, wiring: Wiring = DESIGN) -> Problem | None:
     """The first problem of the schedule."""
     for find in (_wrong_actions, _wrong_order, _wrong_queues, _wrong_crossings):
         problem = next(find(schedule), None)
         if problem is not None:
             return problem
-    found = replay(schedule)
-    return _deadlock(found) or next(_too_many_activations(schedule), None)
+    return _deadlock(schedule, wiring) or next(_too_many_activations(schedule), None)
 
 
 # ---------------------------------------------------------------------------------------- 1. the actions
@@ -233,40 +236,30 @@ def _action(schedule: Schedule, point: Point) -> Action:
 # --------------------------------------------------------------------------------------------- 5. deadlock
 
 
-def _deadlock(found: Replay) -> Problem | None:
-    stuck = dict(found.stuck)
-    if not stuck:
+def _deadlock(schedule: Schedule, wiring: Wiring) -> Problem | None:
+    circle = find_cycle(schedule, wiring)
+    if circle is None:
         return None
-    circle = _circle(found, stuck)
-    roles = found.schedule.roles
-    names = " for ".join(str(roles[role]) for role in (*circle, circle[0]))
-    return Problem(
-        tuple((role, stuck[role]) for role in circle),
+    circle = _from_first(circle)
+    names = [name for name, _ in groupby((*circle, circle[0]), key=lambda each: each.ranks)]
+    problem = Problem(
+        tuple(dict.fromkeys((schedule.role_index[each.rank], each.at) for each in circle)),
         "a deadlock",
         "an order in which all can go on",
-        f"they wait in a circle: {names}",
-        tuple(_waiting(found, point) for point in found.stuck),
+        f"on NCCL they wait in a circle: {' for '.join(names)}",
+        tuple(map(str, circle)),
     )
+    if wiring != DESIGN and find_cycle(schedule) is None:
+        return replace(problem, fix="give each of these a communicator of its own, as `Topology` does")
+    return problem
 
 
-def _waiting(found: Replay, point: Point) -> str:
-    role = found.schedule.roles[point[0]]
-    for_whom = ", ".join(
-        f"`{event.action}` of {found.schedule.roles[event.role]}"
-        for event in found.unmet(point)
-        if event.role != point[0]
-    )
-    return f"{role} {'waits' if len(role.ranks) == 1 else 'wait'} in `{role.actions[point[1]]}` for {for_whom}"
-
-
-def _circle(found: Replay, stuck: dict[int, int]) -> list[int]:
-    """Roles each of which waits for the next, and the last for the first."""
-    role, path = next(iter(stuck)), []
-    while role not in path:
-        path.append(role)
-        waits_for = [event.role for event in found.unmet((role, stuck[role]))]
-        role = next(other for other in waits_for if other in stuck)
-    return path[path.index(role) :]
+def _from_first(circle: tuple[Waiting, ...]) -> tuple[Waiting, ...]:
+    """The circle from where it is best begun: where something stands behind another one, else with other ranks."""
+    behind = (at for at, each in enumerate(circle) if each.reason == "behind")
+    others = (at for at, each in enumerate(circle) if each.ranks != circle[at - 1].ranks)
+    first = next(behind, next(others, 0))
+    return circle[first:] + circle[:first]
 
 
 # ----------------------------------------------------------------------------------------------- 6. memory

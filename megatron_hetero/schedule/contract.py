@@ -10,30 +10,32 @@ A module has stages, most often one. Which of the protocols below its model fulf
     any other                          batch, hidden states          the same
 
 Rows are [rows, width], those that this rank needs of all encoders, one encoder after the other. What an encoder
-returns are those that this rank holds in the boundary's plan, [held, width]; more rows at its end are padding, which
-does not cross. Hidden states have the shape that the next stage's `hidden_shape` says, and the interpreter's dtype.
-The loss is a scalar, the sum over this rank's part of the micro-batch.
+returns are exactly those that this rank holds in the boundary's plan, [held, width]: where it computes on more, for
+kernels that need divisible lengths, it drops them. Hidden states have the shape that the next stage's `hidden_shape`
+says, and the interpreter's dtype. The loss is a scalar, the sum over this rank's part of the micro-batch.
 
 What a model is given is a leaf of its own graph, which ends with what it returns. Models communicate inside their own
-module as they like, if all ranks of a stage do so in one order.
+module as they like, if all ranks of a stage do so in one order. Where a schedule recomputes, an encoder is called twice
+with a micro-batch, and draws the same random numbers both times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from megatron_hetero.boundary.communicator import LoadedPlan
+from megatron_hetero.platform import Platform
 
 
 class EncoderStage(Protocol):
     """The first stage of an encoder."""
 
     def __call__(self, batch: Any, /) -> Tensor:
-        """Rows, [held or more, width], or hidden states where there are more stages."""
+        """Rows, [held, width], or hidden states where there are more stages."""
         ...
 
 
@@ -95,3 +97,20 @@ class DeviceMicroBatch:
 
     inputs: Mapping[str, Any]
     boundaries: Mapping[str, LoadedPlan]
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """The states of the random generators that models draw from.
+
+    `read` returns them, as a value of its own; `write` puts such a value back. Both run between the launches of a step:
+    they should not wait for the device (the state of a CUDA generator is on the host).
+    """
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+    @classmethod
+    def of(cls, platform: Platform) -> RandomStates:
+        """PyTorch's own generators."""
+        return cls(platform.random_states, platform.set_random_states)

@@ -32,10 +32,6 @@ class Replay:
         ends = (len(role.actions) for role in self.schedule.roles)
         return [(role, at) for role, (at, end) in enumerate(zip(self.reached, ends, strict=True)) if at < end]
 
-    def unmet(self, point: Point) -> list[Event]:
-        """What the action that waits for ever at `point` waits for."""
-        return [event for event in self.needed.get(point, ()) if event not in self.happened]
-
 
 def replay(schedule: Schedule) -> Replay:
     """Execute all actions in thought, each as soon as it can be."""

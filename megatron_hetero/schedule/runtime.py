@@ -21,11 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.boundary.communicator import BoundaryCommunicator, Crossing, LoadedPlan, boundary_communicators
+from megatron_hetero.boundary.communicator import BoundaryCommunicator, Crossing, boundary_communicators
+from megatron_hetero.communicators import Crossing as BoundaryUse
+from megatron_hetero.communicators import Direction, Link
+from megatron_hetero.cuda_environment import write_trace
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import format_ranks
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank
+from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank, RandomStates
+from megatron_hetero.schedule.device_clock import clock_of
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.watch import Stopwatch, Watchdog
 from megatron_hetero.topology import Links, Topology
@@ -45,6 +49,7 @@ class Interpreter:
         device: where they are.
         watch: counts seconds of each module by its name, of "boundary" and of "pipeline".
         watchdog: is told of every action before it begins.
+        random: the states of the random generators that models draw from.
     """
 
     def __init__(
@@ -59,11 +64,12 @@ class Interpreter:
         device: torch.device,
         watch: Stopwatch,
         watchdog: Watchdog,
+        random: RandomStates,
     ):
         assert not any(c.check for c in communicators.values()), "the sides of a boundary start in different orders"
         self.modules, self.communicators, self.pipelines = modules, communicators, pipelines
         self.rank, self.width, self.dtype, self.device = rank, width, dtype, device
-        self.watch, self.watchdog = watch, watchdog
+        self.watch, self.watchdog, self.random = watch, watchdog, random
 
     @classmethod
     def build(
@@ -76,6 +82,7 @@ class Interpreter:
         transport: torch.dtype | None = None,
         timeout_s: float = 1800.0,
         watch: Stopwatch | None = None,
+        random: RandomStates | None = None,
     ) -> Interpreter:
         """An interpreter on the groups of a topology that was built with the boundaries as `edges`.
 
@@ -87,6 +94,7 @@ class Interpreter:
             transport: what rows are rounded to on the wire; None sends them as they are.
             timeout_s: seconds after which an action that has not ended ends the process, with a message. 0: never.
             watch: where times are wanted.
+            random: of the generators that models draw from, where these are more than PyTorch's own.
 
         Raises:
             UserError: `modules` are not those that the topology places on this rank, or miss a stage.
@@ -101,7 +109,10 @@ class Interpreter:
             dtype=dtype,
             device=topology.platform.device,
             watch=watch or Stopwatch(topology.platform, keeps=False),
-            watchdog=Watchdog(timeout_s, topology.rank),
+            watchdog=Watchdog(
+                timeout_s, topology.rank, clock_of(topology.platform.device), partial(_traced, topology.rank)
+            ),
+            random=random or RandomStates.of(topology.platform),
         )
 
     def run(self, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]) -> Tensor:
@@ -143,6 +154,12 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
         )
 
 
+def _traced(rank: int) -> str:
+    """Where the NCCL operations of a rank that is given up can be read; empty without NCCL."""
+    path = write_trace(rank)
+    return "" if path is None else f"rank {rank}: wrote its last NCCL operations to {path}"
+
+
 Key = tuple[str, int, int]
 """Module, stage and micro-batch."""
 
@@ -164,11 +181,12 @@ class _Execution:
         self.posted: defaultdict[str, deque[Action]] = defaultdict(deque)
         self.arriving: dict[Action, tuple[Tensor, Any]] = {}
         self.arrived: dict[tuple[str, Key], Tensor] = {}
-        self.leaving: deque[tuple[Any, Tensor]] = deque()
+        self.leaving: deque[tuple[Any, Tensor, Action]] = deque()
         self.crossings: dict[tuple[str, str, int], Crossing] = {}
         self.embedded: dict[int, Tensor] = {}
         self.rows: dict[tuple[str, int], Tensor] = {}  # leaves: the rows of an encoder
         self.row_grads: dict[tuple[str, int], Tensor] = {}
+        self.drawn_from: dict[Key, Any] = {}  # random states before a forward pass that is made again
 
     def run(self) -> Tensor:
         handlers = {
@@ -185,20 +203,30 @@ class _Execution:
                 handlers[action.op](action)
             if self.last_use[action.micro_batch] == position:
                 self.batches.pop(action.micro_batch, None)
-        for work, _ in self.leaving:
-            work.wait()
+        for work, _, action in self.leaving:
+            with self.of.watchdog.doing(partial(self._described, action)), self._explained(action):
+                work.wait()
         return self.loss
 
     def _described(self, action: Action) -> str:
-        """An action with its micro-batch and the ranks that it is with."""
+        """An action with its micro-batch, the ranks that it is with, and the communicator."""
         if action.op == "run":
             others = "the other ranks of its stage"
         elif action.op in ("start", "wait"):
             ranks = sorted({*self.schedule.sides(action.module)[0], *self.schedule.sides(action.module)[1]})
-            others = f"ranks {format_ranks(rank for rank in ranks if rank != self.of.rank)}"
+            others = f"ranks {format_ranks(rank for rank in ranks if rank != self.of.rank)} over {self._use(action)}"
         else:
-            others = f"rank {self._partner(action)}"
+            others = f"rank {self._partner(action)} over {self._use(action)}"
         return f"action {action} of micro-batch {action.micro_batch}, with {others},"
+
+    def _use(self, action: Action) -> Link | BoundaryUse:
+        """What an action that moves something uses a communicator for."""
+        direction: Direction = "backward" if action.kind == "B" else "forward"
+        if action.op in ("start", "wait"):
+            return BoundaryUse(action.module, self.schedule.text.name, direction)
+        sender = action.stage if action.op == "send" else action.peer
+        assert isinstance(sender, int)
+        return Link(action.module, direction, self.schedule.module[action.module].coordinate(sender))
 
     @contextlib.contextmanager
     def _explained(self, action: Action) -> Iterator[None]:
@@ -242,7 +270,7 @@ class _Execution:
     def _forward(self, action: Action) -> None:
         module, key = self.schedule.module[action.module], _key(action)
         keeps = module.backward and (action.kind == "R" or not module.recomputes)
-        with torch.set_grad_enabled(keeps):
+        with torch.set_grad_enabled(keeps), self._same_draws(action):
             if action.stage != 0:
                 self.entered[key] = self.arrived.pop((action.kind, key)).requires_grad_(keeps)
                 left = self._model(action)(self._input(action), self.entered[key])
@@ -252,15 +280,31 @@ class _Execution:
                 left = self._first_text_stage(action)
             else:
                 left = self._model(action)(self._input(action))
+        if action.stage == module.stages - 1:
+            self._require_result(action, left)
         if self._is_text(action) and action.stage == module.stages - 1:
-            self._require(
-                left.dim() == 0, action, f"a loss of shape {tuple(left.shape)}", "a scalar, the sum of losses"
-            )
             self.loss += left.detach()
             if not keeps:  # an evaluation: nothing comes back to it
                 return
         self.left[key], self.left_shape[key] = left, left.shape
         self._receive_posted(action.module)
+
+    @contextlib.contextmanager
+    def _same_draws(self, action: Action) -> Iterator[None]:
+        """Let the second forward pass of a stage draw the random numbers of the first, and nobody else notice."""
+        module, random = self.schedule.module[action.module], self.of.random
+        if not module.recomputes:
+            yield
+        elif action.kind == "F":
+            self.drawn_from[_key(action)] = random.read()
+            yield
+        else:
+            outside = random.read()
+            random.write(self.drawn_from.pop(_key(action)))
+            try:
+                yield
+            finally:
+                random.write(outside)
 
     def _first_text_stage(self, action: Action) -> Tensor:
         micro_batch = action.micro_batch
@@ -290,7 +334,7 @@ class _Execution:
         if left is None or not left.requires_grad:  # a frozen first stage
             return
         if grad is None and not self._is_text(action):
-            grad = _with_padding(self.row_grads.pop((action.module, action.micro_batch)), left)
+            grad = self.row_grads.pop((action.module, action.micro_batch))
         left.backward(grad)
 
     # ------------------------------------------------------------------------------------------- pipelines
@@ -307,7 +351,8 @@ class _Execution:
                 del self.left[key]
         self._require(tensor.dtype == self.of.dtype, action, f"hidden states of {tensor.dtype}", f"{self.of.dtype}")
         tensor = tensor.contiguous()
-        self.leaving.append((dist.isend(tensor, self._partner(action), group=self._pipeline(action)), tensor))
+        work = dist.isend(tensor, self._partner(action), group=self._pipeline(action))
+        self.leaving.append((work, tensor, action))
         while self.leaving and self.leaving[0][0].is_completed():
             self.leaving.popleft()
 
@@ -346,12 +391,9 @@ class _Execution:
 
     def _pipeline(self, action: Action) -> dist.ProcessGroup:
         """The group of the link that an action uses, one way between two ranks."""
-        module = self.schedule.module[action.module]
-        sender = action.stage if action.op == "send" else action.peer
-        assert isinstance(sender, int)
-        return self.of.pipelines[action.module][
-            "backward" if action.kind == "B" else "forward", module.coordinate(sender)
-        ]
+        use = self._use(action)
+        assert isinstance(use, Link)
+        return self.of.pipelines[action.module][use.direction, use.sender]
 
     # ------------------------------------------------------------------------------------------- boundaries
 
@@ -362,17 +404,17 @@ class _Execution:
             return
         communicator = self.of.communicators[encoder]
         if action.kind == "F":
-            self.crossings[key] = communicator.start_forward(plan, self._encoded(action, plan))
+            self.crossings[key] = communicator.start_forward(plan, self._encoded(action))
         else:
             rows = self.rows.pop((encoder, action.micro_batch), None)
             self.crossings[key] = communicator.start_backward(plan, self._no_rows() if rows is None else _grad_of(rows))
 
-    def _encoded(self, action: Action, plan: LoadedPlan) -> Tensor:
+    def _encoded(self, action: Action) -> Tensor:
         """The rows of this rank that cross; none on ranks that only receive."""
         key = action.module, self.schedule.module[action.module].stages - 1, action.micro_batch
         if key not in self.left:
             return self._no_rows()
-        rows = self.left[key].detach()[: plan.forward.held]
+        rows = self.left[key].detach()
         if not self.left[key].requires_grad:  # nothing comes back to it: it is encoded again, or does not train
             del self.left[key]
         return rows
@@ -406,6 +448,16 @@ class _Execution:
         if rows is not None and following.micro_batch == action.micro_batch and rows.requires_grad:
             rows.register_post_accumulate_grad_hook(lambda _: self._start(following))
 
+    def _require_result(self, action: Action, left: Tensor) -> None:
+        """Check what the last stage of a module returned."""
+        if self._is_text(action):
+            found = f"a loss of shape {tuple(left.shape)}"
+            self._require(left.dim() == 0, action, found, "a scalar, the sum of losses")
+        elif (plan := self._batch(action.micro_batch).boundaries.get(action.module)) is not None:
+            expected = (plan.forward.held, self.of.width)
+            found, holds = f"rows of shape {tuple(left.shape)}", f"{expected}, what this rank holds in the plan"
+            self._require(left.shape == expected, action, found, holds)
+
     def _require(self, fits: bool, action: Action, found: str, expected: str) -> None:
         """Check what a model returned."""
         if not fits:
@@ -428,8 +480,3 @@ def _crossing(action: Action) -> tuple[str, str, int]:
 def _grad_of(leaf: Tensor) -> Tensor:
     """The gradient of what a model was given; 0 where it made no use of it."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-def _with_padding(grads: Tensor, encoded: Tensor) -> Tensor:
-    """Gradients of the rows that crossed, and zeros for those that pad the encoder's output."""
-    return torch.nn.functional.pad(grads, (0, 0, 0, len(encoded) - len(grads)))

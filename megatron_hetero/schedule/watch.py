@@ -7,12 +7,18 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_hetero.platform import Platform
+from megatron_hetero.schedule.device_clock import DeviceClock, Mark
+
+MOST_ISSUED = 1024
+"""Actions that may wait for the device; it takes no more launches at once, so that the host is rarely so far ahead."""
 
 
 class Stopwatch:
@@ -55,35 +61,84 @@ class Stopwatch:
         return event
 
 
+@dataclass(frozen=True)
+class _Issued:
+    """An action whose work has been issued to the device."""
+
+    described: Callable[[], str]
+    began: float
+    mark: Mark
+
+
 class Watchdog:
     """Ends the process where one action takes longer than `timeout_s`, and says which. 0 never does.
 
     A rank whose peers are gone or wait for something else would otherwise wait for as long as the process group allows,
     without a word.
+
+    On a device with a `clock`, an action takes until its work there has ended, counted from when that of the action
+    before it had. So what is named is the first action that did not end, however far the host is ahead of it. `leaving`
+    is called before the process ends and returns what else there is to say.
     """
 
-    def __init__(self, timeout_s: float, rank: int):
-        self.timeout_s = timeout_s
-        self.rank = rank
+    def __init__(
+        self,
+        timeout_s: float,
+        rank: int,
+        clock: DeviceClock | None = None,
+        leaving: Callable[[], str] = lambda: "",
+    ):
+        self.timeout_s, self.rank = timeout_s, rank
+        self._clock = clock if timeout_s > 0 else None
+        self._leaving = leaving
         self._current: tuple[Callable[[], str], float] | None = None
-        if timeout_s > 0:
-            threading.Thread(target=self._guard, name="schedule-watchdog", daemon=True).start()
+        # One thread adds at the end, another takes away at the front.
+        self._issued: deque[_Issued] = deque()
+        self._device_idle_since = time.monotonic()
+        if timeout_s <= 0:
+            return
+        threading.Thread(target=self._guard, name="schedule-watchdog", daemon=True).start()
+        if clock is not None:
+            # Not the guard itself: a question to the device may hang with the device.
+            threading.Thread(target=self._follow_device, name="schedule-device-clock", daemon=True).start()
 
     @contextlib.contextmanager
     def doing(self, described: Callable[[], str]) -> Iterator[None]:
         """What this rank does inside, described when it takes too long."""
-        self._current = described, time.monotonic()
+        began = time.monotonic()
+        self._current = described, began
         try:
             yield
         finally:
             self._current = None
+        # Where the queue is full, the action counts towards the next one that finds room.
+        if self._clock is not None and len(self._issued) < MOST_ISSUED:
+            self._issued.append(_Issued(described, began, self._clock.mark()))
+
+    def oldest(self) -> tuple[Callable[[], str], float] | None:
+        """The first action that has not ended, and since when nothing before it holds it up; None where all have."""
+        current = self._current
+        with contextlib.suppress(IndexError):
+            first = self._issued[0]
+            # In this order: what was first may be taken away meanwhile, after the time has been noted.
+            return first.described, max(first.began, self._device_idle_since)
+        return None if current is None else (current[0], max(current[1], self._device_idle_since))
 
     def _guard(self) -> None:
         while True:
             time.sleep(min(1.0, self.timeout_s / 4))
-            current = self._current
-            if current is not None and time.monotonic() - current[1] > self.timeout_s:
-                self._leave(*current)
+            oldest = self.oldest()
+            if oldest is not None and time.monotonic() - oldest[1] > self.timeout_s:
+                self._leave(*oldest)
+
+    def _follow_device(self) -> None:
+        """Take away what the device has ended, for as long as it can be asked."""
+        with contextlib.suppress(RuntimeError):  # An error of the device: whoever issues the next work gets it, too.
+            while True:
+                while self._issued and self._issued[0].mark.done():
+                    self._device_idle_since = time.monotonic()
+                    self._issued.popleft()
+                time.sleep(min(0.2, self.timeout_s / 20))
 
     def _leave(self, described: Callable[[], str], since: float) -> None:
         print(
@@ -93,4 +148,6 @@ class Watchdog:
             file=sys.stderr,
             flush=True,
         )
+        if more := self._leaving():
+            print(more, file=sys.stderr, flush=True)
         os._exit(1)

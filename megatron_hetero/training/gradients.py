@@ -15,7 +15,7 @@ Every rank has back-propagated the *sum* of its own tokens' losses. For each mod
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.models.weight_map import Held, Piece
+from megatron_hetero.platform import on_device
 from megatron_hetero.topology import Topology
 from megatron_hetero.training.modules import TrainedModule
 
@@ -186,6 +187,7 @@ def _sum_tied_over_stages(module: TrainedModule, optimizer: Any) -> None:
     if parameter.requires_grad:
         # With the distributed optimizer both copies are cut alike, see `shared_embedding` where modules are built.
         start, stop = _owned_range(optimizer, parameter)
+        assert module.groups.embd is not None, "the topology was built with this module among `tied`"
         dist.all_reduce(parameter.main_grad.view(-1)[start:stop], group=module.groups.embd)
 
 
@@ -198,12 +200,21 @@ def _squares(module: TrainedModule, optimizer: Any) -> Tensor:
     """The sum of squares of this rank's share of the module's gradients, fp64 scalar; shares of all ranks add up to
     the whole.
     """
-    total = torch.zeros((), dtype=torch.float64, device=module.ddp.buffers[0].grad_data.device)  # pyright: ignore
     replicas = 1 if _is_distributed(optimizer) else module.groups.dp_cp.size()
-    for name, parameter in module.parameters.items():
-        if parameter.requires_grad and name != module.tied_copy:
-            total += _parameter_squares(parameter, module, name, _owned_range(optimizer, parameter))
-    return total / replicas
+    counted = [
+        part
+        for name, parameter in module.parameters.items()
+        if parameter.requires_grad and name != module.tied_copy
+        for part in _counted_parts(parameter, module, name, _owned_range(optimizer, parameter))
+        if part[0].numel()
+    ]
+    device = module.ddp.buffers[0].grad_data.device  # pyright: ignore
+    if not counted:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # All norms at once: a model has hundreds of parameters.
+    norms = torch.stack(torch._foreach_norm([part for part, _ in counted])).double()
+    shares = torch.tensor([share / replicas for _, share in counted], dtype=torch.float64)
+    return torch.dot(norms.square(), on_device(shares, device))
 
 
 def _is_distributed(optimizer: Any) -> bool:
@@ -227,19 +238,20 @@ def _owned_range(optimizer: Any, parameter: Tensor) -> tuple[int, int]:
     return owned.start, owned.end
 
 
-def _parameter_squares(parameter: Any, module: TrainedModule, name: str, owned: tuple[int, int]) -> Tensor:
+def _counted_parts(
+    parameter: Any, module: TrainedModule, name: str, owned: tuple[int, int]
+) -> Iterator[tuple[Tensor, float]]:
+    """Flat parts of the gradient of a parameter, as far as it is `owned`, and what share of their squares counts: of
+    what several ranks hold, one share on each.
+    """
     flat, how = parameter.main_grad.view(-1), module.own_held[name]
-    whole = _square(flat[owned[0] : owned[1]])
+    whole = flat[owned[0] : owned[1]]
     if not how.replicated_pieces:
-        return whole / how.copies[0]
+        yield whole, 1 / how.copies[0]
+        return
+    yield whole, 1.0
     width = parameter[0].numel()
     for piece, copies in zip(module.own_map[name], how.copies, strict=True):
         if copies > 1:
             start, stop = piece.at * width, (piece.at + piece.rows[1] - piece.rows[0]) * width
-            part = flat[max(owned[0], start) : max(max(owned[0], start), min(owned[1], stop))]
-            whole = whole - _square(part) * (1 - 1 / copies)
-    return whole
-
-
-def _square(values: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(values).double().square()
+            yield flat[max(owned[0], start) : max(max(owned[0], start), min(owned[1], stop))], 1 / copies - 1

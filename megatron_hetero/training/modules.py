@@ -14,13 +14,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_hetero.models.hf_folder import StoredWeights
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, group_of, tied_parameter, weight_map
 from megatron_hetero.models.stages import Stage, cut_stages, stages_of_rank
-from megatron_hetero.models.weight_map import Held, WeightMap, held, lay_into
+from megatron_hetero.models.weight_map import Held, WeightMap, WeightSource, held, lay_into
 from megatron_hetero.module_names import TEXT
 from megatron_hetero.topology import Topology
 
@@ -88,7 +87,7 @@ def build_module(
     recompute: str,
     freeze: Collection[str],
     distributed_optimizer: bool,
-    weights: StoredWeights,
+    weights: WeightSource,
     split: Sequence[int] | None = None,
     stages_per_rank: int = 1,
 ) -> TrainedModule:
@@ -131,7 +130,7 @@ def named_parameters(model: torch.nn.Module, stage: Stage | None) -> dict[str, t
 def load_parameters(
     model: torch.nn.Module,
     own_map: WeightMap,
-    weights: StoredWeights,
+    weights: WeightSource,
     stage: Stage | None = None,
     copies: Mapping[str, str] = TIED_COPIES,
 ) -> None:
@@ -164,7 +163,7 @@ def _mark_tied(name: str, shapes: Qwen25VLShapes, stages: Sequence[Stage], chunk
     return None
 
 
-def _require_equal_copies(own_map: WeightMap, weights: StoredWeights, copies: Mapping[str, str]) -> None:
+def _require_equal_copies(own_map: WeightMap, weights: WeightSource, copies: Mapping[str, str]) -> None:
     """Check what a folder of a tied model stores twice, in the rows that this rank holds. Raises `UserError`."""
     pieces = {piece for of_parameter in own_map.values() for piece in of_parameter}
     used = {piece.name for piece in pieces}

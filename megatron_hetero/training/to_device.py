@@ -40,7 +40,7 @@ def _vision_input(share: EncoderShare, pixels: Tensor | None, platform: Platform
         cp_lengths=share.cp_lengths,
         windows=Segments.of(share.windows, platform.device),
     )
-    return VisionInput(pixels, _move(share.positions, platform), attention)
+    return VisionInput(pixels, _move(share.positions, platform), attention, share.padding)
 
 
 def _text_input(pack: PackedBatch, share: TokenShare, platform: Platform) -> TextInput:

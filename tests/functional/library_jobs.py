@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +17,7 @@ from megatron_hetero import (
     ModuleOnRank,
     Ownership,
     Platform,
+    ScheduleSettings,
     Topology,
     UserError,
     build_schedule,
@@ -21,6 +25,7 @@ from megatron_hetero import (
     plan_boundary,
 )
 from megatron_hetero.platform import CPU
+from megatron_hetero.schedule.watch import Watchdog
 
 
 def trained(options: Options) -> tuple[list[float], list[str]]:
@@ -75,6 +80,129 @@ def run_decoder(kind: str) -> tuple[float, float]:
     loss = interpreter.run(build_schedule(LAYOUTS, 2, text="decoder"), two_rows)
     assert encoder.weight.grad is not None
     return loss.item(), encoder.weight.grad.item()
+
+
+def encoded(rows: int) -> str:
+    """What the interpreter says on this rank of an encoder that returns so many rows instead of two."""
+    topology = Topology.build(LAYOUTS, Platform(CPU, "gloo"), edges=[("encoder", "decoder")])
+    weight = torch.ones((), requires_grad=True)
+    held = {
+        "encoder": ModuleOnRank({0: lambda batch: (weight * batch).new_ones(rows, 1) * weight}),
+        "decoder": ModuleOnRank({0: lambda _, arrived: arrived.sum()}),
+    }
+    interpreter = Interpreter.build(topology, held, width=1, dtype=torch.float32, timeout_s=0)
+    try:
+        interpreter.run(build_schedule(LAYOUTS, 2, text="decoder"), two_rows)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+class Dropping(Weight):
+    """Rows of which some are dropped, other ones each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned: list[list[float]] = []
+
+    def forward(self, batch: Tensor) -> Tensor:
+        rows = torch.nn.functional.dropout(super().forward(batch.expand(-1, 16)), 0.5)
+        self.returned.append(rows.detach().flatten().tolist())
+        return rows
+
+
+def with_dropout(settings: ScheduleSettings) -> tuple[float, float, list[list[float]], list[float]]:
+    """The loss and the encoder's gradient with dropout in both modules, what the encoder returned each time, and what
+    is drawn after the step.
+    """
+    topology, encoder = Topology.build(LAYOUTS, Platform(CPU, "gloo"), edges=[("encoder", "decoder")]), Dropping()
+    torch.manual_seed(dist.get_rank())
+
+    def decoder(_: Tensor, rows: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(rows, 0.5).sum()
+
+    held = {"encoder": ModuleOnRank({0: encoder}), "decoder": ModuleOnRank({0: decoder})}
+    interpreter = Interpreter.build(topology, held, width=16, dtype=torch.float32, timeout_s=0)
+    loss = interpreter.run(build_schedule(LAYOUTS, 3, settings, text="decoder"), sixteen_wide)
+    assert encoder.weight.grad is not None
+    return loss.item(), encoder.weight.grad.item(), encoder.returned, torch.rand(4).tolist()
+
+
+def sixteen_wide(_: int) -> DeviceMicroBatch:
+    """As `two_rows`, with rows of 16 elements."""
+    side = Ownership.of({(r,): [2 * r, 2 * r + 1] for r in range(4)})
+    part = load_plan(plan_boundary(side, side, row_bytes=64).rank(dist.get_rank()), CPU)
+    return DeviceMicroBatch({"encoder": torch.ones(2, 1), "decoder": torch.ones(2, 1)}, {"encoder": part})
+
+
+def oldest_on_the_device() -> list[str]:
+    """What the watchdog names while a device comes to the end of one action after the other, after the host has issued
+    all of them.
+    """
+    rank, held = dist.get_rank(), {}
+    topology = Topology.build(STAGED, Platform(CPU, "gloo"), edges=[("encoder", "decoder")])
+    if rank < 2:
+        held = {"encoder": ModuleOnRank({0: Weight()})}
+    else:
+        stage: Any = First() if rank == 2 else Last()
+        held = {"decoder": ModuleOnRank({rank - 2: stage})}
+    interpreter, device = Interpreter.build(topology, held, width=1, dtype=torch.float32, timeout_s=0), Device()
+    interpreter.watchdog = Watchdog(600.0, rank, device)
+    interpreter.run(build_schedule(STAGED, 1, text="decoder"), crossing_rows)
+    named = []
+    for mark in device.marks:
+        oldest = interpreter.watchdog.oldest()
+        assert oldest is not None
+        named.append(oldest[0]())
+        mark.ended = True
+        while (now := interpreter.watchdog.oldest()) is not None and now[0] is oldest[0]:
+            time.sleep(0.01)
+    return named
+
+
+class Mark:
+    """Done when the device is told to."""
+
+    ended = False
+
+    def done(self) -> bool:
+        return self.ended
+
+
+class Device:
+    """Of a test: comes to its marks when it is told to."""
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+
+    def mark(self) -> Mark:
+        self.marks.append(Mark())
+        return self.marks[-1]
+
+
+class First(torch.nn.Module):
+    """The first stage of a decoder."""
+
+    def forward(self, _: Tensor, rows: Tensor) -> Tensor:
+        return 3 * rows
+
+
+class Last(torch.nn.Module):
+    """The last one."""
+
+    def hidden_shape(self, _: Tensor) -> tuple[int, int]:
+        return 4, 1
+
+    def forward(self, _: Tensor, hidden: Tensor) -> Tensor:
+        return hidden.sum()
+
+
+def crossing_rows(_: int) -> DeviceMicroBatch:
+    """Two rows of each encoder rank go to the decoder's first stage."""
+    source, target = Ownership.of({(0,): [0, 1], (1,): [2, 3]}), Ownership.of({(2,): range(4)})
+    rank, batch = dist.get_rank(), torch.ones(2, 1)
+    parts = {} if rank == 3 else {"encoder": load_plan(plan_boundary(source, target, row_bytes=4).rank(rank), CPU)}
+    return DeviceMicroBatch({"encoder": batch, "decoder": batch}, parts)
 
 
 def misfit(kind: str) -> str:

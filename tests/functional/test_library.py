@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from examples.custom_modules import Options
+from megatron_hetero import ScheduleSettings
 from tests.functional import library_jobs as jobs
 from tests.support.pool import Pool
 
@@ -80,6 +81,31 @@ def test_what_models_return_and_where_they_are_must_fit(pools: Pools) -> None:
     said = pools(4).run(jobs.misfit, "other stage")
     assert said[2] == "" and "on rank 3: found stages [0] of `decoder`, expected stage 1 of `decoder`" in said[3]
     assert "on rank 0: found `audio`, expected some of encoder, decoder" in pools(4).run(jobs.misfit, "unknown")[0]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_encoder_returns_the_rows_of_the_plan(rows: int, pools: Pools) -> None:
+    assert pools(4).run(jobs.encoded, 2) == [""] * 4
+    for message in pools(4).run(jobs.encoded, rows):
+        found = f"found rows of shape ({rows}, 1), expected (2, 1), what this rank holds in the plan"
+        assert message.startswith(f"micro-batch 0 of `encoder`, stage 0: {found}")
+
+
+def test_a_forward_pass_that_is_made_again_drops_the_same(pools: Pools) -> None:
+    settings = ScheduleSettings(kind="waves", waves=3), ScheduleSettings(kind="recompute")  # in one order of draws
+    once, twice = (pools(4).run(jobs.with_dropout, kind) for kind in settings)
+    for (*kept, first, after), (*made_again, both, after_both) in zip(once, twice, strict=True):
+        assert both == [*first, *first] and len({tuple(rows) for rows in first}) == 3
+        assert made_again == kept and after_both == after
+
+
+def test_the_first_action_that_the_device_has_not_ended_is_named(pools: Pools) -> None:
+    encoder, _, first, last = pools(4).run(jobs.oldest_on_the_device)
+    assert encoder[0] == "action encoder.0.F0 of micro-batch 0, with the other ranks of its stage,"
+    assert encoder[1] == "action encoder>decoder.F0 of micro-batch 0, with ranks 1-2 over encoder>decoder,"
+    assert any(what.startswith("action decoder>encoder.B0! ") and "over decoder>encoder" in what for what in encoder)
+    assert "action decoder.0>1.F0 of micro-batch 0, with rank 3 over decoder forward from stage 0," in first
+    assert "action decoder.1>0.B0 of micro-batch 0, with rank 2 over decoder backward from stage 1," in last
 
 
 def launched(*flags: str, ranks: int) -> subprocess.CompletedProcess[str]:

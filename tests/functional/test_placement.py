@@ -109,5 +109,5 @@ def test_ranks_without_an_agent_name_what_they_wait_for(how: str, folder: Path) 
     assert ranks[0].returncode == ranks[2].returncode == 1, outputs
     for rank, told in outputs.items():
         assert f"rank {rank}" in told
-        found = re.search(r"action (\S+) of micro-batch (\d), with ranks? ([\d, -]+),", told)
+        found = re.search(r"action (\S+) of micro-batch (\d), with ranks? ([\d, -]+) over \S", told)
         assert found is not None and "1" in found[3], told

@@ -30,7 +30,7 @@ from megatron_hetero.models.backend import layer_spec, padded, recompute_options
 from megatron_hetero.models.loss import vocab_parallel_cross_entropy, vocab_parallel_hits
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape
 from megatron_hetero.models.stages import Stage
-from megatron_hetero.platform import Platform
+from megatron_hetero.platform import Platform, on_device
 
 
 @dataclass(frozen=True)
@@ -188,4 +188,4 @@ def rotary_table(positions_3n: Tensor, shape: TextShape) -> Tensor:
 @lru_cache(maxsize=16)
 def _sections(mrope_section: tuple[int, ...], device: torch.device) -> Tensor:
     """For each frequency the position that it turns with: 0 time, 1 height, 2 width. Moved to the device once."""
-    return (torch.arange(len(mrope_section)).repeat_interleave(torch.tensor(mrope_section)) % 3).to(device)
+    return on_device(torch.arange(len(mrope_section)).repeat_interleave(torch.tensor(mrope_section)) % 3, device)

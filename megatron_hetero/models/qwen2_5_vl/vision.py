@@ -38,12 +38,13 @@ class VisionInput:
 
     `pixels`: [patches of this rank, channels * temporal * patch * patch], padding included; None on pipeline stages
     after the first. `positions`: int64 [2, n], row and column of the shard's n real patches. `attention`: windows of
-    the shard, sequences of the replica.
+    the shard, sequences of the replica. `padding`: how many of this rank's patches, the last ones, pad it.
     """
 
     pixels: Tensor | None
     positions: Tensor
     attention: AttentionPlan
+    padding: int
 
 
 class PatchMerger(torch.nn.Module):
@@ -110,8 +111,8 @@ class VisionModel(MegatronModule):
             self.merger = PatchMerger(config, shape, provider, groups.tp)
 
     def forward(self, batch: VisionInput, hidden: Tensor | None = None) -> Tensor:
-        """What this stage makes of a micro-batch: on the last stage rows of this rank's units, [patches of this rank /
-        unit, out_hidden], padding included; on the others what the next stage takes as `hidden`.
+        """What this stage makes of a micro-batch: on the last stage the rows of this rank's units, [units, out_hidden],
+        without those that pad it; on the others what the next stage takes as `hidden`.
 
         `hidden`: what the stage before returned, of shape `hidden_shape`; the first stage takes none.
         """
@@ -119,7 +120,10 @@ class VisionModel(MegatronModule):
             hidden = self.enter(batch)
         assert hidden is not None, "stages after the first take hidden states"
         hidden = self.run_layers(batch, hidden)
-        return self.merger(hidden) if self.stage.is_last else hidden
+        if not self.stage.is_last:
+            return hidden
+        rows = self.merger(hidden)
+        return rows[: len(rows) - batch.padding // self.shape.unit]
 
     def hidden_shape(self, batch: VisionInput) -> tuple[int, int, int]:
         """The shape of what one stage hands to the next on this rank: [patches of this rank, 1, hidden], padding

@@ -180,16 +180,17 @@ class OtherAttention(TorchAttention):
     """A core attention that a provider might bring along."""
 
 
-def core_attentions(layout: str) -> dict[str, str]:
-    """Which core attention layers of a provider with `OtherAttention` get, by mask."""
+def core_attentions(layout: str, dtype: torch.dtype) -> dict[str, str]:
+    """Which core attention layers of a provider with `OtherAttention` get: causal, in both directions, windowed."""
     PLATFORM.prepare_megatron()
     groups, found = _groups(layout), {}
-    for mask in (AttnMaskType.causal, AttnMaskType.no_mask):
-        submodules: Any = layer_spec(TorchSpecProvider(), mask).submodules
+    layers = {"causal": (AttnMaskType.causal, False), "full": (AttnMaskType.no_mask, False)}
+    for name, (mask, windowed) in (layers | {"windowed": (AttnMaskType.no_mask, True)}).items():
+        submodules: Any = layer_spec(TorchSpecProvider(), mask, windowed=windowed).submodules
         submodules.self_attention.submodules.core_attention = OtherAttention
-        config = _config(groups, kv_heads=8, sequence_parallel=False)
+        config = _config(groups, kv_heads=8, sequence_parallel=False, dtype=dtype)
         model = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
-        found[mask.name] = type(model.core_attention).__name__
+        found[name] = type(model.core_attention).__name__
     return found
 
 
@@ -204,10 +205,10 @@ def _self_attention(groups: ModuleGroups, kv_heads: int, *, sequence_parallel: b
     return model
 
 
-def _config(groups: ModuleGroups, kv_heads: int, *, sequence_parallel: bool) -> Any:
+def _config(groups: ModuleGroups, kv_heads: int, *, sequence_parallel: bool, dtype: torch.dtype = torch.float32) -> Any:
     return transformer_config(
         PLATFORM,
-        params_dtype=torch.float32,
+        params_dtype=dtype,
         num_layers=1,
         hidden_size=32,
         num_attention_heads=8,

@@ -202,10 +202,13 @@ def test_a_layer_across_ranks_is_that_of_tp(layout: str, kv_heads: int, pools: C
     pools(8).run(jobs.layer, layout, [(16, 7, 1, 3), (3, 2), (1,)], kv_heads)
 
 
-def test_causal_pieces_are_left_to_the_attention_that_aligns_them(pools: Callable[[int], Pool]) -> None:
-    other = {"causal": "OtherAttention", "no_mask": "OtherAttention"}
-    assert pools(4).run(jobs.core_attentions, "sp:2,cp:2") == [other | {"causal": "TorchAttention"}] * 4
-    assert pools(4).run(jobs.core_attentions, "sp:4") == [other] * 4
+def test_a_backends_attention_is_used_where_nothing_is_exchanged(pools: Callable[[int], Pool]) -> None:
+    ours, other = "TorchAttention", "OtherAttention"
+    for layout, of_full_layers in (("tp:2,dp:2", other), ("sp:4", ours), ("cp:2,tp:2", ours), ("sp:2,cp:2", ours)):
+        expected = {"causal": of_full_layers, "full": of_full_layers, "windowed": other}
+        assert pools(4).run(jobs.core_attentions, layout, torch.bfloat16) == [expected] * 4
+    # It has no kernel for packed sequences in fp32.
+    assert pools(4).run(jobs.core_attentions, "dp:4", torch.float32) == [dict.fromkeys(expected, ours)] * 4
 
 
 # 21 over 4 ranks leaves padding on the last; 5 over 4 leaves one rank without a valid column; 9 over 4 part of one.

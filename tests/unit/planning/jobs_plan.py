@@ -6,29 +6,24 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_hetero.boundary.communicator import _Buffers
-from megatron_hetero.data.packing import IGNORED, PackedBatch
-from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.planning.parameters import parameters_of
+from megatron_hetero.planning.trial import assumed_step
 from megatron_hetero.platform import CPU, Platform
 from megatron_hetero.schedule.runtime import _Execution
 from megatron_hetero.schedule.watch import Stopwatch
 from megatron_hetero.training.config import load_config
 from megatron_hetero.training.run import Run
-from megatron_hetero.training.step_loader import MicroBatch, StepBatch
-from megatron_hetero.training.step_plan import Images, MicroBatchPlan, PackShape
 
 
 def measure(flags: list[str]) -> dict[str, Any]:
     """Bytes by kind that one real step takes on this rank, rows that it sends and receives, and its parameters."""
     config = load_config(flags)
     run = Run.build(config, Platform(CPU, "gloo"))
-    assumed = AssumedBatch.of(config, run.shapes, run.topology.layouts, run.loader.batch)
-    step = _step(run, assumed)
+    step = assumed_step(run)
     live = LiveActivations(run)
     pools = [_count_buffers(communicator) for communicator in run.interpreter.communicators.values()]
     with live:
@@ -61,62 +56,6 @@ def _rows(directions: list[Any]) -> tuple[int, int, int]:
         sum(d.sent_rows for d in directions),
         sum(d.collectives for d in directions),
     )
-
-
-# ------------------------------------------------------------------------------------------------------- data
-
-
-def _step(run: Run, assumed: AssumedBatch) -> StepBatch:
-    """The step that a plan assumes, as the loader would make it."""
-    shape, batch = _pack_shape(assumed), assumed.batch
-    plans = [run.loader.planner.plan([shape] * batch.replicas, m) for m in range(batch.micro_batches)]
-    pack = _pack(assumed) if run.topology.rank in run.topology.layouts["text"] else None
-    return StepBatch(
-        micro_batches=tuple(MicroBatch(pack, plan, _pixels(run, plan)) for plan in plans),
-        supervised=assumed.sample.supervised * batch.step_samples,
-        tokens=assumed.sample.tokens * batch.step_samples,
-        grids=dict(assumed.sample.grids),
-        sample_lengths=(assumed.sample.tokens,) * batch.step_samples,
-        encoder_loads=tuple(loads for plan in plans for loads in plan.loads.values()),
-    )
-
-
-def _pack_shape(assumed: AssumedBatch) -> PackShape:
-    samples = assumed.batch.samples
-    return PackShape(
-        assumed.lengths,
-        tuple(
-            Images((len(grids),) * samples, grids * samples, assumed.places(encoder).astype(np.int64).tobytes())
-            for encoder, grids in assumed.sample.grids.items()
-        ),
-    )
-
-
-def _pack(assumed: AssumedBatch) -> PackedBatch:
-    samples, tokens, supervised = assumed.batch.samples, assumed.sample.tokens, assumed.sample.supervised
-    labels = np.full((samples, tokens), IGNORED, np.int64)
-    labels[:, tokens - 1 - supervised : tokens - 1] = 7
-    return PackedBatch(
-        input_ids=np.arange(samples * tokens) % 50,
-        labels=labels.ravel(),
-        position_ids=np.tile(np.arange(tokens), (3, samples)),
-        cu_seqlens=np.arange(samples + 1) * tokens,
-        # What says where rows go is the plan.
-        grids=np.zeros((0, 3), np.int64),
-        rows=np.zeros(0, np.int64),
-        encoders=(),
-        image_positions=np.zeros(0, np.int64),
-        supervised_tokens=supervised * samples,
-    )
-
-
-def _pixels(run: Run, plan: MicroBatchPlan) -> dict[str, Tensor]:
-    found = {}
-    for name, pixels in plan.pixels.items():
-        shape = run.shapes.encoders[name]
-        patches = pixels.exchange.forward.rows * shape.unit + pixels.padding
-        found[name] = torch.randn(patches, shape.patch_elements, generator=torch.Generator().manual_seed(0))
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------- measures

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from hypothesis import strategies as st
 
 from megatron_hetero.layout import Layout
@@ -22,16 +24,17 @@ def some_layout(draw: st.DrawFn, world: int, most_pp: int) -> Layout:
     each = draw(st.integers(1, world // pp))
     axis = draw(st.sampled_from(["tp", "dp", "sp"]))
     in_a_row = st.integers(0, world - pp * each).map(lambda first: range(first, world))
-    ranks = draw(in_a_row | st.permutations(range(world)))
+    anywhere = st.integers(0, 2**16).map(lambda seed: Random(seed).sample(range(world), world))
+    ranks = draw(in_a_row | anywhere)
     degrees = dict.fromkeys(["tp", "sp", "cp", "dp"], 1) | {axis: each}
     return Layout(**degrees, pp=pp, ranks=tuple(sorted(ranks[: pp * each])))
 
 
 @st.composite
-def models(draw: st.DrawFn, apart: bool | None = None) -> dict[str, Layout]:
+def models(draw: st.DrawFn, apart: bool | None = None, most_ranks: int = 16) -> dict[str, Layout]:
     """A text module and up to three encoders. `apart`: all encoders on ranks of their own; None: anything."""
-    world = draw(st.integers(1, 8))
-    text = draw(some_layout(world, 4))
+    world = draw(st.integers(1, most_ranks // 2))
+    text = draw(some_layout(world, 4 if most_ranks <= 16 else 8))
     found: dict[str, Layout] = {}
     for name in draw(st.sampled_from([[], ["vision"], ["vision"], ["vision", "audio"], ["a", "vision2", "b"]])):
         layout = draw(some_layout(world, 3))
@@ -54,9 +57,9 @@ def settings_for(draw: st.DrawFn, model: dict[str, Layout]) -> ScheduleSettings:
 
 
 @st.composite
-def schedules(draw: st.DrawFn, most_batches: int = 9) -> Schedule:
+def schedules(draw: st.DrawFn, most_batches: int = 9, most_ranks: int = 16) -> Schedule:
     """Any schedule that `build_schedule` can make."""
-    model = draw(models())
+    model = draw(models(most_ranks=most_ranks))
     frozen = draw(st.sets(st.sampled_from([n for n in model if n != "text"]))) if len(model) > 1 else set()
     forward_only = draw(st.sampled_from([(), (), sorted(frozen), list(model)]))
     batches = draw(st.integers(1, most_batches))

@@ -153,6 +153,18 @@ def test_an_encoder_is_ahead_by_no_more_than_it_may(vision: str, run_ahead: int)
         assert peak(schedule, 0, "vision") == 3 + 1 + run_ahead + model["vision"].pp - 1
 
 
+@pytest.mark.parametrize("run_ahead", range(5))
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_rows_leave_one_micro_batch_after_the_other(run_ahead: int, virtual: int) -> None:
+    """So that on NCCL none stand behind others, where they would keep a GPU with one hardware queue from computing."""
+    model = layouts(vision="pp:2@0-1", text="pp:2@2-3")
+    chosen = ScheduleSettings(run_ahead=run_ahead, virtual_stages=virtual)
+    for batches in range(1, 9):
+        actions = build_schedule(model, batches, chosen).actions_of(1)
+        crossings = [str(a) for a in actions if a.op in ("start", "wait") and a.kind == "F"]
+        assert crossings == [f"vision>text.F{m}{end}" for m in range(batches) for end in ("", "!")]
+
+
 def test_encoders_beside_each_other_and_their_order() -> None:
     schedule = build_schedule(layouts(a="dp:1@0", b="dp:1@1", text="pp:2@2-3"), 5, ScheduleSettings(run_ahead=0))
     assert works(schedule, 0, "a") == works(schedule, 1, "b") == "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"

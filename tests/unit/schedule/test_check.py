@@ -161,9 +161,17 @@ def test_a_deadlock_names_who_waits_for_whom() -> None:
     broken = moved(broken, 2, ["text.1<0.F1!", "text.1.F1"], before="text.1.B0")
     said = message(moved(broken, 2, ["text.1<0.F1"], before="text.1.F0"))
     assert "a deadlock" in said and "wait in a circle" in said
-    assert "rank 1 (text.0) waits in `text.0<1.B0!` for `text.1>0.B0` of rank 2 (text.1)" in said
-    assert "rank 2 (text.1) waits in `text.1<0.F1!` for `text.0>1.F1` of rank 1 (text.0)" in said
-    assert said.count("<-- ERROR HERE") == 2
+    assert "circle: rank 2 (text.1) for rank 1 (text.0) for rank 2 (text.1). Mend the order" in said
+    backward, forward = "communicator `text backward from stage 1`", "communicator `text forward from stage 0`"
+    assert said.splitlines()[1:7] == [
+        f"rank 2 (text.1): `text.1>0.B0` on {backward} begins after `text.1<0.F1!`",
+        "rank 2 (text.1): `text.1<0.F1!` waits for the end of `text.1<0.F1`",
+        f"rank 2 (text.1): `text.1<0.F1` on {forward} waits for rank 1 (text.0) to begin `text.0>1.F1`",
+        f"rank 1 (text.0): `text.0>1.F1` on {forward} begins after `text.0<1.B0!`",
+        "rank 1 (text.0): `text.0<1.B0!` waits for the end of `text.0<1.B0`",
+        f"rank 1 (text.0): `text.0<1.B0` on {backward} waits for rank 2 (text.1) to begin `text.1>0.B0`",
+    ]
+    assert said.count("<-- ERROR HERE") == 6
 
 
 def test_crossings_in_different_orders() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
+import torch
 
 from megatron_hetero.platform import CPU, Platform
-from megatron_hetero.schedule.watch import Stopwatch, Watchdog
+from megatron_hetero.schedule.device_clock import CudaClock, clock_of
+from megatron_hetero.schedule.watch import MOST_ISSUED, Stopwatch, Watchdog
 
 
 def test_the_stopwatch_keeps_laps_and_starts_again() -> None:
@@ -46,6 +49,170 @@ def test_the_watchdog_ends_a_process_that_is_stuck_and_says_where() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", STUCK], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.startswith("rank 3: found an action of 60 s unfinished after ")
+
+
+class Device:
+    """A device that comes to its marks when the test says so."""
+
+    def __init__(self) -> None:
+        self.marks: list[Device.Mark] = []
+
+    class Mark:
+        def __init__(self) -> None:
+            self.ended = self.told = False
+
+        def done(self) -> bool:
+            assert not self.told, "asked again"
+            self.told = self.ended
+            return self.ended
+
+    def mark(self) -> Device.Mark:
+        self.marks.append(Device.Mark())
+        return self.marks[-1]
+
+
+def issue(watchdog: Watchdog, *names: str) -> None:
+    for name in names:
+        with watchdog.doing(lambda name=name: name):
+            pass
+
+
+def oldest(watchdog: Watchdog) -> str | None:
+    found = watchdog.oldest()
+    return None if found is None else found[0]()
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20.0
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return met
+
+
+def test_what_the_device_has_not_ended_is_older_than_what_the_host_does() -> None:
+    device = Device()
+    watchdog = Watchdog(1000.0, rank=0, clock=device)
+    assert oldest(watchdog) is None
+    issue(watchdog, "a", "b", "c")
+    with watchdog.doing(lambda: "d"):
+        assert oldest(watchdog) == "a"
+        device.marks[1].ended = True  # It cannot be: the device works in order. Nothing is concluded from it.
+        time.sleep(0.5)
+        assert oldest(watchdog) == "a"
+        device.marks[0].ended = True
+        assert soon(lambda: oldest(watchdog) == "c")
+        device.marks[2].ended = True
+        assert soon(lambda: oldest(watchdog) == "d")
+    assert len(device.marks) == 4 and oldest(watchdog) == "d"
+    device.marks[3].ended = True
+    assert soon(lambda: oldest(watchdog) is None)
+
+
+def test_time_counts_from_the_end_of_the_action_before() -> None:
+    device = Device()
+    watchdog = Watchdog(1000.0, rank=0, clock=device)
+    before = time.monotonic()
+    issue(watchdog, "a", "b")
+    first = watchdog.oldest()
+    assert first is not None and before <= first[1] <= time.monotonic(), "nothing before it: from when it was issued"
+    time.sleep(0.3)
+    ended = time.monotonic()
+    device.marks[0].ended = True
+    assert soon(lambda: oldest(watchdog) == "b")
+    second = watchdog.oldest()
+    assert second is not None and ended <= second[1] <= time.monotonic()
+    device.marks[1].ended = True
+    assert soon(lambda: watchdog.oldest() is None)
+    begun = time.monotonic()
+    issue(watchdog, "c")
+    third = watchdog.oldest()
+    assert third is not None and third[1] >= begun, "the device was idle: from when it was issued"
+
+
+def test_the_queue_is_bounded() -> None:
+    device = Device()
+    watchdog = Watchdog(1000.0, rank=0, clock=device)
+    issue(watchdog, *map(str, range(MOST_ISSUED + 10)))
+    assert len(device.marks) == MOST_ISSUED and oldest(watchdog) == "0"
+    for mark in device.marks:
+        mark.ended = True
+    assert soon(lambda: watchdog.oldest() is None)
+    issue(watchdog, "later")
+    assert oldest(watchdog) == "later"
+
+
+HUNG = """
+import time
+from megatron_hetero.schedule.watch import Watchdog
+class Mark:
+    def __init__(self, end):
+        self.end = end
+    def done(self):
+        return time.monotonic() >= self.end
+class Device:
+    # Each action takes 0.4 s on the device, the sixth for ever.
+    end, marks = 0.0, 0
+    def mark(self):
+        self.marks += 1
+        self.end = max(self.end, time.monotonic()) + (0.4 if self.marks < 6 else 60)
+        return Mark(self.end)
+watchdog = Watchdog(1.2, 3, Device(), lambda: "and more")
+for action in range(20):
+    with watchdog.doing(lambda: f"action {action}"):
+        pass
+with watchdog.doing(lambda: "the end of the step"):
+    time.sleep(60)
+"""
+
+
+def test_the_action_that_hangs_on_the_device_is_named_and_not_the_host_s_nor_slow_ones() -> None:
+    source = HUNG.replace('lambda: f"action {action}"', 'lambda action=action: f"action {action}"')
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("rank 3: found action 5 unfinished after ") and done.stderr.endswith("\nand more\n")
+
+
+def test_a_device_that_fails_leaves_the_rest_to_who_issues_the_next_work() -> None:
+    class Failing(Device):
+        class Mark(Device.Mark):
+            def done(self) -> bool:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        def mark(self) -> Device.Mark:
+            return self.Mark()
+
+    watchdog = Watchdog(1000.0, rank=0, clock=Failing())
+    issue(watchdog, "a")
+    time.sleep(0.5)
+    issue(watchdog, "b")
+    assert oldest(watchdog) == "a"
+
+
+def test_events_of_a_gpu_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Event] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.recorded, self.ended = 0, False
+            made.append(self)
+
+        def record(self) -> None:
+            self.recorded, self.ended = self.recorded + 1, False
+
+        def query(self) -> bool:
+            return self.ended
+
+    devices: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    clock = clock_of(torch.device("cuda", 2))
+    assert isinstance(clock, CudaClock) and clock_of(CPU) is None
+    first, second = clock.mark(), clock.mark()
+    assert not first.done() and not second.done() and len(made) == 2
+    made[0].ended = True
+    assert first.done() and clock.mark() is not first
+    assert len(made) == 2 and [event.recorded for event in made] == [2, 1]
+    assert set(devices) == {torch.device("cuda", 2)}, "a thread begins on device 0"
 
 
 def test_a_watchdog_of_zero_seconds_does_nothing() -> None:

@@ -23,6 +23,7 @@ from megatron_hetero.models.qwen2_5_vl.text import TextInput, TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionInput
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes, weight_map
 from megatron_hetero.models.stages import cut_stages, stages_of_rank
+from megatron_hetero.module_names import TEXT
 from megatron_hetero.platform import CPU, Platform
 from megatron_hetero.topology import Topology
 from megatron_hetero.training.config import OptimizerConfig
@@ -30,7 +31,7 @@ from megatron_hetero.training.encoder_shards import EncoderShards
 from megatron_hetero.training.export import assemble, export_model, gather_parameters
 from megatron_hetero.training.gradients import reduce_gradients, scale_gradients
 from megatron_hetero.training.modules import TrainedModule, build_module, load_parameters
-from megatron_hetero.training.optimizer import build_optimizer, set_learning_rates
+from megatron_hetero.training.optimizer import build_optimizer, set_learning_rates, update
 from megatron_hetero.training.token_shards import TokenShards
 
 Arrays = dict[str, np.ndarray]
@@ -64,7 +65,8 @@ class Trainee:
         self.case = case
         self.shapes = Qwen25VLShapes.from_folder(case.folder)
         self.layouts = {name: Layout.parse(text, world) for name, text in case.layouts.items()}
-        self.topology = Topology.build(self.layouts, PLATFORM)
+        tied = [TEXT] if self.shapes.text.tied else []
+        self.topology = Topology.build(self.layouts, PLATFORM, tied=tied)
         weights = StoredWeights.open(case.folder, canonical_name)
         self.modules = [self._build(name, weights) for name in self.layouts if dist.get_rank() in self.layouts[name]]
         self.optimizers = [build_optimizer(m, case.optimizer, torch.float32, PLATFORM) for m in self.modules]
@@ -255,7 +257,7 @@ def steps(case: Case, seeds: Sequence[int], number: int) -> dict[str, Any]:
         with PLATFORM.megatron_scope():
             for optimizer in trainee.optimizers:
                 set_learning_rates(optimizer, step, case.optimizer, number)
-                optimizer.step()
+                update(optimizer)
     module = trainee.module
     tied = None if module.tied is None else module.parameters[module.tied].detach().numpy().copy()
     at = trainee.layouts["text"].coordinate(dist.get_rank())
@@ -289,13 +291,14 @@ def vision(case: Case) -> dict[str, Any]:
             cp_lengths=share.cp_lengths,
             windows=Segments.of(share.windows, CPU),
         ),
+        padding=share.padding,
     )
     passes = Passes(module, layout, batch, lambda _: ())
     out = passes.forward()
     last = module.stages[-1].is_last
-    passes.backward(torch.nn.functional.pad(weights[ids], (0, 0, 0, len(out) - len(ids))) if last else None)
+    passes.backward(weights[ids] if last else None)
     summary = trainee.reduce(torch.zeros(()), False)
-    rows = {int(i): row.numpy().copy() for i, row in zip(ids, out.detach(), strict=False)} if last else {}
+    rows = {int(i): row.numpy().copy() for i, row in zip(ids, out.detach(), strict=True)} if last else {}
     return summary | {"gradients": trainee.gradients(), "rows": rows}
 
 

@@ -1,0 +1,92 @@
+"""What only a GPU can show: `python -m benchmarks.gpu [--help]`, in under ten minutes on a machine with one.
+
+  environment   device, driver, libraries, and what the device does at its best
+  correctness   one rank over NCCL against plain `transformers`, in fp32 and bf16: loss, gradients, weights
+  sharing       2 and 4 ranks on the one device, collectives staged on the host, against one rank
+  program       pretrain_vlm.py: 20 steps, killed and resumed, exported, evaluated
+  share-7b      one rank's share of sp:8|tp:4,dp:2, without communication: times by module, kernels, memory beside the
+                plan's, MFU
+  share-32b     the same of sp:8|tp:8
+
+Each runs in a process of its own with a limit; one that fails says so and the others go on. Results are in `gpu.md` and
+`gpu.json`, written after each section. The exit status is 1 where anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.gpu import report, sections
+from benchmarks.gpu.sections import SECTIONS, TOTAL_S
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def main() -> int:
+    """Measure, write, and print; returns the exit status."""
+    options = _options()
+    if not options.small and (missing := _no_gpu()):
+        print(missing, file=sys.stderr)
+        return 2
+    outcomes: dict[str, sections.Outcome] = {}
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, outcome in _outcomes(options, Path(folder)):
+            outcomes[name] = outcome
+            report.write(options.out, outcomes, small=options.small, seconds=time.monotonic() - start)
+            print(report.text_of(name, outcome), flush=True)
+    return 0 if all(outcome.passed for outcome in outcomes.values()) else 1
+
+
+def _outcomes(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, sections.Outcome]]:
+    """Of each section in turn. On a CPU, where nothing is timed, two run side by side."""
+
+    def run(name: str) -> sections.Outcome:
+        print(f"{SECTIONS[name].title} ...", flush=True)
+        limit_s = SECTIONS[name].limit_s * options.time_limit / TOTAL_S
+        return sections.run(name, folder / name, limit_s, small=options.small)
+
+    with ThreadPoolExecutor(2 if _no_gpu() else 1) as pool:
+        yield from zip(options.sections, pool.map(run, options.sections), strict=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sections", type=_names, default=list(SECTIONS), help=f"of {','.join(SECTIONS)}")
+    parser.add_argument("--small", action="store_true", help="small sizes, on a CPU where there is no GPU")
+    parser.add_argument("--time-limit", type=float, default=TOTAL_S, help="seconds of all sections together")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where to write")
+    return parser.parse_args()
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in SECTIONS]:
+        raise argparse.ArgumentTypeError(f"found {unknown[0]}, expected some of {', '.join(SECTIONS)}")
+    return names
+
+
+def _no_gpu() -> str | None:
+    """What to say where PyTorch sees no GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return (
+        f"error: found no GPU (PyTorch {torch.__version__}, {built}), expected one, because this measures what only a "
+        "GPU shows; run it on a machine with one, with a PyTorch that is built for its driver, or add --small to try "
+        "the sections on the CPU"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

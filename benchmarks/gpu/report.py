@@ -1,0 +1,172 @@
+"""The sections' results as Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.sections import SECTIONS, Outcome
+from benchmarks.report import table, verdict
+
+Numbers = Mapping[str, Any]
+
+
+def write(folder: Path, outcomes: Mapping[str, Outcome], *, small: bool, seconds: float) -> None:
+    """Write `gpu.md` and `gpu.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "\n\n".join([_head(outcomes, small, seconds), *(text_of(name, found) for name, found in outcomes.items())])
+    (folder / "gpu.md").write_text(text + "\n", encoding="utf-8")
+    sections = {name: asdict(found) | {"passed": found.passed} for name, found in outcomes.items()}
+    numbers = {"small": small, "seconds": seconds, "sections": sections}
+    (folder / "gpu.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+
+
+def _head(outcomes: Mapping[str, Outcome], small: bool, seconds: float) -> str:
+    device = outcomes["environment"].numbers.get("device", {}) if "environment" in outcomes else {}
+    lines = [f"# One device: {device.get('name', 'not looked at')}", ""]
+    if device.get("backend", "").startswith("gloo"):
+        lines += ["**No GPU: gloo and the CPU in place of NCCL and CUDA. Times mean nothing.**", ""]
+    if small:
+        lines += ["Small sizes (`--small`).", ""]
+    rows = [
+        f"{SECTIONS[name].title} | {found.status if found.passed or found.status != 'ok' else 'checks failed'} | "
+        f"{sum(check['passed'] for check in found.checks)} of {len(found.checks)} | {found.seconds:.0f}"
+        for name, found in outcomes.items()
+    ]
+    lines += [f"`python -m benchmarks.gpu`, {seconds:.0f} s.", "", table("section | ended | checks passed | s", rows)]
+    return "\n".join(lines)
+
+
+def text_of(name: str, found: Outcome) -> str:
+    """A section: how it ended where it did not end well, its tables, and its checks."""
+    parts = [f"## {SECTIONS[name].title}"]
+    if found.status != "ok":
+        how = f"after its {found.limit_s:.0f} s" if found.status == "stopped" else f"after {found.seconds:.0f} s"
+        parts.append(f"FAIL: {found.status} {how}; the last that it said:\n\n```\n{found.said}\n```")
+    parts += [part for part in _TABLES[SECTIONS[name].module](found.numbers) if part]
+    if found.checks:
+        parts.append("\n".join(f"- {verdict(check['passed'], _check(check))}" for check in found.checks))
+    return "\n\n".join(parts)
+
+
+def _check(check: Mapping[str, Any]) -> str:
+    return f"{check['what']}: {check['found']:.2g}, at most {check['bound']:.2g}"
+
+
+def _environment(numbers: Numbers) -> Iterable[str]:
+    for part in ("device", "machine", "libraries", "variables", "at best"):
+        if found := numbers.get(part):
+            yield table(f"{part} | ", [f"{name} | {_shown(value)}" for name, value in found.items()])
+
+
+def _correctness(numbers: Numbers) -> Iterable[str]:
+    if "arithmetic" in numbers:
+        yield ", ".join(f"{name}: {value}" for name, value in numbers["arithmetic"].items()) + "."
+    fp32, bf16 = numbers.get("fp32", {}), numbers.get("bf16", {})
+    rows = [
+        f"`{kind}` | {error:.1e} | {_error(bf16, 'errors', kind)} | {_error(bf16, 'errors of transformers', kind)}"
+        for kind, error in fp32.get("errors", {}).items()
+    ]
+    if rows:
+        yield (
+            "Largest relative error of a gradient by kind of parameter; those of bf16 against fp32 arithmetic on the "
+            "same weights:"
+        )
+        yield table("parameters | fp32 | bf16 | bf16, transformers' own", rows)
+    if bf16:
+        yield f"All gradients in bf16: {bf16['error']:.2e}, transformers' own {bf16['error of transformers']:.2e}."
+
+
+def _error(numbers: Numbers, name: str, kind: str) -> str:
+    return f"{numbers[name][kind]:.1e}" if name in numbers else ""
+
+
+def _sharing(numbers: Numbers) -> Iterable[str]:
+    if "device" in numbers:
+        yield f"Collectives by way of {numbers['device']}; fp32; errors against one rank on the same device."
+    rows = [
+        f"{row['placement']} | `{row['layout']}` | {row['ranks']} | {row['loss error']:.1e} | "
+        f"{row['gradient error']:.1e} | {row['largest of a kind']:.1e} | {row['seconds']:.1f}"
+        for row in numbers.get("layouts", [])
+    ]
+    if rows:
+        yield table(
+            "placement | layout | ranks | loss | all gradients | worst kind of parameter | s, start included", rows
+        )
+
+
+def _program(numbers: Numbers) -> Iterable[str]:
+    if "steps" in numbers:
+        steps = numbers["steps"]
+        low, high = steps["least and most ms"]
+        yield table("of a step | ", [
+            f"median | {steps['median ms']:.1f} ms [{low:.1f}, {high:.1f}]",
+            f"tokens | {steps['tokens of a step']:.0f}",
+            f"peak memory | {steps['peak GB']:.2f} GB",
+            f"losses | {', '.join(f'{loss:.3f}' for loss in steps['losses'])}",
+        ])  # fmt: skip
+    if "killed" in numbers:
+        yield f"First step {numbers['killed']['seconds']:.0f} s after the start."
+    if "answers" in numbers:
+        yield f"Answers of the exported model: {json.dumps(numbers['answers'])}."
+
+
+def _share(numbers: Numbers) -> Iterable[str]:
+    if "layout" in numbers:
+        yield table("layout | ", [f"{name} | {_shown(value)}" for name, value in numbers["layout"].items()])
+    if numbers.get("does not fit"):
+        yield f"Would not fit: {'; '.join(numbers['does not fit'])}. More replicas share the optimizer's state out."
+    if "steps" in numbers:
+        yield from _steps_of_share(numbers["steps"], numbers.get("memory", {}))
+    if "trace" in numbers:
+        yield from _trace(numbers["trace"])
+
+
+def _steps_of_share(steps: Numbers, memory: Numbers) -> Iterable[str]:
+    times, rates = steps["milliseconds"], steps["TFLOP/s by phase"]
+    phases = [name for name in times if name not in ("step", "issued")]
+    yield table("phase | ms | share of the step | TFLOP/s", [
+        f"{name} | {times[name]:.2f} | {times[name] / times['step']:.1%} | {_number(rates.get(name), '.1f')}"
+        for name in phases
+    ])  # fmt: skip
+    low, high = steps["least and most ms"]
+    yield table("of a step | ", [
+        f"time | {times['step']:.1f} ms [{low:.1f}, {high:.1f}]",
+        f"until the host has issued forward and backward | {times['issued']:.1f} ms",
+        f"operations | {steps['TFLOP of a step']:.3g} TFLOP, {steps['TFLOP/s']:.4g} TFLOP/s",
+        f"MFU without communication | {_number(steps['MFU without communication'], '.1%')}",
+        f"memory that the plan counts | {_number(memory.get('planned GB'), '.2f')} GB",
+        f"peak memory of tensors | {_number(memory.get('peak GB'), '.2f')} GB",
+        f"peak memory that PyTorch reserved | {_number(memory.get('reserved GB'), '.2f')} GB",
+    ])  # fmt: skip
+
+
+def _trace(trace: Numbers) -> Iterable[str]:
+    yield f"Kernels of a step: {trace['kernels']:,}, together {trace['ms']:.1f} ms."
+    total = trace["ms"] or 1.0
+    yield table(
+        "kind | ms | share | kernels",
+        [f"{kind} | {ms:.2f} | {ms / total:.1%} | {count:,}" for kind, (ms, count) in trace["kinds"].items()],
+    )
+    rows = [f"`{name.replace('|', '¦')}` | {ms:.2f} | {ms / total:.1%} | {count:,}" for name, ms, count in trace["top"]]
+    yield table("kernel | ms | share | number", rows)
+
+
+_TABLES: Mapping[str, Callable[[Numbers], Iterable[str]]] = {
+    "environment": _environment,
+    "correctness": _correctness,
+    "sharing": _sharing,
+    "program": _program,
+    "share": _share,
+}
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

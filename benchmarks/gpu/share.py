@@ -1,0 +1,234 @@
+"""One rank's share of a layout on real kernels: the project's own modules, schedule, gradient sums and optimizer, with
+drawn weights, on the step that a plan assumes. The other ranks are not there (`groups.EchoGroup`), so that times are
+those of what the rank itself computes: an upper bound for what communication leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu import cases, groups, trace
+from benchmarks.gpu.record import Record
+from benchmarks.material import write_samples
+from megatron_hetero.planning.estimate import KINDS, Plan
+from megatron_hetero.planning.trial import assumed_step, drawn_share
+from megatron_hetero.platform import Platform
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.watch import Stopwatch
+from megatron_hetero.training.config import Config, load_config
+from megatron_hetero.training.flops import peak_flops
+from megatron_hetero.training.gradients import reduce_gradients, scale_gradients
+from megatron_hetero.training.optimizer import set_learning_rates, update
+from megatron_hetero.training.resolved import dtype_of
+from megatron_hetero.training.share import Share
+from megatron_hetero.training.step_flops import step_flops
+from megatron_hetero.training.step_loader import StepBatch
+from megatron_hetero.training.to_device import to_device
+
+MODELS = Path(__file__).parents[2] / "examples/models"
+RANK = 0
+MICRO_BATCHES = 2
+WARM_UP, STEPS = 2, 5
+LEFT = 0.08
+"""Share of a device's memory that must be left besides what a plan counts: CUDA's context, fragmentation."""
+
+MEMORY = 0.1
+"""How far the peak of a step may be from the plan's memory, relatively."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layouts over `world` ranks; `replicas` of the text module."""
+
+    world: int
+    vision: str
+    text: str
+    replicas: int
+
+    def __str__(self) -> str:
+        return f"{self.vision}|{self.text} on {self.world} ranks"
+
+
+LAYOUTS = {
+    "7B": (Layout(8, "sp:8", "tp:4,dp:2", 2),),
+    # More replicas share the optimizer's state out; all else of a rank stays as it is.
+    "32B": tuple(
+        Layout(8 * dp, f"sp:8,dp:{dp}" if dp > 1 else "sp:8", f"tp:8,dp:{dp}" if dp > 1 else "tp:8", dp)
+        for dp in (1, 2, 4)
+    ),
+}
+"""Of each model those that are tried: the first that the device has the memory for."""
+SMALL = {"7B": (Layout(8, "sp:4,dp:2", "tp:2,dp:4", 4),), "32B": (Layout(4, "sp:4", "tp:4", 1),)}
+
+
+def measure(record: Record, folder: Path, model: str, *, small: bool) -> None:
+    """Build the rank, and take steps."""
+    platform = replace(Platform.detect(), backend=groups.EchoGroup.backend, host_backend=groups.EchoGroup.backend)
+    if small:
+        write_samples(folder, cases.SMALL, [])
+    place = folder / "model" if small else MODELS / f"qwen2_5_vl_{model.lower()}"
+    layout, plan = _that_fits(record, (SMALL if small else LAYOUTS)[model], place, platform, small=small)
+    groups.register()
+    if platform.is_cuda:
+        torch.cuda.set_device(platform.device)
+    dist.init_process_group(platform.backend, store=dist.HashStore(), rank=RANK, world_size=layout.world)
+    rank = RankOnDevice.build(plan.config, platform)
+    record.put("planned GB", dict(zip(KINDS, (plan.memory[RANK] / 1e9).tolist(), strict=True)))
+    _measure_steps(record, rank, plan)
+    _trace(record, rank)
+
+
+def _that_fits(
+    record: Record, layouts: tuple[Layout, ...], place: Path, platform: Platform, *, small: bool
+) -> tuple[Layout, Plan]:
+    """The layout that is measured, with its plan; recorded, with those that would not fit."""
+    device = torch.cuda.get_device_properties(platform.device).total_memory if platform.is_cuda else float("inf")
+    too_large = []
+    for layout in layouts:
+        plan = Plan.of(load_config(_flags(place, layout, small=small)), layout.world, gpu=platform.is_cuda)
+        needed = int(plan.memory[RANK].sum())
+        if needed <= (1 - LEFT) * device or layout == layouts[-1]:
+            break
+        too_large.append(f"{layout} needs {needed / 1e9:.1f} GB")
+    sample = plan.assumed.sample
+    record.put("layout", {
+        "model": place.name, "layout": str(layout), "rank": RANK, "micro-batches": MICRO_BATCHES,
+        "tokens of a pack": sample.tokens, "patches of its image": math.prod(sample.grids["vision"][0]),
+        "dtype": plan.config.model.dtype, "device GB": None if device == float("inf") else device / 1e9,
+    })  # fmt: skip
+    record.put("does not fit", too_large)
+    return layout, plan
+
+
+def _flags(place: Path, layout: Layout, *, small: bool) -> list[str]:
+    tokens, side, dtype = (256, 112, "float32") if small else (6912, 1001, "bfloat16")
+    return (
+        f"--model.hf_path {place} --model.dtype {dtype} --vision-parallel {layout.vision} "
+        f"--text-parallel {layout.text} --train.global_batch_size {MICRO_BATCHES * layout.replicas} "
+        f"--train.micro_batch_size 1 --plan.tokens {tokens} --plan.images 1 --plan.image_side {side} "
+        f"--data.registry.none.annotations {place}/none.json --data.datasets none --optimizer.lr 1e-5"
+    ).split()
+
+
+class _Phases(Stopwatch):
+    """The program's stopwatch, which tells forward from backward."""
+
+    @contextlib.contextmanager
+    def part(self, name: str, label: str = "") -> Iterator[None]:
+        with super().part(_phase(name, label), label):
+            yield
+
+
+def _phase(name: str, label: str) -> str:
+    action = Action.parse(label) if label else None
+    if action is None or action.op != "run":
+        return name
+    return f"{name} {'backward' if action.kind == 'B' else 'forward'}"
+
+
+@dataclass(frozen=True)
+class RankOnDevice:
+    """A rank that takes one step over and over."""
+
+    share: Share
+    batch: StepBatch
+    watch: _Phases
+
+    @classmethod
+    def build(cls, config: Config, platform: Platform) -> RankOnDevice:
+        """In the default process group."""
+        share, watch = drawn_share(config, platform, check=False), _Phases(platform)
+        share.interpreter.watch = watch
+        batch = assumed_step(share)
+        if platform.is_cuda:
+            # As the loader leaves it.
+            pinned = [
+                replace(m, pixels={name: pixels.pin_memory() for name, pixels in m.pixels.items()})
+                for m in batch.micro_batches
+            ]
+            batch = replace(batch, micro_batches=tuple(pinned))
+        gc.collect()
+        return cls(replace(share, watch=watch), batch, watch)
+
+    def step(self) -> dict[str, float]:
+        """One step as `Share.train_step` takes it, timed in parts. Seconds: of the whole, until the host had issued
+        forward and backward, and of each phase on the device's stream.
+        """
+        share, platform = self.share, self.share.platform
+        platform.synchronize()
+        start = time.perf_counter()
+        with self.watch.part("zero gradients"):
+            for module, optimizer in zip(share.modules, share.optimizers, strict=True):
+                module.ddp.zero_grad_buffer()  # pyright: ignore[reportOptionalMemberAccess]
+                optimizer.zero_grad()
+        loss = share.interpreter.run(share.schedule, self._load)
+        issued = time.perf_counter() - start
+        with self.watch.part("gradient sums"):
+            reduce_gradients(share.modules, loss, share.counts_loss, share.optimizers, share.topology)
+            scale_gradients(share.modules, 1.0 / self.batch.supervised)
+        with self.watch.part("update"), platform.megatron_scope():
+            for optimizer in share.optimizers:
+                set_learning_rates(optimizer, 1, share.config.optimizer, share.config.train.iters)
+                update(optimizer)
+        platform.synchronize()
+        seconds = time.perf_counter() - start
+        phases = {name: sum(laps) for name, laps in self.watch.read().items()}
+        return {"step": seconds, "issued": issued, **phases}
+
+    def _load(self, micro_batch: int) -> Any:
+        share = self.share
+        return to_device(self.batch.micro_batches[micro_batch], share.platform, dtype_of(share.config))
+
+
+def _measure_steps(record: Record, rank: RankOnDevice, plan: Plan) -> None:
+    share, platform = rank.share, rank.share.platform
+    # The real one, which refuses what is not finite.
+    metrics = share.train_step(1, rank.batch)
+    for _ in range(WARM_UP - 1):
+        rank.step()
+    if platform.is_cuda:
+        torch.cuda.reset_peak_memory_stats(platform.device)
+    steps = [rank.step() for _ in range(STEPS)]
+    medians = {name: median(step[name] for step in steps) for name in steps[0]}
+    flops = step_flops(share.shapes, share.config.model.freeze, rank.batch) / share.topology.world_size
+    peak = peak_flops(platform.device_name)
+    record.put("steps", {
+        "loss": metrics.loss, "milliseconds": {name: 1e3 * value for name, value in medians.items()},
+        "least and most ms": [1e3 * f(step["step"] for step in steps) for f in (min, max)],
+        "TFLOP of a step": flops / 1e12, "TFLOP/s": flops / medians["step"] / 1e12,
+        "MFU without communication": flops / medians["step"] / peak if peak else None,
+        "TFLOP/s by phase": _rates(plan, medians),
+    })  # fmt: skip
+    planned, used = int(plan.memory[RANK].sum()), platform.peak_memory_bytes()
+    record.put("memory", {
+        "planned GB": planned / 1e9,
+        "peak GB": used / 1e9 if platform.is_cuda else None,
+        "reserved GB": torch.cuda.max_memory_reserved(platform.device) / 1e9 if platform.is_cuda else None,
+    })  # fmt: skip
+    if platform.is_cuda:
+        record.check("relative difference of the peak memory and the plan's", abs(used / planned - 1), MEMORY)
+
+
+def _rates(plan: Plan, seconds: dict[str, float]) -> dict[str, float]:
+    """TFLOP/s of each module's forward and backward, by the operations that the plan counts."""
+    rates = {}
+    for (module, kind, _), operations in plan.work.items():
+        phase = f"{module} {'backward' if kind == 'B' else 'forward'}"
+        if seconds.get(phase):
+            rates[phase] = rates.get(phase, 0.0) + MICRO_BATCHES * operations / seconds[phase] / 1e12
+    return rates
+
+
+def _trace(record: Record, rank: RankOnDevice) -> None:
+    record.put("trace", trace.of(rank.step, rank.share.platform))

@@ -1,0 +1,104 @@
+"""What CUDA, the allocator and NCCL read from the environment, and NCCL's own time-outs. Imports no torch by itself.
+
+CUDA reads its variables when its context is made, which eager initialisation of NCCL does; PyTorch's allocator when it
+is first used. What a user has set is never changed.
+
+    variable                       read by               set to
+    CUDA_DEVICE_MAX_CONNECTIONS    CUDA's driver         1: kernels start in the order in which they were issued
+    PYTORCH_ALLOC_CONF             PyTorch's allocator   expandable_segments:True: packs of changing length do not
+                                                         leave memory in pieces that fit nothing
+    TORCH_FR_BUFFER_SIZE           NCCL's process group  2000 operations that its flight recorder remembers
+    TORCH_NCCL_DUMP_ON_TIMEOUT     the same              1: all ranks write them to a file when an operation times out
+    TORCH_FR_DUMP_TEMP_FILE        the same              where to, without the rank at the end
+    TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC  the same           the time-out of the process groups
+
+torch 2.11 and 2.13 read `PYTORCH_ALLOC_CONF`, and first the older `PYTORCH_CUDA_ALLOC_CONF`
+(c10/cuda/CUDAAllocatorConfig.h); the older names of the flight recorder's are read after the newer ones
+(c10d/FlightRecorder.hpp, c10d/ProcessGroupNCCL.hpp).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import MutableMapping
+from datetime import timedelta
+from pathlib import Path
+
+_BEFORE_CUDA = {
+    # Megatron's linears start a collective before a matrix product and rely on one hardware queue to keep the order.
+    ("CUDA_DEVICE_MAX_CONNECTIONS",): "1",
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
+}
+_BEFORE_NCCL = {
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+}
+_TRACES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+_HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+
+
+def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set what CUDA, the allocator and NCCL should find, where the user has not. Idempotent; to be called before CUDA
+    is initialised, best before torch is imported. Warns, on one rank, where it comes too late.
+    """
+    late = [names[0] for names in _set(_BEFORE_CUDA, environ)] if _cuda_is_initialized() else []
+    _set(_BEFORE_CUDA | _BEFORE_NCCL, environ)
+    if late and environ.get("RANK", "0") == "0":
+        wanted = " ".join(f"{names[0]}={value}" for names, value in _BEFORE_CUDA.items() if names[0] in late)
+        warnings.warn(
+            f"found CUDA initialised without {' and '.join(late)}, expected them in the environment before, because it "
+            f"reads them only then. Start the program with {wanted}, or call `prepare_environment` first",
+            stacklevel=2,
+        )
+
+
+def group_timeout(timeout_s: float, environ: MutableMapping[str, str] = os.environ) -> timedelta:
+    """The time-out of process groups beside a watchdog that ends the process after `timeout_s` (0: never): longer, so
+    that the watchdog, which knows what the rank was doing, speaks first. NCCL's heartbeat, which ends processes in
+    which CUDA calls do not return, is set to the same.
+
+    NCCL counts from when an operation was issued, which may be long before its turn.
+    """
+    longest = timedelta(days=24)  # Torch counts the heartbeat in milliseconds, in 32 bits.
+    timeout = min(longest, timedelta(seconds=max(1800.0, 1.5 * timeout_s))) if timeout_s > 0 else longest
+    environ.setdefault(_HEARTBEAT, str(int(timeout.total_seconds())))
+    return timeout
+
+
+def prepare_traces(folder: Path, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have the flight recorder write to `folder`, one file per rank; made here. For NCCL only."""
+    if not any(name in environ for name in _TRACES):
+        folder.mkdir(parents=True, exist_ok=True)
+        environ[_TRACES[0]] = str(folder / "rank")
+
+
+def write_trace(rank: int, environ: MutableMapping[str, str] = os.environ) -> Path | None:
+    """Write what the flight recorder remembers of this rank's NCCL operations, for `torch.distributed.flight_recorder`.
+
+    Returns the file; None where there is no NCCL, nowhere to write to, or writing fails: what it is called for is said
+    anyway.
+    """
+    prefix = next((environ[name] for name in _TRACES if name in environ), None)
+    torch = sys.modules.get("torch")
+    if prefix is None or torch is None or not _cuda_is_initialized():
+        return None
+    try:
+        path = Path(f"{prefix}{rank}")
+        path.write_bytes(torch._C._distributed_c10d._dump_nccl_trace())
+    except (AttributeError, OSError, RuntimeError):
+        return None
+    return path
+
+
+def _set(defaults: dict[tuple[str, ...], str], environ: MutableMapping[str, str]) -> list[tuple[str, ...]]:
+    """Set the first name of each default of which no name is set. Returns those."""
+    missing = [names for names in defaults if not any(name in environ for name in names)]
+    environ.update({names[0]: defaults[names] for names in missing})
+    return missing
+
+
+def _cuda_is_initialized() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()

@@ -1,0 +1,102 @@
+"""What a plan speaks of, built and run: one rank's share of a configuration with drawn weights, and the step that the
+plan assumes, as the loader would make it, with tokens and pixels that are made up. Neither weights nor data are read.
+
+With the backend `fake` (of a `Platform` for hosts too) one process can be any rank of any world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hetero.data.packing import IGNORED, PackedBatch
+from megatron_hetero.models.drawn import DrawnWeights
+from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
+from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.module_names import TEXT
+from megatron_hetero.planning.assumed import AssumedBatch
+from megatron_hetero.platform import Platform
+from megatron_hetero.training.config import Config
+from megatron_hetero.training.resolved import checked, dtype_of
+from megatron_hetero.training.share import Share
+from megatron_hetero.training.step_loader import MicroBatch, StepBatch
+from megatron_hetero.training.step_plan import Images, MicroBatchPlan, PackShape
+
+FAKE = "fake"
+"""PyTorch's backend whose collectives do nothing."""
+TOKENS = 50
+"""Token ids are below that: any model has as many."""
+
+
+def drawn_share(config: Config, platform: Platform, *, check: bool | None = None) -> Share:
+    """This process's rank of a run of `config`, in the default process group. Raises `UserError`.
+
+    `check`: whether groups are checked, which takes the other ranks; None: except on `fake`.
+    """
+    shapes, *_ = checked(config, dist.get_world_size())
+    weights = DrawnWeights(stored_shapes(shapes), dtype_of(config), platform.device)
+    checks = platform.backend != FAKE if check is None else check
+    return Share.of(config, platform, dict.fromkeys(shapes.modules, weights), check=checks)
+
+
+def assumed_step(share: Share) -> StepBatch:
+    """A step of `share`, on the host."""
+    planner, layouts = share.planner, share.topology.layouts
+    assumed = AssumedBatch.of(share.config, share.shapes, layouts, share.batch)
+    shape, batch = _pack_shape(assumed), assumed.batch
+    plans = [planner.plan([shape] * batch.replicas, m) for m in range(batch.micro_batches)]
+    pack = _pack(assumed) if planner.rank in layouts[TEXT] else None
+    samples = batch.step_samples
+    return StepBatch(
+        micro_batches=tuple(MicroBatch(pack, plan, _pixels(share.shapes.encoders, plan)) for plan in plans),
+        supervised=assumed.sample.supervised * samples,
+        tokens=assumed.sample.tokens * samples,
+        grids={encoder: grids * samples for encoder, grids in assumed.sample.grids.items()},
+        sample_lengths=(assumed.sample.tokens,) * samples,
+        encoder_loads=tuple(loads for plan in plans for loads in plan.loads.values()),
+    )
+
+
+def _pack_shape(assumed: AssumedBatch) -> PackShape:
+    samples = assumed.batch.samples
+    return PackShape(
+        assumed.lengths,
+        tuple(
+            Images((len(grids),) * samples, grids * samples, assumed.places(encoder).astype(np.int64).tobytes())
+            for encoder, grids in assumed.sample.grids.items()
+        ),
+    )
+
+
+def _pack(assumed: AssumedBatch) -> PackedBatch:
+    samples, tokens, supervised = assumed.batch.samples, assumed.sample.tokens, assumed.sample.supervised
+    ids = np.arange(samples * tokens) % TOKENS
+    labels = np.full((samples, tokens), IGNORED, np.int64)
+    answers = slice(tokens - 1 - supervised, tokens - 1)
+    labels[:, answers] = ids.reshape(samples, tokens)[:, answers]
+    return PackedBatch(
+        input_ids=ids,
+        labels=labels.ravel(),
+        position_ids=np.tile(np.arange(tokens), (3, samples)),
+        cu_seqlens=np.arange(samples + 1) * tokens,
+        # What says where rows go is the plan.
+        grids=np.zeros((0, 3), np.int64),
+        rows=np.zeros(0, np.int64),
+        encoders=(),
+        image_positions=np.zeros(0, np.int64),
+        supervised_tokens=supervised * samples,
+    )
+
+
+def _pixels(encoders: Mapping[str, VisionShape], plan: MicroBatchPlan) -> dict[str, Tensor]:
+    """Pixels of the patches that the rank embeds."""
+    found = {}
+    for name, pixels in plan.pixels.items():
+        shape, generator = encoders[name], torch.Generator().manual_seed(0)
+        patches = pixels.exchange.forward.rows * shape.unit + pixels.padding
+        found[name] = torch.randn(patches, shape.patch_elements, generator=generator)
+    return found

@@ -1,0 +1,326 @@
+"""One rank's share of a model in training: its modules with their optimizers, groups and schedule, and the step that it
+takes with the others. Where weights and batches come from is not its business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.megatron_adapter import prepare_globals, random_states, set_random_states
+from megatron_hetero.models.backend import spec_provider
+from megatron_hetero.models.balance import idle_share
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.weight_map import WeightSource
+from megatron_hetero.module_names import TEXT
+from megatron_hetero.platform import Platform, on_device
+from megatron_hetero.schedule.contract import RandomStates
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.runtime import Interpreter, ModuleOnRank
+from megatron_hetero.schedule.watch import Stopwatch
+from megatron_hetero.topology import Topology
+from megatron_hetero.training.config import Config
+from megatron_hetero.training.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients
+from megatron_hetero.training.metrics import StepMetrics
+from megatron_hetero.training.modules import TrainedModule, build_module
+from megatron_hetero.training.optimizer import build_optimizer, rate_of, set_learning_rates, update
+from megatron_hetero.training.profile import StepProfiler
+from megatron_hetero.training.resolved import (
+    BatchShape,
+    checked,
+    checked_schedule,
+    communication,
+    dtype_of,
+    shards_activations,
+    stages_per_rank,
+    transport_of,
+)
+from megatron_hetero.training.step_flops import utilisation
+from megatron_hetero.training.step_loader import StepBatch
+from megatron_hetero.training.step_plan import StepPlanner, image_encoder
+from megatron_hetero.training.to_device import to_device
+
+
+@dataclass(frozen=True)
+class _EndOfStep:
+    """What is known when all ranks have updated: the most memory of a rank, whether one was asked to stop, the share of
+    the encoder ranks' time in which they wait for the slowest of their encoder, in each forward and backward of each
+    micro-batch, and this rank's seconds in boundaries.
+    """
+
+    peak_memory_bytes: int
+    stopping: bool
+    encoder_idle_share: float
+    boundary_time_s: float
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Share:
+    """What a rank trains with. `modules` are those that this rank has a part of, encoders first; `optimizers` are in
+    the same order. `batch`: how a step's samples are shared out; `planner` plans its micro-batches.
+    """
+
+    config: Config
+    shapes: Qwen25VLShapes
+    batch: BatchShape
+    topology: Topology
+    modules: tuple[TrainedModule, ...]
+    optimizers: tuple[Any, ...]
+    schedule: Schedule
+    interpreter: Interpreter
+    planner: StepPlanner
+    watch: Stopwatch
+    profiler: StepProfiler
+
+    @staticmethod
+    def of(config: Config, platform: Platform, weights: Mapping[str, WeightSource], *, check: bool = True) -> Share:
+        """Make groups, modules and optimizers of this process's rank. `weights`: where those of each module come from.
+        `check`: whether groups are checked, see `Topology.build`.
+
+        Raises `UserError` where the configuration does not fit the model or the world.
+        """
+        shapes, layouts, batch = checked(config, dist.get_world_size())
+        schedule = checked_schedule(config, layouts, batch)
+        torch.manual_seed(config.train.seed)
+        platform.prepare_megatron()
+        prepare_globals(config.train.seed)
+        topology = Topology.build(
+            layouts, platform, decoding=config.model.encoder_names, check=check, **communication(config, shapes)
+        )
+        modules = _build_modules(config, shapes, topology, weights)
+        planner = StepPlanner(
+            {name: image_encoder(shape) for name, shape in shapes.encoders.items()},
+            layouts,
+            {name: shards_activations(config, name, layout) for name, layout in layouts.items()},
+            topology.rank,
+            shapes.text.hidden * transport_of(config).itemsize,
+            config.data.balance,
+        )
+        watch, profiled = Stopwatch(platform), config.train.profile
+        return Share(
+            config=config,
+            shapes=shapes,
+            batch=batch,
+            topology=topology,
+            modules=modules,
+            optimizers=tuple(build_optimizer(m, config.optimizer, dtype_of(config), platform) for m in modules),
+            schedule=schedule,
+            interpreter=_interpreter(config, shapes, topology, modules, watch),
+            planner=planner,
+            watch=watch,
+            profiler=StepProfiler(profiled.start, profiled.steps, config.log.dir, topology.rank, platform),
+        )
+
+    @property
+    def platform(self) -> Platform:
+        """Where this rank computes."""
+        return self.topology.platform
+
+    def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> StepMetrics:
+        """Forward, backward, and update; `waited`: seconds that the batch was waited for; `stop`: true, at the end of
+        the step, where this rank was asked to stop.
+
+        Raises `UserError` before the update where the loss or a gradient is NaN or infinite.
+        """
+        start = time.perf_counter()
+        if batch.supervised == 0:
+            raise UserError(
+                f"step {step}: found no supervised token in the global batch, expected some, because the loss "
+                f"divides by their number; raise data.max_seq_length or the batch size, or mend the data"
+            )
+        with self.profiler.step(step):
+            summary = self.gradients(batch)
+            self._refuse_faults(step, summary)
+            # Whoever has read the summary has waited for all that was measured.
+            laps = self.watch.read()
+            norm = summary.norm / batch.supervised
+            factor = clip_factor(norm, self.config.optimizer.clip_grad) / batch.supervised
+            scale_gradients(self.modules, factor)
+            with self._watched(f"the update of step {step}"):
+                rate = self._update(step)
+                told = self._end_of_step(laps, stop)
+        return self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited, told)
+
+    def gradients(self, batch: StepBatch) -> GradientSummary:
+        """Forward and backward of all micro-batches, then the sums over ranks; gradients are not scaled by 1/N yet."""
+        for module, optimizer in zip(self.modules, self.optimizers, strict=True):
+            if module.ddp is not None:
+                module.ddp.zero_grad_buffer()
+                optimizer.zero_grad()  # Megatron's fp32 optimizer leaves the last step's gradients on the parameters
+        dtype = dtype_of(self.config)
+        loss_sum = self.interpreter.run(
+            self.schedule, lambda m: to_device(batch.micro_batches[m], self.platform, dtype)
+        )
+        with self._watched("the sums of gradients over ranks"):
+            return reduce_gradients(self.modules, loss_sum, self.counts_loss, self.optimizers, self.topology)
+
+    def _watched(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what waits for other ranks between the actions of the schedule."""
+        return self.interpreter.watchdog.doing(lambda: f"{what}, with all other ranks,")
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's loss is one of those that add up to the whole: once for each tp group that has one."""
+        layout, rank = self.topology.layouts[TEXT], self.topology.rank
+        if rank not in layout:
+            return False
+        at = layout.coordinate(rank)
+        return at.tp == 0 and at.pp == layout.pp - 1
+
+    def _update(self, step: int) -> float:
+        """Step all optimizers. Returns the learning rate of `optimizer.lr` (parts may have rates of their own)."""
+        config, total = self.config.optimizer, self.config.train.iters
+        with self.platform.megatron_scope():
+            for optimizer in self.optimizers:
+                if optimizer is not None:
+                    set_learning_rates(optimizer, step, config, total)
+                    update(optimizer)
+        return rate_of(config.lr, config.min_lr, step, config, total)
+
+    def _refuse_faults(self, step: int, summary: GradientSummary) -> None:
+        if not summary.faults:
+            return
+        what, rank = summary.faults[0]
+        others = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
+        kind = "loss" if what == "loss" else f"gradient of module {what}"
+        raise UserError(
+            f"step {step}: found a {kind} that is NaN or infinite on rank {rank}{others}, expected finite "
+            f"numbers; the weights "
+            "have not been updated. Lower optimizer.lr, add warm-up, or look for broken samples in this step"
+        )
+
+    def _end_of_step(self, laps: Mapping[str, Sequence[float]], stop: object) -> _EndOfStep:
+        """What all ranks tell each other when they have updated, in one exchange, for which the device is waited for.
+        `laps`: this rank's seconds of each run of its modules.
+        """
+        runs = {name: self._runs(name) for name in self.shapes.encoders}
+        mine = [float(self.platform.peak_memory_bytes()), float(bool(stop))]
+        for name, count in runs.items():
+            own = laps.get(name, [])
+            mine += [*own, *[0.0] * (count - len(own))]
+        (memory, stopping, *seconds), rounds = self.over_ranks(mine).T.tolist(), []
+        for name, count in runs.items():
+            ranks = self.topology.layouts[name].ranks
+            rounds += [[of_run[rank] for rank in ranks] for of_run in seconds[:count]]
+            del seconds[:count]
+        return _EndOfStep(
+            peak_memory_bytes=int(max(memory)),
+            stopping=bool(max(stopping)),
+            encoder_idle_share=idle_share(*rounds),
+            boundary_time_s=sum(laps.get("boundary", [])),
+        )
+
+    def _runs(self, encoder: str) -> int:
+        """How often a rank of an encoder runs it in a step, forward and backward."""
+        role = self.schedule.roles[self.schedule.role_index[self.topology.layouts[encoder].ranks[0]]]
+        return sum(action.op == "run" and action.module == encoder for action in role.actions)
+
+    def _metrics(
+        self,
+        step: int,
+        batch: StepBatch,
+        loss: float,
+        norm: float,
+        rate: float,
+        start: float,
+        waited: float,
+        told: _EndOfStep,
+    ) -> StepMetrics:
+        seconds = time.perf_counter() - start
+        return StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=rate,
+            tokens=batch.tokens,
+            images=sum(map(len, batch.grids.values())),
+            step_time_s=seconds,
+            peak_memory_bytes=told.peak_memory_bytes,
+            data_time_s=waited,
+            boundary_time_s=told.boundary_time_s,
+            mfu=utilisation(self.shapes, self.config.model.freeze, batch, seconds, self.topology),
+            stopping=told.stopping,
+            extra={
+                "patches": sum(prod(grid) for grids in batch.grids.values() for grid in grids),
+                "supervised_tokens": batch.supervised,
+                "encoder_idle_share": told.encoder_idle_share,
+                "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
+            },
+        )
+
+    def on_any_rank(self, flag: object) -> bool:
+        """Whether `flag` is true on at least one rank, the same on each."""
+        return bool(self.over_ranks([float(bool(flag))]).max())
+
+    def over_ranks(self, numbers: Sequence[float]) -> torch.Tensor:
+        """All ranks' numbers, fp64 [ranks, numbers] on the host; as many on each rank."""
+        mine = on_device(torch.tensor(numbers, dtype=torch.float64), self.platform.device)
+        everyone = mine.new_empty(self.topology.world_size * len(mine))
+        dist.all_gather_into_tensor(everyone, mine, group=self.topology.world)
+        return everyone.view(self.topology.world_size, -1).cpu()
+
+    def added_over_ranks(self, counts: np.ndarray) -> np.ndarray:
+        """The sum of all ranks' `counts`, int64 of any shape, the same on each rank."""
+        total = torch.from_numpy(counts).to(self.platform.device, copy=True)
+        dist.all_reduce(total, group=self.topology.world)
+        return total.cpu().numpy()
+
+    def shards_activations(self, name: str) -> bool:
+        """Whether a module's activations are split along the sequence over its tp ranks."""
+        return shards_activations(self.config, name, self.topology.layouts[name])
+
+
+def _build_modules(
+    config: Config, shapes: Qwen25VLShapes, topology: Topology, weights: Mapping[str, WeightSource]
+) -> tuple[TrainedModule, ...]:
+    provider = spec_provider(config.model.backend, topology.platform)
+    return tuple(
+        build_module(
+            name,
+            shapes,
+            topology,
+            provider,
+            dtype=dtype_of(config),
+            sequence_parallel=config.model.sequence_parallel.get(name, True),
+            recompute=config.model.recompute.get(name, "none"),
+            freeze=config.model.freeze,
+            distributed_optimizer=config.optimizer.name == "adamw",
+            weights=weights[name],
+            split=config.parallel_layers.get(name),
+            stages_per_rank=stages_per_rank(config, name),
+        )
+        for name, layout in topology.layouts.items()
+        if topology.rank in layout
+    )
+
+
+def _interpreter(
+    config: Config, shapes: Qwen25VLShapes, topology: Topology, modules: Sequence[TrainedModule], watch: Stopwatch
+) -> Interpreter:
+    on_rank = {}
+    for module in modules:
+        layout, first = topology.layouts[module.name], topology.layouts[module.name].coordinate(topology.rank).pp
+        stages = {first + i * layout.pp: chunk for i, chunk in enumerate(module.chunks)}
+        on_rank[module.name] = ModuleOnRank(stages, embeds=module.name == TEXT and 0 in stages)
+    return Interpreter.build(
+        topology,
+        on_rank,
+        width=shapes.text.hidden,
+        dtype=dtype_of(config),
+        transport=transport_of(config),
+        timeout_s=config.schedule.timeout_s,
+        watch=watch,
+        random=RandomStates(
+            partial(random_states, topology.platform), partial(set_random_states, platform=topology.platform)
+        ),
+    )

@@ -1,0 +1,62 @@
+"""The layouts that are run on a GPU that computes nothing, one rank of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of a layout of Qwen2.5-VL `model`. `more`: further flags; those given here win."""
+
+    model: str
+    vision: str
+    text: str
+    world: int
+    rank: int = 0
+    more: str = ""
+
+    def __str__(self) -> str:
+        settings = " ".join(self.more.replace("--", "").split())
+        return f"{self.model} {self.vision}|{self.text} rank {self.rank} of {self.world} {settings}".strip()
+
+    @property
+    def flags(self) -> list[str]:
+        """The command line of a run: a picture of 5,184 patches and 8,208 tokens in each sample, in bfloat16."""
+        usual = {
+            "model.hf_path": MODELS / f"qwen2_5_vl_{self.model}",
+            "model.dtype": "bfloat16",
+            "model.backend": "torch",
+            "vision-parallel": self.vision,
+            "text-parallel": self.text,
+            "data.registry.d.annotations": "/none.json",
+            "data.datasets": "d",
+            "train.global_batch_size": 2,
+            "plan.images": 1,
+            "plan.image_side": 1008,
+            "plan.tokens": 6912,
+            "plan.supervised": 0.5,
+        }
+        mine = self.more.split()
+        left = {f"--{name}": str(value) for name, value in usual.items() if f"--{name}" not in mine}
+        return [*(part for flag in left.items() for part in flag), *mine]
+
+
+RECOMPUTED = "--model.recompute.text full"
+CASES = (
+    Case("7b", "sp:8", "tp:4,dp:2", 8),
+    Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} --model.recompute.vision full --train.global_batch_size 4"),
+    Case("7b", "tp:4,dp:2", "tp:4,dp:2", 8, 5),
+    Case("7b", "sp:8", "sp:4,dp:2", 8, 3, RECOMPUTED),
+    Case("7b", "cp:4,dp:2", "tp:2,cp:4", 8, 7, "--train.global_batch_size 1"),
+    Case("7b", "dp:4@0-3", "tp:4@4-7", 8, 6, "--train.global_batch_size 4"),
+    Case("7b", "dp:4@0-3", "tp:4@4-7", 8, 2, "--plan.images 4"),
+    Case("7b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, "--train.global_batch_size 4 --schedule.virtual_stages 2"),
+    Case("32b", "sp:8", "tp:8", 8, 0, f"{RECOMPUTED} --train.global_batch_size 1"),
+    Case("32b", "sp:8,dp:2", "tp:8,dp:2", 16, 9, RECOMPUTED),
+    Case("32b", "sp:8,dp:4", "tp:8,pp:4", 32, 31, f"--model.freeze vision {RECOMPUTED} --train.global_batch_size 4"),
+    Case("32b", "dp:8@0-7", "tp:8,pp:2@8-23", 24, 8, "--train.global_batch_size 8 --schedule.run_ahead 1"),
+)

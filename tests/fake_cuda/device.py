@@ -1,0 +1,287 @@
+"""A GPU that computes nothing: tensors on "cuda" are fake (shape, type and memory, no values), those of the host are
+real.
+
+`FakeGpu` is a context in which a program runs as it would on its rank's GPU, up to the values, and which knows what the
+device would be asked for: kernels, memory, and every place where the host waits for the device. What the host reads
+from the device is made up: ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GPU = torch.device("cuda", 0)
+NAME = "NVIDIA H100 80GB HBM3"
+aten = torch.ops.aten
+
+READS = (aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten._assert_async)
+"""Ops whose result the host looks at."""
+SIZED_BY_VALUES = (aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive, aten.unique_dim)
+"""Ops that wait for the device to know how large their result is; besides, indexing with booleans."""
+COPIES = (aten._to_copy, aten.copy_)
+NO_KERNELS = frozenset(
+    "_reshape_alias _unsafe_view alias as_strided chunk detach empty empty_like empty_strided expand lift_fresh narrow "
+    "new_empty new_empty_strided permute resize_ select set_ slice split split_with_sizes squeeze t transpose unbind "
+    "unsafe_split unsqueeze view view_as_real".split()
+)
+"""Ops that look at memory, or make room in it."""
+
+
+@dataclass(eq=False)
+class Usage:
+    """What was asked of a device. `kernels`: by phase, how often each op ran. `live`, `peak`: bytes of its tensors now,
+    and at most, of which `at_peak` says in which phase that was. `waits`: by phase and place in the program, how often
+    the host waited. `mixed`: ops that were given tensors of both devices.
+    """
+
+    kernels: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    mixed: Counter[str] = field(default_factory=Counter)
+    live: int = 0
+    peak: int = 0
+    at_peak: str = ""
+
+    def start_again(self) -> None:
+        """Forget all but what is alive."""
+        self.kernels.clear()
+        self.waits.clear()
+        self.mixed.clear()
+        self.peak, self.at_peak = self.live, ""
+
+
+class FakeGpu:
+    """See above. `usage`: since it was made, or started again. To be used once; the guard has to be loaded."""
+
+    def __init__(self) -> None:
+        self.usage, self.phase = Usage(), ""
+        self._known = _Memories()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> FakeGpu:
+        self._stack.enter_context(_cuda_calls(lambda what: self.waits_for(what)))
+        self._stack.enter_context(self._fake)
+        self._stack.enter_context(_Dispatch(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """What is asked for inside counts as `phase`."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def waits_for(self, what: str) -> None:
+        """The host waits for the device, because of `what`."""
+        self.usage.waits[self.phase, f"{_place()}: {what}"] += 1
+
+    def holds(self, tensor: Tensor) -> None:
+        """Count the memory of a tensor while it lives."""
+        if tensor in self._known:
+            return
+        usage, size = self.usage, tensor.untyped_storage().nbytes()
+        self._known.add(tensor, lambda: self._frees(size))
+        usage.live += size
+        if usage.live > usage.peak:
+            usage.peak, usage.at_peak = usage.live, self.phase
+
+    def _frees(self, size: int) -> None:
+        self.usage.live -= size
+
+
+class _Memories:
+    """A set of the memories that tensors lie in, as long as they live."""
+
+    def __init__(self) -> None:
+        self._alive: set[int] = set()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._alive
+
+    def add(self, tensor: Tensor, at_end: Callable[[], None] = lambda: None) -> None:
+        """Add one that is not in it; `at_end` is called when it ends."""
+        storage = tensor.untyped_storage()
+        self._alive.add(storage._cdata)
+        finalize(storage, self._end, storage._cdata, at_end)
+
+    def _end(self, address: int, at_end: Callable[[], None]) -> None:
+        self._alive.discard(address)
+        at_end()
+
+
+class _Dispatch(TorchDispatchMode):
+    """Sends each op to the host or to the fake device, and keeps the books."""
+
+    def __init__(self, gpu: FakeGpu):
+        super().__init__()
+        self.gpu = gpu
+        self.pinned = _Memories()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
+        kwargs = kwargs or {}
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        packet = func.overloadpacket
+        if packet is aten.is_pinned:
+            return not isinstance(inputs[0], FakeTensor) and inputs[0] in self.pinned
+        if packet is aten._pin_memory:
+            with unset_fake_temporarily():
+                pinned = inputs[0].clone()
+            self.pinned.add(pinned)
+            return pinned
+        on_gpu = [x for x in inputs if x.device.type == "cuda"]
+        device = kwargs.get("device")
+        if not on_gpu and (device is None or torch.device(device).type != "cuda"):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        read = self._read(func, args, kwargs, inputs)
+        if read is not None:
+            return read[0]
+        self._check(func, args, kwargs, inputs, on_gpu)
+        out = func(*args, **kwargs)
+        self._account(packet, out)
+        return out
+
+    def _read(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> tuple[Any] | None:
+        """What the host gets, of ops that bring something to it."""
+        packet = func.overloadpacket
+        if packet in READS:
+            self.gpu.waits_for(f"{packet.__name__} of a tensor on the device")
+            made_up = torch.ones((), dtype=inputs[0].dtype)
+            return (made_up.item() if packet is aten._local_scalar_dense else True,)
+        to_host = packet is aten._to_copy and torch.device(kwargs.get("device") or GPU).type == "cpu"
+        if to_host:
+            self.gpu.waits_for("a copy to the host")
+            with unset_fake_temporarily():
+                return (torch.ones(inputs[0].shape, dtype=kwargs.get("dtype") or inputs[0].dtype),)
+        if packet is aten.copy_ and inputs[0].device.type == "cpu" and inputs[1].device.type == "cuda":
+            self.gpu.waits_for("a copy to the host")
+            with unset_fake_temporarily():
+                return (inputs[0].fill_(1),)
+        return None
+
+    def _check(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], on_gpu: list[Tensor]) -> None:
+        """Note what a GPU would not do, or not without waiting."""
+        packet, values = (
+            func.overloadpacket,
+            inputs[1] if func.overloadpacket is aten.copy_ else inputs[0] if inputs else None,
+        )
+        if packet in COPIES and values is not None and values.device.type == "cpu":
+            free = kwargs.get("non_blocking", len(args) > 2 and args[2]) and values in self.pinned
+            if not free and values.numel():
+                self.gpu.waits_for("a copy to the device from memory that is not pinned")
+            return
+        repeats = packet is aten.repeat_interleave and kwargs.get("output_size") is None
+        if packet in SIZED_BY_VALUES or repeats or _is_masked(packet, args):
+            self.gpu.waits_for(f"{packet.__name__}, whose result is as large as the values say")
+        # A number in a tensor of the host without dims is passed to a kernel by value.
+        if on_gpu and any(x.device.type == "cpu" and x.dim() for x in inputs):
+            self.gpu.usage.mixed[f"{_place()}: {func}"] += 1
+
+    def _account(self, packet: Any, out: Any) -> None:
+        if packet.__name__ not in NO_KERNELS:
+            self.gpu.usage.kernels[self.gpu.phase][packet.__name__] += 1
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
+                self.gpu.holds(tensor)
+
+
+def _is_masked(packet: Any, args: Any) -> bool:
+    """Whether booleans choose what is indexed. One number of the host is filled in where they are true, which is no
+    indexing to PyTorch.
+    """
+    if packet not in (aten.index, aten.index_put, aten.index_put_):
+        return False
+    filled = packet is not aten.index and args[2].device.type == "cpu" and args[2].numel() == 1
+    return not filled and any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
+def _place() -> str:
+    """Where in the program, or in Megatron-Core, this happens; in a backward pass nobody knows."""
+    for frame in reversed(traceback.extract_stack()):
+        for package in ("megatron_hetero/", "megatron/core/"):
+            if package in frame.filename:
+                return f"{package}{frame.filename.rpartition(package)[2]} {frame.name}"
+    return "autograd"
+
+
+class _Event:
+    """An event of a stream that is always idle."""
+
+    def __init__(self, waits_for: Callable[[str], None], **_: Any):
+        self._waits_for = waits_for
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+    def synchronize(self) -> None:
+        self._waits_for("an event")
+
+
+@contextlib.contextmanager
+def _cuda_calls(waits_for: Callable[[str], None]) -> Iterator[None]:
+    """Inside, what `torch.cuda` and Megatron-Core ask of the driver is answered for the fake device."""
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+    import megatron.core.tensor_parallel.random as generators
+
+    @contextlib.contextmanager
+    def one_by_one(*_: Any, **__: Any) -> Iterator[Any]:
+        yield types.SimpleNamespace(wait=lambda: None)
+
+    def alike(gathered: list[Any], mine: Any, *_: Any, **__: Any) -> None:
+        gathered[:] = [mine] * len(gathered)
+
+    host_state = torch.get_rng_state
+    answers = {
+        torch.cuda: {
+            "current_device": lambda: 0,
+            "set_device": lambda *_: None,
+            "Event": lambda **options: _Event(waits_for, **options),
+            "synchronize": lambda *_: waits_for("the whole device"),
+            "get_device_name": lambda *_: NAME,
+            "max_memory_allocated": lambda *_: 0,
+            "get_rng_state": lambda *_, **__: host_state(),
+            "set_rng_state": lambda *_, **__: None,
+            "manual_seed": lambda *_: None,
+        },
+        # Its states are of a generator on the device, of which there is none. Nothing here draws anything.
+        generators: {
+            "_get_cuda_rng_state": lambda *_, **__: host_state(),
+            "_set_cuda_rng_state": lambda *_, **__: None,
+        },
+        generators.CudaRNGStatesTracker: {"fork": lambda *_, **__: contextlib.nullcontext()},
+        # Objects travel as bytes, which the backend `fake` does not bring.
+        torch.distributed: {"all_gather_object": alike},
+        # Coalesced collectives have no shapes for fake tensors.
+        buffers: {"_coalescing_manager": one_by_one},
+    }
+    with contextlib.ExitStack() as stack:
+        for where, replaced in answers.items():
+            for name, answer in replaced.items():
+                stack.enter_context(mock.patch.object(where, name, answer))
+        yield

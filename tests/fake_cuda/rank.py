@@ -1,0 +1,102 @@
+"""One rank's step on a GPU that computes nothing: built, moments made, forward, backward, sums and update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_hetero.planning.estimate import KINDS, Plan
+from megatron_hetero.planning.trial import FAKE, assumed_step, drawn_share
+from megatron_hetero.platform import Platform
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.watch import Stopwatch, Watchdog
+from megatron_hetero.training.config import load_config
+from megatron_hetero.training.optimizer import update
+from megatron_hetero.training.share import Share
+from tests.fake_cuda.cases import Case
+from tests.fake_cuda.device import GPU, FakeGpu, Usage
+
+OF_KIND = {"F": "forward", "R": "forward again", "B": "backward"}
+SUMS, UPDATE, REST = "gradient sums", "update", "rest"
+
+
+class _Phases(Stopwatch):
+    """The stopwatch and the watchdog of a rank, which tell the GPU besides which part of a step it is in."""
+
+    def __init__(self, platform: Platform, gpu: FakeGpu, watchdog: Watchdog):
+        super().__init__(platform)
+        self.gpu, self.watchdog = gpu, watchdog
+
+    @contextlib.contextmanager
+    def part(self, name: str, label: str = "") -> Iterator[None]:
+        with self.gpu.during(_phase(Action.parse(label))), super().part(name, label):
+            yield
+
+    @contextlib.contextmanager
+    def doing(self, described: Callable[[], str]) -> Iterator[None]:
+        what = described()
+        phase = SUMS if what.startswith("the sums") else UPDATE if what.startswith("the update") else self.gpu.phase
+        with self.gpu.during(phase), self.watchdog.doing(described):
+            yield
+
+
+def _phase(action: Action) -> str:
+    if action.op == "run":
+        return f"{action.module} {OF_KIND[action.kind]}"
+    return "boundary" if action.op in ("start", "wait") else "pipeline"
+
+
+def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
+    """What one step of the case's rank asks of `gpu`, which is in use, and what the plan says that it takes; see
+    `_report`.
+    """
+    config = load_config(case.flags)
+    plan = Plan.of(config, case.world)
+    dist.init_process_group(FAKE, store=FakeStore(), rank=case.rank, world_size=case.world)
+    try:
+        usage, before = gpu.usage, gpu.usage.live
+        share = drawn_share(config, Platform(GPU, FAKE, FAKE))
+        phases: Any = _Phases(share.platform, gpu, share.interpreter.watchdog)
+        share.interpreter.watch = share.interpreter.watchdog = phases
+        _make_moments(share)
+        batch = assumed_step(share)
+        usage.start_again()
+        with gpu.during(REST):
+            share.train_step(1, batch)
+        planned = dict(zip(KINDS, plan.memory[case.rank].tolist(), strict=True))
+        return _report(usage, share) | {"peak": usage.peak - before, "planned": planned}
+    finally:
+        dist.destroy_process_group()
+        # What modules of the same process share; the next one makes its own.
+        parallel_state.destroy_global_memory_buffer()
+
+
+def _make_moments(share: Share) -> None:
+    """Let optimizers make their state, as the first update does: the first step takes less memory than all others."""
+    with share.platform.megatron_scope():
+        for optimizer in share.optimizers:
+            if optimizer is not None:
+                update(optimizer)
+
+
+def _report(usage: Usage, share: Share) -> dict[str, Any]:
+    """`kernels`: by phase, how many ran, and `all`. `layers`: of this rank, by module. `ops`: of what kinds they were.
+    `waits`: [phase, place, times]. `mixed`: ops that were given tensors of both devices.
+    """
+    kernels = {phase: of_phase.total() for phase, of_phase in sorted(usage.kernels.items())}
+    ops: Counter[str] = sum(usage.kernels.values(), Counter())
+    return {
+        "kernels": kernels | {"all": sum(kernels.values())},
+        "layers": {m.name: sum(len(stage.layers) for stage in m.stages) for m in share.modules},
+        "micro_batches": share.batch.micro_batches,
+        "ops": dict(ops.most_common()),
+        "waits": [[*where, times] for where, times in sorted(usage.waits.items())],
+        "mixed": dict(usage.mixed),
+        "at_peak": usage.at_peak,
+    }

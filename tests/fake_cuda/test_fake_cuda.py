@@ -1,0 +1,67 @@
+"""One rank's step of layouts of 7B and 32B, with their real widths and depths, on a GPU that computes nothing: what
+it would wait for, what it would mix up, what it would need, and what it would launch.
+
+What the fake device cannot show: time, values, memory of the driver and of NCCL, fragmentation. Functions that a GPU
+compiles (bias, activation and gate of an MLP) run here as the ops they are made of: more kernels, and more workspace.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fake_cuda import guard, runs
+from tests.fake_cuda.cases import CASES, Case
+
+WAITS = {
+    # Refused before the update where a loss or gradient is not finite, and the norm that gradients are clipped by.
+    ("gradient sums", "megatron_hetero/training/gradients.py _gather_rows: a copy to the host"),
+    # The end of the step: peak memory and seconds of all ranks, and whether one was asked to stop.
+    ("update", "megatron_hetero/training/share.py over_ranks: a copy to the host"),
+}
+"""Where the host waits for the device in a step: the phase and the place, once each."""
+
+why_not = guard.missing()
+pytestmark = pytest.mark.skipif(why_not is not None, reason=str(why_not))
+each = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> runs.Found:
+    """What each case took, and what the fake device notices."""
+    return runs.measured(tmp_path_factory.mktemp("guard"))
+
+
+def test_the_fake_device_notices_what_it_has_to_and_nothing_else(found: runs.Found) -> None:
+    assert {name for name, kinds in found.noticed["waits"].items() if kinds != ["waits"]} == set()
+    assert {name for name, kinds in found.noticed["mixed"].items() if kinds != ["mixed"]} == set()
+    assert {name for name, kinds in found.noticed["passes"].items() if kinds} == set()
+
+
+@each
+def test_no_op_takes_tensors_of_both_devices(case: Case, found: runs.Found) -> None:
+    assert found.cases[str(case)]["mixed"] == {}
+
+
+@each
+def test_the_host_waits_for_the_device_twice_a_step(case: Case, found: runs.Found) -> None:
+    waits = {(phase, place): times for phase, place, times in found.cases[str(case)]["waits"]}
+    assert waits == dict.fromkeys(WAITS, 1)
+
+
+@each
+def test_memory_is_what_the_plan_says(case: Case, found: runs.Found) -> None:
+    planned = sum(found.cases[str(case)]["planned"].values())
+    assert planned == pytest.approx(found.cases[str(case)]["peak"], rel=0.05), found.cases[str(case)]
+
+
+@each
+def test_kernels_are_those_recorded(case: Case, found: runs.Found) -> None:
+    """Where a change is wanted: `make kernels` writes the record anew."""
+    record = runs.recorded()
+    if record["versions"] != runs.VERSIONS:
+        pytest.skip(f"recorded with {record['versions']}, this is {runs.VERSIONS}")
+    assert runs.kernels_of(found.cases[str(case)]) == record["kernels"][str(case)]
+
+
+def test_the_record_has_the_cases_there_are() -> None:
+    assert list(runs.recorded()["kernels"]) == [str(case) for case in CASES]

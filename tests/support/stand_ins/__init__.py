@@ -1,0 +1,1 @@
+"""Stand-ins for libraries that run on GPUs alone: their signatures and checks, results by plain PyTorch."""

@@ -1,0 +1,215 @@
+"""Executes a schedule on GPUs in thought, rank by rank, to judge `find_cycle` by something else.
+
+Each rank has a list of what its host has issued: kernels of work, communication in the queue of a communicator, and
+waits of the compute queue for communication. Whatever may begin begins, whatever may end ends, in any order, until
+nothing changes. Nothing here is shared with `megatron_hetero.schedule.streams`.
+
+A batch may leave things out: `absent` modules of micro-batches that have nothing for them, and `bare` messages of a
+crossing apart, which carry no row. Which start of a return comes in the middle of the backward, and which receive is
+put off, is what `megatron_hetero.schedule.runtime` does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.program import Schedule
+
+
+@dataclass(eq=False)
+class Entry:
+    """Of a rank's list. `queue`: of a communicator, or "compute". `tag` and `needs`: it ends when all entries that have
+    a tag in `needs` have begun. `after`: the entry that a wait is for; found when the list is complete, by `of`.
+    """
+
+    rank: int
+    action: Action
+    queue: str
+    tag: Hashable = None
+    needs: frozenset = frozenset()
+    waits: bool = False
+    of: Action | None = None
+    after: Entry | None = None
+    begun: bool = False
+    ended: bool = False
+
+
+class Gpu:
+    """One rank: its entries, and for each queue the numbers of those that have not ended, the next one last."""
+
+    def __init__(self, entries: list[Entry], one_queue: bool):
+        self.entries, self.one_queue = entries, one_queue
+        self.queues: dict[str, list[int]] = {}
+        for at in reversed(range(len(entries))):
+            self.queues.setdefault(entries[at].queue, []).append(at)
+        self.first_unbegun = 0
+
+    def advance(self, tagged: dict[Hashable, Entry]) -> bool:
+        """Let begin and end what may; whether anything did."""
+        moved = False
+        while any([self._step(queue, tagged) for queue in self.queues.values() if queue]):
+            moved = True
+        return moved
+
+    def _step(self, queue: list[int], tagged: dict[Hashable, Entry]) -> bool:
+        entry, moved = self.entries[queue[-1]], False
+        if not entry.begun and self._may_begin(queue[-1]):
+            entry.begun = moved = True
+        counterparts = (t in tagged and tagged[t].begun for t in entry.needs)
+        if entry.begun and (entry.after.ended if entry.after else all(counterparts)):
+            entry.ended = moved = True
+            queue.pop()
+        return moved
+
+    def _may_begin(self, at: int) -> bool:
+        compute = self.queues.get("compute")
+        if compute and compute[-1] < at:
+            return False
+        while self.first_unbegun < at and self._is_behind(self.entries[self.first_unbegun]):
+            self.first_unbegun += 1
+        return self.entries[at].waits or not self.one_queue or self.first_unbegun >= at
+
+    def _is_behind(self, entry: Entry) -> bool:
+        return entry.begun or entry.waits
+
+
+@dataclass
+class Gpus:
+    """All ranks of a schedule. `pairs`: a communicator for each directed pair of a pipeline, else for each pipeline;
+    `directions`: for each direction of a boundary, else for each boundary. `one_queue`: of the hardware.
+    """
+
+    schedule: Schedule
+    pairs: bool = True
+    directions: bool = True
+    one_queue: bool = True
+    absent: Collection[tuple[str, int]] = ()
+    bare: Callable[[Hashable], bool] = lambda message: False
+
+    def run(self) -> list[Entry]:
+        """Execute everything; what never ends."""
+        lists = [self._issued(rank) for role in self.schedule.roles for rank in role.ranks]
+        gpus = [Gpu(each, self.one_queue) for each in lists if each]
+        tagged = {entry.tag: entry for each in lists for entry in each if entry.tag is not None}
+        while any([gpu.advance(tagged) for gpu in gpus]):
+            pass
+        return [entry for each in lists for entry in each if not entry.ended]
+
+    # --------------------------------------------------------------------------------- what a rank's host issues
+
+    def _issued(self, rank: int) -> list[Entry]:
+        made: list[Entry] = []
+        actions = self.schedule.actions_of(rank)
+        put_off: dict[str, list[Action]] = defaultdict(list)
+        done: set[Action] = set()
+
+        def receive_what_is_known(module: str) -> None:
+            while put_off[module]:
+                a = put_off[module][0]
+                if not any(self._is_forward_of(a, d) for d in done):
+                    return
+                made.append(self._message(rank, put_off[module].pop(0)))
+
+        for at, a in enumerate(actions):
+            if (a.module, a.micro_batch) in self.absent:
+                continue
+            if a.op == "run":
+                made += self._work(rank, a, actions[at:], done)
+            elif a.op == "send" or (a.op == "post" and a.kind != "B"):
+                made.append(self._message(rank, a))
+            elif a.op == "post":
+                put_off[a.module].append(a)
+                receive_what_is_known(a.module)
+            elif a.op == "take":
+                made.append(Entry(rank, a, "compute", waits=True, of=_with(a, "post")))
+            elif a.op == "start" and a not in done:
+                made += self._start(rank, a)
+            elif a.op == "wait":
+                made += self._finish(rank, a, done)
+            done.add(a)
+            if a.op == "run" and a.kind != "B":
+                receive_what_is_known(a.module)
+        for entry in made:
+            if entry.of:
+                entry.after = [e for e in made if e.action == entry.of and not e.waits][-1]
+        return made
+
+    def _is_forward_of(self, a: Action, d: Action) -> bool:
+        return (
+            d.op == "run" and d.kind != "B" and (d.module, d.stage, d.micro_batch) == (a.module, a.stage, a.micro_batch)
+        )
+
+    def _together(self, rank: int, a: Action, queue: str, what: Hashable, ranks: set[int]) -> Entry:
+        return Entry(rank, a, queue, (what, rank), frozenset((what, other) for other in ranks))
+
+    def _work(self, rank: int, a: Action, rest: Sequence[Action], done: set[Action]) -> list[Entry]:
+        assert a.stage is not None
+        ranks = set(self.schedule.module[a.module].stage_ranks(a.stage))
+        parts = [self._together(rank, a, "compute", (a, part), ranks) for part in "xy"]
+        if (a.module, a.kind, a.stage) != (self.schedule.text.name, "B", 0) or not self.schedule.encoders:
+            return parts[:1]
+        crossing = next((b for b in rest if b.op in ("start", "wait")), None)
+        if not crossing or (crossing.module, crossing.micro_batch) in self.absent:
+            return parts
+        if (crossing.op, crossing.kind, crossing.micro_batch) != ("start", "B", a.micro_batch):
+            return parts
+        done.add(crossing)
+        return [parts[0], *self._start(rank, crossing), parts[1]]
+
+    def _message(self, rank: int, a: Action) -> Entry:
+        other = self.schedule.partner(rank, a)
+        source, target = (rank, other) if a.op == "send" else (other, rank)
+        way = "back" if a.kind == "B" else "forth"
+        message = (a.kind, a.micro_batch, max(a.stage, a.peer), min(a.stage, a.peer), a.module, source, target)  # pyright: ignore
+        queue = f"{a.module} {way} {source} {target}" if self.pairs else f"{a.module} {way}"
+        return Entry(rank, a, queue, (message, rank), frozenset([(message, other)]))
+
+    def _queue(self, a: Action) -> str:
+        return f"{a.module} {a.kind}" if self.directions else a.module
+
+    def _sides(self, rank: int, a: Action) -> tuple[set[int], set[int], bool]:
+        """The rank's own side, the other one, and whether the own one receives; for a collective all, and none."""
+        encoder, text = map(set, self.schedule.sides(a.module))
+        if encoder & text:
+            return encoder | text, set(), True
+        return (encoder, text, a.kind == "B") if rank in encoder else (text, encoder, a.kind == "F")
+
+    def _batch(self, rank: int, a: Action, what: str, ranks: set[int]) -> Entry:
+        name = what, a.kind, a.module, a.micro_batch
+        others = {other for other in ranks - {rank} if not self.bare((*name, *sorted((rank, other))))}
+        return self._together(rank, a, self._queue(a), name, others)
+
+    def _start(self, rank: int, a: Action) -> list[Entry]:
+        own, other, receives = self._sides(rank, a)
+        if not other:
+            return [self._together(rank, a, self._queue(a), ("first", a.kind, a.module, a.micro_batch), own)]
+        found = [self._batch(rank, a, "rows", other)]
+        if a.kind == "B" and not receives:
+            summed = self._batch(rank, a, "sums", own)
+            found = [summed, Entry(rank, a, "compute", waits=True, after=summed), *found]
+        return found
+
+    def _finish(self, rank: int, a: Action, done: set[Action]) -> list[Entry]:
+        own, other, receives = self._sides(rank, a)
+        found: list[Entry] = []
+        text = self.schedule.text.stage_ranks(0)
+        embedding = Action("run", "F", "embedding of tokens", a.micro_batch)
+        if a.kind == "F" and rank in text and embedding not in done:
+            done.add(embedding)
+            found.append(self._together(rank, a, "compute", embedding, set(text)))
+        found.append(Entry(rank, a, "compute", waits=True, of=_with(a, "start")))
+        if receives:
+            last = (
+                self._batch(rank, a, "gather", own)
+                if other
+                else self._together(rank, a, self._queue(a), ("second", a.kind, a.module, a.micro_batch), own)
+            )
+            found += [last, Entry(rank, a, "compute", waits=True, after=last)]
+        return found
+
+
+def _with(a: Action, op: str) -> Action:
+    return Action(op, a.kind, a.module, a.micro_batch, a.stage, a.peer)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,238 @@
+"""Schedules end by the rules of NCCL, and what does not end is refused with the circle in which it waits."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hetero.communicators import DIRECTIONS, Crossing, Link, communicators
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.check import ScheduleError, check
+from megatron_hetero.schedule.deadlock import find_cycle
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.semantics import needed_on_rank
+from megatron_hetero.schedule.settings import ScheduleSettings
+from megatron_hetero.schedule.streams import Wiring, issues
+from tests.unit.schedule.gpus import Gpus
+from tests.unit.schedule.shapes import layouts, schedules
+
+SHARED = Wiring(links="pipeline", boundaries="boundary")
+"""What there was before: both directions of a boundary, and all ranks of a pipeline, on one communicator."""
+WIRINGS = [Wiring(*each) for each in product(("pair", "pipeline"), ("direction", "boundary"))]  # pyright: ignore
+
+
+# ------------------------------------------------------------------------------------- what is built ends
+
+
+@given(schedules(most_ranks=64))
+@settings(deadline=None, max_examples=2000)
+def test_every_schedule_ends(schedule: Schedule) -> None:
+    assert find_cycle(schedule) is None
+
+
+@given(schedules(most_batches=6), st.integers(0, 2**16))
+@settings(deadline=None, max_examples=200)
+def test_every_schedule_ends_whatever_a_batch_leaves_out(schedule: Schedule, seed: int) -> None:
+    """Encoders without images in some micro-batches, and messages of no rows. On its own: no check by role."""
+    assert not Gpus(schedule).run()
+    units = [(e.name, m) for e in schedule.encoders for m in range(schedule.micro_batches)]
+    absent = frozenset(unit for unit in units if Random(f"{seed} {unit}").random() < 0.3)
+    left = Gpus(schedule, absent=absent, bare=lambda message: Random(f"{seed} {message}").random() < 0.4).run()
+    assert not left, left[0]
+
+
+@given(schedules(most_batches=3))
+@settings(deadline=None, max_examples=100)
+def test_the_wiring_is_that_of_the_topology(schedule: Schedule) -> None:
+    """Each rank has the communicators that its actions use, and no other ones for links and boundaries."""
+    kinds = communicators(
+        {module.name: module.layout for module in schedule.modules},
+        edges=[(encoder.name, schedule.text.name) for encoder in schedule.encoders],
+        interleaved=[module.name for module in schedule.modules if module.virtual > 1],
+    )
+    alone = {str(Crossing(e.name, schedule.text.name, way)) for e in schedule.encoders for way in DIRECTIONS
+             if len({*schedule.sides(e.name)[0], *schedule.sides(e.name)[1]}) == 1}  # fmt: skip
+    for role in schedule.roles:
+        used = {issue.stream for issue in issues(schedule, role, Wiring())} - {None} - alone
+        for rank in role.ranks:
+            uses = [use for kind in kinds for use in kind.uses_of(rank) if isinstance(use, Link | Crossing)]
+            made = set(map(str, uses))
+            assert used <= made and len(made) == len(uses)
+            assert used == made or not all(module.backward for module in schedule.modules)
+
+
+APART = [("dp:1@0", "dp:1@1"), ("dp:2@0-1", "tp:2@2-3"), ("dp:2@0-1", "pp:2@2-3"), ("pp:2@0-1", "pp:6@2-7")]
+INTERLEAVED = [("dp:2@0-1", "pp:2@0-1"), ("dp:3@0-2", "pp:3@0-2"), ("pp:4@0-3", "pp:4@0-3"), ("dp:2@0-1", "pp:2@1-2")]
+
+
+@pytest.mark.parametrize("batches", [2, 3, 4, 8])
+@pytest.mark.parametrize("vision, text", APART)
+def test_a_boundary_with_one_communicator_is_refused(vision: str, text: str, batches: int) -> None:
+    """The encoder's posted receive of B0 stands before its rows of F1, the text's posted receive of F1 before B0."""
+    schedule = build_schedule(layouts(vision=vision, text=text), batches)
+    check(schedule)
+    for wiring in (SHARED, Wiring(boundaries="boundary")):
+        for single_queue in (True, False):
+            assert find_cycle(schedule, wiring, single_queue=single_queue)
+    said = refusal(schedule, Wiring(boundaries="boundary"))
+    assert re.search(r"text.0\): .*on communicator `vision-text` stands behind `vision>text.F\d`", said)
+    assert re.search(
+        r"vision.\d\): .*on communicator `vision-text` stands behind (the gather of )?`text>vision.B\d!?`", said
+    )
+    assert "Give each of these a communicator of its own" in said
+
+
+@pytest.mark.parametrize("virtual", [2, 3])
+@pytest.mark.parametrize("vision, text", INTERLEAVED)
+def test_virtual_stages_with_one_communicator_are_refused(vision: str, text: str, virtual: int) -> None:
+    for batches in (2, 4, 8):
+        schedule = build_schedule(layouts(vision=vision, text=text), batches, ScheduleSettings(virtual_stages=virtual))
+        check(schedule)
+        for wiring in (SHARED, Wiring(links="pipeline")):
+            assert find_cycle(schedule, wiring, single_queue=False)
+            assert "on communicator `text forward` stands behind" in refusal(schedule, wiring)
+
+
+def refusal(schedule: Schedule, wiring: Wiring) -> str:
+    with pytest.raises(ScheduleError) as raised:
+        check(schedule, wiring)
+    return str(raised.value)
+
+
+def test_the_message_has_the_whole_circle() -> None:
+    said = refusal(build_schedule(layouts(vision="dp:1@0", text="dp:1@1"), 2), SHARED).splitlines()
+    vision, text, on = "rank 0 (vision.0)", "rank 1 (text.0)", "on communicator `vision-text`"
+    assert said[0] == (
+        f"schedule, {text}, at `text>vision.B0`: found a deadlock, expected an order in which all can go on, because "
+        f"on NCCL they wait in a circle: {text} for {vision} for {text}. Give each of these a communicator of its own, "
+        "as `Topology` does."
+    )
+    assert said[1:5] == [
+        f"{text}: `text>vision.B0` {on} stands behind `vision>text.F1`",
+        f"{text}: `vision>text.F1` {on} waits for {vision} to begin `vision>text.F1`",
+        f"{vision}: `vision>text.F1` {on} stands behind `text>vision.B0`",
+        f"{vision}: `text>vision.B0` {on} waits for {text} to begin `text>vision.B0`",
+    ]
+    assert sum("<-- ERROR HERE" in line for line in said) == 4
+
+
+# ---------------------------------------------------------------------------------- what does not is refused
+
+
+def permuted(schedule: Schedule, random: Random) -> Schedule:
+    """The schedule with some actions elsewhere, each after all that it needs on its rank."""
+    roles = [list(role.actions) for role in schedule.roles]
+    for _ in range(random.randint(1, 6)):
+        index = random.randrange(len(roles))
+        actions = roles[index].copy()
+        at = random.randrange(len(actions))
+        actions.insert(max(0, min(len(actions) - 1, at + random.randint(-8, 8))), actions.pop(at))
+        if _keeps_needs(schedule, index, actions):
+            roles[index] = actions
+    changed = (replace(role, actions=tuple(each)) for role, each in zip(schedule.roles, roles, strict=True))
+    return replace(schedule, roles=tuple(changed))
+
+
+def _keeps_needs(schedule: Schedule, index: int, actions: list[Action]) -> bool:
+    done: set[Action] = set()
+    for action in actions:
+        if not done.issuperset(needed_on_rank(schedule, schedule.roles[index], action)):
+            return False
+        done.add(action)
+    return True
+
+
+@given(schedules(most_batches=5), st.sampled_from(WIRINGS), st.booleans(), st.integers(0, 2**16))
+@settings(deadline=None, max_examples=400)
+def test_the_verdict_is_that_of_an_execution(schedule: Schedule, wiring: Wiring, one_queue: bool, seed: int) -> None:
+    assert_same_verdict(permuted(schedule, Random(seed)), wiring, one_queue)
+
+
+def assert_same_verdict(schedule: Schedule, wiring: Wiring, one_queue: bool) -> bool:
+    """Whether it ends. Who waits in the circle waits for ever in the execution too."""
+    circle = find_cycle(schedule, wiring, single_queue=one_queue)
+    left = Gpus(schedule, wiring.links == "pair", wiring.boundaries == "direction", one_queue).run()
+    assert bool(circle) == bool(left)
+    stuck = {(entry.rank, entry.action) for entry in left}
+    for each in circle or ():
+        action = schedule.actions_of(each.rank)[each.at]
+        assert (each.rank, action) in stuck, each
+        assert (
+            f"rank{'' if each.ranks.startswith('rank ') else 's'} {each.rank}" in each.ranks
+            and f"`{action}`" in each.what
+        )
+    return not circle
+
+
+@pytest.mark.parametrize("vision, text", [*APART, *INTERLEAVED])
+def test_some_orders_end_and_some_do_not(vision: str, text: str) -> None:
+    """So that the test above compares both."""
+    schedule = build_schedule(layouts(vision=vision, text=text), 4, ScheduleSettings())
+    ended = Counter(
+        assert_same_verdict(permuted(schedule, Random(seed)), Wiring(), seed % 2 == 0) for seed in range(60)
+    )
+    assert min(ended[True], ended[False]) >= 5, ended
+
+
+def with_actions(schedule: Schedule, rank: int, actions: list[Action]) -> Schedule:
+    """The schedule with other actions of the role of `rank`."""
+    index = schedule.role_index[rank]
+    roles = [replace(r, actions=tuple(actions)) if at == index else r for at, r in enumerate(schedule.roles)]
+    return replace(schedule, roles=tuple(roles))
+
+
+def test_a_single_queue_refuses_more() -> None:
+    """Rows that leave as soon as they are encoded stand behind others, and keep the encoder's GPU from the backward
+    that the text's next gradients wait for, before which the text takes no rows.
+    """
+    chosen = ScheduleSettings(run_ahead=3, virtual_stages=2)
+    schedule = build_schedule(layouts(vision="dp:1@0", text="pp:4@1-4"), 12, chosen)
+    assert find_cycle(schedule) is None
+    hasty: list[Action] = []
+    for action in schedule.actions_of(0):
+        if (action.op, action.kind) != ("start", "F"):
+            hasty.append(action)
+        if (action.op, action.kind) == ("run", "F"):
+            hasty.append(Action("start", "F", "vision", action.micro_batch, None, "text"))
+    schedule = with_actions(schedule, 0, hasty)
+    assert_same_verdict(schedule, Wiring(), one_queue=True)
+    assert assert_same_verdict(schedule, Wiring(), one_queue=False)
+    said = refusal(schedule, Wiring())
+    assert re.search(r"rank 0 \(vision.0\): `vision>text.F\d+` on communicator `vision>text` stands behind", said)
+    assert re.search(r"rank 0 \(vision.0\): `text>vision.B\d+` on communicator `text>vision` begins after", said)
+
+
+def test_ranks_of_a_role_with_different_partners() -> None:
+    """Ranks 0 and 1 have one role; their partners, 2 and 3, do not. Rank 2 takes F1 before it runs F0, for which rank 3
+    waits before it posts F1. That would be a circle if rank 2 needed what rank 3 does with F1.
+    """
+    schedule = build_schedule(layouts(a="dp:1@2", text="tp:2,pp:2@0-3"), 3)
+    assert schedule.role_index[0] == schedule.role_index[1] and schedule.role_index[2] != schedule.role_index[3]
+    early = [Action.parse(text) for text in ("text.1<0.F1", "text.1<0.F1!")]
+    actions = [action for action in schedule.actions_of(2) if action not in early]
+    at = actions.index(Action.parse("text.1.F0"))
+    schedule = with_actions(schedule, 2, [*actions[:at], *early, *actions[at:]])
+    check(schedule)
+    assert assert_same_verdict(schedule, Wiring(), one_queue=True)
+    late = [Action.parse(text) for text in ("text.1.F0", "text.1>0.B0")]
+    assert [a for a in schedule.actions_of(3) if a in (*late, early[0])] == [late[0], early[0], late[1]]
+
+
+@pytest.mark.parametrize(
+    "vision, text",
+    [("sp:16384@0-16383", "tp:8,pp:16@0-16383"), ("dp:1024@0-1023", "tp:8,pp:16@1024-16383")],
+)
+def test_sixteen_thousand_ranks_are_refused_in_seconds(vision: str, text: str) -> None:
+    schedule = build_schedule(layouts(vision=vision, text=text), 64, ScheduleSettings(virtual_stages=4))
+    began = time.process_time()
+    assert find_cycle(schedule, SHARED)
+    assert time.process_time() - began < 5
