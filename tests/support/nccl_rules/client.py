@@ -111,6 +111,8 @@ class Client:
 
     def _listen(self) -> None:
         torch.set_num_threads(1)
+        # Moves what two ranks send each other, on any communicator; the others would not come to make it later.
+        self.group(self.ranks)
         while True:
             try:
                 what, *rest = self._connection.recv()
