@@ -45,15 +45,13 @@ class Drawn:
 
     def command(self, folder: Path) -> list[str]:
         """The configuration, for the model and data in `folder`."""
-        text = (
-            f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
-        )
-        text += f"--data.registry.d.images {folder}/images --data.workers 0 "
-        text += f"--train.global_batch_size {BATCH} --log.dir {folder}/log"
+        data = "--data.registry.d.annotations", f"{folder}/data.jsonl", "--data.registry.d.images", f"{folder}/images"
+        text = f"--model.hf_path {folder}/model --model.dtype float32 --log.dir {folder}/log "
+        text += f"--data.datasets d --data.shuffle false --data.workers 0 --train.global_batch_size {BATCH}"
         if "detail" in self.layouts:
             text += f" --model.encoders.detail.hf_path {folder}/detail --model.encoders.detail.token <|video_pad|>"
         places = [part for name, layout in self.layouts.items() for part in (f"--{name}-parallel", layout)]
-        return [*text.split(), *places, *self.flags]
+        return [*text.split(), *data, *places, *self.flags]
 
     def __str__(self) -> str:
         settings = " ".join(f"{f.split('.')[-1]} {v}" for f, v in zip(self.flags[::2], self.flags[1::2], strict=True))
@@ -62,17 +60,21 @@ class Drawn:
 
 SIZES = range(2, 9)
 """Numbers of ranks."""
+MOST_IN_VAIN = 1000
 
 
 def draws(seed: int, ranks: int, folder: Path) -> Iterator[Drawn]:
-    """Runs without end, none twice, none that the program refuses."""
-    rng, seen = random.Random(f"{seed} {ranks}"), set()
-    while True:
+    """Runs without end, none twice, none that the program refuses. `RuntimeError` where there are no more."""
+    rng, seen, in_vain = random.Random(f"{seed} {ranks}"), set(), 0
+    while in_vain < MOST_IN_VAIN:
         drawn = _draw(rng, ranks)
+        in_vain += 1
         if str(drawn) in seen or not _is_legal(drawn, folder):
             continue
         seen.add(str(drawn))
+        in_vain = 0
         yield drawn
+    raise RuntimeError(f"found no run of {ranks} ranks besides {len(seen)} in {MOST_IN_VAIN} draws")
 
 
 def _draw(rng: random.Random, world: int) -> Drawn:

@@ -30,8 +30,12 @@ def test_two_directions_of_a_boundary(rules_pools: Pools) -> None:
     assert runs_to_the_end(schedule, rules_pools(RANKS)) is None
     said = runs_to_the_end(schedule, rules_pools(RANKS), ONE_FOR_BOTH)
     assert said is not None and said.startswith("deadlock: ranks wait for each other\n")
-    for rank, action in ((0, "vision>text.F1"), (1, "text>vision.B0")):
-        assert any(f"rank {rank}, {action}" in line and "'vision-text' (0, 1)" in line for line in said.splitlines())
+    # One rank's receive of what it needs later stands before its send of what the other needs now.
+    assert "cannot begin before" in said or "would come to it behind" in said
+    for rank in (0, 1):
+        assert any(
+            line.startswith(f"  rank {rank}") and "on 'vision-text' (0, 1)" in line for line in said.splitlines()
+        )
 
 
 @pytest.mark.parametrize("text", ["pp:2@0-1", "pp:4@0-3"])
