@@ -1,6 +1,7 @@
 # make train         the demo: a small model learns to answer questions about pictures, on any machine
 # make test          lint, types, unit tests, functional tests
 # make torture       a run that is killed dozens of times, and must end as if nobody had touched it; some minutes
+# make nccl-rules    200 drawn layouts on a process group with NCCL's rules: all end, with equal losses; some minutes
 # make test-versions the oldest and the newest torch, transformers and Megatron-Core; 6 GB each
 # Each makes what it needs, .venv included. PYTHON=python3.12 make ... takes another interpreter.
 
@@ -16,7 +17,8 @@ export OMP_NUM_THREADS := 1
 # Nothing is fetched while programs run.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv test lint types unit functional torture test-versions format readme kernels train demo-clean bench bench-gpu clean
+.PHONY: help venv test lint types unit functional torture nccl-rules test-versions format readme kernels train
+.PHONY: demo-clean bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -60,6 +62,10 @@ torture: $(INSTALLED)
 ROWS ?=
 test-versions:
 	$(PYTHON) -m tests.versions --extras $(EXTRAS) $(if $(ALL),--all) $(ROWS)
+
+# Not part of `make test`. SEED=N draws other layouts.
+nccl-rules: $(INSTALLED)
+	$(BIN)/python -m tests.rules --seed $(SEED)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -1,10 +1,11 @@
-"""Fixtures that all tests share: pools of gloo workers, spawned once and only where a test asks for them."""
+"""Fixtures that all tests share: pools of workers, spawned once and only where a test asks for them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,16 +13,34 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.support.pool import Pool  # noqa: E402  (after the number of threads is set)
 
+Pools = Callable[[int], Pool]
+
 
 @pytest.fixture(scope="session")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
-    """`pools(ranks)`: the pool of so many workers. A pool that a failing test broke is replaced."""
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    """`pools(ranks)`: the pool of so many gloo workers. A pool that a failing test broke is replaced."""
+    yield from _pools(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def rules_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    """As `pools`, with the process group that has NCCL's rules: see `tests.support.nccl_rules`."""
+    yield from _pools(tmp_path_factory, rules=True)
+
+
+@pytest.fixture(scope="session")
+def one_connection_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    """As `rules_pools`, with CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    yield from _pools(tmp_path_factory, rules=True, one_connection=True)
+
+
+def _pools(tmp_path_factory: pytest.TempPathFactory, **options: Any) -> Iterator[Pools]:
     made: dict[int, Pool] = {}
 
     def get(ranks: int) -> Pool:
         if ranks not in made or not made[ranks].alive:
             folder: Path = tmp_path_factory.mktemp("pool")
-            made[ranks] = Pool(ranks, folder)
+            made[ranks] = Pool(ranks, folder, **options)
         return made[ranks]
 
     yield get

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
-from megatron_hetero.platform import CPU, Platform
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.training.config import load_config
 from megatron_hetero.training.export import assemble, gather_parameters
 from megatron_hetero.training.gradients import scale_gradients
 from megatron_hetero.training.run import Run
+from tests.support.pool import platform
 
 
 def train(flags: list[str]) -> dict[str, Any] | None:
@@ -59,7 +59,7 @@ def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float
 
 
 def _build(flags: list[str]) -> Run:
-    return Run.build(load_config(flags), Platform(CPU, "gloo"))
+    return Run.build(load_config(flags), platform())
 
 
 def _stored(run: Run, value: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A pool of gloo workers, started once, that run functions of the tests on real process groups."""
+"""A pool of workers, started once, that run functions of the tests on groups of gloo, or with NCCL's rules."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import multiprocessing
 import os
 import queue
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from tests.support.nccl_rules.coordinator import Coordinator
+from tests.support.nccl_rules.waiting import RANK_HAS_ENDED
 
 TIMEOUT_S = 120.0
 PRELOADED = [
@@ -24,45 +29,92 @@ PRELOADED = [
 """Imported once by the server that workers are forked from: imports cost seconds per process otherwise."""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a function returned on a rank, or how it failed."""
+
+    result: Any
+    failure: str | None
+
+
 class Pool:
     """`ranks` processes with an initialised default process group.
 
-    `packages`: folders whose packages they find before those that are installed.
+    `packages`: folders whose packages they find before those that are installed. `rules`: it is one with NCCL's rules,
+    see `tests.support.nccl_rules`. `one_connection`: as with CUDA_DEVICE_MAX_CONNECTIONS=1.
     """
 
-    def __init__(self, ranks: int, folder: Path, packages: Sequence[Path] = ()):
+    def __init__(
+        self,
+        ranks: int,
+        folder: Path,
+        packages: Sequence[Path] = (),
+        *,
+        rules: bool = False,
+        one_connection: bool = False,
+    ):
         context = _context(packages)
-        self.ranks = ranks
+        self.ranks, self._rules = ranks, rules
         self._jobs = [context.Queue() for _ in range(ranks)]
         self._results = context.Queue()
         store = str(folder / f"store-{ranks}")
+        pipes = [context.Pipe() if rules else (None, None) for _ in range(ranks)]
         self._workers = [
             context.Process(
-                target=_serve, args=(rank, ranks, store, packages, self._jobs[rank], self._results), daemon=True
+                target=_serve,
+                args=(rank, ranks, store, packages, pipes[rank][1], self._jobs[rank], self._results),
+                daemon=True,
             )
             for rank in range(ranks)
         ]
         for worker in self._workers:
             worker.start()
+        for _, theirs in pipes:
+            if theirs is not None:
+                theirs.close()
+        if rules:
+            self._coordinator = Coordinator([ours for ours, _ in pipes], one_connection=one_connection)  # pyright: ignore[reportArgumentType]
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """`function(*args)` on every rank; results by rank. A failure on any rank is raised here with its trace."""
+        outcomes: dict[int, Outcome] = {}
+        for rank, outcome in self._outcomes(function, args, timeout_s):
+            outcomes[rank] = outcome
+            if outcome.failure is not None and not self._rules:  # Others may hang.
+                break
+        failures = {rank: outcome.failure for rank, outcome in outcomes.items() if outcome.failure is not None}
+        if failures:
+            self.close()
+            # Those that only waited for a rank that failed have less to say.
+            rank = min(failures, key=lambda rank: (RANK_HAS_ENDED in failures[rank], rank))
+            raise AssertionError(f"rank {rank}: {failures[rank]}")
+        return [outcomes[rank].result for rank in range(self.ranks)]
+
+    def attempt(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
+        """What `function(*args)` came to on every rank. With NCCL's rules all ranks come to an end, and the pool can be
+        used again.
+        """
+        outcomes = dict(self._outcomes(function, args, timeout_s))
+        return [outcomes[rank] for rank in range(self.ranks)]
+
+    def _outcomes(self, function: Callable[..., Any], args: Any, timeout_s: float) -> Iterator[tuple[int, Outcome]]:
+        """Ranks and outcomes as they come in."""
         for jobs in self._jobs:
             jobs.put((function, args))
-        results: dict[int, Any] = {}
-        while len(results) < self.ranks:
+        missing = set(range(self.ranks))
+        patience = time.monotonic() + timeout_s
+        while missing:
             try:
-                rank, result, failure = self._results.get(timeout=timeout_s)
+                rank, result, failure = self._results.get(timeout=1.0)
             except queue.Empty:
+                if self.alive and time.monotonic() < patience:
+                    continue
+                what = "hang in" if self.alive else "or others have died before the end of"
                 self.close()
-                raise TimeoutError(
-                    f"ranks {set(range(self.ranks)) - results.keys()} hang in {function.__name__}"
-                ) from None
-            if failure is not None:
-                self.close()
-                raise AssertionError(f"rank {rank}: {failure}")
-            results[rank] = result
-        return [results[rank] for rank in range(self.ranks)]
+                raise TimeoutError(f"ranks {missing} {what} {function.__name__}") from None
+            missing.discard(rank)
+            patience = time.monotonic() + timeout_s
+            yield rank, Outcome(result, failure)
 
     @property
     def alive(self) -> bool:
@@ -92,14 +144,31 @@ def _context(packages: Sequence[Path]) -> Any:
     return context
 
 
-def _serve(rank: int, ranks: int, store: str, packages: Sequence[Path], jobs: Any, results: Any) -> None:
+def platform() -> Any:
+    """The platform of the pool, to the functions that its workers run."""
+    import torch.distributed as dist
+
+    from megatron_hetero.platform import CPU, Platform
+
+    backend = dist.get_backend()
+    return Platform(CPU, backend, host_backend="host_rules" if backend == "nccl_rules" else backend)
+
+
+def _serve(
+    rank: int, ranks: int, store: str, packages: Sequence[Path], coordinator: Any, jobs: Any, results: Any
+) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:0] = [str(folder) for folder in packages]
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    files = dist.FileStore(store, ranks)
+    files, client = dist.FileStore(store, ranks), None
+    options: dict[str, Any] = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=TIMEOUT_S)}
+    if coordinator is not None:
+        from tests.support.nccl_rules.install import install
+
+        client = install(coordinator, files, rank, ranks)
     gc.freeze()  # What has been imported need not be looked through after every job.
     for number in count():
         function, args = jobs.get()
@@ -107,15 +176,23 @@ def _serve(rank: int, ranks: int, store: str, packages: Sequence[Path], jobs: An
             gc.collect()
             dist.destroy_process_group()
         # Each job has a store and process groups of its own: groups are found by names that come again.
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(f"job {number}", files),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=TIMEOUT_S),
-        )
+        job_store = dist.PrefixStore(f"job {number}", files)
+        if client is None:
+            dist.init_process_group("gloo", store=job_store, **options)
+        else:
+            client.init_process_group(store=job_store, **options)
+        answer: tuple[Any, ...]
         try:
             answer = (rank, function(*args), None)
         except BaseException:
             answer = (rank, None, traceback.format_exc())
-        results.put(answer)
+        results.put(answer if client is None else _finish(client, answer))
+
+
+def _finish(client: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a job came to, where something that it left may break a rule."""
+    try:
+        client.finish()
+    except RuntimeError:
+        return answer if answer[2] else (answer[0], None, traceback.format_exc())
+    return answer

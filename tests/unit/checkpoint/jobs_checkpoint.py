@@ -25,11 +25,12 @@ from megatron_hetero.checkpoint.folder import MANIFEST, record_file, whole
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.storage import index_shapes, read_entries, read_index
 from megatron_hetero.errors import UserError
-from megatron_hetero.platform import CPU, Platform
+from megatron_hetero.platform import Platform
 from megatron_hetero.training.config import load_config
 from megatron_hetero.training.held_out import HeldOutEvaluation
 from megatron_hetero.training.run import Run
 from megatron_hetero.training.stopping import StopRequest, stop_requests
+from tests.support.pool import platform
 from tests.unit.training.jobs_run import build, stored
 
 
@@ -114,7 +115,7 @@ def program(flags: list[str], asked: str = "") -> tuple[bool, str]:
     last = dist.get_rank() == dist.get_world_size() - 1
     with _calling(Run, "_update", in_("step")), _calling(HeldOutEvaluation, "_evaluate", in_("evaluation")):
         try:
-            return pretrain_vlm.train_and_export(load_config(flags), Platform(CPU, "gloo"), request), ""
+            return pretrain_vlm.train_and_export(load_config(flags), platform(), request), ""
         except UserError as error:
             return False, str(error)
 

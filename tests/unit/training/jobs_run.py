@@ -19,11 +19,11 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
-from megatron_hetero.platform import CPU, Platform
 from megatron_hetero.training.config import load_config
 from megatron_hetero.training.export import assemble, gather_parameters
 from megatron_hetero.training.gradients import scale_gradients
 from megatron_hetero.training.run import Run
+from tests.support.pool import platform
 
 Arrays = dict[str, np.ndarray]
 MakeFlags = Callable[..., list[str]]
@@ -32,7 +32,7 @@ MakeFlags = Callable[..., list[str]]
 
 def build(flags: list[str]) -> Run:
     """The run that the program would build."""
-    return Run.build(load_config(flags), Platform(CPU, "gloo"))
+    return Run.build(load_config(flags), platform())
 
 
 def stored(run: Run, value: Callable[[Any], torch.Tensor] = lambda p: p.detach().float()) -> Arrays:

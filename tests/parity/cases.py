@@ -1,0 +1,173 @@
+"""Rows of the parity matrix, what plain `transformers` in one process makes of them, and how a layout is compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.parity import jobs
+from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.oracle import Oracle, TwoTowers, stored_name
+from tests.support.pool import Pool
+
+GLOBAL_BATCH = 8
+RATES = {"adamw": 1e-3, "sgd": 1e-1}
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=RATES["adamw"], weight_decay=0.0),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=RATES["sgd"]),
+}
+BASE = ModelChoice()
+MODELS = {
+    "untied": BASE,
+    "tied": replace(BASE, tied=True, seed=1),
+    "one-kv-head": replace(BASE, kv_heads=1, seed=2, full_layers=(0, 2)),
+    "deep": replace(BASE, text_layers=4, vision_layers=4, full_layers=(1, 3), seed=4),
+    "deep-tied": replace(BASE, text_layers=4, vision_layers=4, full_layers=(1, 3), tied=True, seed=5),
+    "two-encoders": replace(BASE, seed=6),
+    "two-encoders-deep": replace(BASE, text_layers=4, seed=7),
+    "twelve-heads": replace(BASE, heads=12, kv_heads=4, head_dim=8, vision_heads=12, vision_head_dim=4, seed=3),
+}
+
+
+DETAIL = replace(BASE, vision_layers=2, vision_heads=2, vision_head_dim=12, vision_ffn=40, full_layers=(0,), seed=8)
+"""The second encoder of models with two."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the matrix: layouts (`detail`: of a second encoder), model, samples per micro-batch, what else is set,
+    and the global batch.
+    """
+
+    vision: str
+    text: str
+    ranks: int
+    model: str = "untied"
+    micro: int = 1
+    flags: tuple[str, ...] = ()
+    given_batch: int | None = None
+    detail: str | None = None
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step; fewer where each is a micro-batch of its own."""
+        alone = self.micro == 1 and "dp" not in self.text
+        return self.given_batch or (GLOBAL_BATCH // 2 if alone else GLOBAL_BATCH)
+
+    def __str__(self) -> str:
+        extra = " whole activations" if self.flags == WHOLE else f" {self.flags[0].split('.')[1]}" if self.flags else ""
+        encoders = self.vision if self.detail is None else f"{self.vision}+{self.detail}"
+        return f"{encoders}|{self.text} {self.model} micro {self.micro}{extra}"
+
+
+RECOMPUTE = ("--model.recompute.vision", "full", "--model.recompute.text", "full")
+RECOMPUTED = ("--schedule.kind", "recompute")
+UNEVEN = ("--parallel_layers.text", "1", "3", "--parallel_layers.vision", "3", "1")
+VIRTUAL = ("--schedule.virtual_stages", "2")
+NOT_AHEAD = ("--schedule.run_ahead", "0")
+IN_ORDER = ("--data.balance", "off")
+WHOLE = ("--model.sequence_parallel.vision", "false", "--model.sequence_parallel.text", "false")
+
+
+@dataclass
+class Trained:
+    """Three steps of one optimizer by the oracle."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+@dataclass
+class Expected:
+    """What the oracle found for one model: the folder, and per kind of run the numbers."""
+
+    folder: Path
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    before: dict[str, torch.Tensor]
+    runs: dict[str, Trained]
+
+
+Ask = Callable[[Case], Expected]
+
+
+def ask_oracle(folder: Path, choice: ModelChoice, batch: int, *, two_towers: bool) -> Expected:
+    """Write model and data of so many samples a step, and let the oracle train on them."""
+    write_model(folder / "model", choice)
+    if two_towers:
+        write_model(folder / "detail", DETAIL)
+    details = (1, 0, 0, 2) if two_towers else (0,)
+    data = write_data(folder, 3 * batch, seed=choice.seed, turns=2, details=details)
+    load = partial((TwoTowers if two_towers else Oracle).load, folder / "model", data)
+    oracle = load()
+    loss, gradients = oracle.step(range(batch))
+    before = oracle.weights()
+    return Expected(folder, loss, gradients, before, {name: _train(load(), name, batch) for name in OPTIMIZERS})
+
+
+def _train(oracle: Oracle, name: str, batch: int) -> Trained:
+    optimizer = OPTIMIZERS[name](oracle.model.parameters())
+    losses, norms = [], []
+    for step in range(3):
+        loss, gradients = oracle.step(range(step * batch, (step + 1) * batch))
+        for parameter_name, parameter in oracle.model.named_parameters():
+            parameter.grad = gradients[stored_name(parameter_name)]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(oracle.model.parameters(), 1.0)))
+        optimizer.step()
+        losses.append(loss)
+    return Trained(losses, norms, oracle.weights())
+
+
+def flags_of(case: Case, folder: Path, *more: str) -> list[str]:
+    """The configuration of a case, with what else is given."""
+    text = f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
+    text += f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false --data.workers 0 "
+    text += f"--train.global_batch_size {case.batch} --train.micro_batch_size {case.micro} --log.dir {folder}/log "
+    text += f"--vision-parallel {case.vision} --text-parallel {case.text}"
+    if case.detail is not None:
+        text += f" --model.encoders.detail.hf_path {folder}/detail --model.encoders.detail.token <|video_pad|>"
+        text += f" --detail-parallel {case.detail}"
+    return [*text.split(), *case.flags, *more]
+
+
+def norm_of(tensors: dict[str, torch.Tensor]) -> float:
+    """Of all tensors together."""
+    return math.sqrt(sum(float((t.double() ** 2).sum()) for t in tensors.values()))
+
+
+def gradients_equal(case: Case, want: Expected, pool: Pool) -> None:
+    """Loss and gradients of one step."""
+    got = pool.run(jobs.gradients, flags_of(case, want.folder))[0]
+    assert got["loss"] == pytest.approx(want.loss, rel=1e-5)
+    assert got["gradients"].keys() == want.gradients.keys()
+    everything = norm_of(want.gradients)
+    wrong = {}
+    for name, gradient in want.gradients.items():
+        difference = np.linalg.norm(got["gradients"][name].astype(np.float64) - gradient.double().numpy())
+        if not difference <= 1e-4 * gradient.norm() + 1e-7 * everything:
+            wrong[name] = f"{difference / float(gradient.norm()):.1e}"
+    assert not wrong
+    assert got["norm"] == pytest.approx(everything, rel=1e-4)
+
+
+def three_steps_equal(case: Case, optimizer: str, want: Expected, pool: Pool) -> None:
+    """Losses, norms, and weights after three steps."""
+    flags = (
+        f"--train.iters 3 --optimizer.lr {RATES[optimizer]} --optimizer.schedule constant --optimizer.name {optimizer}"
+    )
+    results = pool.run(jobs.train, flags_of(case, want.folder, *flags.split()))
+    got, trained = results[0], want.runs[optimizer]
+    assert all(result["replicas_equal"] for result in results)
+    assert got["losses"] == pytest.approx(trained.losses, rel=1e-5)
+    assert got["norms"] == pytest.approx(trained.norms, rel=1e-4)
+    update = {name: trained.weights[name] - want.before[name] for name in want.before}
+    wrong = {name: torch.from_numpy(got["weights"][name]) - trained.weights[name] for name in want.before}
+    assert norm_of(wrong) <= 1e-3 * norm_of(update)

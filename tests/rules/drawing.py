@@ -1,0 +1,129 @@
+"""Draws runs: layouts of 2 to 8 ranks, placements, schedules, micro-batches, that a user could configure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from pathlib import Path
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout_shape import divisors
+from megatron_hetero.training.config import load_config
+from megatron_hetero.training.resolved import checked, checked_schedule
+from tests.support.folders import ModelChoice
+
+BATCH = 12
+"""Samples of the step, so that many degrees of data parallelism divide it."""
+MODEL = ModelChoice(
+    heads=12,
+    kv_heads=4,
+    head_dim=8,
+    vision_heads=12,
+    vision_head_dim=4,
+    text_layers=4,
+    vision_layers=4,
+    full_layers=(1, 3),
+    seed=11,
+)
+DETAIL = replace(MODEL, vision_layers=2, full_layers=(0,), seed=12)
+AXES = ("tp", "sp", "cp", "dp", "pp")
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A run: its number of ranks, layouts by module and further flags."""
+
+    ranks: int
+    layouts: dict[str, str]
+    flags: tuple[str, ...]
+    kind: str
+    """The placement and schedule, for counting."""
+
+    def command(self, folder: Path) -> list[str]:
+        """The configuration, for the model and data in `folder`."""
+        data = "--data.registry.d.annotations", f"{folder}/data.jsonl", "--data.registry.d.images", f"{folder}/images"
+        text = f"--model.hf_path {folder}/model --model.dtype float32 --log.dir {folder}/log "
+        text += f"--data.datasets d --data.shuffle false --data.workers 0 --train.global_batch_size {BATCH}"
+        if "detail" in self.layouts:
+            text += f" --model.encoders.detail.hf_path {folder}/detail --model.encoders.detail.token <|video_pad|>"
+        places = [part for name, layout in self.layouts.items() for part in (f"--{name}-parallel", layout)]
+        return [*text.split(), *data, *places, *self.flags]
+
+    def __str__(self) -> str:
+        settings = " ".join(f"{f.split('.')[-1]} {v}" for f, v in zip(self.flags[::2], self.flags[1::2], strict=True))
+        return f"{self.ranks} ranks, {' | '.join(self.layouts.values())}, {settings}"
+
+
+SIZES = range(2, 9)
+"""Numbers of ranks."""
+MOST_IN_VAIN = 1000
+
+
+def draws(seed: int, ranks: int, folder: Path) -> Iterator[Drawn]:
+    """Runs without end, none twice, none that the program refuses. `RuntimeError` where there are no more."""
+    rng, seen, in_vain = random.Random(f"{seed} {ranks}"), set(), 0
+    while in_vain < MOST_IN_VAIN:
+        drawn = _draw(rng, ranks)
+        in_vain += 1
+        if str(drawn) in seen or not _is_legal(drawn, folder):
+            continue
+        seen.add(str(drawn))
+        in_vain = 0
+        yield drawn
+    raise RuntimeError(f"found no run of {ranks} ranks besides {len(seen)} in {MOST_IN_VAIN} draws")
+
+
+def _draw(rng: random.Random, world: int) -> Drawn:
+    placement = rng.choice(["colocated", "disjoint", "mixed"])
+    vision, text = _ranks(rng, placement, world)
+    layouts = {"vision": _layout(rng, vision), "text": _layout(rng, text)}
+    if rng.random() < 0.25:
+        layouts = {"vision": layouts["vision"], "detail": _layout(rng, rng.choice([vision, text])), **layouts}
+    schedule = rng.choice(["ahead"] if placement == "disjoint" else ["waves", "waves", "recompute"])
+    flags = ["--schedule.kind", schedule, "--train.micro_batch_size", str(rng.choice([1, 1, 1, 2, 3]))]
+    if schedule == "waves" and rng.random() < 0.7:
+        flags += ["--schedule.waves", str(rng.randint(1, 5))]
+    if schedule == "ahead":
+        flags += ["--schedule.run_ahead", str(rng.choice([0, 1, 2, 3]))]
+    if "pp" in layouts["text"] and rng.random() < 0.5:
+        flags += ["--schedule.virtual_stages", "2"]
+    return Drawn(world, layouts, tuple(flags), f"{placement} {schedule}")
+
+
+def _ranks(rng: random.Random, placement: str, world: int) -> tuple[Ranks, Ranks]:
+    """Of the encoder and of the text: together all, and each a range."""
+    everyone = tuple(range(world))
+    if placement == "colocated":
+        return everyone, everyone
+    if placement == "disjoint":
+        cut = rng.randint(1, world - 1)
+        return everyone[:cut], everyone[cut:]
+    first, last = sorted(rng.sample(range(world + 1), 2))
+    sides = rng.choice([(everyone[:last], everyone[first:]), (everyone[first:last], everyone)])
+    return sides if rng.random() < 0.5 else (sides[1], sides[0])
+
+
+def _layout(rng: random.Random, ranks: Ranks) -> str:
+    """Degrees over so many ranks; few axes as often as many, stages in half of the cases where they divide."""
+    size = len(ranks)
+    every = [degrees for degrees in product(divisors(size), repeat=len(AXES)) if prod(degrees) == size]
+    staged = rng.random() < 0.5
+    every = [degrees for degrees in every if (degrees[-1] > 1) == staged] or every
+    used = rng.choice(sorted({sum(n > 1 for n in degrees) for degrees in every}))
+    degrees = rng.choice([degrees for degrees in every if sum(n > 1 for n in degrees) == used])
+    text = ",".join(f"{axis}:{n}" for axis, n in zip(AXES, degrees, strict=True) if n > 1) or "dp:1"
+    return f"{text}@{ranks[0]}-{ranks[-1]}" if size > 1 else f"{text}@{ranks[0]}"
+
+
+def _is_legal(drawn: Drawn, folder: Path) -> bool:
+    try:
+        config = load_config(drawn.command(folder))
+        _, layouts, batch = checked(config, drawn.ranks)
+        checked_schedule(config, layouts, batch)
+    except UserError:
+        return False
+    return True

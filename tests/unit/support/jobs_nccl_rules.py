@@ -1,0 +1,239 @@
+"""What workers run to try the process group with NCCL's rules, and gloo beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.pool import platform
+
+
+def collectives(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What all collectives that the project uses give on this rank, by name."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own = (torch.arange(ranks * 3) * (rank + 1) % 7).to(dtype)
+    found: dict[str, torch.Tensor] = {}
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        dist.all_reduce(found.setdefault(f"all_reduce {op}", own.clone()), op)
+    dist.broadcast(found.setdefault("broadcast", own.clone()), src=ranks - 1)
+    everyone = found.setdefault("all_gather", torch.empty(ranks * len(own), dtype=dtype))
+    dist._all_gather_base(everyone, own) if not hasattr(dist, "all_gather_single") else dist.all_gather_single(
+        everyone, own
+    )
+    part = found.setdefault("reduce_scatter", torch.empty(3, dtype=dtype))
+    dist.distributed_c10d._reduce_scatter_base(part, own)
+    sent = [(rank + other) % 3 for other in range(ranks)]
+    rows = torch.arange(sum(sent) * 2).to(dtype).view(-1, 2) + 10 * rank
+    arrived = found.setdefault("all_to_all", torch.empty(sum(sent), 2, dtype=dtype))
+    dist.all_to_all_single(arrived, rows, sent, sent)
+    dist.barrier()
+    found |= _coalesced(own, ranks) | _point_to_point(own, rank, ranks)
+    return found
+
+
+def _coalesced(own: torch.Tensor, ranks: int) -> dict[str, torch.Tensor]:
+    first, second = own.clone(), own[:2].clone()
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(first)
+        dist.all_reduce(second)
+    manager.wait()
+    parts = torch.empty(3, dtype=own.dtype), torch.empty(1, dtype=own.dtype)
+    with dist.distributed_c10d._coalescing_manager():
+        dist.distributed_c10d.reduce_scatter_single(parts[0], own)
+        dist.distributed_c10d.reduce_scatter_single(parts[1], own[:ranks].clone())
+    gathered = [torch.empty(ranks * len(part), dtype=own.dtype) for part in parts]
+    with dist.distributed_c10d._coalescing_manager():
+        for whole, part in zip(gathered, parts, strict=True):
+            dist.distributed_c10d.all_gather_single(whole, part)
+    names = "all_reduce 1", "all_reduce 2", "scatter 1", "scatter 2", "gather 1", "gather 2"
+    return {f"coalesced {n}": t for n, t in zip(names, (first, second, *parts, *gathered), strict=True)}
+
+
+def _point_to_point(own: torch.Tensor, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Rings: with ranks in turn, with immediate calls, in a batch."""
+    left, right = (rank - 1) % ranks, (rank + 1) % ranks
+    arrived = [torch.empty_like(own) for _ in range(3)]
+    for sender in range(ranks):
+        if sender == rank:
+            dist.send(own, right)
+        if sender == left:
+            dist.recv(arrived[0], left)
+    if rank == 0:
+        works = [dist.isend(own, right), dist.irecv(arrived[1], left)]
+    else:
+        works = [dist.irecv(arrived[1], left), dist.isend(own, right)]
+    for work in works:
+        work.wait()  # pyright: ignore[reportOptionalMemberAccess]
+    batch = [dist.P2POp(dist.irecv, arrived[2], left), dist.P2POp(dist.isend, own, right)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    return dict(zip(("send", "isend", "batch"), arrived, strict=True))
+
+
+def batch_works() -> int:
+    """How many works a batch of two gives."""
+    tensors, other = torch.zeros(2, 1), 1 - dist.get_rank()
+    batch = [dist.P2POp(dist.isend, tensors[0], other), dist.P2POp(dist.irecv, tensors[1], other)]
+    works = dist.batch_isend_irecv(batch)
+    for work in works:
+        work.wait()
+    return len(works)
+
+
+def objects(backend: str) -> list[Any]:
+    """Objects over a group of the host, and over the device's."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    host: Any = dist.new_group(list(range(ranks)), backend=backend, use_local_synchronization=True)
+    told: list[Any] = [None] * ranks
+    dist.all_gather_object(told, {"rank": rank}, group=host)
+    word = [f"from {rank}"]
+    dist.broadcast_object_list(word, src=1, group=host)
+    passed: list[Any] = [None]
+    if rank == 0:
+        dist.send_object_list([("to", 1)], 1)
+    elif rank == 1:
+        dist.recv_object_list(passed, 0)
+    gathered: list[Any] | None = [None] * ranks if rank == 1 else None
+    dist.gather_object(rank, gathered, 1, group=host)
+    dealt: list[Any] = [None]
+    dist.scatter_object_list(dealt, [f"for {other}" for other in range(ranks)] if rank == 2 else None, 2, group=host)
+    dist.barrier(host)
+    return [told, word, passed, gathered, dealt]
+
+
+# ------------------------------------------------------------------------------------------------- what would hang
+
+
+def receive_before_send(groups: int) -> list[float]:
+    """Each of two ranks posts a receive, then sends, on one communicator or on one for each direction."""
+    rank = dist.get_rank()
+    made: list[Any] = [dist.group.WORLD] if groups == 1 else [dist.new_group([0, 1]) for _ in range(2)]
+    host: Any = dist.new_group([0, 1], backend=platform().host_backend)
+    mine, theirs = torch.full((4,), float(rank)), torch.empty(4)
+    receive: Any = dist.irecv(theirs, 1 - rank, group=made[rank % groups])
+    send: Any = dist.isend(mine, 1 - rank, group=made[(1 - rank) % groups])
+    dist.barrier(host)  # Then all is issued, and the message always the same.
+    send.wait()
+    receive.wait()
+    return theirs.tolist()
+
+
+def other_order() -> None:
+    """Collectives in different orders."""
+    tensor = torch.ones(4)
+    if dist.get_rank() == 0:
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+    else:
+        dist.broadcast(tensor, 0)
+        dist.all_reduce(tensor)
+
+
+def crossed_communicators() -> None:
+    """Two communicators, waited for in different orders: legal where nobody waits in between."""
+    groups: list[Any] = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups if dist.get_rank() == 0 else reversed(groups):
+        dist.all_reduce(torch.ones(4), group=group)
+
+
+def crossed_without_waiting() -> list[float]:
+    """As `crossed_communicators`, but all is issued before anything is waited for."""
+    groups: list[Any] = [dist.new_group([0, 1]) for _ in range(2)]
+    tensors = [torch.ones(4), torch.ones(4)]
+    order = [0, 1] if dist.get_rank() == 0 else [1, 0]
+    works: list[Any] = [dist.all_reduce(tensors[i], group=groups[i], async_op=True) for i in order]
+    for work in works:
+        work.wait()
+    return [float(tensor.sum()) for tensor in tensors]
+
+
+def lone_send() -> None:
+    """A send that nobody receives, and that nobody waits for."""
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(4), 1)
+
+
+def never_waited_for() -> bool:
+    """A send and a receive whose works are dropped."""
+    tensor = torch.ones(4)
+    dist.isend(tensor, 1) if dist.get_rank() == 0 else dist.irecv(tensor, 0)
+    return True
+
+
+def other_size() -> None:
+    """A receive larger than its send."""
+    dist.send(torch.ones(4), 1) if dist.get_rank() == 0 else dist.recv(torch.empty(5), 0)
+
+
+def other_all_to_all() -> None:
+    """An all-to-all in which a rank sends what nobody expects."""
+    counts = [1, 2] if dist.get_rank() == 0 else [1, 1]
+    dist.all_to_all_single(torch.empty(2), torch.ones(sum(counts)), [1, 1], counts)
+
+
+def leaves_early() -> None:
+    """One rank fails, another waits for it."""
+    if dist.get_rank() == 0:
+        raise ValueError("something of its own")
+    dist.all_reduce(torch.ones(1))
+
+
+# ------------------------------------------------------------------------------------------------------ splits
+
+
+def subgroup(backend: str | None) -> None:
+    """A group of ranks 0 and 1 of three, that rank 2 hears nothing of."""
+    if dist.get_rank() < 2:
+        group: Any = dist.new_group([0, 1], backend=backend, use_local_synchronization=True)
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def groups_before_splits(backend: str) -> None:
+    """Groups of the host that only their members know how to make, then one of the device: c097563 began like this
+    where an encoder does not cover all ranks.
+    """
+    dist.new_group([0, 1], backend=backend)
+    dist.new_group([0, 1, 2])
+
+
+def halves() -> list[Any]:
+    """One split for two groups, and one that leaves ranks without."""
+    rank = dist.get_rank()
+    half: Any = dist.split_group(split_ranks=[[0, 1], [2, 3]], group_desc="halves")
+    pair: Any = dist.split_group(split_ranks=[[1, 2]], group_desc="pair")
+    sums = []
+    for group in (half, pair):
+        tensor = torch.tensor([float(rank)])
+        if group is not None:
+            dist.all_reduce(tensor, group=group)
+        sums.append(float(tensor))
+    described = None if half is None else half.group_desc
+    return [sums, described, dist.get_process_group_ranks(half), dist.get_backend(half)]
+
+
+def other_neighbours() -> None:
+    """A split whose ranks disagree on who is with whom."""
+    dist.split_group(split_ranks=[[0, 1], [2, 3]] if dist.get_rank() < 3 else [[0, 1, 2], [3]])
+
+
+# ----------------------------------------------------------------------------------------------------- strictness
+
+
+def needs_two_connections() -> bool:
+    """Rank 0 issues an operation that cannot begin before one that it issues later on another communicator; with a
+    single connection nothing overtakes.
+    """
+    groups: list[Any] = [dist.new_group([0, 1]) for _ in range(3)]
+    tensors, rank = torch.ones(3, 4), dist.get_rank()
+    # Rank 0's second operation stands behind its first, which ends when rank 1 comes to it, after the third has ended.
+    order = (0, 0, 2) if rank == 0 else (2, 0, 0)
+    works: list[Any] = []
+    for index in order:
+        works.append(dist.all_reduce(tensors[index], group=groups[index], async_op=True))
+        if rank == 1 and index == 2:
+            works[-1].wait()
+    for work in works:
+        work.wait()
+    return True
