@@ -7,9 +7,9 @@ In this order, since each rests on those before:
   2. their order on the role: nothing is used before it has been waited for, nothing is sent before it is there;
   3. queues: what a rank receives from another is posted in the order in which it is sent;
   4. crossings: their participants start, and wait for, them in one order;
-  5. deadlock: no ranks wait for each other in a circle, by the rules of NCCL (`deadlock`), which are stricter than
+  5. deadlock: no ranks wait for each other in a cycle, by the rules of NCCL (`deadlock`), which are stricter than
      gloo's: a communicator is a queue, sends wait for their receives, and all streams of a rank share one queue, as
-     with CUDA_DEVICE_MAX_CONNECTIONS=1. The message has the whole circle;
+     with CUDA_DEVICE_MAX_CONNECTIONS=1. The message has the whole cycle;
   6. memory: no rank holds activations of more micro-batches than its module's style allows.
 """
 
@@ -237,29 +237,29 @@ def _action(schedule: Schedule, point: Point) -> Action:
 
 
 def _deadlock(schedule: Schedule, wiring: Wiring) -> Problem | None:
-    circle = find_cycle(schedule, wiring)
-    if circle is None:
+    cycle = find_cycle(schedule, wiring)
+    if cycle is None:
         return None
-    circle = _from_first(circle)
-    names = [name for name, _ in groupby((*circle, circle[0]), key=lambda each: each.ranks)]
+    cycle = _from_first(cycle)
+    names = [name for name, _ in groupby((*cycle, cycle[0]), key=lambda each: each.ranks)]
     problem = Problem(
-        tuple(dict.fromkeys((schedule.role_index[each.rank], each.at) for each in circle)),
+        tuple(dict.fromkeys((schedule.role_index[each.rank], each.at) for each in cycle)),
         "a deadlock",
         "an order in which all can go on",
-        f"on NCCL they wait in a circle: {' for '.join(names)}",
-        tuple(map(str, circle)),
+        f"on NCCL they wait in a cycle: {' for '.join(names)}",
+        tuple(map(str, cycle)),
     )
     if wiring != DESIGN and find_cycle(schedule) is None:
         return replace(problem, fix="give each of these a communicator of its own, as `Topology` does")
     return problem
 
 
-def _from_first(circle: tuple[Waiting, ...]) -> tuple[Waiting, ...]:
-    """The circle from where it is best begun: where something stands behind another one, else with other ranks."""
-    behind = (at for at, each in enumerate(circle) if each.reason == "behind")
-    others = (at for at, each in enumerate(circle) if each.ranks != circle[at - 1].ranks)
+def _from_first(cycle: tuple[Waiting, ...]) -> tuple[Waiting, ...]:
+    """The cycle from where it is best begun: where something stands behind another one, else with other ranks."""
+    behind = (at for at, each in enumerate(cycle) if each.reason == "behind")
+    others = (at for at, each in enumerate(cycle) if each.ranks != cycle[at - 1].ranks)
     first = next(behind, next(others, 0))
-    return circle[first:] + circle[:first]
+    return cycle[first:] + cycle[:first]
 
 
 # ----------------------------------------------------------------------------------------------- 6. memory

@@ -1,4 +1,4 @@
-"""Whether a schedule ends on NCCL, and if not, who waits for whom in a circle.
+"""Whether a schedule ends on NCCL, and if not, who waits for whom in a cycle.
 
 The rules, for what the host of each rank issues (`streams`):
 
@@ -13,16 +13,16 @@ With a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks
   * work and operations begin when all work and operations that the rank issued before, on any stream, have begun.
 
 All of these are "and": what waits for something waits for all of it. So a schedule ends if and only if there is no
-circle in the graph of beginnings and ends; how long anything takes does not matter. What a batch of data leaves out of
-it, it leaves out on all ranks that take part, which adds no circle.
+cycle in the graph of beginnings and ends; how long anything takes does not matter. What a batch of data leaves out of
+it, it leaves out on all ranks that take part, which adds no cycle.
 
 Hosts never wait here. They do on NCCL where two ranks first send to each other on a communicator: these connect, and
 each call returns when the other rank has made its own. Many schedules would not survive that, since they post early;
 so ranks are taken to be connected before a schedule begins.
 
-Ranks are taken together: first those of a role, as if each needed what any of them needs, which finds every circle;
+Ranks are taken together: first those of a role, as if each needed what any of them needs, which finds every cycle;
 where it finds one, again only those whose partners in all pipelines are taken together too. Then each rank needs what
-one of them needs, so that a circle of these is one of ranks.
+one of them needs, so that a cycle of these is one of ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Reason = Literal["begin", "end", "behind", "after"]
 
 @dataclass(frozen=True)
 class Waiting:
-    """What ranks of a role wait in, and for what, which is where the next of a circle of these wait.
+    """What ranks of a role wait in, and for what, which is where the next of a cycle of these wait.
 
     `ranks`: such as ``rank 0 (vision.0)``; `rank`: the first of them; `at`: the index of their action; `what`: the
     action, or which part of it; `communicator`: None on their compute stream. `reason`: they wait for `ranks_there`
@@ -220,17 +220,17 @@ class _Graph:
 def _cycle(
     schedule: Schedule, parties: Sequence[Role], link: Callable[[Role], LinkOf], wiring: Wiring, single_queue: bool
 ) -> tuple[Waiting, ...] | None:
-    """The circle, of parties that execute the actions of their role. `link`: see `LinkOf`."""
+    """The cycle, of parties that execute the actions of their role. `link`: see `LinkOf`."""
     issued = [issues(schedule, party, wiring, link(party)) for party in parties]
     graph = _Graph(issued, single_queue)
     stuck = graph.stuck()
     if not stuck:
         return None
-    return _described(parties, issued, [*filter(None, map(graph.place, _circle(graph, stuck)))])
+    return _described(parties, issued, [*filter(None, map(graph.place, _short_cycle(graph, stuck)))])
 
 
-def _circle(graph: _Graph, stuck: set[Event]) -> list[Event]:
-    """A short circle among the events that never happen; each waits for the next."""
+def _short_cycle(graph: _Graph, stuck: set[Event]) -> list[Event]:
+    """A short cycle among the events that never happen; each waits for the next."""
     before: dict[Event, list[Event]] = {event: [] for event in stuck}
     for event in stuck:
         for follower in graph.followers[event]:
@@ -240,12 +240,12 @@ def _circle(graph: _Graph, stuck: set[Event]) -> list[Event]:
         path[event] = None
         event = before[event][0]
     events = list(path)
-    circle = events[events.index(event) :]
-    return min((_shortest(before, event, circle) for event in circle[:100]), key=len)
+    cycle = events[events.index(event) :]
+    return min((_shortest(before, event, cycle) for event in cycle[:100]), key=len)
 
 
 def _shortest(before: dict[Event, list[Event]], first: Event, known: list[Event]) -> list[Event]:
-    """The shortest circle through `first`, which is one of a circle that is known."""
+    """The shortest cycle through `first`, which is one of a cycle that is known."""
     reached: dict[Event, Event] = {}
     frontier = deque([first])
     while frontier:
@@ -266,10 +266,10 @@ def _shortest(before: dict[Event, list[Event]], first: Event, known: list[Event]
 
 
 def _described(
-    parties: Sequence[Role], issued: Sequence[Sequence[Issue]], circle: Sequence[_Place]
+    parties: Sequence[Role], issued: Sequence[Sequence[Issue]], cycle: Sequence[_Place]
 ) -> tuple[Waiting, ...]:
     # Beginning and end of one issue are one line, and so is what comes after what comes after something.
-    places = [place for at, place in enumerate(circle) if place[:2] != circle[at - 1][:2]]
+    places = [place for at, place in enumerate(cycle) if place[:2] != cycle[at - 1][:2]]
     reasons = [_reason(issued, *pair) for pair in _around(places)]
     kept = [
         place for at, place in enumerate(places) if reasons[at] in ("begin", "end") or reasons[at] != reasons[at - 1]

@@ -1,4 +1,4 @@
-"""Schedules end by the rules of NCCL, and what does not end is refused with the circle in which it waits."""
+"""Schedules end by the rules of NCCL, and what does not end is refused with the cycle in which it waits."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def refusal(schedule: Schedule, wiring: Wiring) -> str:
     return str(raised.value)
 
 
-def test_the_message_has_the_whole_circle() -> None:
+def test_the_message_has_the_whole_cycle() -> None:
     said = refusal(build_schedule(layouts(vision="dp:1@0", text="dp:1@1"), 2), SHARED).splitlines()
     vision, text, on = "rank 0 (vision.0)", "rank 1 (text.0)", "on communicator `vision-text`"
     assert said[0] == (
         f"schedule, {text}, at `text>vision.B0`: found a deadlock, expected an order in which all can go on, because "
-        f"on NCCL they wait in a circle: {text} for {vision} for {text}. Give each of these a communicator of its own, "
+        f"on NCCL they wait in a cycle: {text} for {vision} for {text}. Give each of these a communicator of its own, "
         "as `Topology` does."
     )
     assert said[1:5] == [
@@ -158,19 +158,19 @@ def test_the_verdict_is_that_of_an_execution(schedule: Schedule, wiring: Wiring,
 
 
 def assert_same_verdict(schedule: Schedule, wiring: Wiring, one_queue: bool) -> bool:
-    """Whether it ends. Who waits in the circle waits for ever in the execution too."""
-    circle = find_cycle(schedule, wiring, single_queue=one_queue)
+    """Whether it ends. Who waits in the cycle waits for ever in the execution too."""
+    cycle = find_cycle(schedule, wiring, single_queue=one_queue)
     left = Gpus(schedule, wiring.links == "pair", wiring.boundaries == "direction", one_queue).run()
-    assert bool(circle) == bool(left)
+    assert bool(cycle) == bool(left)
     stuck = {(entry.rank, entry.action) for entry in left}
-    for each in circle or ():
+    for each in cycle or ():
         action = schedule.actions_of(each.rank)[each.at]
         assert (each.rank, action) in stuck, each
         assert (
             f"rank{'' if each.ranks.startswith('rank ') else 's'} {each.rank}" in each.ranks
             and f"`{action}`" in each.what
         )
-    return not circle
+    return not cycle
 
 
 @pytest.mark.parametrize("vision, text", [*APART, *INTERLEAVED])
@@ -213,7 +213,7 @@ def test_a_single_queue_refuses_more() -> None:
 
 def test_ranks_of_a_role_with_different_partners() -> None:
     """Ranks 0 and 1 have one role; their partners, 2 and 3, do not. Rank 2 takes F1 before it runs F0, for which rank 3
-    waits before it posts F1. That would be a circle if rank 2 needed what rank 3 does with F1.
+    waits before it posts F1. That would be a cycle if rank 2 needed what rank 3 does with F1.
     """
     schedule = build_schedule(layouts(a="dp:1@2", text="tp:2,pp:2@0-3"), 3)
     assert schedule.role_index[0] == schedule.role_index[1] and schedule.role_index[2] != schedule.role_index[3]
