@@ -17,7 +17,7 @@ setup(
     packages=find_packages(include=["megatron_hetero", "megatron_hetero.*"]),
     package_data={"megatron_hetero": ["py.typed"]},
     install_requires=[
-        # 2.15 numbers groups otherwise: a topology hangs beside groups that some ranks made and others did not.
+        # Newer ones have not passed: 2.15 hangs where ranks had made different numbers of groups before a topology.
         "torch>=2.11,<2.14",
         # The models and optimizers rest on its internal interfaces, which 0.19 has changed.
         "megatron-core>=0.16,<0.17",
@@ -28,6 +28,7 @@ setup(
         # Chat templates; transformers does not ask for it by itself.
         "jinja2>=3.1",
         "numpy>=1.26",
+        "packaging>=24.2",
         "pillow>=11",
         "pyyaml>=6",
         "rich>=13.8",

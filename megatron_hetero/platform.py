@@ -67,7 +67,10 @@ class Platform:
         """`torch.distributed.init_process_group` for this platform."""
         if self.is_cuda:
             torch.cuda.set_device(self.device)
-            options["device_id"] = self.device
+            # Eager, so that groups are splits. The wrapper of debug level DETAIL cannot be split (PyTorch 2.11): with
+            # it, communicators are made one by one, at first use.
+            if dist.get_debug_level() != dist.DebugLevel.DETAIL:
+                options["device_id"] = self.device
         dist.init_process_group(self.backend, **options)
 
     def split(self, groups: Sequence[tuple[int, ...]], what: str) -> Any:

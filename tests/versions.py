@@ -44,6 +44,7 @@ ROWS = (
             "safetensors==0.8.0",
             "jinja2==3.1.0",
             "numpy==1.26.0",
+            "packaging==24.2",
             "pillow==11.0.0",
             "pyyaml==6.0",
             "rich==13.8.0",

@@ -22,6 +22,20 @@ def test_detection_follows_the_machine() -> None:
         platform.backend = "mpi"  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize("detail", [False, True])
+def test_communicators_are_made_eagerly_unless_they_cannot_be_split(
+    detail: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    level = torch.distributed.DebugLevel.DETAIL if detail else torch.distributed.DebugLevel.OFF
+    given: dict = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "get_debug_level", lambda: level)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **options: given.update(options))
+    device = torch.device("cuda", 1)
+    Platform(device, "nccl").init_process_group(rank=0)
+    assert given == ({"rank": 0} if detail else {"rank": 0, "device_id": device})
+
+
 def test_a_cpu_answers_everything() -> None:
     assert not PLATFORM.is_cuda and PLATFORM.device_name == "cpu"
     PLATFORM.synchronize()
