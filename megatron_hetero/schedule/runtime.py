@@ -22,12 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator, Crossing, boundary_communicators
-from megatron_hetero.communicators import Crossing as BoundaryUse
-from megatron_hetero.communicators import Direction, Link
+from megatron_hetero.communicators import Link
 from megatron_hetero.cuda_environment import write_trace
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout_grammar import format_ranks
 from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.communication import described, use_of
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank, RandomStates
 from megatron_hetero.schedule.device_clock import clock_of
 from megatron_hetero.schedule.program import Schedule
@@ -196,7 +195,7 @@ class _Execution:
         for position, action in enumerate(self.actions):
             self.position = position
             with (
-                self.of.watchdog.doing(partial(self._described, action)),
+                self.of.watchdog.doing(self._described(action)),
                 self.of.watch.part(self._part(action), str(action)),
                 self._explained(action),
             ):
@@ -204,29 +203,13 @@ class _Execution:
             if self.last_use[action.micro_batch] == position:
                 self.batches.pop(action.micro_batch, None)
         for work, _, action in self.leaving:
-            with self.of.watchdog.doing(partial(self._described, action)), self._explained(action):
+            with self.of.watchdog.doing(self._described(action)), self._explained(action):
                 work.wait()
         return self.loss
 
-    def _described(self, action: Action) -> str:
-        """An action with its micro-batch, the ranks that it is with, and the communicator."""
-        if action.op == "run":
-            others = "the other ranks of its stage"
-        elif action.op in ("start", "wait"):
-            ranks = sorted({*self.schedule.sides(action.module)[0], *self.schedule.sides(action.module)[1]})
-            others = f"ranks {format_ranks(rank for rank in ranks if rank != self.of.rank)} over {self._use(action)}"
-        else:
-            others = f"rank {self._partner(action)} over {self._use(action)}"
-        return f"action {action} of micro-batch {action.micro_batch}, with {others},"
-
-    def _use(self, action: Action) -> Link | BoundaryUse:
-        """What an action that moves something uses a communicator for."""
-        direction: Direction = "backward" if action.kind == "B" else "forward"
-        if action.op in ("start", "wait"):
-            return BoundaryUse(action.module, self.schedule.text.name, direction)
-        sender = action.stage if action.op == "send" else action.peer
-        assert isinstance(sender, int)
-        return Link(action.module, direction, self.schedule.module[action.module].coordinate(sender))
+    def _described(self, action: Action) -> Callable[[], str]:
+        """For the watchdog, which keeps it until the device has done the action: it must hold no tensor."""
+        return partial(described, self.schedule, self.of.rank, action)
 
     @contextlib.contextmanager
     def _explained(self, action: Action) -> Iterator[None]:
@@ -234,7 +217,9 @@ class _Execution:
         try:
             yield
         except RuntimeError as error:
-            error.add_note(f"rank {self.of.rank} was in {self._described(action)} when this happened")
+            error.add_note(
+                f"rank {self.of.rank} was in {described(self.schedule, self.of.rank, action)} when this happened"
+            )
             raise
 
     def _part(self, action: Action) -> str:
@@ -391,7 +376,7 @@ class _Execution:
 
     def _pipeline(self, action: Action) -> dist.ProcessGroup:
         """The group of the link that an action uses, one way between two ranks."""
-        use = self._use(action)
+        use = use_of(self.schedule, action)
         assert isinstance(use, Link)
         return self.of.pipelines[action.module][use.direction, use.sender]
 

@@ -1,0 +1,30 @@
+"""What actions communicate over, and with whom, in a schedule. Pure."""
+
+from __future__ import annotations
+
+from megatron_hetero.communicators import Crossing, Direction, Link
+from megatron_hetero.layout_grammar import format_ranks
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.program import Schedule
+
+
+def use_of(schedule: Schedule, action: Action) -> Link | Crossing:
+    """What an action that moves something uses a communicator for."""
+    direction: Direction = "backward" if action.kind == "B" else "forward"
+    if action.op in ("start", "wait"):
+        return Crossing(action.module, schedule.text.name, direction)
+    sender = action.stage if action.op == "send" else action.peer
+    assert isinstance(sender, int), "work moves nothing"
+    return Link(action.module, direction, schedule.module[action.module].coordinate(sender))
+
+
+def described(schedule: Schedule, rank: int, action: Action) -> str:
+    """An action of `rank` with its micro-batch, the ranks that it is with, and the communicator."""
+    if action.op == "run":
+        others = "the other ranks of its stage"
+    elif action.op in ("start", "wait"):
+        source, destination = schedule.sides(action.module)
+        others = f"ranks {format_ranks(sorted({*source, *destination} - {rank}))} over {use_of(schedule, action)}"
+    else:
+        others = f"rank {schedule.partner(rank, action)} over {use_of(schedule, action)}"
+    return f"action {action} of micro-batch {action.micro_batch}, with {others},"
