@@ -176,7 +176,8 @@ def _serve(
             gc.collect()
             dist.destroy_process_group()
         # Each job has a store and process groups of its own: groups are found by names that come again.
-        job_store = dist.PrefixStore(f"job {number}", files)
+        # In a file of its own: each look at a store reads all that was written to its file.
+        job_store = dist.FileStore(f"{store}-{number}", ranks)
         if client is None:
             dist.init_process_group("gloo", store=job_store, **options)
         else:
