@@ -119,7 +119,8 @@ class Topology:
         replicas = {name: replica_groups(layouts[name]) for name in layouts if name in decoding}
         hosts: dict[tuple[Ranks, ...], Any] = {(everybody,): host}
         for name, groups in replicas.items():
-            hosts[groups] = hosts.get(groups) or platform.split_hosts(groups, f"hosts of replicas of {name}")
+            if groups not in hosts:  # Asked by all ranks alike, those outside the module too.
+                hosts[groups] = platform.split_hosts(groups, f"hosts of replicas of {name}")
         kinds = communicators(layouts, edges=edges, tied=tied, interleaved=interleaved)
         groups = {kind: _make(kind, everybody, platform) for kind in kinds}
         mine = {kind: group for kind, group in groups.items() if group is not None}

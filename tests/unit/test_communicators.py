@@ -202,5 +202,18 @@ def test_few_calls_the_same_on_all_ranks(world_size: int) -> None:
     assert all(_calls(rank, world_size)[0] == first for rank in others)
 
 
+def test_encoders_with_equal_replicas_share_their_hosts() -> None:
+    """Also where some ranks have no part in either: they make as many groups as the others."""
+    layouts = {name: Layout.parse(text, 4) for name, text in (("a", "sp:2@0-1"), ("b", "sp:2@0-1"), ("text", "dp:4"))}
+    found = []
+    for rank in range(4):
+        platform = Recording(CPU, "fake", host_backend="fake")
+        object.__setattr__(platform, "calls", [])
+        with _fake_world(rank, 4):
+            Topology.build(layouts, platform, decoding=["a", "b"], check=False)
+            found.append((platform.calls, len(dist.distributed_c10d._world.pg_names)))
+    assert all(each == found[0] for each in found)
+
+
 def test_the_number_of_calls_does_not_depend_on_the_world() -> None:
     assert len(_calls(0, 64)[0]) == len(_calls(0, 1024)[0])
