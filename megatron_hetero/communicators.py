@@ -14,8 +14,9 @@ Uses that are in step with the computation share a communicator where their grou
 the other anyway. Links and boundaries share with nobody.
 
 Groups that have no rank in common are made together, by one call that every rank makes (`ncclCommSplit`, a colour for
-each group). They are one *kind* here, so that the number of calls depends neither on the number of ranks nor on the
-layouts' degrees. A group of one rank needs no communicator.
+each group). They are one *kind* here, so that the number of calls does not grow with the number of ranks or with
+degrees: at most five for the axes of a module, three for each direction of a pipeline, one for each direction of a
+boundary. A group of one rank needs no communicator.
 """
 
 from __future__ import annotations

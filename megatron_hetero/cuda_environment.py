@@ -56,13 +56,14 @@ def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
 
 def group_timeout(timeout_s: float, environ: MutableMapping[str, str] = os.environ) -> timedelta:
     """The time-out of process groups beside a watchdog that ends the process after `timeout_s` (0: never): longer, so
-    that the watchdog, which knows what the rank was doing, speaks first. NCCL's heartbeat, which ends processes in
-    which CUDA calls do not return, is set to the same.
+    that the watchdog, which knows what the rank was doing, speaks first. Without a watchdog it is a day. NCCL's
+    heartbeat, which ends processes in which CUDA calls do not return, is set to the same.
 
     NCCL counts from when an operation was issued, which may be long before its turn.
     """
     longest = timedelta(days=24)  # Torch counts the heartbeat in milliseconds, in 32 bits.
-    timeout = min(longest, timedelta(seconds=max(1800.0, 1.5 * timeout_s))) if timeout_s > 0 else longest
+    wanted = timedelta(seconds=max(1800.0, 1.5 * min(timeout_s, 1e9))) if timeout_s > 0 else timedelta(days=1)
+    timeout = min(longest, wanted)
     environ.setdefault(_HEARTBEAT, str(int(timeout.total_seconds())))
     return timeout
 

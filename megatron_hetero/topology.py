@@ -104,7 +104,8 @@ class Topology:
             edges: (from, to), the boundaries between modules.
             tied: modules whose first and last stage hold copies of one parameter.
             interleaved: modules with virtual stages.
-            check: whether each group is checked. Not possible where the backend does not communicate.
+            check: whether each group is checked, which also connects its ranks: on NCCL schedules rest on that. Not
+                possible where the backend does not communicate.
 
         Raises:
             RuntimeError: a group does not reduce to the value that its ranks imply.
@@ -253,6 +254,9 @@ def _check_kind(
         ranks = group_of(kind.groups, rank)
         assert ranks is not None, "its own kinds only"
         _check_sum(group, ranks, rank, device)
+        if any(isinstance(use, Axes) and use.axes == ("sp",) for use in kind.uses):  # It exchanges heads for tokens.
+            others = tuple(r for r in ranks if r != rank)
+            _check_messages(group, ranks, rank, others, others, device)
 
 
 def _check_sum(group: dist.ProcessGroup, ranks: Ranks, rank: int, device: torch.device) -> None:

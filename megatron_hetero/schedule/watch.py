@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import sys
 import threading
@@ -19,6 +20,8 @@ from megatron_hetero.schedule.device_clock import DeviceClock, Mark
 
 MOST_ISSUED = 1024
 """Actions that may wait for the device; it takes no more launches at once, so that the host is rarely so far ahead."""
+LEAVING_S = 30.0
+"""Seconds after which a process that is given up ends, whatever it still has to say."""
 
 
 class Stopwatch:
@@ -99,7 +102,7 @@ class Watchdog:
             return
         threading.Thread(target=self._guard, name="schedule-watchdog", daemon=True).start()
         if clock is not None:
-            # Not the guard itself: a question to the device may hang with the device.
+            # Not the guard itself, which would be late where the device is slow to answer.
             threading.Thread(target=self._follow_device, name="schedule-device-clock", daemon=True).start()
 
     @contextlib.contextmanager
@@ -112,8 +115,9 @@ class Watchdog:
         finally:
             self._current = None
         # Where the queue is full, the action counts towards the next one that finds room.
-        if self._clock is not None and len(self._issued) < MOST_ISSUED:
-            self._issued.append(_Issued(described, began, self._clock.mark()))
+        clock = self._clock
+        if clock is not None and len(self._issued) < MOST_ISSUED:
+            self._issued.append(_Issued(described, began, clock.mark()))
 
     def oldest(self) -> tuple[Callable[[], str], float] | None:
         """The first action that has not ended, and since when nothing before it holds it up; None where all have."""
@@ -133,12 +137,15 @@ class Watchdog:
 
     def _follow_device(self) -> None:
         """Take away what the device has ended, for as long as it can be asked."""
-        with contextlib.suppress(RuntimeError):  # An error of the device: whoever issues the next work gets it, too.
+        try:
             while True:
                 while self._issued and self._issued[0].mark.done():
                     self._device_idle_since = time.monotonic()
                     self._issued.popleft()
                 time.sleep(min(0.2, self.timeout_s / 20))
+        except RuntimeError:  # An error of the device: whoever issues the next work gets it, too.
+            self._clock = None
+            self._issued.clear()
 
     def _leave(self, described: Callable[[], str], since: float) -> None:
         print(
@@ -148,6 +155,9 @@ class Watchdog:
             file=sys.stderr,
             flush=True,
         )
+        # What else there is to say may ask a driver that does not answer, with the interpreter's lock held.
+        faulthandler.dump_traceback_later(LEAVING_S, exit=True)
         if more := self._leaving():
             print(more, file=sys.stderr, flush=True)
+        faulthandler.cancel_dump_traceback_later()
         os._exit(1)

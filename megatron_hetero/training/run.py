@@ -59,6 +59,8 @@ class Run(Share):
         processor, mixture, held_out = open_processor(config), open_mixture(config), open_held_out(config)
         if dist.get_rank() == REPORTER and config.export.hf_dir is not None:
             require_writable(config.export.hf_dir)
+        if platform.is_cuda:  # Before the first collective.
+            prepare_traces(config.log.dir / "nccl")
         share = Share.of(config, platform, weights)
         topology, data = share.topology, config.data
         for notice in backend_notices(config.model.backend, platform) if topology.rank == REPORTER else ():
@@ -66,8 +68,6 @@ class Run(Share):
         state = TrainState(share.modules, share.optimizers, topology, stored_shapes(shapes))
         record = shared_record(config, topology, mixture)
         resumed = _with_evaluations(resume(config, state, record), config, topology)
-        if platform.is_cuda:
-            prepare_traces(config.log.dir / "nccl")
         return cls(
             **{field.name: getattr(share, field.name) for field in fields(share)},
             loader=StepLoader(

@@ -50,6 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     kinds = Counter(drawn.kind for drawn in chosen)
     print(f"\nseed {options.seed}: {len(chosen)} layouts, {len(ended)} ended")
     print(", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
+    if not ended:
+        return 1
     losses, norms = zip(*ended, strict=True)
     print(f"largest relative difference to one process: loss {max(losses):.1e}, norm of gradients {max(norms):.1e}")
     return 0 if len(ended) == len(chosen) and max(losses) <= LOSS and max(norms) <= NORM else 1

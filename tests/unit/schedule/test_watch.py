@@ -173,6 +173,8 @@ def test_the_action_that_hangs_on_the_device_is_named_and_not_the_host_s_nor_slo
 
 
 def test_a_device_that_fails_leaves_the_rest_to_who_issues_the_next_work() -> None:
+    """From then on the time of the host counts."""
+
     class Failing(Device):
         class Mark(Device.Mark):
             def done(self) -> bool:
@@ -185,7 +187,9 @@ def test_a_device_that_fails_leaves_the_rest_to_who_issues_the_next_work() -> No
     issue(watchdog, "a")
     time.sleep(0.5)
     issue(watchdog, "b")
-    assert oldest(watchdog) == "a"
+    assert watchdog.oldest() is None
+    with watchdog.doing(lambda: "c"):
+        assert oldest(watchdog) == "c"
 
 
 def test_events_of_a_gpu_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
