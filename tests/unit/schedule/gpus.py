@@ -187,7 +187,7 @@ class Gpus:
         if not other:
             return [self._together(rank, a, self._queue(a), ("first", a.kind, a.module, a.micro_batch), own)]
         found = [self._batch(rank, a, "rows", other)]
-        if a.kind == "B" and not receives:
+        if a.kind == "B" and not receives and len(own) > 1:
             summed = self._batch(rank, a, "sums", own)
             found = [summed, Entry(rank, a, "compute", waits=True, after=summed), *found]
         return found
@@ -201,7 +201,7 @@ class Gpus:
             done.add(embedding)
             found.append(self._together(rank, a, "compute", embedding, set(text)))
         found.append(Entry(rank, a, "compute", waits=True, of=_with(a, "start")))
-        if receives:
+        if receives and (not other or len(own) > 1):
             last = (
                 self._batch(rank, a, "gather", own)
                 if other
