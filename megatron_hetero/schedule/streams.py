@@ -30,8 +30,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_hetero.communicators import Crossing, Direction, Link
-from megatron_hetero.schedule.actions import Action, Kind, post, start
+from megatron_hetero.communicators import Crossing, Link
+from megatron_hetero.schedule.actions import Action, post, start
+from megatron_hetero.schedule.communication import use_of
 from megatron_hetero.schedule.program import Role, Schedule
 
 
@@ -47,20 +48,11 @@ class Wiring:
     links: Literal["pair", "pipeline"] = "pair"
     boundaries: Literal["direction", "boundary"] = "direction"
 
-    def of_transfer(self, module: str, kind: Kind, sender: int) -> str:
-        """The name of the communicator of what the ranks at a pipeline coordinate send."""
-        direction = _direction(kind)
-        return str(Link(module, direction, sender)) if self.links == "pair" else f"{module} {direction}"
-
-    def of_crossing(self, encoder: str, text: str, kind: Kind) -> str:
-        """The name of the communicator of a crossing."""
-        if self.boundaries == "boundary":
-            return f"{encoder}-{text}"
-        return str(Crossing(encoder, text, _direction(kind)))
-
-
-def _direction(kind: Kind) -> Direction:
-    return "backward" if kind == "B" else "forward"
+    def of(self, use: Link | Crossing) -> str:
+        """The name of the communicator of a use."""
+        if isinstance(use, Link):
+            return str(use) if self.links == "pair" else f"{use.module} {use.direction}"
+        return str(use) if self.boundaries == "direction" else f"{use.source}-{use.destination}"
 
 
 class Issue(NamedTuple):
@@ -129,6 +121,9 @@ class _Host:
         self.issued.append(issue)
         return len(self.issued) - 1
 
+    def _stream(self, action: Action) -> str:
+        return self.wiring.of(use_of(self.schedule, action))
+
     def _wait(self, at: int, part: str, operation: int) -> None:
         self.issued.append(Issue(at, part, waits=operation))
 
@@ -158,11 +153,8 @@ class _Host:
     # ------------------------------------------------------------------------------------------- pipelines
 
     def _transfer(self, at: int, action: Action, what: Literal["send", "post"]) -> int:
-        stage, peer, module = action.stage, action.peer, self.schedule.module[action.module]
-        assert stage is not None and isinstance(peer, int)
-        source = stage if what == "send" else peer
-        stream = self.wiring.of_transfer(module.name, action.kind, module.coordinate(source))
-        message = action.kind, module.name, source, action.micro_batch, self.link(action)
+        source, stream = action.stage if what == "send" else action.peer, self._stream(action)
+        message = action.kind, action.module, source, action.micro_batch, self.link(action)
         return self._add(Issue(at, "", stream, message, message))
 
     def _post(self, action: Action) -> None:
@@ -196,7 +188,7 @@ class _Host:
         if action in self.operation:  # It started early.
             return
         at, key = self.place[action], (action.kind, action.module, action.micro_batch)
-        stream = self.wiring.of_crossing(action.module, self.text, action.kind)
+        stream = self._stream(action)
         if self.schedule.collective[action.module]:
             self.operation[action] = self._add(Issue(at, "", stream, (key, 1), (key, 1)))
             return
@@ -217,7 +209,7 @@ class _Host:
         if not self.schedule.collective[action.module] and not self._gathers(action):
             return
         key = (action.kind, action.module, action.micro_batch), 2
-        part, stream = "the gather of ", self.wiring.of_crossing(action.module, self.text, action.kind)
+        part, stream = "the gather of ", self._stream(action)
         self._wait(at, part, self._add(Issue(at, part, stream, key, key)))
 
     def _gathers(self, action: Action) -> bool:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_hetero.communicators import DIRECTIONS, Crossing, Link
 from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.communication import use_of
 from megatron_hetero.schedule.deadlock import DESIGN
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.streams import Wiring
@@ -57,13 +59,13 @@ def _groups(schedule: Schedule, wiring: Wiring) -> list[tuple[str, list[list[int
     for module in schedule.modules:
         linked[f"work of {module.name}"] = [module.stage_ranks(at) for at in range(module.layout.pp)]
         for stage in range(module.stages - 1):
-            for kind, sender, receiver in (("F", stage, stage + 1), ("B", stage + 1, stage)):
-                name = wiring.of_transfer(module.name, kind, module.coordinate(sender))  # pyright: ignore
+            for direction, sender, receiver in zip(DIRECTIONS, (stage, stage + 1), (stage + 1, stage), strict=True):
+                name = wiring.of(Link(module.name, direction, module.coordinate(sender)))
                 pairs = zip(module.stage_ranks(sender), module.stage_ranks(receiver), strict=True)
                 linked.setdefault(name, []).extend(pair for pair in pairs if pair[0] != pair[1])
     for encoder in schedule.encoders:
-        for kind in ("F", "B"):
-            name = wiring.of_crossing(encoder.name, schedule.text.name, kind)
+        for direction in DIRECTIONS:
+            name = wiring.of(Crossing(encoder.name, schedule.text.name, direction))
             linked.setdefault(name, []).append(tuple(chain(*schedule.sides(encoder.name))))
     return [(name, parts) for name, links in linked.items() if (parts := _connected(links))]
 
@@ -135,11 +137,8 @@ class _Rank:
         dist.all_reduce(torch.ones(1), group=self.groups[f"work of {module}"])
 
     def _transfer(self, action: Action, *, sends: bool) -> Any:
-        module, source = self.schedule.module[action.module], action.stage if sends else action.peer
-        assert isinstance(source, int)
-        name = self.wiring.of_transfer(module.name, action.kind, module.coordinate(source))
-        call = dist.isend if sends else dist.irecv
-        return call(torch.ones(2), self.schedule.partner(self.rank, action), group=self.groups[name])
+        call, group = dist.isend if sends else dist.irecv, self._group(action)
+        return call(torch.ones(2), self.schedule.partner(self.rank, action), group=group)
 
     def _receive_what_is_known(self, module: str) -> None:
         """A gradient is received when what it is of has been computed."""
@@ -175,16 +174,16 @@ class _Rank:
             return encoder, text, action.kind == "B"
         return text, encoder, action.kind == "F"
 
-    def _crossing(self, action: Action) -> Any:
-        return self.groups[self.wiring.of_crossing(action.module, self.text, action.kind)]
+    def _group(self, action: Action) -> Any:
+        return self.groups[self.wiring.of(use_of(self.schedule, action))]
 
     def _all_to_all(self, action: Action) -> Any:
-        group = self._crossing(action)
+        group = self._group(action)
         return dist.all_to_all_single(torch.ones(group.size()), torch.ones(group.size()), group=group, async_op=True)
 
     def _batch(self, action: Action, to: Sequence[int], by: Sequence[int]) -> Any:
         """One batch of a row to each of some ranks and of one from each of others; nothing where there are none."""
-        group = self._crossing(action)
+        group = self._group(action)
         calls = [(dist.isend, rank) for rank in to] + [(dist.irecv, rank) for rank in by]
         batch = [dist.P2POp(call, torch.ones(1), rank, group) for call, rank in calls if rank != self.rank]
         return dist.batch_isend_irecv(batch)[0] if batch else None
