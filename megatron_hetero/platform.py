@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from megatron_hetero.communicators import group_of
 from megatron_hetero.cuda_environment import prepare_environment
 
 CPU = torch.device("cpu")
@@ -99,7 +100,7 @@ class Platform:
         the communicator of the world if that is NCCL's, and those inside do not if the group is gloo's: a hang.
         """
         rank = dist.get_rank()
-        own = next((ranks for ranks in groups if rank in ranks), None)
+        own = group_of(groups, rank)
         # Members name their group by its ranks and the number of groups that they have, so that all ranks must have as
         # many: those without one make one by themselves.
         made = dist.new_group(

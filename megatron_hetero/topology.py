@@ -114,14 +114,9 @@ class Topology:
         assert world is not None, "the default process group is initialised"
         everybody = tuple(range(dist.get_world_size()))
         # Hosts first: the groups of some of them are named by how many groups a rank has.
-        host = platform.host_group("host")
-        _level(host, platform)
-        files = platform.host_group("files")
+        host, files = platform.host_group("host"), platform.host_group("files")
         replicas = {name: replica_groups(layouts[name]) for name in layouts if name in decoding}
-        hosts: dict[tuple[Ranks, ...], Any] = {(everybody,): host}
-        for name, groups in replicas.items():
-            if groups not in hosts:  # Asked by all ranks alike, those outside the module too.
-                hosts[groups] = platform.split_hosts(groups, f"hosts of replicas of {name}")
+        hosts = _host_groups(replicas, everybody, host, platform)
         kinds = communicators(layouts, edges=edges, tied=tied, interleaved=interleaved)
         groups = {kind: _make(kind, everybody, platform) for kind in kinds}
         mine = {kind: group for kind, group in groups.items() if group is not None}
@@ -185,6 +180,18 @@ class Topology:
 
 def _ranks(group: dist.ProcessGroup) -> Ranks:
     return tuple(dist.get_process_group_ranks(group))
+
+
+def _host_groups(
+    replicas: Mapping[str, tuple[Ranks, ...]], everybody: Ranks, host: dist.ProcessGroup, platform: Platform
+) -> dict[tuple[Ranks, ...], Any]:
+    """By groups of ranks, the host group of this rank in them: of all ranks, and of each module's replicas."""
+    _level(host, platform)
+    found: dict[tuple[Ranks, ...], Any] = {(everybody,): host}
+    for name, groups in replicas.items():
+        if groups not in found:  # Asked by all ranks alike, those outside the module too.
+            found[groups] = platform.split_hosts(groups, f"hosts of replicas of {name}")
+    return found
 
 
 def _level(host: dist.ProcessGroup, platform: Platform) -> None:
@@ -267,7 +274,7 @@ def _check_sum(group: dist.ProcessGroup, ranks: Ranks, rank: int, device: torch.
 
 
 def _check_message(group: dist.ProcessGroup, rank: int, sends: bool, device: torch.device) -> None:
-    """Send a known value one way."""
+    """Send a known value one way, by the call that a pipeline makes: PyTorch may keep a communicator for that alone."""
     ranks = _ranks(group)
     (peer,) = (r for r in ranks if r != rank)
     value = torch.tensor([rank if sends else -1], dtype=torch.int64, device=device)
