@@ -88,7 +88,7 @@ def test_ranks_without_an_agent_name_what_they_wait_for(how: str, folder: Path) 
     they waited for whom.
     """
     settings = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
-    flags = [*DISJOINT, "--train.iters", "10000", "--schedule.timeout_s", "5"]
+    flags = [*DISJOINT, "--train.iters", "10000", "--schedule.timeout_s", "3"]
     program = ["-m", "tests.functional.dying", str(folder / f"died by {how}"), "1", f"pipeline/{how}"]
     ranks = [
         subprocess.Popen(

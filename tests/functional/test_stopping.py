@@ -88,8 +88,8 @@ def test_a_run_that_is_stopped_saves_and_goes_on(folder: Path, tmp_path: Path) -
 
 def test_a_second_ctrl_c_ends_a_run_at_once(folder: Path, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
-    # A step of a few seconds, so that it is still going on when the second Ctrl-C comes.
-    flags = f"--train.global_batch_size 512 --log.dir {tmp_path}/log --checkpoint.dir {checkpoints} --train.iters 9"
+    # A step of a second or more, so that it is still going on when the second Ctrl-C comes.
+    flags = f"--train.global_batch_size 192 --log.dir {tmp_path}/log --checkpoint.dir {checkpoints} --train.iters 9"
     with started(folder, *flags.split(), "--checkpoint.interval", "1") as agent:
         read_to_a_step(agent)
         while not whole(checkpoints):

@@ -163,7 +163,14 @@ def _serve(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # All ranks meet at a file. What comes after that goes through a socket, which is not polled.
     files, client = dist.FileStore(store, ranks), None
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        files.set("port", str(server.port))
+        jobs_store: Any = server
+    else:
+        jobs_store = dist.TCPStore("127.0.0.1", int(files.get("port")), wait_for_workers=False)
     options: dict[str, Any] = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=TIMEOUT_S)}
     if coordinator is not None:
         from tests.support.nccl_rules.install import install
@@ -176,8 +183,7 @@ def _serve(
             gc.collect()
             dist.destroy_process_group()
         # Each job has a store and process groups of its own: groups are found by names that come again.
-        # In a file of its own: each look at a store reads all that was written to its file.
-        job_store = dist.FileStore(f"{store}-{number}", ranks)
+        job_store = dist.PrefixStore(str(number), jobs_store)
         if client is None:
             dist.init_process_group("gloo", store=job_store, **options)
         else:

@@ -83,7 +83,7 @@ class Link:
     more: str = ""
 
 
-APART, COMPARED = 5, 30
+APART, COMPARED = 5, 12
 """Steps from one resume to the next, and those after it that are compared."""
 ALL, TWO, ONE = (f"--train.micro_batch_size {size}" for size in (4, 2, 1))
 UNEVEN, VIRTUAL = "--parallel_layers.text 1 3", "--schedule.virtual_stages 2 --schedule.waves 2"
@@ -111,7 +111,7 @@ CHAINS = {
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_of_layouts(name: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
-    """Each run goes on from a checkpoint of the one before, with the same bits, and the next thirty losses are those
+    """Each run goes on from a checkpoint of the one before, with the same bits, and the next losses are those
     of the one before, to rounding.
     """
     model, links = CHAINS[name]
