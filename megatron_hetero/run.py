@@ -155,6 +155,8 @@ def _run(torchrun: Any, options: argparse.Namespace) -> int:
         if waiting.is_over():
             raise
         raise waiting.problem(error) from None
+    finally:
+        waiting.end()
     return 0
 
 
@@ -179,7 +181,7 @@ class _Waiting:
         self._static = options.rdzv_backend == "static"
         self._where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
         self._handler = signal.getsignal(signal.SIGTERM)
-        self._start = time.monotonic()
+        self._start, self._ended = time.monotonic(), threading.Event()
         if self._nodes not in ("1", "1:1") and not options.standalone:
             first = min(_MOST_SILENT_S, _join_timeout(options) / 4)
             threading.Thread(target=self._tell, args=(first,), name="waiting", daemon=True).start()
@@ -188,12 +190,15 @@ class _Waiting:
         """Whether ranks have been started: torch then handles signals."""
         return signal.getsignal(signal.SIGTERM) is not self._handler
 
+    def end(self) -> None:
+        """Say nothing more."""
+        self._ended.set()
+
     def _tell(self, next_s: float) -> None:
-        while not self.is_over():
+        while not self.is_over() and not self._ended.wait(0.2):
             if (waited := time.monotonic() - self._start) > next_s:
                 next_s = 2 * waited
                 print(f"waiting for other hosts since {waited:.0f} s: {self._expected()}", file=sys.stderr, flush=True)
-            time.sleep(0.2)
 
     def _expected(self) -> str:
         return f"--nnodes {self._nodes} at {self._where}"

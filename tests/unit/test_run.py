@@ -39,6 +39,7 @@ def unchanged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The launcher runs in this process: what it sets is set back."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOGLEVEL", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
     for name in (STOPPED_FILE, "OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))
     handlers = {number: signal.getsignal(number) for number in HANDLED}
