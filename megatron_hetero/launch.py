@@ -122,7 +122,7 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
             leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
         # Somebody else's error; torchrun ends this process before it speaks.
         told = _told_elsewhere(10.0 + 0.5 * (rank() % 16))
-        leave("" if told else f"rank {rank()} lost another rank, whose error is the cause: {_first_line(error)}", 1)
+        leave("" if told else f"rank {rank()} lost another rank, whose error is the cause: {_in_short(error)}", 1)
 
 
 def ended(work: Callable[[], str | None]) -> int:
@@ -167,8 +167,9 @@ def _has_ended(address: str, port: int) -> bool:
     return False
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _in_short(error: BaseException) -> str:
+    """Its first line, and what was noted of where it came."""
+    return "\n".join((f"{type(error).__name__}: {error}".splitlines()[0], *getattr(error, "__notes__", ())))
 
 
 def _end_with_torchrun() -> None:
