@@ -1,6 +1,6 @@
 # make train         the demo: a small model learns to answer questions about pictures, on any machine
 # make test          lint, types, unit tests, functional tests
-# make torture       a run that is killed dozens of times, and must end as if nobody had touched it; some minutes
+# make torture       a run that is killed dozens of times, also on two hosts, and must end as if nobody had touched it
 # make nccl-rules    260 drawn layouts on a process group with NCCL's rules: all end, with equal losses; some minutes
 # make test-versions the oldest and the newest torch, transformers and Megatron-Core; 6 GB each
 # Each makes what it needs, .venv included. PYTHON=python3.12 make ... takes another interpreter.

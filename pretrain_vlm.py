@@ -1,8 +1,8 @@
 """Train a vision-language model, each module in its own layout.
 
-    torchrun --nproc-per-node 8 pretrain_vlm.py --config FILE --vision-parallel sp:8 --text-parallel tp:4,dp:2
+    python -m megatron_hetero.run --nproc-per-node 8 pretrain_vlm.py --config FILE --vision-parallel sp:8 ...
 
-or plan that, without GPUs and without torchrun:
+or plan that, without GPUs and without the ranks:
 
     python pretrain_vlm.py --plan --world-size 8 --config FILE --vision-parallel sp:8 --text-parallel tp:4,dp:2
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.launch import guarded, process_group, rank
+from megatron_hetero.launch import guarded, note_stop, process_group, rank
 from megatron_hetero.training.config import Config, load_command
 from megatron_hetero.training.stopping import StopRequest, stop_requests
 
@@ -43,7 +43,9 @@ def train(config: Config, request: StopRequest) -> None:
     """Train and evaluate the model, export it, and answer the held-out questions with it."""
     with process_group(config.schedule.timeout_s) as platform:
         finished = train_and_export(config, platform, request)
-    if finished and config.answers and rank() == 0:
+    if not finished:
+        note_stop()
+    elif config.answers and rank() == 0:
         from megatron_hetero.training.evaluation import evaluate_export
 
         evaluate_export(config, platform)

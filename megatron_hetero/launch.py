@@ -8,24 +8,41 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_hetero.cuda_environment import group_timeout, prepare_environment
 from megatron_hetero.errors import UserError
+from megatron_hetero.rank_environment import (
+    has_agent_store,
+    host_number,
+    local_rank,
+    meeting_address,
+    rank,
+    require_meeting_place,
+    require_numbers,
+    world_size,
+)
+from megatron_hetero.terminal import told_output
 
 # torch is imported where it is needed: until a program has set its signal handlers, any signal ends it.
 if TYPE_CHECKING:
     from megatron_hetero.platform import Platform
 
+__all__ = ["INTERRUPTED", "STOPPED_FILE", "ended", "guarded", "leave", "process_group", "rank", "world_size"]
+
 INTERRUPTED = 130
+STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
+"""The environment variable with which our launcher asks for a note that the ranks stopped as they were asked to."""
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER = (
     "Connection closed by peer",
@@ -40,51 +57,31 @@ _LOST_PEER = (
 )
 
 
-def rank() -> int:
-    """The rank that torchrun gave this process; 0 for a process alone."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def world_size() -> int:
-    """The number of ranks that torchrun started; 1 for a process alone."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 @contextlib.contextmanager
-def process_group(timeout_s: float = 1800.0) -> Iterator[Platform]:
+def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0) -> Iterator[Platform]:
     """The platform of this process, with the default process group inside the context.
 
     `timeout_s`: what the interpreter is given, seconds after which its watchdog ends a process. The process groups' own
-    time-out is longer (`group_timeout`).
+    time-out is longer (`group_timeout`). `start_s`: seconds within which all ranks must come; who is missing is said
+    before. Raises `UserError` where they do not, where the environment does not say how to find them, or where this
+    rank has no device.
     """
+    alone = "RANK" not in os.environ
+    require_numbers() if alone else require_meeting_place()
     prepare_environment()
     import torch.distributed as dist
 
+    from megatron_hetero.meeting import meet
     from megatron_hetero.platform import Platform
 
     timeout = group_timeout(timeout_s)
-    platform = replace(Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))), timeout=timeout)
-    if "RANK" in os.environ:
-        platform.init_process_group(**_meeting_place(timedelta(seconds=1800)), timeout=timeout)
-    else:
-        platform.init_process_group(store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    platform = replace(Platform.detect(local_rank()), timeout=timeout)
+    store = dist.HashStore() if alone else meet(start_s)
+    platform.init_process_group(store=store, rank=rank(), world_size=world_size(), timeout=timeout)
     yield platform
     # Only after success: a group that lost a member may hang when it is torn down, and `guarded` leaves without it.
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _meeting_place(timeout: timedelta) -> dict[str, Any]:
-    """The store in which ranks find each other, with this process's rank and the number of ranks.
-
-    torchrun keeps one store for all restarts. Without a prefix of its own a restarted rank would find the addresses of
-    processes that have died.
-    """
-    import torch.distributed as dist
-
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return {"store": dist.PrefixStore(f"attempt {attempt}", store), "rank": rank, "world_size": world_size}
 
 
 def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
@@ -95,23 +92,84 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     _end_with_torchrun()
     prepare_environment()
     try:
+        _run(main, argv)
+    except KeyboardInterrupt:
+        leave_interrupted()
+
+
+def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
+    """Run `main`, and leave where it fails."""
+    try:
+        require_numbers()
         with (
             open(os.devnull, "w") as nowhere,
             contextlib.redirect_stdout(nowhere if _repeats_help(argv) else sys.stdout),
+            told_output(),
         ):
             main(argv)
-    except SystemExit:
+    except SystemExit as end:
+        if end.code:
+            _leave_word(f"exit status {end.code}")
         raise
     except KeyboardInterrupt:
-        leave_interrupted()
+        raise
     except UserError as error:
         # What one rank found, the others mostly found too: they give the first one time to tell it.
-        time.sleep(0.0 if rank() == 0 else 2.0 + 0.5 * (rank() % 16))
-        leave(f"error: {error}", 1)
+        told = rank() > 0 and _told_elsewhere(2.0 + 0.5 * (rank() % 16))
+        leave("" if told else f"error: {error}", 1)
     except BaseException as error:
-        if is_lost_peer(error):
-            time.sleep(10.0)  # somebody else's error; torchrun ends this process before it speaks
-        leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
+        if not is_lost_peer(error):
+            leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
+        # Somebody else's error; torchrun ends this process before it speaks.
+        told = _told_elsewhere(10.0 + 0.5 * (rank() % 16))
+        leave("" if told else f"rank {rank()} lost another rank, whose error is the cause: {_in_short(error)}", 1)
+
+
+def ended(work: Callable[[], str | None]) -> int:
+    """The exit status of a command that is no rank, and the one message that it ends with: what `work` returns, if
+    anything; 1 for an error, 130 for Ctrl-C.
+    """
+    try:
+        with told_output():
+            if text := work():
+                print(text)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing is left half-written", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _told_elsewhere(patience_s: float) -> bool:
+    """Wait for torchrun to end this rank, or for the torchrun of rank 0, on another host, to end. It does where one of
+    its ranks has told an error; on this host nobody sees that. Returns whether it did.
+    """
+    end = time.monotonic() + patience_s
+    watched = host_number() > 0 and has_agent_store()
+    while (left := end - time.monotonic()) > 0:
+        if watched and _has_ended(*meeting_address()):
+            return True
+        # Soon: NCCL looks for the same store every second, and says at length that it is gone.
+        time.sleep(min(0.1, left))
+    return False
+
+
+def _has_ended(address: str, port: int) -> bool:
+    """Whether a host that is up says that nobody listens at a port."""
+    try:
+        socket.create_connection((address, port), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _in_short(error: BaseException) -> str:
+    """Its first line, and what was noted of where it came."""
+    return "\n".join((f"{type(error).__name__}: {error}".splitlines()[0], *getattr(error, "__notes__", ())))
 
 
 def _end_with_torchrun() -> None:
@@ -141,10 +199,30 @@ def _repeats_help(argv: Sequence[str]) -> bool:
     return rank() != 0 and "--help" in argv
 
 
+def note_stop() -> None:
+    """Tell our launcher, if it is ours, that this rank ends well before the last step, as it was asked to."""
+    if path := os.environ.get(STOPPED_FILE):
+        Path(path).touch()
+
+
 def leave(message: str, status: int) -> None:
     """Say `message` and exit without waiting for threads or for other ranks."""
-    if message:
-        print(message, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    if status:
+        _leave_word(message)
+    with contextlib.suppress(OSError, ValueError):  # Where they cannot be written, the status says so.
+        if message:
+            print(message, file=sys.stderr)
+        sys.stderr.flush()
+        sys.stdout.flush()
     os._exit(status)
+
+
+def _leave_word(message: str) -> None:
+    """Leave what was said where torchrun looks for it (torch.distributed.elastic.multiprocessing.errors): it then knows
+    that this rank has told why it ends.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # What torchrun prints itself in the place of a traceback; the message has been printed.
+        extra = {"py_callstack": "see above what this rank has said", "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")

@@ -24,8 +24,11 @@ from typing import NamedTuple
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import AXES, GrammarError, did_you_mean, format_ranks, read, salvage
 from megatron_hetero.layout_shape import ModuleShape, closest_degrees, divisors, problem_of
+from megatron_hetero.rank_environment import LAUNCHER
 
 __all__ = ["AXES", "Coordinate", "Layout", "ModuleShape", "resolve", "validate"]
+
+_MOST_RANKS = 1 << 20  # of a world that is suggested
 
 
 class Coordinate(NamedTuple):
@@ -110,17 +113,17 @@ class Layout:
         """
         flag = flag or f"--{module}-parallel"
         try:
-            degrees, ranks = read(text)
-            return _fitted(degrees, ranks, world_size)
+            return _fitted(*read(text), world_size)
         except GrammarError as error:
             suggestion = _mended(text, world_size, shape)
+            more = _with_more_ranks(text, world_size, shape)
             axis = f", axis {error.axis}" if error.axis else ""
             raise UserError.at(
                 f"{module} layout `{text}` ({flag}{axis})",
                 found=error.found,
                 expected=error.expected,
                 because=error.why,
-                fix=f"try `{flag} {suggestion if world_size is None else suggestion.short(world_size)}`",
+                fix=f"try `{flag} {suggestion if world_size is None else suggestion.short(world_size)}`{more}",
             ) from None
 
     @property
@@ -341,10 +344,24 @@ def _closest(
 def _mended(text: str, world_size: int | None, shape: ModuleShape | None) -> Layout:
     """A legal layout as close as may be to what a faulty text seems to say."""
     degrees, ranks = salvage(text)
-    world = range(min(prod(degrees.values()), 1 << 20) if world_size is None else world_size)
+    world = range(min(prod(degrees.values()), _MOST_RANKS) if world_size is None else world_size)
     if world_size is not None:
         ranks = tuple(rank for rank in ranks if rank < world_size)
     return _closest(degrees, ranks or tuple(world), shape)
+
+
+def _with_more_ranks(text: str, world_size: int | None, shape: ModuleShape | None) -> str:
+    """Advice to start as many ranks as a layout wants, where the world has fewer and that would do."""
+    try:
+        degrees, ranks = read(text)
+        wanted = prod(degrees.values()) if ranks is None else ranks[-1] + 1
+        if world_size is None or not world_size < wanted <= _MOST_RANKS:
+            return ""
+        problem = shape and problem_of(shape, _fitted(degrees, ranks, wanted).degrees)
+    except GrammarError:
+        return ""
+    advice = f", or start {wanted} ranks with {LAUNCHER} or torchrun (in a plan: --world-size {wanted})"
+    return "" if problem else advice
 
 
 def _fitted(degrees: dict[str, int], ranks: tuple[int, ...] | None, world_size: int | None) -> Layout:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_hetero.communicators import group_of
 from megatron_hetero.cuda_environment import prepare_environment
+from megatron_hetero.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -44,10 +45,17 @@ class Platform:
 
     @classmethod
     def detect(cls, local_rank: int = 0) -> Platform:
-        """CUDA where a GPU is visible, the CPU elsewhere."""
-        if torch.cuda.is_available():
-            return cls(torch.device("cuda", local_rank), "nccl")
-        return cls(CPU, "gloo")
+        """CUDA where a GPU is visible, the CPU elsewhere. Raises `UserError` where this rank of the host has no GPU."""
+        if not torch.cuda.is_available():
+            return cls(CPU, "gloo")
+        if local_rank >= (devices := torch.cuda.device_count()):
+            raise UserError.at(
+                f"rank {local_rank} of this host (environment variable LOCAL_RANK)",
+                found=f"{devices} GPU{'s' * (devices != 1)} on it",
+                expected="one for each rank",
+                fix=f"start {devices} ranks there (--nproc-per-node {devices}), or look at CUDA_VISIBLE_DEVICES",
+            )
+        return cls(torch.device("cuda", local_rank), "nccl")
 
     @property
     def is_cuda(self) -> bool:

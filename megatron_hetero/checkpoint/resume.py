@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_hetero.checkpoint.choice import choose, started_again
-from megatron_hetero.checkpoint.collective import on_first
+from megatron_hetero.checkpoint.collective import on_every, on_first
 from megatron_hetero.checkpoint.model_files import hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import RunRecord, dataset_records, plain
@@ -27,7 +27,9 @@ def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resum
         return Resumed()
     group, folder, held = state.topology.files, config.checkpoint.dir, []
     notes = on_first(group, lambda: _take(folder, held)) if folder is not None else ()
-    chosen, more = on_first(group, lambda: choose(config.checkpoint, started_again(os.environ)))
+    # torchrun counts restarts on the host whose rank failed, and only there.
+    again = any(on_every(group, lambda: started_again(os.environ)))
+    chosen, more = on_first(group, lambda: choose(config.checkpoint, again))
     if folder is not None:
         require_shared(folder, group)
     resumed = Resumed()

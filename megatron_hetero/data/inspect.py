@@ -7,21 +7,22 @@ grids. All flags of training are understood, so a run can be inspected by its ow
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
 from megatron_hetero.data import pictures
 from megatron_hetero.data.processing import Processor, TokenizedSample
-from megatron_hetero.errors import UserError
+from megatron_hetero.launch import ended
+from megatron_hetero.terminal import console
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from megatron_hetero.training.config import Config
 
 _SUPERVISED = "bold green"
@@ -80,23 +81,25 @@ def show(config: Config, count: int, console: Console) -> None:
     console.print(escape(f"{len(mixture)} samples per epoch from {sources}"), highlight=False, soft_wrap=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
-    from megatron_hetero.training.config import load_config
-
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_hetero.data.inspect",
         description="Print samples as the model is trained on them. All flags of training are accepted.",
         allow_abbrev=False,
     )
     parser.add_argument("-n", type=int, default=5, metavar="COUNT", help="how many samples to print (default 5)")
-    options, rest = parser.parse_known_args(argv)
-    try:
-        show(load_config(rest), options.n, Console())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    return ended(lambda: _inspect(*_parser().parse_known_args(argv)))
+
+
+def _inspect(options: argparse.Namespace, flags: list[str]) -> None:
+    from megatron_hetero.training.config import load_config
+
+    show(load_config(flags), options.n, console())
 
 
 if __name__ == "__main__":

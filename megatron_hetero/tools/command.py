@@ -1,10 +1,9 @@
-"""What the tools for checkpoints have in common: flags for folders, a progress bar, and how they end."""
+"""What the tools for checkpoints have in common: flags for folders, and a progress bar."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.launch import INTERRUPTED
 
 if TYPE_CHECKING:
     from megatron_hetero.checkpoint.exporting import Advance
@@ -55,16 +53,3 @@ def progress() -> Iterator[Advance]:
             shown.update(tasks[what], completed=done)
 
         yield advance
-
-
-def ended(work: Callable[[], str]) -> int:
-    """The exit status of `work`, and the one message that it ends with: 1 for an error, 130 for Ctrl-C."""
-    try:
-        print(work())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing is left half-written", file=sys.stderr)
-        return INTERRUPTED
-    return 0

@@ -7,21 +7,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
-from tokenizers import pre_tokenizers
-from tokenizers.trainers import BpeTrainer
-from transformers import (
-    GenerationConfig,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
-    Qwen2VLImageProcessorPil,
-)
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.folders import mrope_section
+
+# transformers and torch are imported where they are used: they take seconds that Ctrl-C may interrupt.
+if TYPE_CHECKING:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
@@ -101,6 +94,9 @@ def _flag(name: str) -> str:
 
 def write_model(folder: Path, corpus: Iterable[str], shape: ModelShape, seed: int) -> None:
     """Write config, weights, tokenizer and image processor into `folder` as `save_pretrained` does."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     tokenizer = train_tokenizer(corpus)
     model = build_model(model_config(shape, tokenizer), tokenizer, seed)
     model.save_pretrained(folder)
@@ -110,6 +106,10 @@ def write_model(folder: Path, corpus: Iterable[str], shape: ModelShape, seed: in
 
 def train_tokenizer(corpus: Iterable[str], vocab_size: int = 384) -> Qwen2Tokenizer:
     """A byte-level BPE with Qwen2's splitting rule, learned from `corpus`, plus Qwen2.5-VL's special tokens."""
+    from tokenizers import pre_tokenizers
+    from tokenizers.trainers import BpeTrainer
+    from transformers import Qwen2Tokenizer
+
     bpe = Qwen2Tokenizer().backend_tokenizer
     trainer = BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
@@ -131,6 +131,8 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int = 384) -> Qwen2Tokeni
 
 def model_config(shape: ModelShape, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
     """The configuration of a model of this shape with this tokenizer."""
+    from transformers import Qwen2_5_VLConfig
+
     ids = tokenizer.get_vocab()
     end_of_text, turn_end = ids[END_OF_TEXT], ids[TURN_END]
     return Qwen2_5_VLConfig(
@@ -181,6 +183,9 @@ def _text_config(shape: ModelShape, tokens: int) -> dict[str, Any]:
 
 def build_model(config: Qwen2_5_VLConfig, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:
     """The model with random weights; leaves the caller's random state as it was."""
+    import torch
+    from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2_5_VLForConditionalGeneration(config)
@@ -196,9 +201,11 @@ def build_model(config: Qwen2_5_VLConfig, tokenizer: Qwen2Tokenizer, seed: int) 
 
 def write_processor(folder: Path) -> None:
     """Write the image processor's settings into `folder`."""
+    from transformers import Qwen2VLImageProcessorPil
+
     Qwen2VLImageProcessorPil().save_pretrained(folder)
     path = folder / "preprocessor_config.json"
-    settings = json.loads(path.read_text())
+    settings = json.loads(path.read_text(encoding="utf-8"))
     # The names of the real model's folder: AutoImageProcessor picks the installed backend, and AutoProcessor works too.
     settings |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
-    path.write_text(json.dumps(settings, indent=2) + "\n")
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -9,7 +9,6 @@ is right. `--blank` hides the pictures, which shows what can be had by guessing.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from PIL import Image
-from rich.console import Console
 from rich.table import Table
 
 from megatron_hetero.data import model_folder, pictures
@@ -26,6 +24,8 @@ from megatron_hetero.data.chat import to_messages
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.data.validation import IMAGE_PLACEHOLDER
 from megatron_hetero.errors import UserError
+from megatron_hetero.launch import ended
+from megatron_hetero.terminal import console
 
 IMAGE_PAD = "<|image_pad|>"
 GREY = (128, 128, 128)
@@ -149,7 +149,12 @@ def _load_model(hf_dir: Path, device: str) -> Any:
             expected="a Qwen2.5-VL model with safetensors weights",
             fix="export the model again",
         ) from error
-    return model.to(device).eval()
+    try:
+        return model.to(device).eval()
+    except (AssertionError, RuntimeError) as error:
+        found = str(error).splitlines()[0]
+        fix = "choose another, such as cpu or cuda:0"
+        raise UserError.at(f"--device {device}", found=found, expected="a device of this machine", fix=fix) from None
 
 
 def _batches(prompts: Iterator[_Prompt], size: int) -> Iterator[list[_Prompt]]:
@@ -256,17 +261,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
+    return ended(lambda: _evaluate(vars(_parser().parse_args(arguments))))
+
+
+def _evaluate(options: dict[str, Any]) -> None:
     from transformers.utils.logging import disable_progress_bar
 
-    options = vars(_parser().parse_args(arguments))
     disable_progress_bar()
-    try:
-        result = exact_match(options.pop("hf_dir"), options.pop("annotations"), options.pop("images"), **options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    Console().print(result_table(result))
-    return 0
+    result = exact_match(options.pop("hf_dir"), options.pop("annotations"), options.pop("images"), **options)
+    console().print(result_table(result))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from megatron_hetero.tools.command import add_encoders, by_name, ended, progress
+from megatron_hetero.launch import ended
+from megatron_hetero.tools.command import add_encoders, by_name, progress
 
 # What reads checkpoints is imported where it is used: it brings torch, which takes seconds that `--help` need not wait
 # for, and which Ctrl-C may interrupt.
@@ -68,8 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    options = _parser().parse_args(arguments)
-    return ended(lambda: export(options))
+    return ended(lambda: export(_parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

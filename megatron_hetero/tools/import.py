@@ -14,7 +14,8 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from megatron_hetero.tools.command import add_encoders, by_name, ended, progress
+from megatron_hetero.launch import ended
+from megatron_hetero.tools.command import add_encoders, by_name, progress
 
 
 def import_model(options: argparse.Namespace) -> str:
@@ -49,8 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    options = _parser().parse_args(arguments)
-    return ended(lambda: import_model(options))
+    return ended(lambda: import_model(_parser().parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -15,16 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
-from transformers.utils.logging import disable_progress_bar
 
 from megatron_hetero.errors import UserError
+from megatron_hetero.launch import ended
 from megatron_hetero.tools.demo_config import run_config
 from megatron_hetero.tools.demo_model import SYSTEM_PROMPT, ModelShape, write_model
 from megatron_hetero.tools.demo_pictures import draw
@@ -88,7 +88,7 @@ def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool =
 
 def _holds(folder: Path, options: DemoOptions) -> bool:
     complete = all((folder / part).exists() for part in PARTS)
-    return complete and (folder / MARKER).read_text() == options.to_json()
+    return complete and (folder / MARKER).read_text(encoding="utf-8") == options.to_json()
 
 
 def _refuse_other_content(folder: Path) -> None:
@@ -133,8 +133,8 @@ def _write_parts(folder: Path, options: DemoOptions) -> None:
     _write_samples(data, "train", train)
     _write_samples(data, "heldout", held_out)
     write_model(folder / "model", _corpus(train), options.shape, options.seed)
-    (folder / "config.yaml").write_text(_config_text(options))
-    (folder / MARKER).write_text(options.to_json())
+    (folder / "config.yaml").write_text(_config_text(options), encoding="utf-8")
+    (folder / MARKER).write_text(options.to_json(), encoding="utf-8")
 
 
 def _write_samples(data: Path, split: str, samples: Sequence[Sample]) -> None:
@@ -176,17 +176,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    given = vars(_parser().parse_args(arguments))
+    return ended(lambda: _make(vars(_parser().parse_args(arguments))))
+
+
+def _make(given: dict[str, Any]) -> str:
     folder, force = given.pop("folder"), given.pop("force")
     sizes = {name: given.pop(name) for name in asdict(ModelShape()) if name in given}
-    disable_progress_bar()
-    try:
-        written = make_demo(folder, DemoOptions(**given, shape=ModelShape(**sizes)), force=force)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"{'wrote' if written else 'the same demo is already in'} {folder}; next: --config {folder / 'config.yaml'}")
-    return 0
+    written = make_demo(folder, DemoOptions(**given, shape=ModelShape(**sizes)), force=force)
+    return f"{'wrote' if written else 'the same demo is already in'} {folder}; next: --config {folder / 'config.yaml'}"
 
 
 if __name__ == "__main__":

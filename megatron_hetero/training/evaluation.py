@@ -6,10 +6,10 @@ import json
 import os
 
 import torch
-from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_hetero.platform import Platform
+from megatron_hetero.terminal import console
 from megatron_hetero.tools.evaluate import EvaluationResult, exact_match, result_table
 from megatron_hetero.training.config import Config
 
@@ -30,7 +30,7 @@ def evaluate_export(config: Config, platform: Platform) -> None:
         results[name] = {}
         for blank in (False, True):
             result = _ask(config, name, platform, blank)
-            Console().print(result_table(result))
+            console().print(result_table(result))
             print(f"{name}: {result}", flush=True)
             results[name]["blanked" if blank else "shown"] = {"rate": result.rate, "questions": result.questions}
     (config.log.dir / FILE_NAME).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

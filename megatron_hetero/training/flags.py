@@ -18,6 +18,7 @@ from rich.text import Text
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import did_you_mean
+from megatron_hetero.rank_environment import LAUNCHER
 from megatron_hetero.training.conversion import describe
 from megatron_hetero.training.settings import Setting, Tree, children, is_leaf, item_type, shown_name, step
 
@@ -83,7 +84,7 @@ def _plan_request(given: Mapping[str, list[str]]) -> PlanRequest | None:
             found="it without --plan",
             expected="both",
             because="training runs on the ranks that torchrun starts",
-            fix="add --plan, or start training with torchrun --nproc-per-node",
+            fix=f"add --plan, or start training with {LAUNCHER} --nproc-per-node",
         )
     if not given:
         return None

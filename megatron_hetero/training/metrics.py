@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from megatron_hetero import terminal
 from megatron_hetero.errors import UserError
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ class MetricsWriter:
         console: Console | None = None,
     ) -> None:
         self._steps = steps
-        self._console = console or Console()
+        self._console = console or terminal.console()
         self._path = folder / FILE_NAME
         self._file = self._open(history)
         self._tensorboard = _summary_writer(folder, done) if tensorboard else None

@@ -50,10 +50,14 @@ def folder(tmp_path: Path) -> Path:
 
 @contextmanager
 def started(
-    folder: Path, *flags: str, ranks: int = 2, program: Sequence[str] = (str(PROGRAM),)
+    folder: Path,
+    *flags: str,
+    ranks: int = 2,
+    program: Sequence[str] = (str(PROGRAM),),
+    launcher: str = "torch.distributed.run",
 ) -> Iterator[subprocess.Popen[str]]:
     """torchrun with the folder's configuration; whatever is left of it at the end is killed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", str(ranks)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [*command, *program, "--config", str(folder / "config.yaml"), *flags],

@@ -1,7 +1,8 @@
 """Kill a run at least twenty times, and see that it ends as one that nobody touched.
 
 Rounds: in one layout the two must agree bit by bit; with another layout and number of ranks at each start they agree to
-rounding. Kills hit one rank, all, or torchrun with all; half of them are aimed at a save.
+rounding. Kills hit one rank, all, or torchrun with all; half of them are aimed at a save. In the last round two
+launchers stand for two hosts, and one rank of either is killed at a time: all are started again in place.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ class Start:
 
 
 FIXED = (Start("sp:2", "tp:2", 2), Start("dp:1@0", "dp:1@1", 2), Start("dp:2", "pp:2", 2))
+HOSTS = (Start("tp:2,dp:2", "tp:2,pp:2", 4), Start("dp:2@0-1", "pp:2@2-3", 4), Start("sp:4", "tp:4", 4))
 CHANGING = (
     Start("dp:1", "tp:1", 1),
     Start("sp:2", "tp:2", 2, "--train.micro_batch_size 2"),
@@ -88,7 +90,7 @@ CHANGING = (
 @dataclass(frozen=True)
 class Round:
     """One run that is killed, and one that is not. `starts`: one after the other, in a random order; `restarts`: how
-    often torchrun starts the ranks again where it does.
+    often torchrun starts the ranks again where it does, which on several `hosts` it always does.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Round:
     interval: int
     restarts: int
     more: str = ""
+    hosts: int = 1
 
     @property
     def steps(self) -> int:
@@ -116,10 +119,11 @@ def write_inputs(folder: Path) -> None:
 def untouched(this: Round, folder: Path, run: Path, deadline: float) -> Durations:
     """Train without a kill. Returns how long its phases took."""
     start = time.monotonic()
-    with Watched(flags_of(this, this.starts[0], folder, run), this.starts[0].ranks, 0, run / "output.log") as watched:
+    flags, ranks = flags_of(this, this.starts[0], folder, run), this.starts[0].ranks
+    with Watched(flags, ranks, 0, run / "output.log", this.hosts) as watched:
         watched.wait_for_step(1, 0, min(deadline, start + START_S))
         first, saves, since = time.monotonic(), [], None
-        while watched.agent.poll() is None:
+        while watched.running():
             saving = bool(unfinished(run / "checkpoints"))
             if saving and since is None:
                 since = time.monotonic()
@@ -146,15 +150,17 @@ def killed_run(
     checkpoints, kills, trained, number = run / "checkpoints", list(this.kills), 0, 0
     starts = itertools.cycle(rng.sample(this.starts, len(this.starts)))
     while kills:
-        start, restarts, number = next(starts), rng.choice((0, 0, this.restarts)), number + 1
+        start, restarts, number = next(starts), this.restarts, number + 1
+        if this.hosts == 1:
+            restarts = rng.choice((0, 0, restarts))
         flags = flags_of(this, start, folder, run)
-        with Watched(flags, start.ranks, restarts, run / f"output-{number:02}.log") as watched:
+        with Watched(flags, start.ranks, restarts, run / f"output-{number:02}.log", this.hosts) as watched:
             since, agent_lives = 0, True
             while kills and agent_lives:
                 kill = kills.pop()
                 soon = min(deadline, time.monotonic() + START_S)
                 ranks = wait_for_moment(kill, watched, since, trained, checkpoints, durations, soon)
-                who, seconds = strike(kill, watched, ranks, rng, GONE_S)
+                who, seconds = strike(kill, watched, ranks, rng, this.hosts * GONE_S)
                 time.sleep(0.1)  # what the ranks had printed is read
                 agent_lives = restarts > 0 and kill.victims != "torchrun and all ranks"
                 said, restarts, since = watched.said(since), restarts - 1, watched.printed
@@ -262,11 +268,15 @@ def _kind(phase: str) -> str:
     return next((kind for start, kind in kinds.items() if phase.startswith(start)), "during start-up")
 
 
-def rounds(rng: random.Random, kills: int, changing: int, more: str) -> Iterator[Round]:
-    """In one layout bit by bit, then in changing ones."""
-    yield Round("one-layout", (rng.choice(FIXED),), tuple(draw(rng, kills)), 1, 2, more)
+def rounds(rng: random.Random, kills: int, changing: int, hosts: int, more: str) -> Iterator[Round]:
+    """In one layout bit by bit, then in changing ones, then on two hosts."""
+    if kills:
+        yield Round("one-layout", (rng.choice(FIXED),), tuple(draw(rng, kills)), 1, 2, more)
     if changing:
         yield Round("changing-layouts", CHANGING, tuple(draw(rng, changing)), 2, 1, more)
+    if hosts:
+        ones = tuple(replace(kill, victims="one rank") for kill in draw(rng, hosts))
+        yield Round("two-hosts", (rng.choice(HOSTS),), ones, 1, hosts, more, 2)
 
 
 def torture(this: Round, folder: Path, rng: random.Random, deadline: float) -> list[Killed]:
@@ -291,8 +301,9 @@ def torture(this: Round, folder: Path, rng: random.Random, deadline: float) -> l
 def main() -> None:
     """Exits with 1 and keeps the folder where anything is not as it must be."""
     parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
-    parser.add_argument("--kills", type=int, default=24, help="of the run in one layout")
+    parser.add_argument("--kills", type=int, default=24, help="of the run in one layout; 0 leaves it out")
     parser.add_argument("--changing", type=int, default=8, help="of the run in changing layouts; 0 leaves it out")
+    parser.add_argument("--hosts", type=int, default=10, help="of the run on two hosts; 0 leaves it out")
     parser.add_argument("--seed", type=int, default=0, help="of what is killed when")
     parser.add_argument("--minutes", type=float, default=30.0, help="after which it gives up")
     parser.add_argument("--async", dest="beside", action="store_true", help="training goes on while it saves")
@@ -302,9 +313,9 @@ def main() -> None:
     folder, found = Path(tempfile.mkdtemp(prefix="torture-")), list[Killed]()
     try:
         write_inputs(folder)
-        for this in rounds(rng, options.kills, options.changing, more):
+        for this in rounds(rng, options.kills, options.changing, options.hosts, more):
             found += torture(this, folder, rng, start + 60 * options.minutes)
-        report(found, options.kills + options.changing)
+        report(found, options.kills + options.changing + options.hosts)
     except Off as off:
         print(f"\nseed {options.seed}: {off}\nall files are in {folder}", file=sys.stderr)
         raise SystemExit(1) from None

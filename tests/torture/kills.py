@@ -102,7 +102,8 @@ def strike(
     else:
         chosen = rng.sample(ranks, 1 if kill.victims == "one rank" else len(ranks))
     if kill.victims == "torchrun and all ranks":
-        os.kill(run.agent.pid, signal.SIGKILL)
+        for agent in run.agents:
+            os.kill(agent.pid, signal.SIGKILL)
     for process in chosen:
         os.kill(process.pid, signal.SIGKILL)
     start = time.monotonic()

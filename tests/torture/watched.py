@@ -1,9 +1,10 @@
-"""A run of pretrain_vlm.py under torchrun, watched from outside: what it prints, and its processes."""
+"""A run of pretrain_vlm.py under our launcher, watched from outside: what it prints, and its processes."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -38,40 +39,57 @@ class Said:
 
 
 class Watched:
-    """torchrun, and its ranks. A context manager, at whose end all of them are gone."""
+    """The launchers of some hosts, and the ranks. A context manager, at whose end all of them are gone."""
 
-    def __init__(self, flags: Sequence[str], ranks: int, restarts: int, log: Path) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    def __init__(self, flags: Sequence[str], ranks: int, restarts: int, log: Path, hosts: int = 1) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_hetero.run",
+            *_meeting(hosts),
+            "--nproc-per-node",
+            str(ranks // hosts),
+        ]
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         self.ranks_wanted = ranks
         self.log = log
-        self.agent = subprocess.Popen(
-            [*command, "--max-restarts", str(restarts), str(PROGRAM), *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment | {"OMP_NUM_THREADS": "1"},
-        )
+        self.agents = [
+            subprocess.Popen(
+                [*command, "--max-restarts", str(restarts), str(PROGRAM), *flags],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment | {"OMP_NUM_THREADS": "1"},
+            )
+            for _ in range(hosts)
+        ]
         self._lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._copy = open(self.log, "w", encoding="utf-8")  # noqa: SIM115
+        self._readers = [threading.Thread(target=self._read, args=(agent,), daemon=True) for agent in self.agents]
+        for reader in self._readers:
+            reader.start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in [self.agent, *self.ranks()]:  # the agent first: it would start others
+        for process in [*self.agents, *self.ranks()]:  # the agents first: they would start others
             process.kill()
-        self.agent.wait()
-        self._reader.join()
+        for agent in self.agents:
+            agent.wait()
+        self._join()
+        self._copy.close()
 
-    def _read(self) -> None:
-        assert self.agent.stdout is not None
-        with open(self.log, "w", encoding="utf-8") as copy:
-            for line in self.agent.stdout:
-                self._lines.append(line)
-                copy.write(line)
-                copy.flush()
+    def _read(self, agent: subprocess.Popen[str]) -> None:
+        assert agent.stdout is not None
+        for line in agent.stdout:
+            self._lines.append(line)
+            self._copy.write(line)
+            self._copy.flush()
+
+    def _join(self) -> None:
+        for reader in self._readers:
+            reader.join()
 
     @property
     def printed(self) -> int:
@@ -84,11 +102,11 @@ class Watched:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes that train, by now."""
-        try:
-            children = psutil.Process(self.agent.pid).children()
-            return [child for child in children if PROGRAM.name in " ".join(child.cmdline())]
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            return []
+        return [rank for agent in self.agents for rank in _ranks_of(agent)]
+
+    def running(self) -> bool:
+        """Whether any launcher still runs."""
+        return any(agent.poll() is None for agent in self.agents)
 
     def wait_for_ranks(self, deadline: float) -> list[psutil.Process]:
         """All processes that train. Raises `Off` where they do not come."""
@@ -106,16 +124,34 @@ class Watched:
 
     def require_going_on(self, what: str, deadline: float) -> None:
         """Raises `Off` where the run has ended, or did not do `what` in time."""
-        if self.agent.poll() is not None:
-            raise Off(f"the run ended with {self.agent.returncode}, expected it to {what}; see {self.log}")
+        if ended := [agent.returncode for agent in self.agents if agent.poll() is not None]:
+            raise Off(f"the run ended with {ended[0]}, expected it to {what}; see {self.log}")
         if time.monotonic() > deadline:
             raise Off(f"the run did not {what} in time; see {self.log}")
 
     def wait(self, deadline: float) -> int:
-        """torchrun's exit status. Raises `Off` where it does not end."""
+        """The largest exit status of the launchers. Raises `Off` where one does not end."""
         try:
-            status = self.agent.wait(max(0.0, deadline - time.monotonic()))
+            status = max(abs(agent.wait(max(0.0, deadline - time.monotonic()))) for agent in self.agents)
         except subprocess.TimeoutExpired:
-            raise Off(f"torchrun did not end in time; see {self.log}") from None
-        self._reader.join()
+            raise Off(f"the launcher did not end in time; see {self.log}") from None
+        self._join()
         return status
+
+
+def _ranks_of(agent: subprocess.Popen[str]) -> list[psutil.Process]:
+    try:
+        children = psutil.Process(agent.pid).children()
+        return [child for child in children if PROGRAM.name in " ".join(child.cmdline())]
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
+
+
+def _meeting(hosts: int) -> list[str]:
+    """What has the launchers of so many hosts, all on this one, find each other."""
+    if hosts == 1:
+        return ["--standalone"]
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{found.getsockname()[1]}"
+    return f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint {place} --rdzv-id torture".split()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout import AXES, Coordinate, Layout, ModuleShape, resolve, validate
+from megatron_hetero.layout_shape import problem_of
 
 VISION = ModuleShape("vision", 16, 16, 1280, 32, "encoder")
 TEXT = ModuleShape("text", 28, 4, 3584, 28, "text")
@@ -139,7 +140,19 @@ def test_any_text_parses_or_suggests_what_does(text: str, world: int, shape: Mod
         assert found
         layout = Layout.parse(found[1], world)
         require_suits(shape, layout, world)
+        if more := re.search(r"or start (\d+) ranks with python -m megatron_hetero.run or torchrun", str(error)):
+            assert problem_of(shape, Layout.parse(text, int(more[1])).degrees) is None
     assert Layout.parse(str(layout), world) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "ranks"), [("tp:4", 1, 4), ("tp:2,pp:2@4-7", 4, 8), ("tp:3", 8, 0), ("tp:64", 8, 0)]
+)
+def test_a_layout_for_more_ranks_is_told_how_they_are_started(text: str, world: int, ranks: int) -> None:
+    with pytest.raises(UserError) as error:
+        Layout.parse(text, world, module="text", shape=TEXT)
+    assert (f"or start {ranks} ranks with python -m megatron_hetero.run" in str(error.value)) == bool(ranks)
+    assert ("torchrun" in str(error.value)) == bool(ranks)
 
 
 def test_without_a_world_ranks_are_needed() -> None:

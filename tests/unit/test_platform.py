@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from megatron_hetero.errors import UserError
 from megatron_hetero.platform import CPU, Platform, _CudaMeansCpu
 
 PLATFORM = Platform(CPU, "gloo")
@@ -20,6 +21,14 @@ def test_detection_follows_the_machine() -> None:
     assert platform.backend == ("nccl" if platform.is_cuda else "gloo")
     with pytest.raises(dataclasses.FrozenInstanceError):
         platform.backend = "mpi"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert Platform.detect(1).device == torch.device("cuda", 1)
+    with pytest.raises(UserError, match=r"rank 2 of this host .*LOCAL_RANK\): found 2 GPUs .*--nproc-per-node 2"):
+        Platform.detect(2)
 
 
 @pytest.mark.parametrize("detail", [False, True])
@@ -60,6 +69,7 @@ def test_inside_the_scope_cuda_means_the_cpu() -> None:
 
 MEGATRON = """
 import torch
+from megatron_hetero.errors import UserError
 from megatron_hetero.platform import CPU, Platform
 from megatron_hetero.megatron_adapter import MODEL_PARALLEL_STREAM, prepare_globals
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker

@@ -84,6 +84,15 @@ def train(flags: list[str], copy: Path | None = None, until: int | None = None) 
     }
 
 
+def started_again_on(flags: list[str], rank: int) -> int:
+    """The step that a run goes on from which was started again, as torchrun counted on the host of `rank` alone."""
+    counted = {"TORCHELASTIC_RESTART_COUNT": str(int(dist.get_rank() == rank))}
+    with mock.patch.dict(os.environ, counted):
+        run = build(flags)
+    run.writer.close()
+    return run.resumed.step
+
+
 def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:
     """One rank gets a signal in the midst of step `at`. Returns the step after which this rank stopped, and whether the
     handlers are as before.

@@ -69,7 +69,7 @@ def test_supervised_text_is_coloured_on_a_terminal(processor: Processor, make_re
 
 def test_bad_input_is_one_message(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (config_file.parent / "images" / "a.jpg").unlink()
-    assert inspect.main(["--config", str(config_file)]) == 2
+    assert inspect.main(["--config", str(config_file)]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert "train.jsonl:1: image" in captured.err and "no such file" in captured.err

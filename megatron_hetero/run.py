@@ -1,0 +1,232 @@
+"""torchrun, without what it says where nothing is wrong with torchrun: all its flags, the same ranks.
+
+    python -m megatron_hetero.run --nproc-per-node 8 pretrain_vlm.py --config FILE ...
+
+Our programs tell why they end, once. Nothing is added to that, nor to an end that was asked for; of a rank that dies
+without a word one line says how. The exit status:
+
+    0      the ranks came to their end
+    75     they were asked to stop and have saved: the same command goes on (EX_TEMPFAIL of sysexits.h)
+    128+n  signal n ended it: 130 is Ctrl-C
+    other  that of the first rank that failed; 128+n where signal n killed it
+
+`LOGLEVEL=WARNING` brings back what torchrun logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.launch import STOPPED_FILE, ended
+from megatron_hetero.rank_environment import LAUNCHER
+
+# torch is imported in `main`: it takes seconds that Ctrl-C may interrupt.
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+STOPPED = 75
+"""Exit status where the ranks stopped and saved as they were asked to."""
+_MOST_SILENT_S = 15.0
+_JOIN_S = 600.0
+"""Seconds in which all hosts must come, where `--rdzv-conf join_timeout` says nothing else; torch's default."""
+_EXPECTED = (
+    "Setting OMP_NUM_THREADS",
+    "Sending process",
+    "death signal, shutting down",
+    "has failed to shutdown the rendezvous",
+    "has failed to send a keep-alive heartbeat",
+)
+"""Parts of what torch logs in the course of every end."""
+_LOGGERS = (
+    "torch.distributed.run",
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    status: list[int] = []
+    return ended(lambda: status.append(_launch(arguments))) or status[0]
+
+
+def _launch(arguments: Sequence[str] | None) -> int:
+    """Start the ranks of this host and wait for their end. Returns the exit status. Raises `UserError`."""
+    torchrun = _import_torchrun()
+    parser = torchrun.get_args_parser()
+    parser.prog = LAUNCHER
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        if options.redirects == options.tee == "0":  # Nothing is written there that anybody wants later.
+            options.log_dir = options.log_dir or folder
+        _require_startable(torchrun, options)
+        stopped = Path(folder) / "stopped"
+        os.environ[STOPPED_FILE] = str(stopped)
+        status = _run(torchrun, options)
+        return STOPPED if stopped.exists() and (status == 0 or status > 128) else status
+
+
+def _import_torchrun() -> Any:
+    """`torch.distributed.run`, which then logs nothing of what is expected."""
+    # Read when torch is imported. In C++ each end of a connection is a warning with a stack; for the ranks it may mean
+    # something.
+    with _set_for_a_while("TORCH_CPP_LOG_LEVEL", "ERROR"):
+        from torch.distributed import run
+
+    if "LOGLEVEL" not in os.environ:
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(_filter)
+    return run
+
+
+@contextlib.contextmanager
+def _set_for_a_while(name: str, value: str) -> Iterator[None]:
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _filter(record: logging.LogRecord) -> bool:
+    """Whether torch logs it: not what is expected, and nothing with a traceback of its own. A death is told here, also
+    where the ranks are started again.
+    """
+    record.exc_info = record.exc_text = None
+    if not str(record.msg).startswith("failed (exitcode:"):
+        return not any(part in str(record.msg) for part in _EXPECTED)
+    match record.args:
+        case (int(code), local_rank, pid, *_) if code < 0:
+            more = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+            how = f"was killed by {signal.Signals(-code).name}{more}"
+            print(f"rank {local_rank} of {socket.gethostname()} (process {pid}) {how}", file=sys.stderr, flush=True)
+    return False
+
+
+def _require_startable(torchrun: Any, options: argparse.Namespace) -> None:
+    """Check the command line. Raises `UserError`."""
+    script = options.training_script
+    if not (options.module or options.no_python or Path(script).is_file()):
+        raise UserError.at(script, found="no such file", expected="a program for the ranks", fix="correct the path")
+    try:
+        torchrun.config_from_args(options)
+    except (AssertionError, OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"{LAUNCHER}: {error}; see --help") from None
+
+
+def _run(torchrun: Any, options: argparse.Namespace) -> int:
+    """torchrun's work. Returns the exit status. Raises `UserError`."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+
+    waiting = _Waiting(options)
+    try:
+        torchrun.run(options)
+    except ChildFailedError as error:
+        return _status_of(error)
+    except SignalException as error:
+        return 128 + error.sigval
+    except RendezvousClosedError as error:
+        if waiting.is_over():  # Our ranks have run, and those of another host have told why they failed.
+            return 1
+        raise waiting.problem(error) from None
+    except (RendezvousError, DistError) as error:
+        raise waiting.problem(error) from None
+    except ValueError as error:  # Of an option that is read only now.
+        if waiting.is_over():
+            raise
+        raise waiting.problem(error) from None
+    finally:
+        waiting.end()
+    return 0
+
+
+def _status_of(error: ChildFailedError) -> int:
+    """The exit status for ranks that have failed. The first is told here where it has not told of itself."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    rank, failure = error.get_first_failure()
+    if isinstance(failure.message, dict):  # The rank has left word.
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # Whoever started us wants to know.
+            get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
+    elif failure.exitcode > 0:
+        print(f"rank {rank} on {socket.gethostname()} exited with status {failure.exitcode}", file=sys.stderr)
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+class _Waiting:
+    """Says that other hosts are waited for, until the ranks are started."""
+
+    def __init__(self, options: argparse.Namespace):
+        self._nodes = options.nnodes
+        self._static = options.rdzv_backend == "static"
+        self._where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
+        self._handler = signal.getsignal(signal.SIGTERM)
+        self._start, self._ended = time.monotonic(), threading.Event()
+        if self._nodes not in ("1", "1:1") and not options.standalone:
+            first = min(_MOST_SILENT_S, _join_timeout(options) / 4)
+            threading.Thread(target=self._tell, args=(first,), name="waiting", daemon=True).start()
+
+    def is_over(self) -> bool:
+        """Whether ranks have been started: torch then handles signals."""
+        return signal.getsignal(signal.SIGTERM) is not self._handler
+
+    def end(self) -> None:
+        """Say nothing more."""
+        self._ended.set()
+
+    def _tell(self, next_s: float) -> None:
+        while not self.is_over() and not self._ended.wait(0.2):
+            if (waited := time.monotonic() - self._start) > next_s:
+                next_s = 2 * waited
+                print(f"waiting for other hosts since {waited:.0f} s: {self._expected()}", file=sys.stderr, flush=True)
+
+    def _expected(self) -> str:
+        return f"--nnodes {self._nodes} at {self._where}"
+
+    def problem(self, error: Exception) -> UserError:
+        """What to say where the hosts did not meet, or lost each other."""
+        found = f"{type(error).__name__}, {error}".splitlines()[0].rstrip(".")
+        if self.is_over():
+            return UserError.at(
+                f"rendezvous of the hosts, {self._expected()}",
+                found=found,
+                expected="to stay in touch with it",
+                fix="look for the first error on another host",
+            )
+        address = "--master-addr and --master-port" if self._static else "--rdzv-endpoint and --rdzv-id"
+        return UserError.at(
+            f"rendezvous of the hosts, {self._expected()}",
+            found=f"{found} after {time.monotonic() - self._start:.0f} s",
+            expected="all hosts to come there",
+            fix=f"start the same command on each, with the same {address}, one that all can reach",
+        )
+
+
+def _join_timeout(options: argparse.Namespace) -> float:
+    """What `--rdzv-conf` says of it, else torch's default."""
+    said = dict(pair.partition("=")[::2] for pair in options.rdzv_conf.split(",")).get("join_timeout", "")
+    return float(said) if said.isdecimal() else _JOIN_S
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,87 @@
+"""Standard output: what cannot be written there is said in a sentence, and tables keep their width in files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from megatron_hetero.errors import UserError
+
+# `rich` is imported where something is printed with it.
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FILE_COLUMNS = 300
+"""Columns of what is no terminal: enough for the tables of a run, which take no more than they need."""
+
+
+def console() -> Console:
+    """A console on the standard output. A file or a pipe has no width at which a table would have to be cut."""
+    from rich.console import Console
+
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return Console()
+    return Console(width=FILE_COLUMNS)
+
+
+@contextlib.contextmanager
+def told_output() -> Iterator[None]:
+    """Inside, a standard output that cannot be written (a full disk, a reader that has gone) raises `UserError`, and
+    characters that the locale's encoding lacks are escaped.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors="backslashreplace")
+    with contextlib.redirect_stdout(cast(TextIO, _Output(sys.stdout))) as output:
+        try:
+            yield
+        except SystemExit:  # Of a help text, mostly.
+            output.flush()
+            raise
+        except UnicodeError as error:
+            if sys.getfilesystemencoding() == "utf-8":
+                raise
+            raise UserError.at(
+                "locale",
+                found=f"the encoding {sys.getfilesystemencoding()} ({error})",
+                expected="UTF-8",
+                because="names of files and texts are in it",
+                fix="set PYTHONUTF8=1 or LC_ALL=C.UTF-8",
+            ) from None
+        output.flush()
+
+
+class _Output:
+    """A stream whose `OSError` is the user's to mend."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._told():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._told():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # What is left in its buffer would be written again at the end, and fail again.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            raise UserError.at(
+                "standard output",
+                found=error.strerror or str(error),
+                expected="to write to it",
+                fix="make space where it is redirected to, or redirect it elsewhere",
+            ) from None

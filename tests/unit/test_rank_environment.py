@@ -1,0 +1,45 @@
+"""What says which rank a process is, checked before it is believed."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.rank_environment import rank, require_meeting_place, require_numbers
+
+GOOD = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+WRONG = [
+    ({"RANK": "abc"}, "RANK: found `abc`"),
+    ({"RANK": ""}, "RANK: found ``"),
+    ({"RANK": "-1"}, "RANK: found `-1`"),
+    ({"RANK": "9" * 5000}, "RANK: found `999"),
+    ({"RANK": "2"}, "0 to 1, because WORLD_SIZE is 2"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE: found `0`, expected a number of at least 1"),
+    ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE: found `2.0`"),
+    ({"WORLD_SIZE": None}, "WORLD_SIZE: found nothing beside RANK"),
+    ({"RANK": None}, "2 without RANK"),
+    ({"LOCAL_RANK": "one"}, "LOCAL_RANK: found `one`"),
+    ({"MASTER_PORT": "http"}, "MASTER_PORT: found `http`"),
+    ({"MASTER_ADDR": None}, "MASTER_ADDR: found nothing beside RANK"),
+    ({"MASTER_PORT": None}, "MASTER_PORT: found nothing beside RANK"),
+]
+
+
+@pytest.mark.parametrize("change, told", WRONG, ids=str)
+def test_what_cannot_be_is_refused_with_the_name_of_the_variable(change: dict[str, str | None], told: str) -> None:
+    environ = {name: value for name, value in (GOOD | change).items() if value is not None}
+    with pytest.raises(UserError, match="environment variable") as refused:
+        require_meeting_place(environ)
+    assert told in str(refused.value) and "python -m megatron_hetero.run" in str(refused.value)
+
+
+@pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "1"}, {"MASTER_PORT": "29500"}], ids=str)
+def test_a_process_alone_needs_nothing(environ: dict[str, str]) -> None:
+    require_numbers(environ)
+    require_meeting_place(GOOD)
+
+
+def test_a_rank_that_is_no_number_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever tells of it asks for the rank."""
+    monkeypatch.setenv("RANK", "abc")
+    assert rank() == 0

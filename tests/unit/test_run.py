@@ -1,0 +1,120 @@
+"""Our launcher: what it says and with which status it ends, with ranks that do next to nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_hetero.launch import STOPPED_FILE
+from megatron_hetero.run import main
+
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+GUARDED = """
+import os, signal, sys, time
+from megatron_hetero.errors import UserError
+from megatron_hetero.launch import guarded, note_stop, rank
+def main(argv):
+{body}
+if __name__ == "__main__":
+    guarded(main, sys.argv[1:])
+"""
+
+
+def program(folder: Path, body: str, *, ours: bool = True) -> str:
+    path = folder / "program.py"
+    path.write_text(GUARDED.format(body="".join(f"    {line}\n" for line in body.splitlines())) if ours else body)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def unchanged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The launcher runs in this process: what it sets is set back."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOGLEVEL", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    for name in (STOPPED_FILE, "OMP_NUM_THREADS", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+ENDS = {
+    "done": ("print('x')", 0, ["x", "x"]),
+    "an error that is told": ("raise UserError('found X')", 1, ["error: found X"]),
+    "a status": ("if rank() == 1: sys.exit(7)\ntime.sleep(60)", 7, []),
+    "killed": ("if rank() == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)", 137, ["was killed by SIGKILL"]),
+    "stopped": ("note_stop()", 75, []),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_nothing_is_added_to_what_the_ranks_say(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body, status, parts = ENDS[name]
+    assert main(["--nproc-per-node", "2", program(tmp_path, body)]) == status
+    out, err = capfd.readouterr()
+    lines = [*out.splitlines(), *err.splitlines()]
+    assert len(lines) == len(parts) and all(part in line for part, line in zip(parts, lines, strict=True)), lines
+
+
+def test_a_program_that_is_not_ours_is_told_of_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([program(tmp_path, "import sys; sys.exit(3)", ours=False)]) == 3
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and "exited with status 3" in err
+
+
+WRONG: dict[str, tuple[Sequence[str], str]] = {
+    "no program": (["nowhere.py"], "nowhere.py: found no such file"),
+    "nodes": (["--nnodes", "two", __file__], "two"),
+    "ranks": (["--nproc-per-node", "many", __file__], "many"),
+    "GPUs": (["--nproc-per-node", "tpu", __file__], "tpu"),
+    "rendezvous": (["--rdzv-backend", "pigeons", "--rdzv-endpoint", "x:1", __file__], "pigeons"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_options_are_refused_in_a_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, told = WRONG[name]
+    assert main(arguments) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and told in err and err.count("\n") == 1
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def meeting(port: int) -> list[str]:
+    return ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
+
+
+def test_hosts_that_do_not_come_are_waited_for_with_a_word_and_an_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*meeting(free_port()), "--rdzv-conf", "join_timeout=1", program(tmp_path, "pass")]) == 1
+    waiting, *_, last = capfd.readouterr().err.splitlines()
+    assert waiting.startswith("waiting for other hosts since") and "--nnodes 2 at 127.0.0.1" in waiting
+    assert last.startswith("error: rendezvous of the hosts") and "RendezvousTimeoutError" in last
+
+
+def test_one_error_on_all_hosts_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_hetero.run", *meeting(free_port())]
+    text = program(tmp_path, "raise UserError('found X')")
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    hosts = [
+        subprocess.Popen([*command, text], env=os.environ | {"PYTHONPATH": os.getcwd()}, **pipes) for _ in range(2)
+    ]
+    outputs = [host.communicate(timeout=240)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [1, 1]
+    assert "".join(outputs) == "error: found X\n"

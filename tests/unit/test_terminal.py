@@ -1,0 +1,77 @@
+"""Standard outputs that cannot be written, that are no terminal, or whose locale lacks characters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_launch import program
+
+TABLE = """
+from rich.table import Table
+from megatron_hetero.terminal import console
+table = Table("one", "two")
+table.add_row("a" * 90, "b" * 90)
+console().print(table)"""
+
+
+def run(
+    body: str, *, out: int | Path = subprocess.PIPE, unbuffered: bool = False, **environ: str
+) -> tuple[int, str, str]:
+    """Status, output and errors of a program."""
+    flags = ["-u"] if unbuffered else []
+    with open(out, "w") if isinstance(out, Path) else open(os.devnull) as file:
+        done = subprocess.run(
+            [sys.executable, *flags, "-c", program(body).replace("import torch,", "import")],
+            stdout=file if isinstance(out, Path) else out,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "COLUMNS")} | environ,
+        )
+    return done.returncode, (done.stdout or b"").decode(), done.stderr.decode()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_a_full_output_is_an_error_in_one_line(unbuffered: bool) -> None:
+    status, _, err = run("print('something')", out=Path("/dev/full"), unbuffered=unbuffered)
+    assert (
+        status == 1 and err.startswith("error: standard output: found No space left on device") and "\n" not in err[:-1]
+    )
+
+
+def test_a_file_does_not_cut_tables() -> None:
+    assert "a" * 90 + " │ " + "b" * 90 in run(TABLE.strip())[1]
+
+
+def test_a_locale_that_lacks_characters_has_them_escaped() -> None:
+    status, out, err = run(r"print('\u27e6\u2192')", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert (status, out, err) == (0, "\\u27e6\\u2192\n", "")
+
+
+def test_names_that_a_locale_cannot_express_are_an_error_in_one_line() -> None:
+    status, _, err = run(r"open('\u2192.json')", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert status == 1 and err.startswith("error: locale: found the encoding ascii") and "PYTHONUTF8=1" in err
+
+
+@pytest.mark.parametrize(
+    "command", ["megatron_hetero.tools.make_demo {folder}/demo", "megatron_hetero.data.inspect --x"]
+)
+def test_ctrl_c_ends_a_command_in_one_line(command: str, tmp_path: Path) -> None:
+    """As soon as it can be: what takes long is imported inside."""
+    module, *arguments = command.format(folder=tmp_path).split()
+    wait = (
+        "import os, signal, sys; from importlib import import_module\n"
+        f"module = import_module('{module}')\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys(), 'slow imports before Ctrl-C is heeded'\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.005)\n"
+        f"raise SystemExit(module.main({arguments}))"
+    )
+    done = subprocess.run([sys.executable, "-c", wait], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "interrupted; nothing is left half-written\n")
