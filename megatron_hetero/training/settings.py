@@ -163,7 +163,6 @@ class _Loader(yaml.SafeLoader):
             lines[key.value] = key.start_mark.line + 1
         return node
 
-
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
         # Once each: of merges of merges there may be more than fit in memory.

@@ -239,10 +239,12 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
     assert {"EPS", "ICO", "TGA"} <= set(others)
     for kind in others:
         for mode in ("RGB", "L", "1"):
-            try:
-                content = encoded(Image.new(mode, (32, 32)), kind)
-            except (OSError, ValueError, KeyError):
-                continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Of Pillow, about formats that it will not write for ever.
+                try:
+                    content = encoded(Image.new(mode, (32, 32)), kind)
+                except (OSError, ValueError, KeyError):
+                    continue
             (tmp_path / "a.png").write_bytes(content)
             assert_refused(tmp_path / "a.png", "cannot be read", "AVIF")
 
@@ -298,7 +300,7 @@ def test_pictures_that_end_in_black_or_grey_are_read(tmp_path: Path, mode: str, 
             image = Image.fromarray(NOISE).convert(mode).resize((size[0], 2 * size[1]))
             image.paste((value,) * len(image.getbands()) if mode != "L" else value, (0, size[1], *image.size))
             for suffix, kind in (("jpg", "JPEG"), ("png", "PNG"), ("mpo", "MPO")):
-                if kind == "PNG" and mode == "CMYK":
+                if kind != "JPEG" and mode == "CMYK":
                     continue
                 more: dict[str, Any] = {"save_all": True, "append_images": [image]} if kind == "MPO" else {}
                 path = tmp_path / f"a.{suffix}"

@@ -137,7 +137,7 @@ def test_the_resolved_configuration_reads_back(write, tmp_path: Path) -> None:
         "optimizer: {lr: 1e-4, lr_vision: 2e-5, eps: 1e-10}\nparallel: {vision: 'sp:2@0-1'}\n"
         "eval: {datasets: [demo]}\nexport: {hf_dir: out}"
     )
-    config = load_config([*write(more), "--model.freeze", "text", "vision", "--data.datasets", "demo%12.5"])
+    config = load_config([*write(more), "--model.freeze", "text", "projector", "--data.datasets", "demo%12.5"])
     saved = tmp_path / "elsewhere" / "saved.yaml"
     saved.parent.mkdir()
     saved.write_text(to_yaml(config))
@@ -274,7 +274,7 @@ WITHOUT_EFFECT = [
     ("--eval.datasets demo demo --export.hf_dir z", ["eval.datasets", "each name once"]),
     ("--train.profile.start 101", ["train.profile.start", "at most train.iters, 100"]),
     ("--train.profile.start 99 --train.profile.steps 3", ["train.profile.steps", "Lower it to 2"]),
-    ("--train.profile.steps 3", ["train.profile.steps", "set train.profile.start"]),
+    ("--train.profile.steps 3", ["train.profile.steps", "Set train.profile.start"]),
     ("--optimizer.lr_vision 1e-3 --model.freeze vision", ["optimizer.lr_vision", "vision in model.freeze"]),
     ("--optimizer.lr_projector 1e-3 --model.freeze projector", ["optimizer.lr_projector", "projector in model.freeze"]),
     (f"{DETAIL} --optimizer.lr_vision 1e-3 --model.freeze vision detail", ["optimizer.lr_vision", "vision, detail"]),

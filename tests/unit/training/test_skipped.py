@@ -25,9 +25,7 @@ LAYOUTS = [("sp:2", "tp:2"), ("dp:1@0", "dp:1@1")]
 NOTE = "3 samples longer than data.max_seq_length skipped, in 2 steps; 1 step had no other samples and trained nothing"
 
 
-def test_steps_are_alike_in_all_layouts_and_after_a_resume(
-    make_flags: MakeFlags, pools: Pools, tmp_path: Path
-) -> None:
+def test_steps_are_alike_in_all_layouts_and_after_a_resume(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
     data = write_data(tmp_path, 8, seed=3)
     write_long(data, {2, 3, 5})  # All of step 2, one of step 3.
     common = "--train.iters 4 --optimizer.name adamw --optimizer.lr 1e-3 --data.max_seq_length 200 --data.too_long skip"
@@ -56,9 +54,7 @@ def test_what_is_said_of_it() -> None:
     history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "skipped_samples": 1}, {"eval_dataset": "x"}]
     text = "".join(json.dumps(record) + "\n" for record in history)
     for broken in ("", "[1]\n", "{\n", '{"skipped_samples": "many", "loss": 1}\n', "[" * 100_000 + "\n"):
-        assert Skipped.of(broken + text).notes() == (
-            "1 sample longer than data.max_seq_length skipped, in 1 step",
-        )
+        assert Skipped.of(broken + text).notes() == ("1 sample longer than data.max_seq_length skipped, in 1 step",)
     assert Skipped.of(text).and_of({"loss": None, "skipped_samples": 1999}) == Skipped(2000, 2, 1)
     [note] = Skipped(2000, 2, 2).notes()
     assert note == NOTE.replace("3 samples", "2,000 samples").replace("1 step had", "2 steps had")
