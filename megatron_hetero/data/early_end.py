@@ -14,6 +14,7 @@ import zlib
 from math import ceil
 from typing import IO
 
+import numpy as np
 from PIL import Image, ImageChops
 
 # Bits of a pixel over bits of a sample, by PNG's colour type.
@@ -90,9 +91,8 @@ def _inflated_bytes(header: bytes) -> int:
 def _is_grey(image: Image.Image) -> bool:
     """Whether the last pixels are of the mid-grey that libjpeg gives blocks for which it has no data."""
     width, height = image.size
-    ends = image.crop((max(0, width - 8), height - 1, width, height)).getextrema()
-    by_band = ends if isinstance(ends[0], tuple) else (ends,)
-    return all(126 <= low <= high <= 129 for low, high in by_band)  # pyright: ignore[reportGeneralTypeIssues]
+    ends = np.asarray(image.crop((max(0, width - 8), height - 1, width, height)))
+    return bool(((ends >= 126) & (ends <= 129)).all())
 
 
 def _takes_more(image: Image.Image, file: IO[bytes]) -> bool:

@@ -185,10 +185,18 @@ for _tag, _words, _first in (
 ):
     for _either in (_Loader, _Dumper):
         _either.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_words})$"), _first)
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
-_Loader.add_constructor(
-    "tag:yaml.org,2002:float", lambda loader, node: float(re.sub(r"\.(?=[inIN])", "", loader.construct_scalar(node)))
-)
+
+
+def _integer(loader: Any, node: Any) -> int:
+    return int(loader.construct_scalar(node))
+
+
+def _number(loader: Any, node: Any) -> float:
+    return float(re.sub(r"\.(?=[inIN])", "", loader.construct_scalar(node)))  # Python writes inf and nan without a dot.
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_Loader.add_constructor("tag:yaml.org,2002:float", _number)
 
 
 def yaml_of(plain: object) -> str:

@@ -60,7 +60,7 @@ def damaged_values(draw: st.DrawFn) -> Any:
             case "wrap":
                 owner[last] = [owner[last]] if last != "x" else None
             case "insert" if isinstance(owner, list):
-                owner.insert(last, draw(ODD))
+                owner.insert(int(last), draw(ODD))
             case "insert":
                 owner[draw(st.sampled_from(ODD_TEXTS))] = draw(ODD)
             case _:
@@ -84,7 +84,7 @@ def damaged_files(draw: st.DrawFn) -> bytes:
     return content
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=[*HealthCheck.__members__.values()])
 @given(content=damaged_files())
 def test_damaged_records_are_read_or_refused(
     content: bytes, tmp_path_factory: pytest.TempPathFactory, processor: Processor, pictures: Path

@@ -110,7 +110,7 @@ def test_the_table_gathers_rare_questions():
 def test_questions_do_not_steer_the_terminal():
     console = Console(file=StringIO(), width=200, color_system=None)
     console.print(result_table(EvaluationResult((Answer("\x1b[2J\x07 [b]a?", "x", "x"),))))
-    shown = console.file.getvalue()
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert r"\x1b[2J\x07 [b]a?" in shown and "\x1b" not in shown and "\x07" not in shown
 
 

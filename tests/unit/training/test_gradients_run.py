@@ -107,9 +107,11 @@ def test_frozen_parts_stay_and_the_others_do_not_notice(
 
 
 def test_freezing_with_adamw_and_recomputation(make_flags: MakeFlags, pools: Pools) -> None:
-    common = "--optimizer.name adamw --optimizer.lr 0.01 --model.recompute.vision full --model.recompute.text full"
+    common = "--optimizer.name adamw --optimizer.lr 0.01 --model.recompute.text full"
     for frozen in ("vision", "text", "vision projector"):
-        got = pools(4).run(jobs.step, make_flags("sp:4", "tp:2,dp:2", f"{common} --model.freeze {frozen}"))[0]
+        how = "none" if frozen == "vision projector" else "full"  # A whole encoder that is frozen has no backward pass.
+        more = f"{common} --model.recompute.vision {how} --model.freeze {frozen}"
+        got = pools(4).run(jobs.step, make_flags("sp:4", "tp:2,dp:2", more))[0]
         for name, before in got["before"].items():
             assert (got["after"][name] == before).all() == (part_of(name) in frozen.split()), (frozen, name)
 
