@@ -99,6 +99,8 @@ def train_steps(run: Run, writer: Writer, request: StopRequest) -> int | None:
             break
         for held_out in evaluation.after(step):
             writer.write_evaluation(held_out)
+    for note in writer.notes():
+        writer.print(note)
     return step if run.on_any_rank(request) else None
 
 

@@ -1,16 +1,28 @@
-"""The one exception for input that the user can mend."""
+"""The one exception for input that the user can mend, and how messages quote what comes from files and records."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
+
+MOST_QUOTED = 200
+"""Characters of a quoted text that are shown."""
+# Advice of torch and transformers to load what is not trusted. It is right for nobody who reads our messages.
+_UNSAFE_ADVICE = re.compile(
+    "weights[ _]only|safe_globals|allow_pickle|trust_remote_code|you trust|trusted source|file an issue", re.IGNORECASE
+)
 
 
 class UserError(ValueError):
     """Bad input: a setting, a file or a record that the user can mend.
 
     The message names the place (file and line, record, field), what was found, what was expected and why, and what
-    to do. It holds everything in one string, so that it survives pickling between processes.
+    to do. It holds everything in one string, so that it survives pickling between processes. What a terminal would
+    obey is escaped, see `printable`.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message, but="\n"))
 
     @classmethod
     def at(cls, where: object, *, found: str, expected: str, fix: str, because: str = "") -> UserError:
@@ -25,7 +37,34 @@ class UserError(ValueError):
         """
         reason = f", because {because}" if because else ""
         stop = "" if fix.endswith(("?", "!")) else "."
-        return cls(f"{where}: found {found}, expected {expected}{reason}. {fix[:1].upper()}{fix[1:]}{stop}")
+        text = f"{where}: found {found}, expected {expected}{reason}. {fix[:1].upper()}{fix[1:]}{stop}"
+        # In one line: a name with a line end in it could pass for another message.
+        return cls(printable(text))
+
+
+def printable(text: str, but: str = "") -> str:
+    """The text with everything escaped, but the characters of `but`, that a terminal would obey or hide instead of
+    showing it: control characters, line ends, marks of direction, halves of surrogate pairs.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in but else c.encode("unicode_escape").decode() for c in text)
+
+
+def quoted(text: str) -> str:
+    """A text of a file or record as messages show it: in quotes, in one line, and cut where it is long."""
+    rest = len(text) - MOST_QUOTED
+    return repr(text[:MOST_QUOTED]) + (f"... and {rest} more characters" if rest > 0 else "")
+
+
+def in_short(error: BaseException) -> str:
+    """Kind and text of a library's exception, for a message: in one line, cut where it is long, and without advice to
+    load what is not trusted.
+    """
+    sentences = re.split(r"(?<=[.!?:])\s+|\n", str(error))
+    kept = " ".join(" ".join(s.split()) for s in sentences if s.strip() and not _UNSAFE_ADVICE.search(s))
+    text = f"{kept[:MOST_QUOTED]}..." if len(kept) > MOST_QUOTED else kept
+    return f"{type(error).__name__}{': ' if text else ''}{text}"
 
 
 def listed(names: Collection[str], most: int = 5) -> str:

@@ -48,7 +48,7 @@ from torch.futures import Future
 from megatron_hetero.checkpoint.folder import FileRecord
 from megatron_hetero.checkpoint.hashed_files import HashedFiles
 from megatron_hetero.checkpoint.keys import Entry
-from megatron_hetero.errors import UserError, listed
+from megatron_hetero.errors import UserError, in_short, listed
 from megatron_hetero.models.hf_folder import plan_shards
 
 INDEX = ".metadata"
@@ -99,7 +99,7 @@ def read_index(folder: Path) -> Metadata:
     except Exception as error:  # a broken pickle raises nearly all that there are
         raise UserError.at(
             path,
-            found=f"an index that cannot be read ({_in_short(error)})",
+            found=f"an index that cannot be read ({in_short(error)})",
             expected="the index of a checkpoint",
             fix=_ANOTHER,
         ) from None
@@ -152,12 +152,6 @@ def _is_place(key: Any, info: Any) -> bool:
         and isinstance(info.relative_path, str)
         and all(isinstance(number, int) and number >= 0 for number in (info.offset, info.length))
     )
-
-
-def _in_short(error: BaseException) -> str:
-    """What went wrong in one line: texts of torch have many."""
-    first, *_ = [*str(error).strip().splitlines(), ""]
-    return f"{type(error).__name__}{': ' if first else ''}{first[:200]}"
 
 
 def index_shapes(index: Metadata) -> dict[str, tuple[int, ...]]:
@@ -249,7 +243,7 @@ def _unreadable(folder: Path, rank: int, error: BaseException) -> UserError:
     # Index and files have the hashes of the manifest: what does not fit was written so, by whomever.
     return UserError.at(
         folder,
-        found=f"tensors that cannot be read, on rank {rank} ({_in_short(error)})",
+        found=f"tensors that cannot be read, on rank {rank} ({in_short(error)})",
         expected="files of tensors as the index describes them",
         because="nothing else is loaded, and no code from a file is run",
         fix=_ANOTHER,

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.validation import marks_of, split_at_marks
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, in_short
 from megatron_hetero.module_names import VISION
 
 END_OF_TURN = "<|im_end|>"
@@ -80,7 +80,7 @@ def _apply(tokenizer: Any, messages: list[dict[str, Any]], record: Record, *, pr
     except Exception as error:  # templates are programs: they raise anything
         raise _template_error(
             record,
-            found=f"a chat template that fails ({type(error).__name__}: {error})",
+            found=f"a chat template that fails ({in_short(error)})",
             expected="a template for system, user and assistant turns with images",
         ) from error
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from megatron_hetero.data import pictures
 from megatron_hetero.data.processing import Processor, TokenizedSample
+from megatron_hetero.errors import printable
 from megatron_hetero.launch import ended
 from megatron_hetero.terminal import console
 
@@ -41,15 +42,10 @@ def rendered(processor: Processor, sample: TokenizedSample) -> Text:
         if is_image:
             text.append(f"{processor.tokenizer.decode(ids[:1])}×{size}", "cyan")
         elif supervised:
-            text.append(_printable(processor.tokenizer.decode(ids)).join(_SUPERVISED_MARKS), _SUPERVISED)
+            text.append(printable(processor.tokenizer.decode(ids), but="\n\t").join(_SUPERVISED_MARKS), _SUPERVISED)
         else:
-            text.append(_printable(processor.tokenizer.decode(ids)))
+            text.append(printable(processor.tokenizer.decode(ids), but="\n\t"))
     return text
-
-
-def _printable(text: str) -> str:
-    """Escapes control characters: text of a data set must not steer the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def show_sample(console: Console, processor: Processor, sample: TokenizedSample, max_seq_length: int | None) -> None:
@@ -57,7 +53,7 @@ def show_sample(console: Console, processor: Processor, sample: TokenizedSample,
     record = sample.record
     note = " — longer than data.max_seq_length" if max_seq_length and len(sample) > max_seq_length else ""
     # Not a rule: it would cut long paths.
-    console.print(Text(_printable(f"── {record.where} ({record.dataset})"), "bold"), soft_wrap=True)
+    console.print(Text(printable(f"── {record.where} ({record.dataset})"), "bold"), soft_wrap=True)
     console.print(rendered(processor, sample), soft_wrap=True)
     console.print(f"tokens: {len(sample)}, supervised: {int(sample.supervised.sum())}{note}", highlight=False)
     for k, grid in enumerate(sample.grids.tolist()):
@@ -66,7 +62,7 @@ def show_sample(console: Console, processor: Processor, sample: TokenizedSample,
         to = f" for {record.encoders[k]}" if len(processor.readers) > 1 else ""
         line = f"image {k}{to}: {record.images[k]}, {width}×{height} px → "
         size = f"{grid[2] * reader.patch_size}×{grid[1] * reader.patch_size} px"
-        text = f"{_printable(line)}{size}, grid {tuple(grid)} (t, h, w), {sample.rows[k]} tokens"
+        text = f"{printable(line)}{size}, grid {tuple(grid)} (t, h, w), {sample.rows[k]} tokens"
         console.print(Text(text), soft_wrap=True)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, in_short
 
 # `transformers` is imported where it is used: it brings torch, which takes seconds that command-line help and checks of
 # the configuration need not wait for.
@@ -78,7 +78,7 @@ def _as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> It
     except Exception as error:
         raise UserError.at(
             f"{setting}: {path}",
-            found=f"{what} that does not load ({type(error).__name__}: {error})",
+            found=f"{what} that does not load ({in_short(error)})",
             expected=f"{what} of Qwen2.5-VL in transformers format, without code of its own",
             fix=_FIX,
         ) from error

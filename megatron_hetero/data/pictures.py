@@ -1,18 +1,28 @@
-"""Pictures: their size from the header alone, and their pixels as upright RGB."""
+"""Pictures: their size from the header alone, and their pixels as upright RGB.
+
+Files come from anywhere. So only formats are read that Pillow decodes in this process from the one file: others start
+programs (EPS starts Ghostscript) or have decoders that hardly anybody looks at.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
+from typing import IO
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageFile
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.data.early_end import ends_early
+from megatron_hetero.errors import UserError, in_short
 
 # 2 × PIL's own warning threshold: where PIL itself refuses to open a picture.
 MAX_IMAGE_PIXELS = 178_956_970
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""What is read, by Pillow's names, whatever a file's suffix says."""
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -32,7 +42,7 @@ def picture_size(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> 
     Raises:
         UserError: the file is missing, not a picture, or has more than ``max_pixels`` pixels.
     """
-    with _open(path, where, max_pixels) as image:
+    with _open(path, where, max_pixels) as (image, _):
         width, height = image.size
         return (height, width) if _orientation(image) in _SWAPS_SIDES else (width, height)
 
@@ -43,15 +53,19 @@ def load_picture(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> 
     Raises:
         UserError: as `picture_size`, and for pictures that are cut off or damaged.
     """
-    with _open(path, where, max_pixels) as image:
+    with _open(path, where, max_pixels) as (image, file):
         orientation = _orientation(image)
+        if ImageFile.LOAD_TRUNCATED_IMAGES:
+            raise ValueError("PIL.ImageFile.LOAD_TRUNCATED_IMAGES is on, and makes up what a file lacks: leave it off")
         image.load()
+        if ends_early(image, file):
+            raise OSError("truncated: its data ends before its last pixel")
         rgb = _to_rgb(image)
         return rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb
 
 
 @contextmanager
-def _open(path: Path, where: str, max_pixels: int) -> Iterator[Image.Image]:
+def _open(path: Path, where: str, max_pixels: int) -> Iterator[tuple[Image.Image, IO[bytes]]]:
     with _as_user_errors(path, where):
         # Opening a named pipe or a device would wait for ever.
         if not path.is_file():
@@ -62,9 +76,17 @@ def _open(path: Path, where: str, max_pixels: int) -> Iterator[Image.Image]:
                 expected="a picture",
                 fix="correct the record's 'image', or `images` in data.registry",
             )
-        with Image.open(path) as image:
+        # Opened here: of a file that it opens itself, Pillow takes the name, to open it once more.
+        with path.open("rb") as file, Image.open(file, formats=_known_formats()) as image:
             _check_pixels(image.width, image.height, f"{where}: image {path}", max_pixels)
-            yield image
+            yield image, file
+
+
+@lru_cache
+def _known_formats() -> tuple[str, ...]:
+    """Those of `FORMATS` that this Pillow has a decoder for."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 @contextmanager
@@ -85,8 +107,8 @@ def _as_user_errors(path: Path, where: str) -> Iterator[None]:
     except Exception as error:
         raise UserError.at(
             place,
-            found=f"a file that cannot be read ({type(error).__name__}: {error})",
-            expected="an undamaged picture in a format that Pillow reads",
+            found=f"a file that cannot be read ({in_short(error)})",
+            expected=f"an undamaged picture, one of {', '.join(_known_formats())}",
             fix="replace or convert the picture, or remove the record",
         ) from error
 

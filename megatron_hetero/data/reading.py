@@ -9,10 +9,23 @@ from json.decoder import WHITESPACE  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, quoted
 
 _FORMATS = "a JSON list of records, or JSONL with one record on each line"
 _BOM = b"\xef\xbb\xbf"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, where `json` itself would let the last of equal keys win."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {quoted(twice)} twice in one object")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 @dataclass(frozen=True)
@@ -71,10 +84,10 @@ def _read_lines(path: Path) -> Iterator[RawRecord]:
 
 def _parse_line(path: Path, line: int, text: str) -> Any:
     try:
-        return json.loads(text.rstrip())
+        return _DECODER.decode(text.rstrip())
     except json.JSONDecodeError as error:
         _syntax_error(path, line, error.colno, error.msg)
-    except (RecursionError, ValueError) as error:  # nested too deep; a number of too many digits
+    except (RecursionError, ValueError) as error:  # nested too deep; a number of too many digits; a key twice
         _syntax_error(path, line, 1, str(error))
 
 
@@ -89,11 +102,10 @@ def _read_list(path: Path) -> Iterator[RawRecord]:
 
 
 def _elements(text: str) -> Iterator[Any]:
-    decoder = json.JSONDecoder()
     position = _skip_blanks(text, _skip_blanks(text, 0) + 1)
     closed = text[position : position + 1] == "]"
     while not closed:
-        value, position = _decode_element(decoder, text, position)
+        value, position = _decode_element(text, position)
         yield value
         position = _skip_blanks(text, position)
         separator = text[position : position + 1]
@@ -105,9 +117,9 @@ def _elements(text: str) -> Iterator[Any]:
         raise json.JSONDecodeError("Extra data after the list", text, rest)
 
 
-def _decode_element(decoder: json.JSONDecoder, text: str, position: int) -> tuple[Any, int]:
+def _decode_element(text: str, position: int) -> tuple[Any, int]:
     try:
-        return decoder.raw_decode(text, position)
+        return _DECODER.raw_decode(text, position)
     except json.JSONDecodeError:
         raise
     except (RecursionError, ValueError) as error:

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_hetero.data.reading import read_records, record_place
 from megatron_hetero.data.validation import marks_of, validate_record
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, quoted
 from megatron_hetero.module_names import VISION
 
 Role = Literal["system", "user", "assistant"]
@@ -67,7 +67,7 @@ class Record:
         if os.path.commonpath([folder, path]) != folder:
             raise UserError.at(
                 f"{self.where}: field '{marks_of([self.encoders[k]])[0].field}'",
-                found=f"{self.images[k]!r}, which leads to {path}",
+                found=f"{quoted(self.images[k])}, which leads to {path}",
                 expected=f"a file inside {folder}",
                 because="annotations must not reach files outside the image folder, through links neither",
                 fix="copy the pictures into the folder, or set `images` in data.registry to a folder that holds them",
@@ -108,10 +108,10 @@ class Annotations(Sequence[Record]):
         Raises:
             UserError: a missing, broken or empty file, a missing image folder, or a malformed record.
         """
-        if images is not None and not Path(images).is_dir():
+        if images is not None and not os.path.isdir(images):
             raise UserError.at(
                 f"data.registry.{name}.images",
-                found=f"{images}, which is not a folder",
+                found=f"{images}, which is not a folder that can be read",
                 expected="the folder that image paths are relative to",
                 fix="correct the path, or leave `images` out for text-only data",
             )

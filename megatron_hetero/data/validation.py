@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, quoted
 from megatron_hetero.module_names import VISION
 
 IMAGE_PLACEHOLDER = "<image>"
@@ -63,7 +63,7 @@ def validate_record(
         if paths[mark] and not has_image_folder:
             raise UserError.at(
                 f"{where}: field '{mark.field}'",
-                found=f"{paths[mark][0]!r}, but the data set has no image folder",
+                found=f"{quoted(paths[mark][0])}, but the data set has no image folder",
                 expected="a folder that image paths are relative to",
                 fix="set `images` of this data set in data.registry",
             )
@@ -124,15 +124,16 @@ def _images(value: dict[str, Any], field: str, where: str) -> list[str]:
 
 def _check_image_path(path: Any, where: str) -> None:
     if not isinstance(path, str) or not path.strip() or "\0" in path:
-        found = repr(path) if isinstance(path, str) else _kind(path)
+        found = quoted(path) if isinstance(path, str) else _kind(path)
         raise UserError.at(
             where, found=found, expected="the path of a picture", fix="write a path relative to the image folder"
         )
+    _refuse_lone_surrogates(path, where)
     normal = posixpath.normpath(path)
     if posixpath.isabs(path) or normal == ".." or normal.startswith("../"):
         raise UserError.at(
             where,
-            found=f"{path!r}, which leaves the image folder",
+            found=f"{quoted(path)}, which leaves the image folder",
             expected="a path inside the image folder",
             because="annotations must not reach other files",
             fix="write it relative to the folder in `images` of data.registry, or set that folder higher up",
@@ -159,7 +160,7 @@ def _turn(turn: Any, where: str) -> tuple[str, str]:
         )
     speaker, text = turn.get("from"), turn.get("value")
     if not isinstance(speaker, str) or speaker not in ROLES:
-        found = repr(speaker) if isinstance(speaker, str) else f"{_kind(speaker)} for 'from'"
+        found = quoted(speaker) if isinstance(speaker, str) else f"{_kind(speaker)} for 'from'"
         raise UserError.at(
             where, found=found, expected="'from' to be human, gpt or system", fix="rename the speaker of this turn"
         )
@@ -168,6 +169,14 @@ def _turn(turn: Any, where: str) -> tuple[str, str]:
             where, found=f"{_kind(text)} for 'value'", expected="a string", fix="write the turn's text in 'value'"
         )
     _refuse_lone_surrogates(text, where)
+    if ROLES[speaker] == "assistant" and not text.strip():
+        raise UserError.at(
+            where,
+            found="an empty answer",
+            expected="a text",
+            because="the model would be trained to say nothing",
+            fix="write the answer, or remove the record",
+        )
     return ROLES[speaker], text
 
 
@@ -177,9 +186,9 @@ def _refuse_lone_surrogates(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         raise UserError.at(
             where,
-            found=f"half a surrogate pair (\\u{ord(text[error.start]):04x}) in 'value'",
+            found=f"half a surrogate pair (\\u{ord(text[error.start]):04x})",
             expected="Unicode text",
-            because="it has no UTF-8 form and no tokens",
+            because="it has no UTF-8 form",
             fix="mend the escape sequence",
         ) from error
 

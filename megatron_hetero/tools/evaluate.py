@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from PIL import Image
 from rich.table import Table
+from rich.text import Text
 
 from megatron_hetero.data import model_folder, pictures
 from megatron_hetero.data.chat import to_messages
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.data.validation import IMAGE_PLACEHOLDER
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, in_short, printable
 from megatron_hetero.launch import ended
 from megatron_hetero.terminal import console
 
@@ -145,7 +146,7 @@ def _load_model(hf_dir: Path, device: str) -> Any:
     except Exception as error:  # safetensors, json and transformers raise exceptions of their own
         raise UserError.at(
             hf_dir,
-            found=f"weights that do not load ({type(error).__name__}: {error})",
+            found=f"weights that do not load ({in_short(error)})",
             expected="a Qwen2.5-VL model with safetensors weights",
             fix="export the model again",
         ) from error
@@ -221,7 +222,7 @@ def result_table(result: EvaluationResult) -> Table:
         table.add_column(name, justify="right")
     groups = result.by_question()
     for question, group in islice(groups.items(), MOST_LINES):
-        table.add_row(question, *_cells(group))
+        table.add_row(Text(printable(question, but="\n\t")), *_cells(group))
     rest = tuple(answer for group in islice(groups.values(), MOST_LINES, None) for answer in group.answers)
     if rest:
         table.add_row(f"({len(groups) - MOST_LINES} other questions)", *_cells(EvaluationResult(rest, result.blank)))

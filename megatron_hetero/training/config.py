@@ -11,14 +11,19 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import did_you_mean
 from megatron_hetero.module_names import TEXT, VISION, parts_of
 from megatron_hetero.training.config_checks import check
-from megatron_hetero.training.flags import PlanRequest, markdown_table, print_help, read_flags
-from megatron_hetero.training.settings import build, merge, option, read_yaml, required, shown_name
+from megatron_hetero.training.flags import (
+    CommandLine,
+    PlanRequest,
+    markdown_table,
+    print_help,
+    read_flags,
+    without_plan,
+)
+from megatron_hetero.training.settings import build, merge, option, read_yaml, required, shown_name, yaml_of
 
 Overridable = Literal["data.datasets", "data.shuffle", "train.seed", "train.global_batch_size", "model.hf_path"]
 """What may differ from a checkpoint's configuration where `checkpoint.allow_changes` names it."""
@@ -284,26 +289,39 @@ def load_command(argv: Sequence[str]) -> tuple[Config, PlanRequest | None]:
     Raises:
         UserError: a file, name or value is wrong; the message names it and says what to do.
     """
+    line = _read_command(argv)
+    if line.plan is None and "plan" in line.settings:  # In a file the section is there for later plans.
+        raise without_plan(f"--plan.{next(iter(line.settings['plan']))}")
+    return _config_of(line), line.plan
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """The configuration of a command line that asks for no plan, whatever it says of one. Raises `UserError`, as
+    `load_command` does.
+    """
+    line = _read_command(argv)
+    if line.plan is not None:
+        why = "this program makes none"
+        raise UserError.at("--plan", found="it", expected="no plan", because=why, fix="use pretrain_vlm.py")
+    return _config_of(line)
+
+
+def _read_command(argv: Sequence[str]) -> CommandLine:
     line = read_flags(argv, Config)
     if line.help:
         print_help(Config)
         raise SystemExit(0)
+    return line
+
+
+def _config_of(line: CommandLine) -> Config:
     settings = read_yaml(line.config, Config) if line.config else {}
-    return build(Config, merge(settings, line.settings)), line.plan
-
-
-def load_config(argv: Sequence[str]) -> Config:
-    """The configuration of a command line that asks for no plan. Raises `UserError`, as `load_command` does."""
-    config, plan = load_command(argv)
-    if plan is not None:
-        why = "this program makes none"
-        raise UserError.at("--plan", found="it", expected="no plan", because=why, fix="use pretrain_vlm.py")
-    return config
+    return build(Config, merge(settings, line.settings))
 
 
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML that `load_config` reads back to an equal value."""
-    return yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+    return yaml_of(_plain(config))
 
 
 def flag_table_markdown() -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import did_you_mean
-from megatron_hetero.module_names import ENCODER_NAME, TAKEN
+from megatron_hetero.module_names import ENCODER_NAME, TAKEN, parts_of
 from megatron_hetero.training.settings import shown_name
 
 if TYPE_CHECKING:
@@ -69,10 +69,12 @@ def check(config: Config) -> None:
     _check_model(config.model)
     _check_data(config.data, config.eval)
     _check_checkpoint(config.checkpoint)
+    _check_profile(config.train)
     _check_export(config.export, config.model)
-    _check_evaluation(config.eval, config.export, config.model)
+    _check_evaluation(config)
     _check_batch(config.train)
     _check_optimizer(config.optimizer, config.train.iters)
+    _check_frozen(config.optimizer, config.model)
     _check_plan(config.plan)
 
 
@@ -134,13 +136,31 @@ def _check_data(data: DataConfig, evaluation: EvalConfig) -> None:
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
-    if checkpoint.dir is None:
-        for f in fields(checkpoint):
-            value = getattr(checkpoint, f.name)
-            if f.name not in ("resume", "allow_changes") and value != f.default:
-                why, do = "nothing is written without checkpoint.dir", "set checkpoint.dir, or remove it"
-                found = str(value).lower() if isinstance(value, bool) else value
-                raise _wrong(f"checkpoint.{shown_name(f)}", found, "nothing", why, do)
+    if checkpoint.dir is not None:
+        return
+    # A checkpoint to go on from may be named without a folder for new ones.
+    reads = () if checkpoint.resume in ("auto", "never") else ("resume", "allow_changes")
+    for f in fields(checkpoint):
+        value = getattr(checkpoint, f.name)
+        if f.name not in reads and value != f.default:
+            why = f"nothing is {'written' if reads else 'written or read'} without checkpoint.dir"
+            found = str(value).lower() if isinstance(value, bool) else value
+            found = ", ".join(value) if isinstance(value, tuple) else found
+            raise _wrong(f"checkpoint.{shown_name(f)}", found, "nothing", why, "set checkpoint.dir, or remove it")
+
+
+def _check_profile(train: TrainConfig) -> None:
+    start, steps, iters = train.profile.start, train.profile.steps, train.iters
+    if not start and steps != type(train.profile)().steps:
+        why, do = "train.profile.start is 0, which traces no step", "set train.profile.start, or remove it"
+        raise _wrong("train.profile.steps", steps, "nothing", why, do)
+    if start > iters:
+        expected, do = f"at most train.iters, {iters}", "lower it, or raise train.iters"
+        raise _wrong("train.profile.start", start, expected, "no later step would be traced", do)
+    if start and start + steps - 1 > iters:
+        most = iters - start + 1
+        expected, why = f"at most {most} from step {start} on", f"train.iters is {iters}, and what is traced is written"
+        raise _wrong("train.profile.steps", steps, expected, f"{why} after the last of them", f"lower it to {most}")
 
 
 def _check_export(export: ExportConfig, model: ModelConfig) -> None:
@@ -157,8 +177,11 @@ def _check_export(export: ExportConfig, model: ModelConfig) -> None:
             raise _wrong("export.hf_dir", export.hf_dir, expected, why, f"try `--export.hf_dir {source}-trained`")
 
 
-def _check_evaluation(evaluation: EvalConfig, export: ExportConfig, model: ModelConfig) -> None:
+def _check_evaluation(config: Config) -> None:
+    evaluation, export, model = config.eval, config.export, config.model
     names = ", ".join(evaluation.datasets)
+    if len(set(evaluation.datasets)) != len(evaluation.datasets):
+        raise _wrong("eval.datasets", names, "each name once", "each is measured as a whole", "remove the repetition")
     if evaluation.interval and not names:
         why = "there is nothing to evaluate"
         raise _wrong("eval.interval", evaluation.interval, "0 without eval.datasets", why, "name some in eval.datasets")
@@ -170,6 +193,12 @@ def _check_evaluation(evaluation: EvalConfig, export: ExportConfig, model: Model
         why = "the exported model is what answers"
         fix = "set export.hf_dir, or eval.interval to measure them during training"
         raise _wrong("eval.datasets", names, "none without export.hf_dir", why, fix)
+    for f in fields(evaluation):
+        value = getattr(evaluation, f.name)
+        if f.name in ("limit", "max_new_tokens") and value != f.default and not config.answers:
+            why = "it is about the answers of the exported model, and none is asked"
+            fix = "remove it, or set eval.datasets and export.hf_dir, for a model of one encoder"
+            raise _wrong(f"eval.{f.name}", value, "nothing", why, fix)
 
 
 def _check_registered(where: str, names: Sequence[str], registry: Mapping[str, object]) -> None:
@@ -204,7 +233,25 @@ def _check_optimizer(optimizer: OptimizerConfig, iters: int) -> None:
         raise _wrong(
             "optimizer.warmup_iters", optimizer.warmup_iters, expected, why, f"try `--optimizer.warmup_iters {iters}`"
         )
+    if optimizer.warmup_iters == iters and optimizer.min_lr:
+        why, do = f"all {iters} steps are warm-up", "remove it, or lower optimizer.warmup_iters"
+        raise _wrong("optimizer.min_lr", optimizer.min_lr, "nothing", why, do)
     _check_unused(optimizer)
+
+
+def _check_frozen(optimizer: OptimizerConfig, model: ModelConfig) -> None:
+    """Rates of what is frozen, and recomputing without a backward pass, would have no effect."""
+    frozen = set(model.freeze)
+    encoders, projectors = zip(*(parts_of(name) for name in model.encoder_names), strict=True)
+    rates = {"lr_vision": (optimizer.lr_vision, encoders), "lr_projector": (optimizer.lr_projector, projectors)}
+    for name, (rate, parts) in rates.items():
+        if rate is not None and frozen.issuperset(parts):
+            why, do = f"{', '.join(parts)} in model.freeze has no rate", "remove it, or train one of them"
+            raise _wrong(f"optimizer.{name}", rate, "nothing", why, do)
+    for name, how in model.recompute.items():
+        if how == "full" and name in model.encoder_names and frozen.issuperset(parts_of(name)):
+            why, do = f"{name} is frozen as a whole and has no backward pass", "remove it"
+            raise _wrong(f"model.recompute.{name}", how, "nothing", why, do)
 
 
 def _check_plan(plan: PlanConfig) -> None:

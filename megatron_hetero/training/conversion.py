@@ -1,7 +1,6 @@
 """Turns what a YAML file or the command line says into a value of the type that a field has.
 
-YAML and flags take the same path. Flags bring text, and YAML reads ``1e-4`` as text, so numbers and
-booleans may be written as text.
+YAML and flags take the same path. Flags bring text, so numbers and booleans may be written as text.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import reprlib
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType, UnionType
@@ -69,7 +69,8 @@ def show(value: object) -> str:
     if value is None:
         return "nothing"
     names = {bool: "the boolean", int: "the integer", float: "the number", str: "the text", list: "the list"}
-    text = str(value).lower() if isinstance(value, bool) else str(value)
+    # Of lists and mappings the first items: aliases of YAML make a few lines as long as they like.
+    text = str(value).lower() if isinstance(value, bool) else value if isinstance(value, str) else reprlib.repr(value)
     return f"{names.get(type(value), f'a {type(value).__name__}')} `{text[:80]}`"
 
 
@@ -124,10 +125,12 @@ def _boolean(value: object) -> bool:
 
 
 def _integer(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
     if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9][0-9_]{0,18}", value):
-        return int(value)
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) < 2**63:
+            return value
+        raise ConversionError(show(value), "an integer of 64 bits")
     raise ConversionError(show(value), "an integer")
 
 

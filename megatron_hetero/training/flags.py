@@ -78,18 +78,21 @@ def _plan_request(given: Mapping[str, list[str]]) -> PlanRequest | None:
     """The plan that `PLAN_FLAGS` ask for. Raises `UserError`."""
     if values := given.get("--plan"):
         raise UserError.at("--plan", found=f"`{values[0]}`", expected="no value", fix="write --plan alone")
-    if "--world-size" in given and not {"--plan", "--plan-svg"} & given.keys():
-        raise UserError.at(
-            "--world-size",
-            found="it without --plan",
-            expected="both",
-            because="training runs on the ranks that torchrun starts",
-            fix=f"add --plan, or start training with {LAUNCHER} --nproc-per-node",
-        )
-    if not given:
+    if "--plan" not in given:
+        for flag in given:
+            raise without_plan(flag)
         return None
     picture = Path(_one("--plan-svg", given["--plan-svg"])).absolute() if "--plan-svg" in given else None
     return PlanRequest(_world_size(given.get("--world-size", ["1"])), picture)
+
+
+def without_plan(flag: str) -> UserError:
+    """For a flag that only a plan uses, on a command line that asks for none."""
+    why, fix = "only a plan uses it", "add --plan to plan, or remove it to train"
+    if flag == "--world-size":
+        why = "training runs on the ranks that torchrun starts"
+        fix = f"add --plan, or start training with {LAUNCHER} --nproc-per-node"
+    return UserError.at(flag, found="it without --plan", expected="both", because=why, fix=fix)
 
 
 def _world_size(values: list[str]) -> int:

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_hetero import terminal
 from megatron_hetero.errors import UserError
+from megatron_hetero.training.skipped import Skipped
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -34,11 +35,12 @@ class StepMetrics:
 
     Attributes:
         step: counted from 1.
-        loss: sum of the supervised tokens' losses over their number, in nats.
-        grad_norm: over all modules, before clipping.
+        loss: sum of the supervised tokens' losses over their number, in nats; NaN where nothing was trained.
+        grad_norm: over all modules, before clipping; NaN where nothing was trained.
         lr: of the text module.
         tokens: of all samples, image tokens included, padding not.
         images: number of images.
+        skipped_samples: those that were too long; where all were, nothing was trained.
         step_time_s: wall-clock seconds.
         peak_memory_bytes: of the rank that needed most.
         data_time_s: seconds of the step spent waiting for data.
@@ -57,6 +59,7 @@ class StepMetrics:
     images: int
     step_time_s: float
     peak_memory_bytes: int
+    skipped_samples: int = 0
     data_time_s: float = 0.0
     boundary_time_s: float = 0.0
     mfu: float | None = None
@@ -80,6 +83,7 @@ class StepMetrics:
             "lr": self.lr,
             "tokens": self.tokens,
             "images": self.images,
+            "skipped_samples": self.skipped_samples,
             "step_time_s": self.step_time_s,
             "tokens_per_s": self.per_second(self.tokens),
             "images_per_s": self.per_second(self.images),
@@ -96,8 +100,7 @@ class StepMetrics:
         """The values as the terminal shows them, in a run of so many steps."""
         parts = [
             f"step {self.step:>{len(str(steps))}}/{steps}",
-            f"loss {self.loss:.4f}",
-            f"norm {self.grad_norm:.3f}",
+            "nothing trained" if math.isnan(self.loss) else f"loss {self.loss:.4f} | norm {self.grad_norm:.3f}",
             f"lr {self.lr:.2e}",
             f"{self.per_second(self.tokens):,.0f} tokens/s",
             f"{self.per_second(self.images):,.1f} images/s",
@@ -106,7 +109,9 @@ class StepMetrics:
             f"boundary {self.share(self.boundary_time_s):.0%}",
             f"memory {self.peak_memory_bytes / 2**30:.2f} GiB",
         ]
-        return " | ".join(parts if self.mfu is None else [*parts, f"MFU {self.mfu:.1%}"])
+        parts += [] if self.mfu is None else [f"MFU {self.mfu:.1%}"]
+        parts += [f"{self.skipped_samples:,} too long"] if self.skipped_samples else []
+        return " | ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +212,10 @@ class Writer(Protocol):
         """Shows text or anything that `rich` renders, above the progress bar."""
         ...
 
+    def notes(self) -> tuple[str, ...]:
+        """What there is to say when no more steps are trained."""
+        ...
+
     def close(self) -> None:
         """Finishes; nothing is written afterwards."""
         ...
@@ -229,6 +238,10 @@ class NullWriter:
 
     def print(self, renderable: object) -> None:
         """Does nothing."""
+
+    def notes(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
 
     def close(self) -> None:
         """Does nothing."""
@@ -268,6 +281,7 @@ class MetricsWriter:
         self._console = console or terminal.console()
         self._path = folder / FILE_NAME
         self._file = self._open(history)
+        self._skipped = Skipped.of(history)
         self._tensorboard = _summary_writer(folder, done) if tensorboard else None
         self._progress = _progress(self._console)
         self._task = self._progress.add_task("training", total=steps, completed=done)
@@ -283,6 +297,7 @@ class MetricsWriter:
         """
         record = metrics.record()
         self._record(record)
+        self._skipped = self._skipped.and_of(record)
         if self._tensorboard is not None:
             _add_scalars(self._tensorboard, "train", metrics.step, record)
         self.print(metrics.line(self._steps))
@@ -310,6 +325,10 @@ class MetricsWriter:
         else:
             self._console.print(renderable, markup=False, highlight=False)
         self._console.file.flush()
+
+    def notes(self) -> tuple[str, ...]:
+        """What there is to say when no more steps are trained: of all steps, those before a resume included."""
+        return self._skipped.notes()
 
     def close(self) -> None:
         """Finishes; nothing is written afterwards."""

@@ -47,6 +47,12 @@ class BatchShape:
         first = (step - 1) * self.step_samples + (micro_batch * self.replicas + replica) * self.samples
         return range(first, first + self.samples) if self.end is None else range(self.end)[first : first + self.samples]
 
+    def count(self, step: int) -> int:
+        """Samples of `step`, of all replicas."""
+        if self.end is None:
+            return self.step_samples
+        return len(range(self.end)[(step - 1) * self.step_samples : step * self.step_samples])
+
     def once(self, samples: int) -> BatchShape:
         """How a stream of so many samples is shared out that is read once, in at most as many micro-batches a step."""
         needed = max(1, -(-samples // (self.replicas * self.samples)))
@@ -84,6 +90,7 @@ def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, 
     layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
     batch = _batch_shape(config, layouts[TEXT])
     resolve_settings(_schedule_settings(config), layouts, batch.micro_batches)
+    _require_micro_batches(config, batch.micro_batches)
     for name, layout in layouts.items():
         per_rank = stages_per_rank(config, name)
         cut_stages(
@@ -94,6 +101,20 @@ def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, 
             module=name,
         )
     return shapes, layouts, batch
+
+
+def _require_micro_batches(config: Config, micro_batches: int) -> None:
+    """Check that settings of the schedule speak of no more micro-batches than a replica has in a step."""
+    for name in ("waves", "run_ahead"):
+        value = getattr(config.schedule, name)
+        if value is not None and value > micro_batches:
+            raise UserError.at(
+                f"schedule.{name} (--schedule.{name})",
+                found=str(value),
+                expected=f"at most {micro_batches}",
+                because="a replica of the text module has no more micro-batches in a step",
+                fix=f"lower it to {micro_batches}, or raise train.global_batch_size",
+            )
 
 
 def checked_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:

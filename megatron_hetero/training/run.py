@@ -16,6 +16,7 @@ from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.cuda_environment import prepare_traces
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.two_folders import export_changes
+from megatron_hetero.errors import UserError
 from megatron_hetero.models.backend import backend_notices
 from megatron_hetero.models.hf_folder import StoredWeights, require_writable
 from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
@@ -82,14 +83,31 @@ class Run(Share):
     def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
         """(step, batch, seconds waited for it) of all steps that are still to be trained. None is loaded ahead over an
         evaluation.
+
+        Raises `UserError`, on every rank, for data that cannot be used, and where no sample is short enough.
         """
+        in_a_row = 0
         for first, last in stretches(self.resumed.step + 1, self.config.train.iters, self.config.eval.interval):
             batches = iter(self.loader.steps(first, last, self.config.data.workers))
             for step in range(first, last + 1):
                 start = time.perf_counter()
                 with self._watched(f"the data of step {step}"):
                     batch = next(batches)
+                in_a_row = 0 if batch.sample_lengths else in_a_row + batch.skipped
+                self._require_samples(step, in_a_row)
                 yield step, batch, time.perf_counter() - start
+
+    def _require_samples(self, step: int, skipped: int) -> None:
+        """Check that the samples `skipped` in a row up to `step` are not all that there are, or that the run takes."""
+        longest, everything = self.loader.max_seq_length, self.config.train.iters * self.loader.batch.step_samples
+        if skipped >= min(len(self.loader.mixture), everything):
+            raise UserError.at(
+                f"data.max_seq_length (--data.max_seq_length), step {step}",
+                found=f"{skipped} samples in a row that are longer than {longest} tokens, and were skipped",
+                expected="some that are not",
+                because="there is nothing to train on",
+                fix="raise it, or lower data.max_pixels",
+            )
 
     def export(self, target: Path) -> None:
         """Write the model to `target` in `transformers` format."""

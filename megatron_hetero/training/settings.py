@@ -9,6 +9,7 @@ Mappings (``Mapping[str, T]``) take any name; dataclasses take only their fields
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -143,7 +144,11 @@ def _named(path: tuple[str, ...], file: Path) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, except that a name given twice is an error instead of the last one winning."""
+    """The safe loader, except that a name given twice is an error instead of the last one winning, and that plain words
+    are read as in YAML 1.2: `0400` is 400, and `4:16`, `on` and `2024-01-01` are text, not a number, a boolean, a date.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}
 
     # Here and not in construct_mapping, which may see a node after `<<` has brought in names of another.
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -158,11 +163,51 @@ class _Loader(yaml.SafeLoader):
             lines[key.value] = key.start_mark.line + 1
         return node
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        # Once each: of merges of merges there may be more than fit in memory.
+        names = [(key.tag, key.value) if isinstance(key, yaml.ScalarNode) else key for key, _ in node.value]
+        node.value = list(dict(zip(names, node.value, strict=True)).values())
+
+
+class _Dumper(yaml.SafeDumper):
+    """The safe dumper, except that it quotes texts that `_Loader` would read as something else."""
+
+
+# What is none of these is text, which a field of another type takes or refuses as it does a flag's.
+for _tag, _words, _first in (
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", "[-+]?[0-9]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
+    ("merge", "<<", ["<"]),
+):
+    for _either in (_Loader, _Dumper):
+        _either.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_words})$"), _first)
+
+
+def _integer(loader: Any, node: Any) -> int:
+    return int(loader.construct_scalar(node))
+
+
+def _number(loader: Any, node: Any) -> float:
+    return float(re.sub(r"\.(?=[inIN])", "", loader.construct_scalar(node)))  # Python writes inf and nan without a dot.
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_Loader.add_constructor("tag:yaml.org,2002:float", _number)
+
+
+def yaml_of(plain: object) -> str:
+    """Plain values as YAML that `read_yaml` reads as the same values."""
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
 
 def _broken(file: Path, error: Exception) -> UserError:
     """The error for broken YAML, with line and column."""
     mark = getattr(error, "problem_mark", None)
-    problem = str(getattr(error, "problem", None) or error).removeprefix("found ")
+    problem = " ".join(str(getattr(error, "problem", None) or error).split()).removeprefix("found ")
     problem = f"broken YAML ({problem})" if problem.startswith("expected") else problem
     where = f"{file}, line {mark.line + 1}, column {mark.column + 1}" if mark else file
     expected = "YAML in UTF-8, each name once, written `name: value`"

@@ -130,13 +130,16 @@ class Share:
         """Forward, backward, and update; `waited`: seconds that the batch was waited for; `stop`: true, at the end of
         the step, where this rank was asked to stop.
 
-        Raises `UserError` before the update where the loss or a gradient is NaN or infinite.
+        Where all samples were too long, nothing is updated. Raises `UserError` before the update where the loss or a
+        gradient is NaN or infinite.
         """
         start = time.perf_counter()
+        if not batch.sample_lengths:
+            return self._train_nothing(step, batch, waited, stop)
         if batch.supervised == 0:
             raise UserError(
                 f"step {step}: found no supervised token in the global batch, expected some, because the loss "
-                f"divides by their number; raise data.max_seq_length or the batch size, or mend the data"
+                f"divides by their number; raise the batch size, or mend the data"
             )
         with self.profiler.step(step):
             summary = self.gradients(batch)
@@ -150,6 +153,15 @@ class Share:
                 rate = self._update(step)
                 told = self._end_of_step(laps, stop)
         return self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited, told)
+
+    def _train_nothing(self, step: int, batch: StepBatch, waited: float, stop: object) -> StepMetrics:
+        """A step whose samples are all too long. Weights and optimizers stay as they are, the learning rate goes on."""
+        start, nan = time.perf_counter(), float("nan")
+        with self.profiler.step(step), self._watched(f"the end of step {step}"):
+            told = self._end_of_step({}, stop)
+        config = self.config.optimizer
+        rate = rate_of(config.lr, config.min_lr, step, config, self.config.train.iters)
+        return self._metrics(step, batch, nan, nan, rate, start - waited, waited, told)
 
     def gradients(self, batch: StepBatch) -> GradientSummary:
         """Forward and backward of all micro-batches, then the sums over ranks; gradients are not scaled by 1/N yet."""
@@ -246,6 +258,7 @@ class Share:
             images=sum(map(len, batch.grids.values())),
             step_time_s=seconds,
             peak_memory_bytes=told.peak_memory_bytes,
+            skipped_samples=batch.skipped,
             data_time_s=waited,
             boundary_time_s=told.boundary_time_s,
             mfu=utilisation(self.shapes, self.config.model.freeze, batch, seconds, self.topology),

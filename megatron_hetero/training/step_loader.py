@@ -63,8 +63,8 @@ class StepBatch:
     """One step on the host.
 
     Over all replicas: `supervised` and `tokens`, `grids`, by encoder the patches of each image, `sample_lengths`, the
-    tokens of each sample, and `encoder_loads`, for each micro-batch and encoder the predicted forward flops of each
-    replica.
+    tokens of each sample, `encoder_loads`, for each micro-batch and encoder the predicted forward flops of each
+    replica, and `skipped`, how many samples were left out as too long.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -73,6 +73,7 @@ class StepBatch:
     grids: Mapping[str, tuple[tuple[int, int, int], ...]]
     sample_lengths: tuple[int, ...]
     encoder_loads: tuple[tuple[float, ...], ...]
+    skipped: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +132,7 @@ class StepLoader:
             },
             sample_lengths=tuple(n for pack in everything for n in pack.shape.lengths),
             encoder_loads=tuple(loads for plan in plans for loads in plan.loads.values()),
+            skipped=self.batch.count(step) - sum(len(pack.shape.lengths) for pack in everything),
         )
 
     def _packs(self, step: int, run: Callable[..., Iterable[Any]]) -> list[tuple[PackedBatch, PackMetadata]]:

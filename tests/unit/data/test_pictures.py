@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import struct
+import sys
+import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from megatron_hetero.data.pictures import load_picture, picture_size
+from megatron_hetero.data.pictures import FORMATS, load_picture, picture_size
 from megatron_hetero.errors import UserError
 
 WHERE = "train.jsonl:7"
@@ -161,3 +166,167 @@ def test_damage_gives_a_user_error_or_a_picture(
         assert load_picture(path, WHERE, 10**6).mode == "RGB"
     except UserError as error:
         assert str(error).startswith(f"{WHERE}: image {path}")
+
+
+# ------------------------------------------------------------------------------------- other programs and files
+
+EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
+%%BoundingBox: 0 0 8 8
+%%EndComments
+showpage
+%%EOF
+"""
+_noted: list[list[str]] = []
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if _noted and (event == "open" or event.partition(".")[0] in ("subprocess", "os", "socket", "ctypes")):
+        _noted[-1].append(f"{event} {arguments[0] if event == 'open' else arguments}")
+
+
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """What is opened, and which processes are started, inside."""
+    if not getattr(sys, "_noting_pictures", False):  # Hooks cannot be taken away.
+        sys.addaudithook(_note)
+        sys._noting_pictures = True  # pyright: ignore[reportAttributeAccessIssue]
+    _noted.append([])
+    try:
+        yield _noted[-1]
+    finally:
+        _noted.pop()
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_no_program_is_started_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow would start Ghostscript for a file that is EPS, whatever its name."""
+    marker = tmp_path / "started"
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {marker}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
+    path = tmp_path / "a.png"
+    path.write_bytes(EPS)
+    assert_refused(path, "cannot be read", "one of JPEG, PNG")  # Once before, which reads all of Pillow's modules.
+    with noted() as events:
+        assert_refused(path, "cannot be read")
+        with pytest.raises(UserError):
+            picture_size(path, WHERE)
+    assert not marker.exists() and events == [f"open {path}"] * 2
+
+
+def test_nothing_but_the_picture_is_opened(tmp_path: Path) -> None:
+    Image.init()
+    for kind in FORMATS:
+        if kind not in Image.SAVE:
+            continue
+        path = tmp_path / "a.any"
+        path.write_bytes(encoded(Image.new("RGB", (30, 20), (9, 99, 199)), kind))
+        load_picture(path, WHERE)
+        with noted() as events:
+            assert picture_size(path, WHERE) == load_picture(path, WHERE).size == (30, 20)
+        assert events == [f"open {path}"] * 2, kind
+
+
+def test_other_formats_are_refused(tmp_path: Path) -> None:
+    Image.init()
+    others = [kind for kind in Image.SAVE if kind not in (*FORMATS, "MPO", "DIB", "GIF", "PDF")]
+    assert {"EPS", "ICO", "TGA"} <= set(others)
+    for kind in others:
+        for mode in ("RGB", "L", "1"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Of Pillow, about formats that it will not write for ever.
+                try:
+                    content = encoded(Image.new(mode, (32, 32)), kind)
+                except (OSError, ValueError, KeyError):
+                    continue
+            (tmp_path / "a.png").write_bytes(content)
+            assert_refused(tmp_path / "a.png", "cannot be read", "AVIF")
+
+
+# ---------------------------------------------------------------------------------------------- what ends early
+
+NOISE = np.random.default_rng(0).integers(1, 255, (60, 80, 3), dtype=np.uint8)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_of(rows: int, *, interlaced: bool = False, fill: int | None = None) -> bytes:
+    """A PNG of 80 x 60 pixels whose data ends, in good order, after so many rows (of those of all passes)."""
+    pixels = NOISE if fill is None else np.full_like(NOISE, fill)
+    starts = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)]
+    passes = starts if interlaced else [(0, 0, 1, 1)]
+    lines = [b"\0" + row[x::dx].tobytes() for x, y, dx, dy in passes for row in pixels[y::dy]]
+    header = struct.pack(">IIBBBBB", 80, 60, 8, 2, 0, 0, interlaced)
+    data = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"".join(lines[:rows]))) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + data
+
+
+@pytest.mark.parametrize("rows, interlaced", [(20, False), (59, False), (0, False), (30, True), (111, True)])
+def test_a_png_whose_data_ends_early_is_refused(tmp_path: Path, rows: int, interlaced: bool) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(png_of(rows, interlaced=interlaced))
+    assert_refused(path, "truncated")
+    for fill in (None, 0):
+        path.write_bytes(png_of(10**6, interlaced=interlaced, fill=fill))
+        loaded = np.asarray(load_picture(path, WHERE))
+        np.testing.assert_array_equal(loaded, NOISE if fill is None else 0)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.95])
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+def test_a_jpeg_whose_data_ends_early_is_refused(tmp_path: Path, mode: str, share: float) -> None:
+    content = encoded(Image.fromarray(NOISE).convert(mode), "JPEG", quality=90)
+    path = tmp_path / "a.jpg"
+    path.write_bytes(content[: int(share * len(content))] + b"\xff\xd9")
+    assert_refused(path, "truncated")
+
+
+OPTIONS = [{}, {"progressive": True}, {"restart_marker_blocks": 1}, {"subsampling": 0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+def test_pictures_that_end_in_black_or_grey_are_read(tmp_path: Path, mode: str, options: dict[str, Any]) -> None:
+    for size in ((1, 1), (8, 8), (17, 16), (33, 21)):
+        for value in (0, 128):
+            image = Image.fromarray(NOISE).convert(mode).resize((size[0], 2 * size[1]))
+            image.paste((value,) * len(image.getbands()) if mode != "L" else value, (0, size[1], *image.size))
+            for suffix, kind in (("jpg", "JPEG"), ("png", "PNG"), ("mpo", "MPO")):
+                if kind != "JPEG" and mode == "CMYK":
+                    continue
+                more: dict[str, Any] = {"save_all": True, "append_images": [image]} if kind == "MPO" else {}
+                path = tmp_path / f"a.{suffix}"
+                path.write_bytes(encoded(image, kind, **(options if kind != "PNG" else {}), **more))
+                assert load_picture(path, WHERE).size == image.size
+
+
+def test_nothing_is_read_where_pillow_would_make_up_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another part of the program may have told it to."""
+    path = tmp_path / "a.jpg"
+    path.write_bytes(encoded(Image.fromarray(NOISE), "JPEG")[:-500])
+    monkeypatch.setattr("PIL.ImageFile.LOAD_TRUNCATED_IMAGES", True)
+    assert_refused(path, "LOAD_TRUNCATED_IMAGES")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "PPM", "WEBP", "JPEG2000", "AVIF"])
+def test_pictures_that_are_cut_off_are_refused(tmp_path: Path, kind: str) -> None:
+    Image.init()
+    if kind not in Image.SAVE:
+        pytest.skip(f"this Pillow writes no {kind}")
+    content = encoded(Image.fromarray(NOISE), kind)
+    path = tmp_path / "a.png"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of Pillow, about tags of a TIFF.
+        for share in (0.1, 1 / 3, 0.5, 0.9, 0.99):
+            path.write_bytes(content[: int(share * len(content))])
+            assert_refused(path, "cannot be read")

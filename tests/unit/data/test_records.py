@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.data import Annotations, Turn
@@ -63,6 +63,7 @@ def test_blank_lines_byte_order_mark_and_suffix_do_not_matter(tmp_path: Path) ->
     assert [record.where for record in data] == [f"{path}:2", f"{path}:4"]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 )
@@ -108,6 +109,14 @@ BAD_RECORDS = {
     "image list of numbers": (PICTURE | {"image": [7]}, "field 'image'[0]", "a number"),
     "image empty": (PICTURE | {"image": ""}, "field 'image'", "''"),
     "image with NUL": (PICTURE | {"image": "a\0.png"}, "field 'image'"),
+    "image with half a surrogate pair": (PICTURE | {"image": "\ud83d.png"}, "field 'image'", "surrogate", "\\ud83d"),
+    "image with an escape sequence": (PICTURE | {"image": "/\x1b[2J\x07.png"}, "'/\\x1b[2J\\x07.png'"),
+    "image very long": (PICTURE | {"image": "/" + "x" * 10**6}, "more characters"),
+    "speaker with a line end": (turns(HUMAN, ("a\nerror: b", "x")), "'a\\nerror: b'"),
+    "empty answer": (turns(HUMAN, ("gpt", "")), "conversations[1]", "an empty answer"),
+    "blank answer": (turns(HUMAN, GPT, HUMAN, ("gpt", " \n\t\u3000")), "conversations[3]", "an empty answer"),
+    "huge number": (turns(HUMAN, ("gpt", 10**4000)), "a number for 'value'"),
+    "not a number": (PICTURE | {"image": float("nan")}, "field 'image'", "a number"),
     "image absolute": (PICTURE | {"image": "/etc/passwd"}, "'/etc/passwd'", "leaves the image folder"),
     "image above": (PICTURE | {"image": "../a.png"}, "'../a.png'", "leaves the image folder"),
     "image above, hidden": (PICTURE | {"image": "x/../../a.png"}, "leaves the image folder"),
@@ -123,6 +132,21 @@ def test_malformed_records_are_named(write_annotations: Write, tmp_path: Path, c
         Annotations.load("shapes", path, tmp_path)
     for part in parts:
         assert part in str(caught.value)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
+
+
+def test_a_key_twice_in_one_object_is_refused(tmp_path: Path) -> None:
+    """The last one would win without a word."""
+    good = json.dumps(GOOD)
+    for text, line in (
+        (good + "\n" + good[:-1] + ', "conversations": []}', 2),
+        (f"[{good},\n{good[:-1]}, " + '"image": null, "image": "a"}]', 2),
+        (good.replace('"gpt"', '"human", "from": "gpt"'), 1),
+    ):
+        path = tmp_path / "train.json"
+        path.write_text(text)
+        with pytest.raises(UserError, match=rf"{re.escape(str(path))}:{line}: .*the key '\w+' twice in one object"):
+            Annotations.load("shapes", path, tmp_path)
 
 
 def test_broken_jsonl_names_the_line(tmp_path: Path) -> None:

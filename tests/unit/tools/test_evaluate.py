@@ -6,12 +6,14 @@ import json
 import logging
 import shutil
 import warnings
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.tools.evaluate import Answer, EvaluationResult, exact_match, main, result_table
@@ -103,6 +105,13 @@ def test_the_result_counts_and_groups():
 def test_the_table_gathers_rare_questions():
     result = EvaluationResult(tuple(Answer(f"{k}?", "x", "x") for k in range(20)))
     assert list(result_table(result).columns[0].cells)[-2:] == ["(8 other questions)", "all"]
+
+
+def test_questions_do_not_steer_the_terminal():
+    console = Console(file=StringIO(), width=200, color_system=None)
+    console.print(result_table(EvaluationResult((Answer("\x1b[2J\x07 [b]a?", "x", "x"),))))
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert r"\x1b[2J\x07 [b]a?" in shown and "\x1b" not in shown and "\x07" not in shown
 
 
 def test_the_command_prints_a_table(demo: Path, data: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):

@@ -88,6 +88,23 @@ def losses(flags: list[str]) -> list[float]:
     return [run.train_step(number, batch).loss for number, batch, _ in run.batches()]
 
 
+def with_skips(flags: list[str]) -> dict[str, Any]:
+    """Train and save as the program does: of each step whether it changed a weight, its loss, and how many samples it
+    left out; what is said at the end, and where the run went on from.
+    """
+    run, steps = build(flags), []
+    with run.writer:
+        for number, batch, _ in run.batches():
+            before = stored(run)
+            metrics = run.train_step(number, batch)
+            run.writer.write(metrics)
+            run.saver.after(number, metrics.stopping)
+            after = stored(run)
+            changed = any(not np.array_equal(value, after[name]) for name, value in before.items())
+            steps.append((changed, metrics.loss, metrics.skipped_samples))
+    return {"steps": steps, "notes": run.writer.notes(), "from": run.resumed.step}
+
+
 def error_of(flags: list[str]) -> tuple[int, str]:
     """How many steps were trained before the data or the numbers stopped the run, and what it said."""
     done = 0

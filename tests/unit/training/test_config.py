@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.training.config import Config, DatasetConfig, load_config, require_modules, to_yaml
+from megatron_hetero.training.config import Config, DatasetConfig, load_command, load_config, require_modules, to_yaml
 
 MINIMAL = """
 model: {hf_path: model}
@@ -35,7 +35,7 @@ def test_a_checkpoint_to_go_on_from_is_a_path_or_a_word(write, tmp_path: Path, m
         ("runs/step-1", tmp_path / "runs/step-1"), ("../step-1", tmp_path.parent / "step-1"),
         ("/step-1", Path("/step-1")), ("none", tmp_path / "none"),
     ):  # fmt: skip
-        line = write(f"checkpoint: {{resume: {text}}}")
+        line = write(f"checkpoint: {{dir: saved, resume: {text}}}")
         config = load_config(line)
         assert config.checkpoint.resume == expected
         assert load_config(write(to_yaml(config), base="")) == config
@@ -63,8 +63,9 @@ def test_flags_win_over_the_file(write, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path / "..")
     file = write("train: {iters: 7, seed: 3}\nparallel: {vision: 'sp:2', text: 'tp:2'}\noptimizer: {lr: 1e-4}\n")
     flags = "--train.iters 20 --text-parallel tp:4 --data.shuffle false --optimizer.betas 0.9 0.95 --eval.limit 5"
+    held_out = "--eval.datasets demo"
     paths = "--export.hf_dir=out --data.registry.more.annotations a.json --data.datasets demo more%50"
-    config = load_config([*file, *flags.split(), *paths.split()])
+    config = load_config([*file, *flags.split(), *paths.split(), *held_out.split()])
     assert (config.train.iters, config.train.seed) == (20, 3)
     assert config.parallel == {"vision": "sp:2", "text": "tp:4"}
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-4, (0.9, 0.95))
@@ -98,6 +99,33 @@ def test_numbers_as_people_write_them(write, text: str, expected: float) -> None
     assert load_config(write(f"optimizer: {{lr: {text}}}")).optimizer.lr == expected
 
 
+def test_plain_words_are_those_of_yaml_1_2(write, tmp_path: Path) -> None:
+    """What YAML 1.1 reads as octal numbers, times, booleans and dates."""
+    for text, expected in (("0400", 400), ("08", 8), ("1_000", 1000), ("+7", 7), ("'12'", 12)):
+        assert load_config(write(f"train: {{iters: {text}}}")).train.iters == expected
+    for name in ("on", "no", "y", "4:16", "2024-01-01", "2024-13-45", "1_0", "0x1f", "=", "1:30.5"):
+        assert load_config(write(f"log: {{dir: {name}}}")).log.dir == tmp_path / name
+        config = load_config(write("", MINIMAL.replace("demo", name)))
+        assert config.data.datasets == (name,) and list(config.data.registry) == [name]
+
+
+@pytest.mark.parametrize("name", "on 0400 4:16 1e5 08 .5 true ~ 2024-01-01 1_0 .inf <<".split())
+def test_texts_that_look_like_something_else_are_saved_in_quotes(write, name: str) -> None:
+    config = load_config(write("", MINIMAL.replace("demo", f"'{name}'")))
+    assert config.data.datasets == (name,)
+    assert load_config(write(to_yaml(config), base="")) == config
+
+
+def test_aliases_do_not_fill_the_memory(write) -> None:
+    lines = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60))]
+    nested = "parallel_layers: {" + ", ".join(lines) + "}\nparallel: {vision: *a59}\n"
+    with pytest.raises(UserError, match="parallel.vision .*the list"):
+        load_config(write(nested))
+    merged = ["m0: &m0 {x: 1}", *(f"m{i}: &m{i} {{<<: [*m{i - 1}, *m{i - 1}]}}" for i in range(1, 60))]
+    with pytest.raises(UserError, match="parallel.m0 .*a dict"):
+        load_config(write("parallel: {" + ", ".join(merged) + "}"))
+
+
 def test_empty_sections_and_none(write) -> None:
     config = load_config([*write("train:\neval: {limit: null}\n"), "--model.freeze", "--eval.limit", "none"])
     assert config.model.freeze == ()
@@ -109,7 +137,7 @@ def test_the_resolved_configuration_reads_back(write, tmp_path: Path) -> None:
         "optimizer: {lr: 1e-4, lr_vision: 2e-5, eps: 1e-10}\nparallel: {vision: 'sp:2@0-1'}\n"
         "eval: {datasets: [demo]}\nexport: {hf_dir: out}"
     )
-    config = load_config([*write(more), "--model.freeze", "text", "vision", "--data.datasets", "demo%12.5"])
+    config = load_config([*write(more), "--model.freeze", "text", "projector", "--data.datasets", "demo%12.5"])
     saved = tmp_path / "elsewhere" / "saved.yaml"
     saved.parent.mkdir()
     saved.write_text(to_yaml(config))
@@ -151,7 +179,16 @@ IN_FILE = [
     ("train: [1", ["line 4", "broken YAML"]),
     ("train:\n\titers: 3", ["line 5, column 1"]),
     ("- 1", ["line 4, column 1"]),
-    ("log: {dir: 2024-13-45}", ["config.yaml", "month"]),
+    ("train: {iters: 4:16}", ["train.iters", "the text `4:16`", "an integer"]),
+    ("train: {iters: 0x100}", ["train.iters", "the text `0x100`"]),
+    ("train: {iters: !!int 4:16}", ["config.yaml", "invalid literal"]),
+    ("optimizer: {lr: 1:30.5}", ["optimizer.lr", "the text `1:30.5`", "a finite number"]),
+    ("log: {tensorboard: on}", ["log.tensorboard", "the text `on`", "true or false"]),
+    ("train: {iters: " + "9" * 5000 + "}", ["config.yaml", "digits"]),
+    ("train: {\"iters\": 1, 'iters': 2}", ["`iters` twice"]),
+    ("train: {iters: &a [1], seed: 1, <<: {iters: 2}, x: *a}", ["`train.x`"]),
+    ('train: {"iters\\e[2J": 3}', ["`train.iters\\x1b[2J`"]),
+    ("train: {seed: 9223372036854775808}", ["train.seed", "an integer of 64 bits"]),
     ("log: {dir: ~nobody-here/x}", ["log.dir", "home folder"]),
     ('log: {dir: "a\\0b"}', ["log.dir", "a path"]),
     ("train: " + "[" * 5000, ["config.yaml", "recursion"]),
@@ -227,6 +264,54 @@ IN_FLAGS = [
     ("--eval.interval -1 --eval.datasets demo", ["eval.interval", "0 or more"]),
     ("--model.recompute.vision ful", ["model.recompute.vision", "did you mean `full`?"]),
 ]
+
+HELD_OUT = "--eval.datasets demo --export.hf_dir z"
+WITHOUT_EFFECT = [
+    ("--eval.limit 5", ["eval.limit", "set eval.datasets"]),
+    ("--eval.limit 5 --eval.datasets demo --eval.interval 3", ["eval.limit", "set eval.datasets and export.hf_dir"]),
+    (f"{DETAIL} {HELD_OUT} --eval.interval 3 --eval.limit 5", ["eval.limit", "a model of one encoder"]),
+    ("--eval.max_new_tokens 5", ["eval.max_new_tokens"]),
+    ("--eval.datasets demo demo --export.hf_dir z", ["eval.datasets", "each name once"]),
+    ("--train.profile.start 101", ["train.profile.start", "at most train.iters, 100"]),
+    ("--train.profile.start 99 --train.profile.steps 3", ["train.profile.steps", "Lower it to 2"]),
+    ("--train.profile.steps 3", ["train.profile.steps", "Set train.profile.start"]),
+    ("--optimizer.lr_vision 1e-3 --model.freeze vision", ["optimizer.lr_vision", "vision in model.freeze"]),
+    ("--optimizer.lr_projector 1e-3 --model.freeze projector", ["optimizer.lr_projector", "projector in model.freeze"]),
+    (f"{DETAIL} --optimizer.lr_vision 1e-3 --model.freeze vision detail", ["optimizer.lr_vision", "vision, detail"]),
+    ("--model.recompute.vision full --model.freeze vision projector", ["model.recompute.vision", "no backward pass"]),
+    ("--optimizer.min_lr 1e-6 --optimizer.warmup_iters 100", ["optimizer.min_lr", "all 100 steps are warm-up"]),
+    ("--checkpoint.resume never", ["checkpoint.resume", "without checkpoint.dir"]),
+    ("--checkpoint.allow_changes train.seed", ["checkpoint.allow_changes", "without checkpoint.dir"]),
+    ("--checkpoint.resume step-1 --checkpoint.keep_last 3", ["checkpoint.keep_last", "nothing is written"]),
+    ("--plan-svg plan.svg", ["--plan-svg: found it without --plan"]),
+    ("--plan.tokens 5", ["--plan.tokens: found it without --plan"]),
+]
+WITH_EFFECT = [
+    f"{HELD_OUT} --eval.limit 5 --eval.max_new_tokens 5",
+    "--train.profile.start 99 --train.profile.steps 2",
+    "--train.profile.start 100",
+    "--optimizer.lr_projector 1e-3 --model.freeze vision",
+    f"{DETAIL} --optimizer.lr_vision 1e-3 --model.freeze vision",
+    "--model.recompute.vision full --model.freeze vision",
+    "--model.recompute.text full --model.freeze text",
+    "--checkpoint.resume never --checkpoint.dir saved",
+    "--checkpoint.resume step-1 --checkpoint.allow_changes train.seed",
+    "--plan --plan-svg plan.svg --plan.tokens 5",
+]
+
+
+@pytest.mark.parametrize(("flags", "parts"), WITHOUT_EFFECT)
+def test_settings_without_effect_are_refused(write, flags: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        load_command([*write(""), *flags.split()])
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("flags", WITH_EFFECT)
+def test_settings_with_an_effect_are_not(write, flags: str) -> None:
+    config, _ = load_command([*write("plan: {tokens: 7}"), *flags.split()])
+    assert load_config(write(to_yaml(config), base="")) == config
 
 
 @pytest.mark.parametrize(("flags", "parts"), IN_FLAGS)

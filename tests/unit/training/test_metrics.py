@@ -47,6 +47,7 @@ def test_the_file_has_one_object_per_step(tmp_path: Path) -> None:
         "lr": 1e-4,
         "tokens": 1000,
         "images": 4,
+        "skipped_samples": 0,
         "step_time_s": 0.5,
         "tokens_per_s": 2000.0,
         "images_per_s": 8.0,
@@ -86,6 +87,8 @@ def test_the_line() -> None:
         "boundary 20% | memory 1.50 GiB | MFU 41.5%"
     )
     assert "MFU" not in metrics().line(1)
+    idle = metrics(loss=math.nan, grad_norm=math.nan, tokens=0, skipped_samples=1024).line(1)
+    assert idle.startswith("step 1/1 | nothing trained | lr 1.00e-04 |") and idle.endswith("| 1,024 too long")
 
 
 def test_off_a_terminal_there_are_plain_lines_only(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: 
     ("--text-parallel tp:2@0-1 --vision-parallel dp:1@0", "ranks 2-3"),
     ("--schedule.kind ahead", "schedule.kind"),
     ("--schedule.run_ahead 2", "schedule.run_ahead"),
+    ("--schedule.waves 2", "schedule.waves .*at most 1, .*Lower it to 1"),
+    ("--vision-parallel dp:2@0-1 --text-parallel dp:2@2-3 --schedule.run_ahead 3", "schedule.run_ahead .*at most 2"),
     ("--schedule.virtual_stages 2", "schedule.virtual_stages"),
     ("--parallel_layers.text 1 1", "parallel_layers"),
     ("--parallel_layers.audio 1 1", "audio"),

@@ -1,0 +1,58 @@
+"""What a run says at its end of the samples that it left out as too long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What the lines of metrics.jsonl say of samples left out: how many, in how many steps, and how many steps had no
+    others.
+    """
+
+    samples: int = 0
+    steps: int = 0
+    idle_steps: int = 0
+
+    @classmethod
+    def of(cls, history: str) -> Skipped:
+        """What was skipped by the steps of a metrics.jsonl."""
+        skipped = cls()
+        for record in _records(history):
+            skipped = skipped.and_of(record)
+        return skipped
+
+    def and_of(self, record: Mapping[str, Any]) -> Skipped:
+        """With what one more step skipped."""
+        samples = record.get("skipped_samples")
+        if not isinstance(samples, int) or samples <= 0:
+            return self
+        idle = record.get("loss") is None
+        return Skipped(self.samples + samples, self.steps + 1, self.idle_steps + idle)
+
+    def notes(self) -> tuple[str, ...]:
+        """What there is to say of it; nothing where nothing was skipped."""
+        if not self.samples:
+            return ()
+        idle = f"; {_counted(self.idle_steps, 'step')} had no other samples and trained nothing" * bool(self.idle_steps)
+        where = _counted(self.steps, "step")
+        return (f"{_counted(self.samples, 'sample')} longer than data.max_seq_length skipped, in {where}{idle}",)
+
+
+def _records(history: str) -> Iterator[Mapping[str, Any]]:
+    """The lines that are objects of JSON: a file may have been edited."""
+    for line in history.splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
