@@ -29,6 +29,14 @@ class UserError(ValueError):
 
 
 def listed(names: Collection[str], most: int = 5) -> str:
-    """Names for a message, sorted; of many the first ones, and how many more there are."""
-    shown = sorted(names)[:most]
+    """Names for a message, sorted; of many the first ones, and how many more there are. Those that a terminal would act
+    on are quoted.
+    """
+    shown = [name if name.isprintable() else ascii(name) for name in sorted(names)[:most]]
     return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def brief(error: BaseException, most: int = 300) -> str:
+    """What another library says, for a message of ours: on one line, and of a long one the beginning."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= most else f"{text[:most]} ..."
