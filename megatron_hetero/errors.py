@@ -69,5 +69,5 @@ def in_short(error: BaseException) -> str:
 
 def listed(names: Collection[str], most: int = 5) -> str:
     """Names for a message, sorted; of many the first ones, and how many more there are."""
-    shown = sorted(names)[:most]
+    shown = [printable(name) for name in sorted(names)[:most]]
     return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")

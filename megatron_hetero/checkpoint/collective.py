@@ -35,6 +35,13 @@ def on_first(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
     return result
 
 
+def together(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
+    """What `work` gives on this rank, once it is done on all. The first rank's `UserError` is raised on every rank."""
+    mine: list[T] = []
+    on_every(group, lambda: mine.append(work()))
+    return mine[0]
+
+
 def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
     try:
         return work(), None

@@ -26,11 +26,10 @@ from megatron_hetero.models.hf_folder import StoredWeights
 from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, prefix_of, stored_shapes
+from megatron_hetero.models.weight_files import ROWS
 from megatron_hetero.models.weight_map import Piece
 from megatron_hetero.module_names import TEXT
 
-ROWS = 4096
-"""Of a tensor that is stored twice, so many are compared at a time."""
 UNTRAINED = name_of(0)
 """The name by which a run whose `checkpoint.dir` has it there finds weights that were trained in no step."""
 _STEP = "step-"

@@ -74,6 +74,11 @@ def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> l
     return [piece for piece in [*pieces, Piece(full[position:], False)] if piece.text]
 
 
+def render_prompt(tokenizer: Any, record: Record, turns: int) -> str:
+    """The first `turns` of the record, and what the answer of a model follows. Raises `UserError`."""
+    return _apply(tokenizer, to_messages(record)[:turns], record, prompt=True)
+
+
 def _apply(tokenizer: Any, messages: list[dict[str, Any]], record: Record, *, prompt: bool) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)

@@ -12,6 +12,7 @@ from PIL import Image
 from megatron_hetero.data import model_folder, pictures
 from megatron_hetero.data.records import Record
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.qwen2_5_vl.folders import read_config
 
 
 class ImageReader:
@@ -50,9 +51,9 @@ class ImageReader:
         Raises:
             UserError: a file is missing or broken, or the files do not belong together.
         """
-        config = model_folder.load_config(folder, setting)
+        config = read_config(folder, setting)
         image_processor = model_folder.load_image_processor(folder, min_pixels, max_pixels, setting)
-        model_folder.check_agreement(folder, config, image_processor)
+        model_folder.check_agreement(folder, config, image_processor, setting)
         return cls(image_processor, token_id, max_image_pixels)
 
     def grid(self, record: Record, k: int) -> tuple[int, int, int]:

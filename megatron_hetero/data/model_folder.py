@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
+from megatron_hetero.data.folder_rules import FILES
 from megatron_hetero.errors import UserError, in_short
+from megatron_hetero.json_files import MOST_BYTES, check, read_object
 
 # `transformers` is imported where it is used: it brings torch, which takes seconds that command-line help and checks of
 # the configuration need not wait for.
 
-_JSON_FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "chat_template.json",
-)
+TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
+MOST_TOKENIZER_BYTES = 64 * 2**20
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _FIX = "copy the complete Qwen2.5-VL folder again, tokenizer and processor files included"
 
 
 Needed = tuple[tuple[str, ...], ...]
 TEXT_FILES: Needed = (("config.json",), ("tokenizer.json", "vocab.json"))
-VISION_FILES: Needed = (("config.json",), ("preprocessor_config.json", "processor_config.json"))
+VISION_FILES: Needed = (("config.json",), IMAGE_FILES)
 
 
 def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting: str = "model.hf_path") -> None:
-    """Raises UserError unless the folder that `setting` names has the files that the loaders below need; of each entry
-    of `needed` one will do.
+    """Raises UserError unless the folder that `setting` names has the files that the loaders below need, and they say
+    what can be carried out; of each entry of `needed` one will do.
     """
     if not path.is_dir():
         raise UserError.at(
@@ -49,23 +49,15 @@ def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting
                 expected=" or ".join(names) + f" in the folder {setting}",
                 fix=_FIX,
             )
-    for name in _JSON_FILES:
-        if (path / name).is_file():
-            _check_json(path / name, setting)
+    check_files(path)
 
 
-def _check_json(file: Path, setting: str) -> None:
-    try:
-        json.loads(file.read_bytes())
-    except json.JSONDecodeError as error:
-        raise UserError.at(
-            f"{file}:{error.lineno}",
-            found=f"broken JSON at column {error.colno} ({error.msg})",
-            expected=f"a JSON file of {setting}",
-            fix=_FIX,
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UserError.at(file, found=f"an unreadable file ({error})", expected="a JSON file", fix=_FIX) from error
+def check_files(path: Path, names: Iterable[str] = FILES) -> None:
+    """Check the JSON files of these `names` that the folder has, see `folder_rules`. Raises `UserError`."""
+    for name in names:
+        file = path / name
+        if file.is_file():
+            check(file, read_object(file, MOST_TOKENIZER_BYTES if name == TOKENIZER else MOST_BYTES), FILES[name])
 
 
 @contextmanager
@@ -75,7 +67,10 @@ def _as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> It
         yield
     except UserError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        # A panic of a Rust part is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise UserError.at(
             f"{setting}: {path}",
             found=f"{what} that does not load ({in_short(error)})",
@@ -84,34 +79,21 @@ def _as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> It
         ) from error
 
 
-def load_config(path: Path, setting: str = "model.hf_path") -> Any:
-    """The `Qwen2_5_VLConfig` of the folder that `setting` names."""
-    from transformers import AutoConfig
-
-    with _as_user_errors(path, "a config.json", setting):
-        config = AutoConfig.from_pretrained(path, **_LOCAL)
-    if config.model_type != "qwen2_5_vl":
-        raise UserError.at(
-            path / "config.json",
-            found=f"model_type {config.model_type!r}",
-            expected="'qwen2_5_vl'",
-            fix=f"set {setting} to a Qwen2.5-VL folder",
-        )
-    return config
-
-
 def load_tokenizer(path: Path, template: str | None = None) -> Any:
     """The tokenizer, with the chat template that older folders keep in chat_template.json, or with another
     `template`.
     """
     from transformers import AutoTokenizer
 
+    _check_template(path / TEMPLATE)
     with _as_user_errors(path, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **_LOCAL)
         tokenizer.chat_template = template or tokenizer.chat_template
         legacy = path / "chat_template.json"
         if tokenizer.chat_template is None and legacy.is_file():
             tokenizer.chat_template = json.loads(legacy.read_text("utf-8"))["chat_template"]
+        # What its settings break is told now, and not of some record.
+        np.array(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
     if tokenizer.chat_template is None:
         raise UserError.at(
             f"model.hf_path: {path}",
@@ -120,6 +102,40 @@ def load_tokenizer(path: Path, template: str | None = None) -> Any:
             fix="copy the folder of an instruct model, or add the template of Qwen2.5-VL",
         )
     return tokenizer
+
+
+def _check_template(file: Path) -> None:
+    if not file.is_file():
+        return
+    try:
+        if (size := file.stat().st_size) > MOST_BYTES:
+            raise ValueError(f"{size} bytes")
+        file.read_bytes().decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError.at(
+            file,
+            found=f"an unreadable file ({in_short(error)})",
+            expected=f"a chat template in UTF-8, of {MOST_BYTES} bytes at most",
+            fix=_FIX,
+        ) from None
+
+
+def check_vocabulary(path: Path, tokenizer: Any, rows: int) -> None:
+    """Check that the embedding, of so many `rows`, has one for every token of the tokenizer; a tokenizer may well have
+    fewer. Raises `UserError`.
+    """
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
+    if beyond:
+        shown = ", ".join(f"{token!r} ({number})" for number, token in beyond[:5])
+        more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
+        raise UserError.at(
+            f"model.hf_path: {path}",
+            found=f"a tokenizer with tokens beyond the embedding: {shown}{more}",
+            expected=f"ids below {rows}, vocab_size in config.json",
+            because="these tokens have no weights",
+            fix="add rows with transformers, `model.resize_token_embeddings("
+            f"{beyond[-1][0] + 1})`, and save model and tokenizer together; or take the tokens out of the tokenizer",
+        )
 
 
 def load_image_processor(
@@ -135,13 +151,17 @@ def load_image_processor(
     """
     # From its module: the package of releases before 5.18 offers it only where torchvision is installed.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    check_files(path, IMAGE_FILES)
     with _as_user_errors(path, "an image processor", setting):
         processor = AutoImageProcessor.from_pretrained(path, backend="pil", **_LOCAL)
+        if not isinstance(processor, Qwen2VLImageProcessorPil):
+            raise TypeError(f"it is of type {type(processor).__name__}")
         size = dict(processor.size)
-        low = min_pixels if min_pixels is not None else size.get("shortest_edge") or size["min_pixels"]
-        high = max_pixels if max_pixels is not None else size.get("longest_edge") or size["max_pixels"]
-    if not 0 < low <= high:
+        low = min_pixels if min_pixels is not None else size.get("shortest_edge") or size.get("min_pixels")
+        high = max_pixels if max_pixels is not None else size.get("longest_edge") or size.get("max_pixels")
+    if low is None or high is None or not 0 < low <= high:
         section = "data" if setting.startswith("model.hf_path") else setting.removesuffix(".hf_path")
         raise UserError.at(
             f"{section}.min_pixels and {section}.max_pixels",
@@ -154,8 +174,10 @@ def load_image_processor(
     return processor
 
 
-def check_agreement(path: Path, config: Any, image_processor: Any) -> None:
-    """Raises UserError where the image processor cuts patches that the vision encoder does not take."""
+def check_agreement(path: Path, config: Any, image_processor: Any, setting: str = "model.hf_path") -> None:
+    """Raises UserError where the image processor cuts patches that the vision encoder does not take, tried on a
+    picture that gives one row.
+    """
     vision = config.vision_config
     pairs = {
         "patch_size": (image_processor.patch_size, vision.patch_size),
@@ -170,3 +192,13 @@ def check_agreement(path: Path, config: Any, image_processor: Any) -> None:
                 expected=f"{theirs}, as in vision_config of config.json",
                 fix="copy both files from the same model",
             )
+    side, elements = (
+        vision.patch_size * vision.spatial_merge_size,
+        3 * vision.temporal_patch_size * vision.patch_size**2,
+    )
+    size = {"shortest_edge": side**2, "longest_edge": side**2}
+    with _as_user_errors(path, "an image processor", setting):
+        black = Image.new("RGB", (side, side))
+        patches = image_processor(images=[black], size=size, return_tensors="np")["pixel_values"]
+        if patches.shape != (vision.spatial_merge_size**2, elements) or not np.isfinite(patches).all():
+            raise ValueError(f"a black picture of {side} x {side} pixels becomes patches of {patches.shape}")

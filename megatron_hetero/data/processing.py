@@ -17,7 +17,7 @@ from megatron_hetero.data.positions import rope_positions
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.two_folders import open_tokenizer, with_token_ids
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.qwen2_5_vl.folders import VISION_FOLDER, ModelFolders
+from megatron_hetero.models.qwen2_5_vl.folders import VISION_FOLDER, ModelFolders, read_config
 from megatron_hetero.module_names import VISION
 
 START_OF_IMAGE, END_OF_IMAGE = "<|vision_start|>", "<|vision_end|>"
@@ -106,6 +106,7 @@ class Processor:
         path = Path(hf_path)
         config, tokenizer = _open_text(path, hf_path_vision)
         _check_special_tokens(path, tokenizer, config)
+        model_folder.check_vocabulary(path, tokenizer, config.text_config.vocab_size)
         limits = min_pixels, max_pixels, max_image_pixels
         source, setting = (path, "model.hf_path") if hf_path_vision is None else (hf_path_vision, VISION_FOLDER)
         readers = {VISION: ImageReader.from_folder(source, config.image_token_id, *limits, setting)}
@@ -201,7 +202,7 @@ def _open_text(path: Path, hf_path_vision: Path | None) -> tuple[Any, Any]:
     """Configuration and tokenizer of the folders. Raises `UserError`."""
     if hf_path_vision is None:
         model_folder.check_folder(path)
-        return model_folder.load_config(path), model_folder.load_tokenizer(path)
+        return read_config(path, "model.hf_path"), model_folder.load_tokenizer(path)
     model_folder.check_folder(path, model_folder.TEXT_FILES)
     model_folder.check_folder(hf_path_vision, model_folder.VISION_FILES, VISION_FOLDER)
     folders = ModelFolders.read(path, hf_path_vision)

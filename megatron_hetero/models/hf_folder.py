@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +20,17 @@ from torch import Tensor
 
 from megatron_hetero.errors import UserError, listed
 from megatron_hetero.models.folder_files import COMPANIONS, CONFIG, ENCODERS
+from megatron_hetero.models.weight_files import (
+    INDEX,
+    SINGLE,
+    all_finite,
+    count_not_finite,
+    open_file,
+    readable,
+    weight_files,
+)
 from megatron_hetero.models.weight_map import Piece
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 K = TypeVar("K")
 SHARD_BYTES = 5 * 10**9
 NO_CHANGES: Mapping[str, str | None] = {}
@@ -42,6 +50,7 @@ class StoredWeights:
     canonical: Callable[[str], str]
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     fresh: Mapping[str, Tensor] = field(default_factory=dict)
+    _types: dict[str, str] = field(default_factory=dict)
     _where: dict[str, tuple[Path, str]] = field(default_factory=dict)
     _open: dict[Path, Any] = field(default_factory=dict)
 
@@ -52,12 +61,12 @@ class StoredWeights:
         Raises `UserError` for a missing, truncated or unreadable file, and for a name stored twice.
         """
         weights = cls(folder, canonical)
-        for path, expected in sorted(_files(folder).items()):
+        for path, expected in sorted(weight_files(folder).items()):
             weights._add(path, expected)
         return weights
 
     def _add(self, path: Path, expected: set[str] | None) -> None:
-        handle = self._open[path] = _open_file(path)
+        handle = self._open[path] = open_file(path)
         found = set(handle.keys())
         if expected is not None and not expected <= found:
             raise UserError(
@@ -70,12 +79,13 @@ class StoredWeights:
                 raise UserError(
                     f"{path}: found {name} a second time, expected it once; remove stale files from the folder"
                 )
+            tensor = handle.get_slice(stored)
             self._where[name] = (path, stored)
-            self.shapes[name] = tuple(handle.get_slice(stored).get_shape())
+            self.shapes[name], self._types[name] = tuple(tensor.get_shape()), tensor.get_dtype()
 
     def require(self, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
-        """Check that the folder holds exactly the `expected` tensors in their shapes. Raises `UserError` listing all
-        faults.
+        """Check that the folder holds exactly the `expected` tensors in their shapes, in types that weights are trained
+        from. Raises `UserError` listing all faults.
         """
         missing = expected.keys() - self.shapes.keys()
         extra = self.shapes.keys() - expected.keys() - optional
@@ -92,22 +102,23 @@ class StoredWeights:
                 f"exactly the "
                 f"{len(expected)} tensors of the model; config.json and weights must come from the same model"
             )
+        self._require_types(expected)
+
+    def _require_types(self, names: Iterable[str]) -> None:
+        strange = {name: self._types[name] for name in names if self._types[name] not in _STORED}
+        if strange:
+            raise UserError.at(
+                self.folder,
+                found=f"{len(strange)} tensors of other types: "
+                + listed({f"{name} is {kind}" for name, kind in strange.items()}),
+                expected=f"{', '.join(_STORED)}",
+                because="weights of other types, as quantised models have them, are not those of the model alone",
+                fix="take a folder that is not quantised, or save the model again in bfloat16",
+            )
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that a tensor is stored in. Raises `UserError` where it is none that weights are trained from."""
-        if name in self.fresh:
-            return self.fresh[name].dtype
-        path, stored = self._where[name]
-        found = self._open[path].get_slice(stored).get_dtype()
-        if found not in _STORED:
-            raise UserError.at(
-                f"{path}: tensor {stored}",
-                found=f"type {found}",
-                expected=f"one of {', '.join(_STORED)}",
-                because="weights of other types are not those of the model alone",
-                fix="take a folder that is not quantised",
-            )
-        return _STORED[found]
+        """The type that a required tensor is stored in."""
+        return self.fresh[name].dtype if name in self.fresh else _STORED[self._types[name]]
 
     def whole(self, name: str) -> Tensor:
         """A whole tensor as stored. Nothing of it stays in memory once it is given up."""
@@ -115,16 +126,17 @@ class StoredWeights:
             return self.fresh[name]
         path, stored = self._where[name]
         # A handle of its own: what a handle has mapped counts as this process's until it is closed.
-        with _readable(path, stored), safe_open(path, framework="pt", device="cpu") as handle:
-            return handle.get_tensor(stored)
+        with readable(path, stored), safe_open(path, framework="pt", device="cpu") as handle:
+            values = handle.get_tensor(stored)
+        self._require_finite(name, values)
+        return values
 
     def require_copy(self, copy: str, original: str, pieces: Iterable[Piece]) -> None:
         """Check that what a folder of a tied model stores twice, as `copy` and `original`, is the same in these
         `pieces` of the latter. Raises `UserError`.
         """
-        same = self.shapes[copy] == self.shapes[original] and all(
-            torch.equal(self.read(piece), self.read(replace(piece, name=copy))) for piece in pieces
-        )
+        alike = self.shapes[copy] == self.shapes[original] and self._types[copy] == self._types[original]
+        same = alike and all(torch.equal(self.read(piece), self.read(replace(piece, name=copy))) for piece in pieces)
         if not same:
             raise UserError(
                 f"{self.folder}: found a {copy} that differs from {original}, expected equal ones, because "
@@ -133,58 +145,36 @@ class StoredWeights:
             )
 
     def read(self, piece: Piece) -> Tensor:
-        """The values of one piece, as stored: 1-D where the stored tensor is, else 2-D."""
+        """The values of one piece, as stored: 1-D where the stored tensor is, else 2-D. Raises `UserError` where one of
+        them is no number.
+        """
         if piece.name in self.fresh:
             return self.fresh[piece.name][piece.source if piece.columns else piece.source[0]]
-        path, stored = self._where[piece.name]
-        with _readable(path, stored):
-            part = self._open[path].get_slice(stored)
-            if piece.columns is None:
-                values = part[piece.rows[0] : piece.rows[1]]
-            else:
-                values = part[piece.rows[0] : piece.rows[1], piece.columns[0] : piece.columns[1]]
+        columns = () if piece.columns is None else (slice(*piece.columns),)
+        values = self._slice(piece.name, (slice(*piece.rows), *columns))
+        self._require_finite(piece.name, values)
         return values.flatten(1) if values.dim() > 2 else values
 
+    def _slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        path, stored = self._where[name]
+        with readable(path, stored):
+            return self._open[path].get_slice(stored)[part]
 
-@contextlib.contextmanager
-def _readable(path: Path, stored: str) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: found tensor {stored} unreadable ({error}); download the file again") from error
-
-
-def _files(folder: Path) -> dict[Path, set[str] | None]:
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files: dict[Path, set[str] | None] = {}
-            for name, file in weight_map.items():
-                if Path(file).name != file:
-                    raise UserError(f"{index}: found the file name {file!r}, expected one inside the folder")
-                files.setdefault(folder / file, set()).add(name)  # pyright: ignore[reportOptionalMemberAccess]
-            return files
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{index}: found an index that cannot be read ({error}); download it again") from error
-    if (folder / SINGLE).is_file():
-        return {folder / SINGLE: None}
-    raise UserError(
-        f"{folder}: found no safetensors weights, expected {SINGLE} or {INDEX} with its shards; other formats "
-        f"(pickles) are never loaded: convert with save_pretrained(..., safe_serialization=True)"
-    )
-
-
-def _open_file(path: Path) -> Any:
-    if not path.is_file():
-        raise UserError(f"{path}: found no such file, expected it because {INDEX} names it; download the folder again")
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path}: found a file that is truncated or not safetensors ({error}), expected a whole one; "
-            f"download it again"
-        ) from error
+    def _require_finite(self, name: str, values: Tensor) -> None:
+        """Check `values`, which were read of a tensor: they are in the cache now. Only of one that has others the rest
+        is read too, so that all ranks count the same.
+        """
+        if all_finite(values):
+            return
+        wrong = count_not_finite(lambda rows: self._slice(name, (rows,)), self.shapes[name][0])
+        path, stored = self._where[name]
+        raise UserError.at(
+            f"{path}: tensor {stored}",
+            found=f"{wrong} of {prod(self.shapes[name])} values NaN or infinite",
+            expected="numbers",
+            because="the model would compute nothing else with them",
+            fix="download the file again; where a training left them, take the weights of an earlier step of it",
+        )
 
 
 class FolderWriter:

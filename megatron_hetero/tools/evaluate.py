@@ -20,12 +20,18 @@ from PIL import Image
 from rich.table import Table
 from rich.text import Text
 
-from megatron_hetero.data import model_folder, pictures
-from megatron_hetero.data.chat import to_messages
+from megatron_hetero.data import pictures
+from megatron_hetero.data.chat import END_OF_TURN, render_prompt
+from megatron_hetero.data.processing import Processor
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.data.validation import IMAGE_PLACEHOLDER
-from megatron_hetero.errors import UserError, in_short, printable
+from megatron_hetero.errors import UserError, in_short, listed, printable
+from megatron_hetero.json_files import read_object
 from megatron_hetero.launch import ended
+from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
+from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.weight_files import all_finite
 from megatron_hetero.terminal import console
 
 IMAGE_PAD = "<|image_pad|>"
@@ -124,10 +130,12 @@ def exact_match(
     Raises:
         UserError: a folder, file, record or picture is missing or broken.
     """
-    model_folder.check_folder(hf_dir)
-    tokenizer = model_folder.load_tokenizer(hf_dir)
-    image_processor = model_folder.load_image_processor(hf_dir, min_pixels, max_pixels)
-    model = _load_model(hf_dir, device)
+    processor = Processor.from_folder(hf_dir, min_pixels, max_pixels)
+    tokenizer, image_processor = processor.tokenizer, processor.vision.image_processor
+    # Questions of one batch are padded; by what is masked.
+    tokenizer.pad_token = tokenizer.pad_token or END_OF_TURN
+    _require_whole(hf_dir)
+    model = _load_model(hf_dir, tokenizer, device)
     records = islice(Annotations.load("evaluation", annotations, images), limit)
     prompts = (_prompt(record, tokenizer, image_processor, blank) for record in records)
     answers = [
@@ -136,13 +144,28 @@ def exact_match(
     return EvaluationResult(tuple(answers), blank)
 
 
-def _load_model(hf_dir: Path, device: str) -> Any:
-    from transformers import Qwen2_5_VLForConditionalGeneration
+def _require_whole(hf_dir: Path) -> None:
+    """Check that the folder's weights are all those of the model that it says it is, and are values: transformers would
+    draw what is missing, and take the codes of quantised weights for values. Raises `UserError`.
+    """
+    folders = ModelFolders.read(hf_dir)
+    open_modules(folders, Qwen25VLShapes.of(folders), seed=0)
 
+
+def _load_model(hf_dir: Path, tokenizer: Any, device: str) -> Any:
+    from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration
+
+    # Whatever else the folder's generation_config.json asks for (samples, beams, penalties, forced tokens) is left out.
+    greedy = GenerationConfig(
+        do_sample=False, eos_token_id=_ends(hf_dir, tokenizer), pad_token_id=tokenizer.pad_token_id
+    )
     try:
-        model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            hf_dir, local_files_only=True, use_safetensors=True
+        loaded: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            hf_dir, local_files_only=True, use_safetensors=True, generation_config=greedy, output_loading_info=True
         )
+        model, info = loaded
+        if drawn := sorted(info["missing_keys"]):
+            raise ValueError(f"transformers finds no weights for {listed(drawn)}")
     except Exception as error:  # safetensors, json and transformers raise exceptions of their own
         raise UserError.at(
             hf_dir,
@@ -150,12 +173,29 @@ def _load_model(hf_dir: Path, device: str) -> Any:
             expected="a Qwen2.5-VL model with safetensors weights",
             fix="export the model again",
         ) from error
+    strange = [name for name, parameter in model.named_parameters() if not all_finite(parameter.detach())]
+    if strange:
+        raise UserError.at(
+            hf_dir,
+            found=f"NaN or infinity in {len(strange)} tensors: {listed(strange)}",
+            expected="numbers",
+            because="no answer can come of them",
+            fix="export an earlier step of the run",
+        )
     try:
         return model.to(device).eval()
     except (AssertionError, RuntimeError) as error:
         found = str(error).splitlines()[0]
         fix = "choose another, such as cpu or cuda:0"
         raise UserError.at(f"--device {device}", found=found, expected="a device of this machine", fix=fix) from None
+
+
+def _ends(hf_dir: Path, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: those that the folder's generation_config.json names, and that of the template."""
+    file = hf_dir / "generation_config.json"
+    named = read_object(file).get("eos_token_id") if file.is_file() else None
+    ends = named if isinstance(named, list) else [] if named is None else [named]
+    return list(dict.fromkeys([*ends, tokenizer.convert_tokens_to_ids(END_OF_TURN)]))
 
 
 def _batches(prompts: Iterator[_Prompt], size: int) -> Iterator[list[_Prompt]]:
@@ -166,10 +206,10 @@ def _batches(prompts: Iterator[_Prompt], size: int) -> Iterator[list[_Prompt]]:
 def _prompt(record: Record, tokenizer: Any, image_processor: Any, blank: bool) -> _Prompt:
     first = next(k for k, turn in enumerate(record.turns) if turn.role == "assistant")
     asked = "\n".join(turn.text for turn in record.turns[:first] if turn.role == "user")
-    rendered = tokenizer.apply_chat_template(to_messages(record)[:first], tokenize=False, add_generation_prompt=True)
+    rendered = render_prompt(tokenizer, record, first)
     pixels, grids = _patches(record, asked.count(IMAGE_PLACEHOLDER), image_processor, blank)
-    if grids is not None:
-        rendered = _expand(rendered, (grids.prod(dim=1) // image_processor.merge_size**2).tolist())
+    tokens = [] if grids is None else (grids.prod(dim=1) // image_processor.merge_size**2).tolist()
+    rendered = _expand(rendered, tokens, record)
     question = asked.replace(IMAGE_PLACEHOLDER, "").strip()
     return _Prompt(question, record.turns[first].text.strip(), rendered, pixels, grids)
 
@@ -186,9 +226,16 @@ def _patches(
     return inputs["pixel_values"], inputs["image_grid_thw"]
 
 
-def _expand(text: str, tokens: Sequence[int]) -> str:
-    """The text with each image placeholder repeated once per merged patch."""
+def _expand(text: str, tokens: Sequence[int], record: Record) -> str:
+    """The text with each image placeholder repeated once per merged patch. Raises `UserError`."""
     before, *rest = text.split(IMAGE_PAD)
+    if len(rest) != len(tokens):
+        raise UserError.at(
+            f"{record.where}: chat template of the model",
+            found=f"{len(rest)} image tokens in the rendered question",
+            expected=f"{len(tokens)}, one for each image",
+            fix="use the chat template of Qwen2.5-VL",
+        )
     return before + "".join(IMAGE_PAD * n + after for n, after in zip(tokens, rest, strict=True))
 
 
@@ -207,9 +254,7 @@ def _answer(model: Any, tokenizer: Any, batch: list[_Prompt], max_new_tokens: in
     if pixels:
         inputs["pixel_values"] = torch.cat(pixels).to(model.dtype)
         inputs["image_grid_thw"] = torch.cat([prompt.grids for prompt in batch if prompt.grids is not None])
-    # Purely greedy: a folder's generation_config.json may ask for a penalty of repetitions.
-    greedy = {"do_sample": False, "repetition_penalty": 1.0}
-    output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens, **greedy)
+    output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens)
     texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return [Answer(p.question, p.expected, text.strip()) for p, text in zip(batch, texts, strict=True)]
 

@@ -22,7 +22,7 @@ from megatron_hetero.models.hf_folder import StoredWeights, require_writable
 from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
-from megatron_hetero.module_names import VISION
+from megatron_hetero.module_names import VISION, parts_of
 from megatron_hetero.platform import Platform
 from megatron_hetero.topology import Topology
 from megatron_hetero.training.config import Config, to_yaml
@@ -69,6 +69,7 @@ class Run(Share):
         state = TrainState(share.modules, share.optimizers, topology, stored_shapes(shapes))
         record = shared_record(config, topology, mixture)
         resumed = _with_evaluations(resume(config, state, record), config, topology)
+        _require_trained_projector(config, resumed)
         return cls(
             **{field.name: getattr(share, field.name) for field in fields(share)},
             loader=StepLoader(
@@ -126,6 +127,20 @@ def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]
         end = last if interval == 0 else min(last, -(-first // interval) * interval)
         yield first, end
         first = end + 1
+
+
+def _require_trained_projector(config: Config, resumed: Resumed) -> None:
+    """Check that a projector that starts anew is trained, now or in the steps before. Raises `UserError`."""
+    frozen = parts_of(VISION)[-1]
+    if resumed.step == 0 and frozen in config.model.freeze and folders_of(config).fresh_projector:
+        raise UserError.at(
+            "model.freeze (--model.freeze)",
+            found=frozen,
+            expected="another part of the model",
+            because="the projector starts with random weights here, and would keep them; "
+            "model.fresh_projector asks for that, or that of the folder does not fit the language model",
+            fix="train it first, or take folders that fit each other",
+        )
 
 
 def _with_evaluations(resumed: Resumed, config: Config, topology: Topology) -> Resumed:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_hetero.checkpoint.collective import together
 from megatron_hetero.errors import UserError
 from megatron_hetero.megatron_adapter import prepare_globals, random_states, set_random_states
 from megatron_hetero.models.backend import spec_provider
@@ -97,7 +98,9 @@ class Share:
         topology = Topology.build(
             layouts, platform, decoding=config.model.encoder_names, check=check, **communication(config, shapes)
         )
-        modules = _build_modules(config, shapes, topology, weights)
+        build = partial(_build_modules, config, shapes, topology, weights)
+        # A rank may be the only one to read what is wrong: all of them leave, and one says why.
+        modules = together(topology.files, build) if check else build()
         planner = StepPlanner(
             {name: image_encoder(shape) for name, shape in shapes.encoders.items()},
             layouts,

@@ -123,6 +123,11 @@ def nan_weights(weights: dict[str, torch.Tensor]) -> None:
     weights["visual.merger.mlp.2.bias"][0] = float("nan")
 
 
+def nan_of_one_rank(weights: dict[str, torch.Tensor]) -> None:
+    """In the last rows of the head, which only the last rank of `tp` reads."""
+    weights["lm_head.weight"][-1, :2] = float("inf")
+
+
 def also(*more: str) -> Damage:
     return lambda folder: list(more)
 
@@ -165,7 +170,12 @@ CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "unknown field": (also("--train.itres", "3"), ("--train.itres", "did you mean", "iters")),
     "wrong type": (also("--train.iters", "many"), ("train.iters", "many", "integer")),
     "too long a sample": (also("--data.max_seq_length", "8"), ("data.jsonl:1", "max_seq_length")),
-    "NaN": (change_weights(nan_weights), ("step 1", "loss", "NaN", "rank 0")),
+    "NaN": (change_weights(nan_weights), ("/run/model/model.safetensors: tensor", "merger.mlp.2.bias: found 1 of 48")),
+    "NaN in the share of one rank": (change_weights(nan_of_one_rank), ("tensor lm_head.weight: found 2 of",)),
+    "random projector for ever": (
+        also("--model.freeze", "projector", "--model.fresh_projector", "true"),
+        ("model.freeze", "found projector", "random weights"),
+    ),
     "Transformer Engine without CUDA": (also("--model.backend", "te"), ("model.backend", "--model.backend torch")),
 }
 REPLACED = ("--text-parallel", "--vision-parallel", "--train.global_batch_size", "--train.iters")

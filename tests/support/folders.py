@@ -55,7 +55,7 @@ def write_model(folder: Path, choice: ModelChoice) -> Path:
             "out_hidden_size": hidden,
             "patch_size": 14,
             "window_size": choice.window,
-            "fullatt_block_indexes": list(choice.full_layers),
+            "fullatt_block_indexes": [layer for layer in choice.full_layers if layer < choice.vision_layers],
         },
         text_config={
             "vocab_size": len(tokenizer) + 3,

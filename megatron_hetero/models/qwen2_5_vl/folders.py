@@ -4,13 +4,15 @@ another one for the vision encoder. Here are the configurations; `fresh` has the
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, in_short
+from megatron_hetero.json_files import check, read_object, shown
+from megatron_hetero.models.qwen2_5_vl.config_rules import CONFIG
 
 VISION_FOLDER = "model.hf_path_vision"
 FAMILY, LANGUAGE_MODEL = "qwen2_5_vl", "qwen2"
@@ -53,7 +55,8 @@ class ModelFolders:
         check_vision(hf_path_vision, vision)
         own = read_config(hf_path, "model.hf_path", (FAMILY, LANGUAGE_MODEL))
         text_alone = own.model_type == LANGUAGE_MODEL
-        config = _joined(own, vision, text_alone)
+        with _sound(hf_path / "config.json"):
+            config = _joined(own, vision, text_alone)
         check_text(hf_path, config)
         fits = vision.vision_config.out_hidden_size == config.text_config.hidden_size
         return cls(hf_path, hf_path_vision, config, fresh_projector or not fits, text_alone)
@@ -80,7 +83,7 @@ def _with_sections(text: dict[str, Any]) -> dict[str, Any]:
     Tokens of text have three equal positions, so that on text alone nothing changes.
     """
     sections = {"mrope_section": mrope_section(text["hidden_size"] // text["num_attention_heads"])}
-    left_out = ("architectures", "model_type", "layer_types", "transformers_version")
+    left_out = ("architectures", "model_type", "transformers_version")
     kept = {name: value for name, value in text.items() if name not in left_out}
     return kept | {"rope_parameters": dict(text["rope_parameters"]) | sections}
 
@@ -103,17 +106,25 @@ def read_config(folder: Path, setting: str, families: Sequence[str] = (FAMILY,))
             f"{setting}: found no {missing}, expected a transformers folder of Qwen2.5-VL with config.json and "
             "safetensors weights; download one, or make a small one: python -m megatron_hetero.tools.make_demo DIR"
         )
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        found = raw.get("model_type") if isinstance(raw, dict) else type(raw).__name__
-        if found not in families:
-            raise _of_another_family(path, found, families)
-        kind: Any = Qwen2_5_VLConfig if found == FAMILY else Qwen2Config
+    raw = read_object(path)
+    found = raw.get("model_type")
+    if found not in families:
+        raise _of_another_family(path, found, families)
+    check(path, raw, CONFIG)
+    kind: Any = Qwen2_5_VLConfig if found == FAMILY else Qwen2Config
+    with _sound(path):
         return kind.from_pretrained(folder, local_files_only=True)
-    except UserError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path}: found a configuration that cannot be read ({error}); restore the original") from error
+
+
+@contextmanager
+def _sound(path: Path) -> Iterator[None]:
+    """Inside, transformers makes a configuration of the file `path`. What it says of it is a `UserError`."""
+    try:
+        yield
+    except Exception as error:  # of its validation, or of whatever its code does with an odd value
+        raise UserError(
+            f"{path}: found a configuration that cannot be read ({in_short(error)}); restore the original"
+        ) from error
 
 
 def _of_another_family(path: Path, found: Any, families: Sequence[str]) -> UserError:
@@ -121,7 +132,7 @@ def _of_another_family(path: Path, found: Any, families: Sequence[str]) -> UserE
     if found == LANGUAGE_MODEL:
         more = f", or the folder of a vision encoder too, with --{VISION_FOLDER}"
     return UserError(
-        f"{path}: found model_type {found!r}, expected {' or '.join(map(repr, families))}, the family that this "
+        f"{path}: found model_type {shown(found)}, expected {' or '.join(map(repr, families))}, the family that this "
         f"program builds; give a Qwen2.5-VL folder{more}"
     )
 
@@ -129,35 +140,54 @@ def _of_another_family(path: Path, found: Any, families: Sequence[str]) -> UserE
 def check_vision(folder: Path, config: Any) -> None:
     """Check that the vision encoder of `folder` is one that is built here. Raises `UserError`."""
     vision, text = config.vision_config, config.text_config
+    rope = vision.rope_parameters or {}
+    rope_type = rope.get("rope_type", "default")
     _require(folder, (
         ("vision_config.hidden_act", vision.hidden_act, "silu"),
         ("vision_config.out_hidden_size", vision.out_hidden_size, text.hidden_size),
         ("vision_config.hidden_size % num_heads", vision.hidden_size % vision.num_heads, 0),
+        *_head_dim("vision_config", vision, vision.hidden_size // vision.num_heads),
+        ("vision_config.hidden_size / num_heads % 4", vision.hidden_size // vision.num_heads % 4, 0),
         ("vision_config.window_size % (patch_size * spatial_merge_size)",
          vision.window_size % (vision.patch_size * vision.spatial_merge_size), 0),
+        ("vision_config.fullatt_block_indexes from depth on",
+         [layer for layer in vision.fullatt_block_indexes if layer >= vision.depth], []),
+        ("vision_config.rope_parameters.rope_type", "axial" if rope_type == "default" else rope_type, "axial"),
+        ("vision_config.rope_parameters with rope_theta", "rope_theta" in rope, True),
     ))  # fmt: skip
 
 
 def check_text(folder: Path, config: Any) -> None:
     """Check that the language model of `folder` is one that is built here. Raises `UserError`."""
     text = config.text_config
-    rope = text.rope_parameters
+    rope = text.rope_parameters or {}
     _require(folder, (
         ("text_config.hidden_act", text.hidden_act, "silu"),
         ("text_config.rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
+        ("text_config.rope_parameters with rope_theta", "rope_theta" in rope, True),
         ("text_config.sliding_window in use", bool(text.sliding_window and text.use_sliding_window), False),
+        ("the kinds in text_config.layer_types", sorted(set(text.layer_types)), ["full_attention"]),
+        ("the length of text_config.layer_types", len(text.layer_types), text.num_hidden_layers),
         ("text_config.hidden_size % num_attention_heads", text.hidden_size % text.num_attention_heads, 0),
+        *_head_dim("text_config", text, text.hidden_size // text.num_attention_heads),
         ("text_config.num_attention_heads % num_key_value_heads",
          text.num_attention_heads % text.num_key_value_heads, 0),
         ("2 * sum of mrope_section", 2 * sum(rope.get("mrope_section", DEFAULT_SECTIONS)),
          text.hidden_size // text.num_attention_heads),
+        ("text_config.pad_token_id below vocab_size", (text.pad_token_id or 0) < text.vocab_size, True),
     ))  # fmt: skip
+
+
+def _head_dim(name: str, module: Any, implied: int) -> tuple[tuple[str, object, object], ...]:
+    """The size of heads, where the configuration gives it besides what it follows from."""
+    given = getattr(module, "head_dim", None)
+    return () if given is None else ((f"{name}.head_dim", given, implied),)
 
 
 def _require(folder: Path, expectations: Sequence[tuple[str, object, object]]) -> None:
     for name, found, expected in expectations:
         if found != expected:
             raise UserError(
-                f"{folder / 'config.json'}: found {name} = {found!r}, expected {expected!r}, because the model is "
-                "built for the published Qwen2.5-VL architecture; use a model of that architecture"
+                f"{folder / 'config.json'}: found {name} = {shown(found)}, expected {shown(expected)}, because the "
+                "model is built for the published Qwen2.5-VL architecture; use a model of that architecture"
             )

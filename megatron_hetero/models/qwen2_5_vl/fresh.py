@@ -35,8 +35,11 @@ def fresh_projector(shape: VisionShape, seed: int) -> dict[str, Tensor]:
     Whole tensors, drawn by a generator of their own, so that they are the same for every rank and layout.
     """
     generator = torch.Generator().manual_seed(seed)
-    sizes = {name: size for name, size in encoder_shapes(VISION, shape).items() if name.startswith(PROJECTOR)}
-    return {name: _drawn(name, size, generator) for name, size in sizes.items()}
+    return {name: _drawn(name, size, generator) for name, size in _projector_shapes(shape).items()}
+
+
+def _projector_shapes(shape: VisionShape) -> dict[str, tuple[int, ...]]:
+    return {name: size for name, size in encoder_shapes(VISION, shape).items() if name.startswith(PROJECTOR)}
 
 
 def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -50,16 +53,18 @@ def open_modules(folders: ModelFolders, shapes: Qwen25VLShapes, seed: int) -> di
     expected = folder_shapes(shapes)
     of_vision = {name: shape for name, shape in expected.items() if name.startswith(ENCODER)}
     of_text = {name: shape for name, shape in expected.items() if name not in of_vision}
-    fresh = fresh_projector(shapes.vision, seed) if folders.fresh_projector else {}
-    stored = {name: shape for name, shape in of_vision.items() if name not in fresh}
+    anew = frozenset(_projector_shapes(shapes.vision) if folders.fresh_projector else ())
+    stored = {name: shape for name, shape in of_vision.items() if name not in anew}
     text = StoredWeights.open(folders.text, canonical_name)
     vision = text if folders.vision == folders.text else StoredWeights.open(folders.vision, canonical_name)
     copies = frozenset(TIED_COPIES) if shapes.text.tied else frozenset()
     if vision is text:
-        text.require(stored | of_text, copies | fresh.keys())
+        text.require(stored | of_text, copies | anew)
     else:  # Each folder may hold a whole model: what the other one gives is not wanted.
         text.require(of_text, copies | _beginning(text, ENCODER))
-        vision.require(stored, frozenset(vision.shapes) - _beginning(vision, ENCODER) | fresh.keys())
+        vision.require(stored, frozenset(vision.shapes) - _beginning(vision, ENCODER) | anew)
+    # Last: by now what is stored has shown that the sizes are those of a model.
+    fresh = fresh_projector(shapes.vision, seed) if anew else {}
     return {VISION: replace(vision, fresh=fresh), TEXT: text}
 
 

@@ -354,7 +354,14 @@ def lacking(model: Path) -> str:
 
 def quantised(model: Path) -> str:
     save_file({name: t.to(torch.float8_e4m3fn) for name, t in load_file(model / SINGLE).items()}, model / SINGLE)
-    return "found type F8_E4M3, expected one of F32, BF16, F16"
+    return "is F8_E4M3, model.embed_tokens.weight is F8_E4M3"
+
+
+def diverged(model: Path) -> str:
+    tensors = load_file(model / SINGLE)
+    tensors["lm_head.weight"][3, :2] = float("nan")
+    save_file(tensors, model / SINGLE)
+    return f"tensor lm_head.weight: found 2 of {tensors['lm_head.weight'].numel()} values NaN or infinite"
 
 
 def unnamed(model: Path) -> str:
@@ -363,13 +370,13 @@ def unnamed(model: Path) -> str:
     return "encoder `text`: found that name"
 
 
-@pytest.mark.parametrize("damage", [truncated, gone, lacking, quantised, unnamed])
+@pytest.mark.parametrize("damage", [truncated, gone, lacking, quantised, diverged, unnamed])
 def test_broken_folders_are_not_imported(
     damage: Callable[[Path], str], model: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     expected = damage(model)
     refused(capsys, imported(model, tmp_path / "checkpoints/step-00000000"), expected)
-    assert not (tmp_path / "checkpoints").exists()
+    assert not list((tmp_path / "checkpoints").glob("*"))
 
 
 def test_an_import_takes_encoders_by_name(more_folders: Path, tmp_path: Path, capsys: Capture) -> None:

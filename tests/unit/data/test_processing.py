@@ -307,14 +307,14 @@ def test_broken_files_are_named(model_folder: Path, tmp_path: Path, name: str) -
     with pytest.raises(UserError, match=rf"^{re.escape(str(folder / name))}:\d+: found broken JSON"):
         Processor.from_folder(folder)
     (folder / name).write_text("[1]")
-    with pytest.raises(UserError, match=rf"^model\.hf_path: {re.escape(str(folder))}"):
+    with pytest.raises(UserError, match=rf"^{re.escape(str(folder / name))}: found \[1\] in place of an object"):
         Processor.from_folder(folder)
 
 
 MISFITS = {
     "config.json": ({"model_type": "qwen2"}, "model_type 'qwen2'"),
     "config.json ": ({"image_token_id": 5}, r"token <\|image_pad\|> with id \d+ in the tokenizer, expected id 5"),
-    "config.json  ": ({"model_type": "none_such"}, "a config.json that does not load"),
+    "config.json  ": ({"model_type": "none_such"}, "model_type 'none_such', expected 'qwen2_5_vl'"),
     "preprocessor_config.json": ({"patch_size": 16}, "patch_size 16, expected 14"),
     "preprocessor_config.json ": (
         {"image_processor_type": "Mine", "auto_map": {"AutoImageProcessor": "m.M"}},

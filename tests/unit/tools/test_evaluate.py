@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import warnings
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.tools.evaluate import Answer, EvaluationResult, exact_match, main, result_table
@@ -81,7 +84,9 @@ def test_answers_do_not_depend_on_the_batch(demo: Path, data: tuple[Path, Path])
 def test_decoding_is_greedy_whatever_the_folder_asks_for(demo: Path, data: tuple[Path, Path], tmp_path: Path):
     plain = exact_match(demo / "model", *data, limit=4)
     shutil.copytree(demo / "model", tmp_path / "model")
-    asked = {"do_sample": True, "temperature": 5.0, "top_k": 3, "repetition_penalty": 5.0}
+    ends = json.loads((demo / "model/generation_config.json").read_text())["eos_token_id"]
+    asked = {"do_sample": True, "temperature": 5.0, "top_k": 3, "repetition_penalty": 5.0, "num_beams": 10**9}
+    asked |= {"eos_token_id": ends}
     (tmp_path / "model/generation_config.json").write_text(json.dumps(asked))
     assert exact_match(tmp_path / "model", *data, limit=4) == plain
 
@@ -124,8 +129,54 @@ def test_missing_weights_are_named(demo: Path, data: tuple[Path, Path], tmp_path
     for file in (demo / "model").iterdir():
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(UserError, match="weights that do not load"):
+    with pytest.raises(UserError, match="found no safetensors weights"):
         exact_match(tmp_path, *data)
+
+
+def without(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: [tensors.pop(stored) for stored in list(tensors) if stored.endswith(name)]
+
+
+def spoilt(tensors: dict[str, torch.Tensor]) -> None:
+    next(t for name, t in tensors.items() if name.endswith("embed_tokens.weight"))[7, 3] = float("nan")
+
+
+def rounded(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.update({name: t.to(torch.int8) for name, t in tensors.items() if name.endswith("q_proj.weight")})
+
+
+BROKEN = {
+    "a random norm": (without("model.norm.weight"), {}, "1 missing: model.norm.weight"),
+    "a random head": (lambda _: None, {"tie_word_embeddings": False}, "1 missing: lm_head.weight"),
+    "NaN": (spoilt, {}, "found NaN or infinity in 1 tensors: .*embed_tokens.weight"),
+    "int8": (rounded, {}, r"found 3 tensors of other types: .*q_proj\.weight is I8"),
+    "another family": (lambda _: None, {"model_type": "qwen2_vl"}, "found model_type 'qwen2_vl', expected"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_trained_model_has_no_rate(
+    name: str, demo: Path, data: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    change, config, message = BROKEN[name]
+    folder = Path(shutil.copytree(demo / "model", tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | config))
+    assert main([str(folder), "--annotations", str(data[0]), "--images", str(data[1])]) == 1
+    told = capsys.readouterr().err
+    assert re.search(f"^error: {re.escape(str(folder))}.*{message}", told, re.MULTILINE), told
+
+
+def test_an_index_does_not_lead_elsewhere(demo: Path, data: tuple[Path, Path], tmp_path: Path):
+    folder = Path(shutil.copytree(demo / "model", tmp_path / "model"))
+    (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(tmp_path / "model.safetensors"), "../model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="weight_map: found .*file of this folder"):
+        exact_match(folder, *data)
 
 
 def test_a_missing_folder_ends_with_one_message(data: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):

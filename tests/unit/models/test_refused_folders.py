@@ -1,0 +1,268 @@
+"""Model folders with something in them that cannot be carried out: refused before training, naming file and key."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.data import Processor, Record, Turn
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.hf_folder import SINGLE, StoredWeights
+from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
+from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.weight_map import Piece
+from tests.support.folders import ModelChoice, write_model
+from tests.support.mutated_json import mutated
+
+CONFIG, PICTURES, TOKENIZER = "config.json", "preprocessor_config.json", "tokenizer_config.json"
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder, and in it a picture. Tests copy it before they change it."""
+    folder = write_model(tmp_path_factory.mktemp("good") / "model", ModelChoice(text_layers=1, vision_layers=2))
+    Image.linear_gradient("L").convert("RGB").resize((56, 84)).save(folder / "a.png")
+    return folder
+
+
+@pytest.fixture
+def model(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "model"))
+
+
+def open_all(folder: Path) -> dict[str, StoredWeights]:
+    """What a run does with the folder before its first step, and with the first record."""
+    folders, shapes = ModelSources(folder).read()
+    weights = open_modules(folders, shapes, 0)
+    processor = Processor.from_folder(folder)
+    turns = (Turn("user", "<image>What?"), Turn("assistant", "A disc."))
+    record = Record("d", 0, f"{folder}/train.jsonl:1", turns, ("a.png",), folder)
+    sample = processor.tokenize(record)
+    assert sample.input_ids.max() < shapes.text.vocab and len(sample.image_positions) == sample.rows.sum()
+    assert np.isfinite(processor.patches(record, 0, sample.grids[0])).all()
+    return weights
+
+
+def edit(folder: Path, name: str, key: str, value: object) -> None:
+    """Set a key of a JSON file, with dots between the keys on the way to it."""
+    content = json.loads((folder / name).read_text())
+    inside, (*above, last) = content, key.split(".")
+    for outer in above:
+        inside = inside[outer]
+    inside[last] = value
+    (folder / name).write_text(json.dumps(content))
+
+
+def test_the_good_folder_is_taken(model: Path) -> None:
+    open_all(model)
+
+
+CASES: list[tuple[str, str, Any, str]] = [
+    # What is not carried out.
+    (CONFIG, "text_config.attention_dropout", 0.1, "found 0.1, expected 0 or null, because attention is computed"),
+    (CONFIG, "quantization_config", {"quant_method": "awq"}, "quantised"),
+    (CONFIG, "text_config.quantization_config", {"bits": 4}, "quantised"),
+    (CONFIG, "text_config.hidden_act", "gelu", "found text_config.hidden_act = 'gelu', expected 'silu'"),
+    (CONFIG, "vision_config.hidden_act", "gelu", "found vision_config.hidden_act = 'gelu'"),
+    (CONFIG, "text_config.rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}, "'yarn'"),
+    (CONFIG, "text_config.layer_types", ["sliding_attention"], "found the kinds in text_config.layer_types"),
+    (CONFIG, "text_config.layer_types", ["full_attention"] * 2, "layer_type"),
+    (CONFIG, "text_config.head_dim", 16, "found text_config.head_dim = 16, expected 12"),
+    (CONFIG, "vision_config.head_dim", 16, "found vision_config.head_dim = 16, expected 8"),
+    (CONFIG, "vision_config.fullatt_block_indexes", [1, 2], "fullatt_block_indexes from depth on = [2], expected []"),
+    (CONFIG, "vision_config.fullatt_block_indexes", [-1], "each is a whole number"),
+    (CONFIG, "vision_config.in_channels", 1, "found 1, expected 3, because pictures"),
+    (CONFIG, "text_config.pad_token_id", 10**6, "pad_token_id below vocab_size"),
+    (CONFIG, "per_layer_config", {"0": {"intermediate_size": 8}}, "expected none"),
+    (PICTURES, "do_resize", False, "found false, expected true"),
+    (TOKENIZER, "split_special_tokens", True, "found true, expected false or null"),
+    # Numbers that make NaN of everything.
+    (CONFIG, "text_config.rope_parameters.rope_theta", 0, "found 0, expected a number above 0"),
+    (CONFIG, "text_config.rope_parameters.rope_theta", NAN, "found nan, expected a number above 0"),
+    (CONFIG, "vision_config.rope_parameters.rope_theta", 0.0, "found 0.0, expected a number above 0"),
+    (CONFIG, "text_config.rms_norm_eps", -1e-6, "found -1e-06, expected a number above 0"),
+    (PICTURES, "image_std", [0.5, 0, 0.5], "found [0.5, 0, 0.5], expected"),
+    (PICTURES, "rescale_factor", NAN, "found nan, expected a number above 0"),
+    # Odd values.
+    (CONFIG, "vision_config.depth", 10**9, "found 1000000000, expected a whole number from 1 to 10000"),
+    (CONFIG, "text_config.num_hidden_layers", 10**9, "whole number from 1 to 10000"),
+    (CONFIG, "num_labels", 10**9, "found 1000000000"),
+    (CONFIG, "text_config.vocab_size", "many", "found 'many', expected a whole number"),
+    (CONFIG, "vision_config.num_heads", 0, "found 0, expected a whole number"),
+    (CONFIG, "vision_config.patch_size", [14, 14], "found [14, 14], expected a whole number"),
+    (CONFIG, "text_config.rope_parameters.mrope_section", [2, 2], "3 values"),
+    (CONFIG, "text_config", "x", "found 'x', expected an object"),
+    (CONFIG, "model_type", ["qwen2_5_vl"], "found model_type ['qwen2_5_vl']"),
+    (PICTURES, "image_mean", [0.5, 0.5], "3 values"),
+    (PICTURES, "size", {"shortest_edge": 10**12, "longest_edge": 10**12}, "size.shortest_edge"),
+    (PICTURES, "image_processor_type", "CLIPImageProcessor", "an image processor that does not load"),
+    (TOKENIZER, "padding_side", "up", "found 'up', expected 'left' or 'right' or null"),
+    (TOKENIZER, "chat_template", 7, "found 7, expected text"),
+    (TOKENIZER, "eos_token", {"x": "y"}, "found {'x': 'y'}, expected text; or an object with its text as content"),
+    ("generation_config.json", "eos_token_id", ["x"], "found ['x'], expected a whole number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, key, value, message", CASES, ids=[f"{c[1]}={str(c[2])[:20]}" for c in CASES])
+def test_refused(name: str, key: str, value: object, message: str, model: Path) -> None:
+    edit(model, name, key, value)
+    with pytest.raises(UserError) as error:
+        open_all(model)
+    text = str(error.value)
+    assert str(model) in text and message in text and len(text) < 700
+    assert key.split(".")[-1] in text or "does not load" in text
+
+
+TEXT_7B = {
+    "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 3584,
+    "initializer_range": 0.02, "intermediate_size": 18944, "max_position_embeddings": 128000, "max_window_layers": 28,
+    "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "use_cache": True, "use_sliding_window": False, "vocab_size": 152064,
+}  # fmt: skip
+VISION_7B = {
+    "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_chans": 3,
+    "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+OUTSIDE_7B = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653, "vision_token_id": 151654, "image_token_id": 151655, "video_token_id": 151656,
+    "model_type": "qwen2_5_vl", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MROPE = {"mrope_section": [16, 24, 24]}
+AS_PUBLISHED = OUTSIDE_7B | TEXT_7B | {
+    "sliding_window": 32768, "rope_scaling": {"type": "mrope", **MROPE}, "vision_config": VISION_7B,
+}  # fmt: skip
+AS_SAVED_LATER = OUTSIDE_7B | TEXT_7B | {
+    "rope_scaling": {"rope_type": "default", "type": "default", **MROPE}, "sliding_window": None,
+    "text_config": TEXT_7B | {
+        "model_type": "qwen2_5_vl_text", "image_token_id": None, "video_token_id": None, "torch_dtype": "float32",
+        "rope_scaling": {"rope_type": "default", "type": "default", **MROPE}, "sliding_window": None,
+        "layer_types": ["full_attention"] * 28,
+    },
+    "vision_config": VISION_7B | {"model_type": "qwen2_5_vl", "in_channels": 3, "torch_dtype": "float32"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [AS_PUBLISHED, AS_SAVED_LATER], ids=["published", "saved by transformers 4.5x"])
+def test_the_published_configuration_is_taken(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    shapes = Qwen25VLShapes.from_folder(tmp_path)
+    text, vision = shapes.text, shapes.vision
+    assert (text.layers, text.vocab, text.rope_theta, text.mrope_section) == (28, 152064, 1e6, (16, 24, 24))
+    assert (vision.layers, vision.window, vision.full_layers) == (32, 4, {7, 15, 23, 31})
+
+
+# -------------------------------------------------------------------------------------------------- tokens
+
+
+def test_tokens_beyond_the_embedding(model: Path) -> None:
+    """They are named, and what the message says to do helps."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = json.loads((model / CONFIG).read_text())["text_config"]["vocab_size"]
+    tokenizer.add_tokens([f"<|new{k}|>" for k in range(rows - len(tokenizer))])
+    tokenizer.save_pretrained(model)
+    open_all(model)  # All ids that there are rows for may be used.
+    tokenizer.add_tokens([f"<|more{k}|>" for k in range(7)], special_tokens=True)
+    tokenizer.save_pretrained(model)
+    with pytest.raises(UserError) as error:
+        open_all(model)
+    for part in (
+        f"'<|more0|>' ({rows})", f"'<|more4|>' ({rows + 4}) and 2 more", f"ids below {rows}",
+        f"`model.resize_token_embeddings({rows + 7})`",
+    ):  # fmt: skip
+        assert part in str(error.value)
+    weights = Qwen2_5_VLForConditionalGeneration.from_pretrained(model)
+    weights.resize_token_embeddings(rows + 7)
+    weights.save_pretrained(model)
+    open_all(model)
+
+
+# -------------------------------------------------------------------------------------------------- weights
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / SINGLE)
+    edit(tensors)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", ["int8", "bool", "complex64", "float8_e4m3fn", "float64", "uint8"])
+def test_types_that_are_not_trained_from(kind: str, model: Path) -> None:
+    dtype = getattr(torch, kind)
+
+    def convert(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "q_proj" in name or name == "lm_head.weight"]:
+            tensors[name] = tensors[name].to(dtype)
+
+    change(model, convert)
+    with pytest.raises(UserError, match=r"found 3 tensors of other types: lm_head\.weight is \w+, .*F32, BF16, F16"):
+        open_all(model)
+
+
+def test_values_that_are_no_numbers_are_counted_by_who_reads_them(model: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"][-1, :3] = torch.tensor([NAN, float("inf"), float("-inf")])
+        tensors["lm_head.weight"][-5, 7] = NAN
+
+    change(model, spoil)
+    weights = open_all(model)["text"]
+    rows, width = weights.shapes["lm_head.weight"]
+    message = rf"model\.safetensors: tensor lm_head\.weight: found 4 of {rows * width} values NaN or infinite"
+    weights.read(Piece("lm_head.weight", (0, rows - 5)))  # another rank's share
+    weights.read(Piece("lm_head.weight", (rows, rows)))
+    for read in (
+        lambda: weights.read(Piece("lm_head.weight", (rows - 5, rows))),
+        lambda: weights.read(Piece("lm_head.weight", (0, rows), columns=(0, 1))),
+        lambda: weights.whole("lm_head.weight"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read()
+
+
+def test_sizes_are_checked_before_a_projector_is_drawn(model: Path) -> None:
+    """It would be of terabytes."""
+    edit(model, CONFIG, "vision_config.hidden_size", 2**20)
+    folders = ModelFolders.read(model, fresh_projector=True)
+    with pytest.raises(UserError, match="of another shape"):
+        open_modules(folders, Qwen25VLShapes.of(folders), 0)
+
+
+# ------------------------------------------------------------------------------------------------- mutations
+
+FILES = (CONFIG, CONFIG, PICTURES, TOKENIZER, "generation_config.json")
+
+
+@settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(data=st.data())
+def test_mutated_files_end_with_a_sentence_or_not_at_all(data: st.DataObject, good: Path) -> None:
+    name = data.draw(st.sampled_from(FILES))
+    original = (good / name).read_text()
+    text = data.draw(mutated(original))
+    try:
+        (good / name).write_text(text, encoding="utf-8")
+        open_all(good)
+    except UserError as error:
+        assert str(good) in str(error) and len(str(error).encode("utf-8")) < 2000
+    finally:
+        (good / name).write_text(original)
