@@ -1,4 +1,4 @@
-"""The one exception for input that the user can mend."""
+"""The one exception for input that the user can mend, and whether all ranks know of it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ class UserError(ValueError):
         reason = f", because {because}" if because else ""
         stop = "" if fix.endswith(("?", "!")) else "."
         return cls(f"{where}: found {found}, expected {expected}{reason}. {fix[:1].upper()}{fix[1:]}{stop}")
+
+
+class SharedError(UserError):
+    """One that every rank raises at the same point, after ranks have told each other or from what all of them know: all
+    can go on together to an orderly end.
+    """
 
 
 def listed(names: Collection[str], most: int = 5) -> str:

@@ -143,8 +143,11 @@ def _repeats_help(argv: Sequence[str]) -> bool:
 
 def leave(message: str, status: int) -> None:
     """Say `message` and exit without waiting for threads or for other ranks."""
-    if message:
-        print(message, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for say in (
+        lambda: print(message, end="\n" if message else "", file=sys.stderr),
+        sys.stderr.flush,
+        sys.stdout.flush,
+    ):
+        with contextlib.suppress(OSError):  # a full disk, or a pipe that nobody reads
+            say()
     os._exit(status)

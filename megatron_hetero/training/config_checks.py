@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import did_you_mean
 from megatron_hetero.module_names import ENCODER_NAME, TAKEN
+from megatron_hetero.training.config_paths import check_paths
 from megatron_hetero.training.settings import shown_name
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def check(config: Config) -> None:
     _check_model(config.model)
     _check_data(config.data, config.eval)
     _check_checkpoint(config.checkpoint)
-    _check_export(config.export, config.model)
+    check_paths(config)
     _check_evaluation(config.eval, config.export, config.model)
     _check_batch(config.train)
     _check_optimizer(config.optimizer, config.train.iters)
@@ -141,20 +142,6 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
                 why, do = "nothing is written without checkpoint.dir", "set checkpoint.dir, or remove it"
                 found = str(value).lower() if isinstance(value, bool) else value
                 raise _wrong(f"checkpoint.{shown_name(f)}", found, "nothing", why, do)
-
-
-def _check_export(export: ExportConfig, model: ModelConfig) -> None:
-    if export.hf_dir is None:
-        return
-    target = export.hf_dir.resolve()
-    sources = {f"model.encoders.{name}.hf_path": encoder.hf_path for name, encoder in model.encoders.items()}
-    if model.hf_path_vision is not None:
-        sources["model.hf_path_vision"] = model.hf_path_vision
-    for name, folder in {"model.hf_path": model.hf_path, **sources}.items():
-        source = folder.resolve()
-        if target == source or target in source.parents or source in target.parents:
-            expected, why = f"a folder apart from {name}", "the export replaces its folder, and with it the model"
-            raise _wrong("export.hf_dir", export.hf_dir, expected, why, f"try `--export.hf_dir {source}-trained`")
 
 
 def _check_evaluation(evaluation: EvalConfig, export: ExportConfig, model: ModelConfig) -> None:

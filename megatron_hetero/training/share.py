@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import SharedError
 from megatron_hetero.megatron_adapter import prepare_globals, random_states, set_random_states
 from megatron_hetero.models.backend import spec_provider
 from megatron_hetero.models.balance import idle_share
@@ -130,11 +130,11 @@ class Share:
         """Forward, backward, and update; `waited`: seconds that the batch was waited for; `stop`: true, at the end of
         the step, where this rank was asked to stop.
 
-        Raises `UserError` before the update where the loss or a gradient is NaN or infinite.
+        Raises `SharedError` before the update where the loss or a gradient is NaN or infinite.
         """
         start = time.perf_counter()
         if batch.supervised == 0:
-            raise UserError(
+            raise SharedError(
                 f"step {step}: found no supervised token in the global batch, expected some, because the loss "
                 f"divides by their number; raise data.max_seq_length or the batch size, or mend the data"
             )
@@ -193,7 +193,7 @@ class Share:
         what, rank = summary.faults[0]
         others = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
         kind = "loss" if what == "loss" else f"gradient of module {what}"
-        raise UserError(
+        raise SharedError(
             f"step {step}: found a {kind} that is NaN or infinite on rank {rank}{others}, expected finite "
             f"numbers; the weights "
             "have not been updated. Lower optimizer.lr, add warm-up, or look for broken samples in this step"
