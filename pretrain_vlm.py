@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import SharedError
 from megatron_hetero.launch import guarded, note_stop, process_group, rank
 from megatron_hetero.training.config import Config, load_command
 from megatron_hetero.training.stopping import StopRequest, stop_requests
@@ -53,35 +53,34 @@ def train(config: Config, request: StopRequest) -> None:
 
 def train_and_export(config: Config, platform: Platform, request: StopRequest) -> bool:
     """Build the run, train and evaluate it, and export the model. Returns whether it came so far: not where it was
-    asked to stop.
+    asked to stop. Raises `UserError`, after what was trained has been saved where that is possible.
     """
+    from megatron_hetero.training.ending import Ending
     from megatron_hetero.training.run import Run
 
     run = Run.build(config, platform)
-    with run.writer as writer:
+    ending = Ending(run)
+    with run.writer:
         try:
-            stopped = train_steps(run, writer, request)
-        except UserError:
-            for note in run.saver.settle():
-                writer.print(note)
-            raise
+            stopped = train_steps(run, run.writer, request)
+        except SharedError as error:
+            stopped = ending.failed(error)
         if stopped is not None:
-            how = "the same command" if config.checkpoint.resume == "auto" else "--checkpoint.resume auto"
-            writer.print(f"stopped after step {stopped}, as asked; {how} goes on from there")
-            return False
-    request.end()  # An export needs no end of a step: what it leaves half-written is not used.
-    if config.export.hf_dir is not None:
-        run.export(config.export.hf_dir)
-    run.saver.finish()
-    return True
+            ending.stopped(stopped)
+    if stopped is None:
+        request.end()  # An export needs no end of a step: what it leaves half-written is not used.
+        ending.trained()
+    ending.finish()
+    return stopped is None
 
 
 def train_steps(run: Run, writer: Writer, request: StopRequest) -> int | None:
     """Train all steps that are left, save and evaluate. Returns the step after which this was stopped, if it was."""
     from megatron_hetero.training.held_out import HeldOutEvaluation
     from megatron_hetero.training.report import describe, describe_boundaries
+    from megatron_hetero.training.run import MustStop
 
-    evaluation, step = HeldOutEvaluation.build(run), run.resumed.step
+    evaluation, step, stopping = HeldOutEvaluation.build(run), run.resumed.step, False
     writer.print(describe(run))
     for note in run.resumed.notes:
         writer.print(note)
@@ -90,18 +89,18 @@ def train_steps(run: Run, writer: Writer, request: StopRequest) -> int | None:
     for step, batch, waited in run.batches():
         if step == run.resumed.step + 1:
             writer.print(describe_boundaries(run, batch))
-        metrics = run.train_step(step, batch, waited, stop=request)
+        metrics = run.train_step(step, batch, waited, stop=MustStop(run, request))
         writer.write(metrics)
         # First: an evaluation that fails, or is left out, is made up by the run that goes on from here.
         for note in run.saver.after(step, metrics.stopping):
             writer.print(note)
-        if metrics.stopping:
+        if stopping := metrics.stopping:
             break
         for held_out in evaluation.after(step):
             writer.write_evaluation(held_out)
     for note in writer.notes():
         writer.print(note)
-    return step if run.on_any_rank(request) else None
+    return step if stopping or run.on_any_rank(request) else None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The one exception for input that the user can mend, and how messages quote what comes from files and records."""
+"""The one exception for input that the user can mend, whether all ranks know of it, and how messages quote what comes
+from files and records.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +67,12 @@ def in_short(error: BaseException) -> str:
     kept = " ".join(" ".join(s.split()) for s in sentences if s.strip() and not _UNSAFE_ADVICE.search(s))
     text = f"{kept[:MOST_QUOTED]}..." if len(kept) > MOST_QUOTED else kept
     return f"{type(error).__name__}{': ' if text else ''}{text}"
+
+
+class SharedError(UserError):
+    """One that every rank raises at the same point, after ranks have told each other or from what all of them know: all
+    can go on together to an orderly end.
+    """
 
 
 def listed(names: Collection[str], most: int = 5) -> str:

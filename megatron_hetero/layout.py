@@ -97,6 +97,7 @@ class Layout:
         module: str = "vision",
         flag: str | None = None,
         shape: ModuleShape | None = None,
+        idle: Iterable[int] = (),
     ) -> Layout:
         """The layout that `text` describes (grammar above).
 
@@ -106,6 +107,7 @@ class Layout:
             module: the module that the layout is for, named in errors.
             flag: what the user set, named in errors; ``--MODULE-parallel`` where left out.
             shape: where given, layouts suggested in errors also suit the module's shape.
+            idle: ranks that no other module covers; layouts suggested in errors that name ranks cover these too.
 
         Raises:
             UserError: the text is malformed, or the degrees do not fit the ranks. The message
@@ -115,7 +117,7 @@ class Layout:
         try:
             return _fitted(*read(text), world_size)
         except GrammarError as error:
-            suggestion = _mended(text, world_size, shape)
+            suggestion = _mended(text, world_size, shape, idle)
             more = _with_more_ranks(text, world_size, shape)
             axis = f", axis {error.axis}" if error.axis else ""
             raise UserError.at(
@@ -242,13 +244,31 @@ def resolve(texts: Mapping[str, str], modules: Mapping[str, ModuleShape], world_
     _require_known(texts, modules)
     world = tuple(range(world_size))
     layouts = {
-        name: Layout.parse(texts[name], world_size, module=name, shape=shape)
+        name: _parsed(name, texts, modules, world_size)
         if name in texts
         else Layout(tp=1, sp=1, cp=1, dp=world_size, pp=1, ranks=world)
-        for name, shape in modules.items()
+        for name in modules
     }
     validate(modules, layouts, world_size)
     return layouts
+
+
+def _parsed(name: str, texts: Mapping[str, str], modules: Mapping[str, ModuleShape], world_size: int) -> Layout:
+    try:
+        return Layout.parse(texts[name], world_size)
+    except UserError:  # Again, for a message with advice that suits the other modules.
+        idle = set(range(world_size)).difference(
+            *(_likely_ranks(texts.get(other), world_size, shape) for other, shape in modules.items() if other != name)
+        )
+        return Layout.parse(texts[name], world_size, module=name, shape=modules[name], idle=idle)
+
+
+def _likely_ranks(text: str | None, world_size: int, shape: ModuleShape) -> Sequence[int]:
+    """The ranks that a module covers, or will when its text has been mended."""
+    try:
+        return range(world_size) if text is None else Layout.parse(text, world_size).ranks
+    except UserError:
+        return _mended(text or "", world_size, shape).ranks
 
 
 def validate(modules: Mapping[str, ModuleShape], layouts: Mapping[str, Layout], world_size: int) -> None:
@@ -341,13 +361,13 @@ def _closest(
     return Layout(**closest_degrees(wanted, len(ranks), shape, only_divisors=only_divisors), ranks=ranks)
 
 
-def _mended(text: str, world_size: int | None, shape: ModuleShape | None) -> Layout:
-    """A legal layout as close as may be to what a faulty text seems to say."""
+def _mended(text: str, world_size: int | None, shape: ModuleShape | None, idle: Iterable[int] = ()) -> Layout:
+    """A legal layout as close as may be to what a faulty text seems to say, over the `idle` ranks too."""
     degrees, ranks = salvage(text)
     world = range(min(prod(degrees.values()), _MOST_RANKS) if world_size is None else world_size)
     if world_size is not None:
         ranks = tuple(rank for rank in ranks if rank < world_size)
-    return _closest(degrees, ranks or tuple(world), shape)
+    return _closest(degrees, tuple(sorted({*ranks, *idle})) if ranks else tuple(world), shape)
 
 
 def _with_more_ranks(text: str, world_size: int | None, shape: ModuleShape | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import SharedError, UserError
 
 T = TypeVar("T")
 FIRST = 0
@@ -15,23 +15,25 @@ FIRST = 0
 
 
 def on_every(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
-    """What `work` gives on each rank, by rank. The first rank's `UserError` is raised on every rank."""
+    """What `work` gives on each rank, by rank. The first rank's `UserError` is raised on every rank, as a
+    `SharedError`."""
     mine, problem = _attempt(work)
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, (mine, problem), group=group)
     for _, found in told:
         if found is not None:
-            raise UserError(found)
+            raise SharedError(found)
     return [result for result, _ in told]
 
 
 def on_first(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
-    """What `work` gives on the first rank, which alone does it. Its `UserError` is raised on every rank."""
+    """What `work` gives on the first rank, which alone does it. Its `UserError` is raised on every rank, as a
+    `SharedError`."""
     outcome: list[Any] = [_attempt(work) if dist.get_rank(group) == FIRST else None]
     dist.broadcast_object_list(outcome, src=FIRST, group=group)
     result, problem = outcome[0]
     if problem is not None:
-        raise UserError(problem)
+        raise SharedError(problem)
     return result
 
 

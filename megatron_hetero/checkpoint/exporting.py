@@ -23,9 +23,10 @@ from megatron_hetero.checkpoint.storage import INDEX, index_dtypes, index_shapes
 from megatron_hetero.data.two_folders import export_changes
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.folder_files import CONFIG
-from megatron_hetero.models.hf_folder import SHARD_BYTES, require_writable
-from megatron_hetero.models.qwen2_5_vl.model_writer import model_writer
+from megatron_hetero.models.folder_writer import SHARD_BYTES, require_writable
+from megatron_hetero.models.qwen2_5_vl.model_writer import companions_of, model_writer
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.paths import resolved
 from megatron_hetero.training.resolved import DTYPES
 
 STORED = "stored"
@@ -65,7 +66,9 @@ class OpenCheckpoint:
             advance("checking", done, total)
         if faults:
             raise damaged(folder, faults)
-        return cls(folder, RunRecord.read(folder), open_index(folder, manifest))
+        record = RunRecord.read(folder)
+        record.require_own_name(folder)
+        return cls(folder, record, open_index(folder, manifest))
 
     def require(self, shapes: Mapping[str, Shape]) -> None:
         """Check that it holds the tensors of a model with the stored `shapes`, and no others. Raises `UserError`."""
@@ -96,7 +99,7 @@ def export_checkpoint(
 
     Args:
         checkpoint: where the weights come from.
-        target: a new folder, an empty one, or an earlier export, which is replaced.
+        target: a new folder, an empty one, or an earlier export that has its mark, which is replaced.
         sources: where configuration, tokenizer and processor come from.
         dtype: what weights are written as: float32, bfloat16, or "stored", each as the checkpoint has it (of what is
             trained the master weights, float32). None: `model.dtype` of the run; "stored" where none has trained.
@@ -117,7 +120,8 @@ def export_checkpoint(
     as_what = _dtypes(dtype or _own_dtype(checkpoint.record), held)
     sizes = {name: prod(shape) * as_what[name].itemsize for name, shape in stored.items()}
     total, done = sum(sizes.values()), 0
-    with model_writer(target, shapes, as_what, sources.companions, export_changes(folders), limit) as put:
+    companions = companions_of(sources.companions, export_changes(folders))
+    with model_writer(target, shapes, as_what, companions, limit) as put:
         for name, shape in stored.items():
             put(name, checkpoint.weight(name, shape, held[name]))
             done += sizes[name]
@@ -140,9 +144,9 @@ def names_of(dtypes: Mapping[str, torch.dtype]) -> tuple[str, ...]:
 
 def require_apart(target: Path, others: Mapping[str, Path]) -> None:
     """Check that what replaces `target` replaces none of `others`, by what they are. Raises `UserError`."""
-    place = target.resolve()
+    place = resolved(target, "the target")
     for what, folder in others.items():
-        source = folder.resolve()
+        source = resolved(folder, what)
         if place == source or place in source.parents or source in place.parents:
             raise UserError.at(
                 target,

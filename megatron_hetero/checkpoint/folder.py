@@ -50,6 +50,17 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int | None:
+    """The step that the name of a checkpoint says, if it says one."""
+    found = _NAME.fullmatch(checkpoint.name)
+    return int(found[1]) if found else None
+
+
+def is_ours(name: str) -> bool:
+    """Whether a folder of checkpoints keeps something of its own under that name."""
+    return name in (LATEST, ".lock") or re.fullmatch(rf"\.?{_NAME.pattern}(\..*)?", name) is not None
+
+
 def partial_of(checkpoint: Path) -> Path:
     """Where a checkpoint is while it is written."""
     return checkpoint.with_name(f".{checkpoint.name}.partial")

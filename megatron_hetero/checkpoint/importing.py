@@ -4,10 +4,14 @@ stream from file to file, one at a time.
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,27 +116,45 @@ def _record(sources: ModelSources, seed: int) -> RunRecord:
     return RunRecord(0, 0, {}, (), config, imported_from=origin, model_files=hashes(sources))
 
 
+class _Taken(NamedTuple):
+    """Why a checkpoint cannot be put somewhere."""
+
+    found: str
+    expected: str
+    because: str
+
+
 def require_free(target: Path) -> None:
-    """Check that a checkpoint can be put at `target`, and that a run would find it there. Raises `UserError`."""
+    """Check that a checkpoint can be put at `target`, and that a run would find it there. Raises `UserError` with a
+    place that will do.
+    """
+    taken = _why_taken(target)
+    if taken is not None:
+        found, expected, because = taken
+        good = next(place for place in _others(target) if _why_taken(place) is None)
+        raise UserError.at(target, found=found, expected=expected, because=because, fix=f"try {good}")
+
+
+def _why_taken(target: Path) -> _Taken | None:
     steps = whole(target.parent)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        more = f", for example {target / UNTRAINED}" if whole(target) else ""
-        raise _taken(target, "something", "nothing there yet, or an empty folder", f"choose another folder{more}")
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        return _Taken("something", "nothing there yet, or an empty folder", "nothing is replaced")
     if target.name.startswith(_STEP) and target.name != UNTRAINED:
-        raise _taken(
-            target, f"the name {target.name}", f"{UNTRAINED}, or a name of another kind", "rename it",
-            because="a run counts its steps from that number, and imported weights were trained in none",
-        )  # fmt: skip
+        why = "a run counts its steps from that number, and imported weights were trained in none"
+        return _Taken(f"the name {target.name}", f"{UNTRAINED}, or a name of another kind", why)
     if target.name == UNTRAINED and steps:
         newest = next(reversed(steps.values()))
-        raise _taken(
-            target, f"{newest.name} in {target.parent}", "no checkpoint there", "choose another folder",
-            because="a run goes on from the newest one",
-        )  # fmt: skip
+        return _Taken(f"{newest.name} in {target.parent}", "no checkpoint there", "a run goes on from the newest one")
+    return None
 
 
-def _taken(target: Path, found: str, expected: str, fix: str, because: str = "nothing is replaced") -> UserError:
-    return UserError.at(target, found=found, expected=expected, because=because, fix=fix)
+def _others(target: Path) -> Iterator[Path]:
+    """Where else a run would find the checkpoint: as near as may be to where it was meant to go."""
+    folder = target.parent if target.name.startswith(_STEP) else target
+    if folder.is_dir():
+        yield folder / UNTRAINED
+    for number in itertools.count(1):
+        yield folder.parent / f"{folder.name}-imported{'' if number == 1 else f'-{number}'}" / UNTRAINED
 
 
 def _make(partial: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import yaml
 
+from megatron_hetero.checkpoint.folder import name_of, step_of
 from megatron_hetero.checkpoint.keys import RANDOM, Shape, expected_shapes
 from megatron_hetero.checkpoint.model_files import Hashes, alone, differences
 from megatron_hetero.checkpoint.model_sources import ModelSources
@@ -79,6 +80,20 @@ class RunRecord:
                 expected="that of a run",
                 fix="take another checkpoint (a run goes on from it with --checkpoint.resume PATH)",
             ) from None
+
+    def require_own_name(self, checkpoint: Path) -> None:
+        """Check that the checkpoint with this record has no other step's name: by names the newest is chosen, and older
+        ones are removed. Raises `UserError`.
+        """
+        named = step_of(checkpoint)
+        if named not in (None, self.step):
+            raise UserError.at(
+                checkpoint,
+                found=f"the name of a checkpoint after step {named}",
+                expected=f"{name_of(self.step)}, since {FILE_NAME} in it is of step {self.step}",
+                because="the newest checkpoint is found by name",
+                fix=f"rename the folder to {name_of(self.step)}",
+            )
 
     @property
     def freeze(self) -> tuple[str, ...]:

@@ -34,83 +34,104 @@ class Saver:
 
     With `checkpoint.async` a thread writes, at most one save at a time, and training goes on once this rank's part has
     been copied to the host's memory. The thread has a process group for itself. The last save is waited for.
+
+    `trained`: the last step that has been trained; `saved`: the newest checkpoint that was written; `lost`: why the
+    last one that was tried could not be.
     """
 
-    def __init__(self, config: Config, state: TrainState, record: RunRecord | None) -> None:
+    def __init__(self, config: Config, state: TrainState, record: RunRecord | None, trained: int = 0) -> None:
         self.config, self.state, self.record = config, state, record
+        self.trained = self._tried = trained
+        self.saved: Saved | None = None
+        self.lost: UserError | None = None
         self._copies = HostCopies(state.topology.platform)
         self._writing: _Writing | None = None
-        self._lost: UserError | None = None
 
     def after(self, step: int, stopping: bool = False) -> list[str]:
         """Save where it is time to, and see how a save that began earlier has ended. Every rank calls it after each
         step.
 
-        Returns what there is to say: which checkpoints are whole now and, with `checkpoint.on_failure` `continue`,
-        which could not be written. Raises `UserError` as `save` does, for a save in the background after a later step.
+        Returns what there is to say: which checkpoints are whole now, and which could not be written, with
+        `checkpoint.on_failure` `continue` or where the model is trained to its end, and can still be exported. Raises
+        `SharedError` as `save` does, for a save in the background after a later step.
         """
+        self.trained = step
         chosen = self.config.checkpoint
         last = stopping or step == self.config.train.iters
         due = chosen.dir is not None and (last or step % chosen.interval == 0)
-        notes = self._ended(waits=due)
+        goes_on = chosen.on_failure == "continue" or step == self.config.train.iters
+        notes = self._ended(waits=due, raises=not goes_on)
         if due:
             self._writing = self._begin(step, beside=chosen.async_ and not last)
-            notes += self._ended(waits=not chosen.async_ or last)
-        if stopping and self._lost is not None:  # Who was asked to stop must not believe in what is not there.
-            raise self._lost
+            notes += self._ended(waits=not chosen.async_ or last, raises=not goes_on)
+        if stopping and self.lost is not None:  # Who was asked to stop must not believe in what is not there.
+            raise self.lost
         return notes
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way on this rank."""
+        return self._writing is not None
 
     def settle(self) -> list[str]:
         """Wait for a save that is under way where an error ends the run on every rank. Returns what there is to say of
-        it; how it fails is of no interest any more.
+        it.
         """
         if self._writing is not None and wait([self._writing.outcome], SETTLED_S).done:
             with suppress(Exception):
-                return self._ended(waits=True)
+                return self._ended(waits=True, raises=False)
         return []
 
-    def finish(self) -> None:
-        """Raise the `UserError` for which the last checkpoint could not be written, where training went on."""
-        if self._lost is not None:
-            raise self._lost
+    def rescue(self) -> list[str]:
+        """Save the last step where an error ends the run on every rank and nothing is under way. Returns what there is
+        to say. Older checkpoints all stay, since nobody knows yet which of them is free of what went wrong.
+        """
+        if self.config.checkpoint.dir is None or self.trained == self._tried:
+            return []
+        self._writing = self._begin(self.trained, beside=False, keeps_all=True)
+        return self._ended(waits=True, raises=False)
 
-    def _begin(self, step: int, beside: bool) -> _Writing:
+    def _begin(self, step: int, beside: bool, keeps_all: bool = False) -> _Writing:
+        self._tried, keep = step, None if keeps_all else self.config.checkpoint.keep_last
         start, history = time.perf_counter(), History.now(self.config.log.dir / HISTORY)
         entries = self.state.entries()
         if beside:
-            work = partial(self._write, step, self._copies.of(entries), history, start)
+            work = partial(self._write, step, self._copies.of(entries), history, start, keep)
             return _Writing(step, in_background(work), time.perf_counter() - start)
         outcome: Future[tuple[Saved, float]] = Future()
         try:
-            outcome.set_result(self._write(step, entries, history, start))
+            outcome.set_result(self._write(step, entries, history, start, keep))
         except UserError as error:
             outcome.set_exception(error)
         return _Writing(step, outcome, time.perf_counter() - start)
 
-    def _write(self, step: int, entries: list[Entry], history: History, start: float) -> tuple[Saved, float]:
+    def _write(
+        self, step: int, entries: list[Entry], history: History, start: float, keep: int | None
+    ) -> tuple[Saved, float]:
         """What was written, and the seconds since `start`."""
         chosen = self.config.checkpoint
         assert chosen.dir is not None and self.record is not None, "it is time to save only with a folder"
         record, group = replace(self.record, step=step), self.state.topology.files
-        saved = save(entries, chosen.dir, record, history, chosen.keep_last, group)
+        saved = save(entries, chosen.dir, record, history, keep, group)
         return saved, time.perf_counter() - start
 
-    def _ended(self, waits: bool) -> list[str]:
+    def _ended(self, waits: bool, raises: bool) -> list[str]:
         """What there is to say of the save that was begun, once it has ended, which is waited for where `waits`."""
         writing, start = self._writing, time.perf_counter()
         if writing is None or not (waits or writing.outcome.done()):
             return []
-        self._writing = self._lost = None
+        self._writing = self.lost = None
         try:
-            saved, seconds = writing.outcome.result()
+            self.saved, seconds = writing.outcome.result()
         except UserError as error:
-            if self.config.checkpoint.on_failure == "stop":
+            self.lost = error
+            if raises:
                 raise
-            self._lost = error
-            return [f"warning: no checkpoint after step {writing.step}, training goes on: {error}"]
+            goes_on = "" if self.trained == self.config.train.iters else ", training goes on"
+            return [f"warning: no checkpoint after step {writing.step}{goes_on}: {error}"]
         held = writing.held_s + time.perf_counter() - start
         return [
-            f"checkpoint {name_of(writing.step)}: {_shown(saved.size)} in {seconds:.1f} s; "
+            f"checkpoint {name_of(writing.step)}: {_shown(self.saved.size)} in {seconds:.1f} s; "
             f"training waited for {min(held, seconds):.2f} s"
         ]
 

@@ -7,6 +7,9 @@ import fcntl
 import os
 import socket
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -22,33 +25,57 @@ _FREE_S = 15.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
+@dataclass(frozen=True)
+class Claim:
+    """What a folder is claimed for: the setting that names it, the file that is locked in it, what two runs would do
+    there, and the error that says why it cannot be written.
+    """
+
+    setting: str
+    lock: str
+    mixed: str
+    unwritable: Callable[[Path, OSError], UserError]
+
+
+CHECKPOINTS = Claim("checkpoint.dir", LOCK, "their checkpoints would be mixed", unwritable)
+
+
 class FolderLock:
-    """The right to write into a folder, until the process ends or nothing refers to it any more."""
+    """The right to write into a folder, until the process ends, it is released, or nothing refers to it any more."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
 
     @classmethod
-    def take(cls, folder: Path) -> tuple[FolderLock, tuple[str, ...]]:
+    def take(cls, folder: Path, claim: Claim = CHECKPOINTS) -> tuple[FolderLock, tuple[str, ...]]:
         """Take it, and make the folder if need be. Returns what there is to say besides. Raises `UserError` where
         another run has it.
         """
-        path, notes = folder / LOCK, ()
+        path, notes = folder / claim.lock, ()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (it is held)
             if not wait_for(lambda: _locked(file), _FREE_S):
-                raise _taken(folder, path)
+                file.close()
+                raise _taken(folder, path, claim)
+            _sign(file)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                raise unwritable(folder, error) from None
+                raise claim.unwritable(folder, error) from None
             notes = (f"the file system of {folder} has no locks: see to it that no other run writes there",)
-        else:
-            file.seek(0)
-            file.truncate()
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
         return cls(file), notes
+
+    def release(self) -> None:
+        """Let others write there."""
+        with suppress(OSError):
+            self._file.close()
+
+
+def _sign(file: IO[str]) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
 
 
 def _locked(file: IO[str]) -> bool:
@@ -60,14 +87,14 @@ def _locked(file: IO[str]) -> bool:
     return True
 
 
-def _taken(folder: Path, path: Path) -> UserError:
-    holder = path.read_text(encoding="utf-8").strip()
+def _taken(folder: Path, path: Path, claim: Claim) -> UserError:
+    holder = path.read_text(encoding="utf-8", errors="replace").strip()
     return UserError.at(
-        f"checkpoint.dir: {folder}",
+        f"{claim.setting}: {folder}",
         found=f"another run that writes there ({holder or 'no more is known'})",
         expected="none",
-        because="their checkpoints would be mixed",
-        fix="choose another checkpoint.dir, or end the other run first",
+        because=claim.mixed,
+        fix=f"choose another {claim.setting}, or end the other run first",
     )
 
 

@@ -59,14 +59,16 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run goes on from: the last trained step, the metrics up to it (the text of metrics.jsonl),
-    and what there is to say about it. `lock`: on the first rank the right to write into `checkpoint.dir`, if any.
+    """The checkpoint that a run goes on from, if any: the last trained step, the metrics up to it (the text of
+    metrics.jsonl), what there is to say about it, and its folder. `lock`: on the first rank the right to write into
+    `checkpoint.dir`, if any.
     """
 
     step: int = 0
     history: str = ""
     notes: tuple[str, ...] = ()
     lock: object = None
+    path: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     manifest = _verify(checkpoint, group)
     rank, ranks = state.topology.rank, state.topology.world_size
     record = on_every(group, lambda: RunRecord.read(checkpoint))[rank]
+    on_first(group, lambda: record.require_own_name(checkpoint))
     on_first(group, lambda: record.require_resumable(new, allowed, checkpoint))
     on_first(group, lambda: _require_steps(record, new, checkpoint))
     index = on_first(group, lambda: open_index(checkpoint, manifest))
@@ -162,7 +165,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     if fit:
         set_random_states(states, state.topology.platform)
     notes = (f"resumed from {checkpoint}, after step {record.step}", *_changes(record, new))
-    return Resumed(record.step, _history(checkpoint), notes)
+    return Resumed(record.step, _history(checkpoint), notes, path=checkpoint)
 
 
 def _require_steps(record: RunRecord, new: RunRecord, checkpoint: Path) -> None:

@@ -49,7 +49,7 @@ from megatron_hetero.checkpoint.folder import FileRecord
 from megatron_hetero.checkpoint.hashed_files import HashedFiles
 from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.errors import UserError, in_short, listed
-from megatron_hetero.models.hf_folder import plan_shards
+from megatron_hetero.models.folder_writer import plan_shards
 
 INDEX = ".metadata"
 _ANOTHER = "take another checkpoint (a run goes on from it with --checkpoint.resume PATH)"

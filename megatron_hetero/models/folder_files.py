@@ -1,4 +1,6 @@
-"""What the files of a `transformers` folder are called."""
+"""What the files of a `transformers` folder are called, and where an export puts it together."""
+
+from pathlib import Path
 
 CONFIG = "config.json"
 TOKENIZER_FILES = (
@@ -8,8 +10,16 @@ TOKENIZER_FILES = (
 )
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES)
-"""Files beside the weights that make a folder complete: configuration, tokenizer, processor, chat template. An export
-writes no others, so that it can be told from a folder that has something of a user's in it.
-"""
+"""Files beside the weights that make a folder complete: configuration, tokenizer, processor, chat template."""
 ENCODERS = "encoders"
 """The folder in an exported model that has a folder for each further encoder."""
+
+
+def partial_of(target: Path) -> Path:
+    """Where an exported folder is while it is written."""
+    return target.parent / f".{target.name}.partial"
+
+
+def replaced_of(target: Path) -> Path:
+    """Where the earlier export is while the new one takes its place."""
+    return target.parent / f".{target.name}.replaced"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,15 @@ from megatron_hetero.layout import Layout
 from megatron_hetero.models.stages import stages_of_rank
 from megatron_hetero.planning.estimate import Plan
 from megatron_hetero.planning.problems import shortened
-from megatron_hetero.schedule.drawing import colours_of, draw_legend, draw_panel, new_figure, require_picture, rows_of
+from megatron_hetero.schedule.drawing import (
+    colours_of,
+    draw_legend,
+    draw_panel,
+    new_figure,
+    require_picture,
+    rows_of,
+    write_picture,
+)
 from megatron_hetero.schedule.simulator import Span
 
 MOST_ROWS = 24
@@ -23,10 +33,13 @@ CHARACTER = 0.0068
 
 
 def require_writable_picture(file: Path) -> None:
-    """Check that a picture can be drawn to the file. Raises `UserError`."""
+    """Check that a picture can be drawn to the file. Nothing is left of that. Raises `UserError`."""
     require_picture(file)
     try:
-        with open(file, "ab"):
+        if file.exists():
+            with open(file, "ab"):
+                return
+        with tempfile.TemporaryFile(dir=os.path.realpath(file.parent)):
             pass
     except OSError as error:
         found = (error.strerror or str(error)).lower()
@@ -49,7 +62,7 @@ def draw_plan(plan: Plan, file: Path) -> None:
     draw_panel(bottom, f"One step of {plan.batch.micro_batches} micro-batches; {idle}", scaled, colours)
     bottom.set_xlabel("TFLOP of a rank: work takes as long as it has operations")
     draw_legend(figure, [scaled], colours)
-    figure.savefig(file, dpi=130)
+    write_picture(figure, file)
 
 
 def _shown(rows: Mapping[str, Sequence[Span]]) -> dict[str, Sequence[Span]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,7 +98,7 @@ def draw(panels: Mapping[str, Simulation | Rows], file: str | Path) -> None:
         draw_panel(axis, title, rows, colours)
     axes[-1].set_xlabel("seconds")
     draw_legend(figure, held.values(), colours)
-    figure.savefig(file, dpi=130)
+    write_picture(figure, Path(file))
 
 
 def require_picture(file: str | Path) -> None:
@@ -104,6 +106,30 @@ def require_picture(file: str | Path) -> None:
     if Path(file).suffix not in (".svg", ".png"):
         expected = "a name that ends in .svg or .png"
         raise UserError.at("drawing of a schedule", found=str(file), expected=expected, fix="rename it")
+
+
+def write_picture(figure: Any, file: Path) -> None:
+    """Write a figure, whole or not at all. Raises `UserError`."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=file.suffix[1:], dpi=130)
+    place = Path(os.path.realpath(file))
+    partial = place.with_name(f".{place.name}.partial")
+    try:
+        if place.exists() and not place.is_file():  # a device, or a pipe
+            place.write_bytes(drawn.getvalue())
+            return
+        try:
+            partial.write_bytes(drawn.getvalue())
+            partial.replace(place)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError.at(
+            f"picture {file}",
+            found=(error.strerror or str(error)).lower(),
+            expected="a file that can be written",
+            fix="free space or grant access, or choose another place",
+        ) from None
 
 
 def new_figure(size: tuple[float, float]) -> Any:

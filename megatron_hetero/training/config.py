@@ -179,7 +179,11 @@ class OptimizerConfig:
 class LogConfig:
     """Section `log`."""
 
-    dir: Path = option(Path("runs"), "Folder for metrics.jsonl, the resolved configuration and TensorBoard's files.")
+    dir: Path = option(
+        Path("runs"),
+        "Folder for metrics.jsonl, the resolved configuration and TensorBoard's files; those of an earlier run are set "
+        "aside in it.",
+    )
     tensorboard: bool = option(False, "Whether metrics are written for TensorBoard too.")
 
     def __post_init__(self) -> None:
@@ -215,7 +219,11 @@ class CheckpointConfig:
 class ExportConfig:
     """Section `export`."""
 
-    hf_dir: Path | None = option(None, "Folder that the trained model is written to in `transformers` format, if any.")
+    hf_dir: Path | None = option(
+        None,
+        "Folder that the trained model is written to in `transformers` format, if any; an earlier export is replaced, "
+        "nothing else.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import did_you_mean
 from megatron_hetero.module_names import ENCODER_NAME, TAKEN, parts_of
+from megatron_hetero.training.config_paths import check_paths
 from megatron_hetero.training.settings import shown_name
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         DataConfig,
         EncoderConfig,
         EvalConfig,
-        ExportConfig,
         ModelConfig,
         OptimizerConfig,
         PlanConfig,
@@ -70,7 +70,7 @@ def check(config: Config) -> None:
     _check_data(config.data, config.eval)
     _check_checkpoint(config.checkpoint)
     _check_profile(config.train)
-    _check_export(config.export, config.model)
+    check_paths(config)
     _check_evaluation(config)
     _check_batch(config.train)
     _check_optimizer(config.optimizer, config.train.iters)
@@ -161,20 +161,6 @@ def _check_profile(train: TrainConfig) -> None:
         most = iters - start + 1
         expected, why = f"at most {most} from step {start} on", f"train.iters is {iters}, and what is traced is written"
         raise _wrong("train.profile.steps", steps, expected, f"{why} after the last of them", f"lower it to {most}")
-
-
-def _check_export(export: ExportConfig, model: ModelConfig) -> None:
-    if export.hf_dir is None:
-        return
-    target = export.hf_dir.resolve()
-    sources = {f"model.encoders.{name}.hf_path": encoder.hf_path for name, encoder in model.encoders.items()}
-    if model.hf_path_vision is not None:
-        sources["model.hf_path_vision"] = model.hf_path_vision
-    for name, folder in {"model.hf_path": model.hf_path, **sources}.items():
-        source = folder.resolve()
-        if target == source or target in source.parents or source in target.parents:
-            expected, why = f"a folder apart from {name}", "the export replaces its folder, and with it the model"
-            raise _wrong("export.hf_dir", export.hf_dir, expected, why, f"try `--export.hf_dir {source}-trained`")
 
 
 def _check_evaluation(config: Config) -> None:

@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from megatron_hetero.layout_grammar import did_you_mean
+from megatron_hetero.paths import is_loop
 
 
 class ConversionError(Exception):
@@ -107,7 +108,10 @@ def _path(value: object, base: Path) -> Path:
     except RuntimeError:
         raise ConversionError(show(value), "a path whose home folder exists") from None
     # Links stay as the user wrote them, so that messages name a path that the user knows.
-    return Path(os.path.abspath(base / home))
+    path = Path(os.path.abspath(base / home))
+    if is_loop(path):
+        raise ConversionError(f"{show(value)}, a link that leads to itself", "a path that leads somewhere")
+    return path
 
 
 def _text(value: object) -> str:

@@ -12,15 +12,16 @@ from megatron_hetero.platform import Platform
 from megatron_hetero.terminal import console
 from megatron_hetero.tools.evaluate import EvaluationResult, exact_match, result_table
 from megatron_hetero.training.config import Config
-
-FILE_NAME = "evaluation.json"
+from megatron_hetero.training.log_files import EVALUATION
+from megatron_hetero.training.log_folder import unwritable
 
 
 def evaluate_export(config: Config, platform: Platform) -> None:
     """Ask the questions of `eval.datasets`, with their pictures and with blanked ones; print tables, write
     `evaluation.json`.
 
-    For one process, once all others are done: it takes all cores. Raises `UserError` as `exact_match` does.
+    For one process, once all others are done: it takes all cores. Raises `UserError` as `exact_match` does, and where
+    the file cannot be written.
     """
     disable_progress_bar()
     if not platform.is_cuda:
@@ -33,7 +34,12 @@ def evaluate_export(config: Config, platform: Platform) -> None:
             console().print(result_table(result))
             print(f"{name}: {result}", flush=True)
             results[name]["blanked" if blank else "shown"] = {"rate": result.rate, "questions": result.questions}
-    (config.log.dir / FILE_NAME).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    path = config.log.dir / EVALUATION
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise unwritable(path, error) from None
 
 
 def _ask(config: Config, name: str, platform: Platform, blank: bool) -> EvaluationResult:

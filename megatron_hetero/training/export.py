@@ -5,6 +5,7 @@ Rank 0 need not hold any of them: the layouts say which ranks do, and these say 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.models.hf_folder import NO_CHANGES
+from megatron_hetero.checkpoint.collective import on_first
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.folder_writer import Companions, require_writable
 from megatron_hetero.models.qwen2_5_vl.model_writer import model_writer
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
@@ -32,23 +35,39 @@ def export_model(
     shapes: Qwen25VLShapes,
     topology: Topology,
     target: Path,
-    companions: Mapping[str, Path],
+    companions: Mapping[str, Companions],
     dtype: torch.dtype,
-    changes: Mapping[str, str | None] = NO_CHANGES,
 ) -> None:
     """Write `target` from the weights of the first replica of each module. Every rank calls it, with the modules that
-    it holds a part of; rank 0 writes. `companions`, `changes`: see `model_writer`. Raises `UserError` on rank 0 where
-    the folder cannot be written.
+    it holds a part of; rank 0 writes, and alone needs the `companions` (see `companions_of`). Raises `SharedError`
+    where the folder cannot be written; nothing of it is left then, and it can be tried again elsewhere.
     """
+    on_first(topology.files, lambda: require_writable(target))  # before anything is sent
     parts = gather_parameters(modules, topology)
+
+    def write() -> None:
+        try:
+            with model_writer(target, shapes, dtype, companions) as put:
+                for name, tensor in assemble(parts, stored_shapes(shapes)):
+                    put(name, tensor)
+        except Exception as error:
+            _use_up(parts)  # Others send, whether it is written or not.
+            raise error if isinstance(error, UserError) else _unexpected(target) from error
+
     if topology.rank != WRITER:
-        for _ in parts:
-            pass
-    else:
-        with model_writer(target, shapes, dtype, companions, changes) as put:
-            for name, tensor in assemble(parts, stored_shapes(shapes)):
-                put(name, tensor)
-    dist.barrier(topology.world)
+        _use_up(parts)
+    on_first(topology.files, write)
+
+
+def _unexpected(target: Path) -> UserError:
+    return UserError(
+        f"{target}: the model was not written, for an error of the program's own:\n{traceback.format_exc()}"
+    )
+
+
+def _use_up(parts: Iterable[Part]) -> None:
+    for _ in parts:
+        pass
 
 
 def gather_parameters(

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import SharedError
 from megatron_hetero.module_names import TEXT
 from megatron_hetero.schedule.contract import DeviceMicroBatch
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.training.exact_match import answer_counts, exact_match, supervised_samples
-from megatron_hetero.training.metrics import EvaluationMetrics, evaluated_after
+from megatron_hetero.training.metrics import EvaluationMetrics
+from megatron_hetero.training.metrics_history import evaluated_after
 from megatron_hetero.training.resolved import dtype_of, evaluation_schedule
 from megatron_hetero.training.run import Run
 from megatron_hetero.training.step_loader import StepBatch, StepLoader
@@ -66,7 +67,7 @@ class HeldOutEvaluation:
         """What is measured of each data set but some, where `step` (from 1) is one after which they are evaluated.
         Every rank goes through it to the end.
 
-        Raises `UserError`, on every rank, for data that cannot be used.
+        Raises `SharedError` for data that cannot be used.
         """
         if evaluates(step, self.run.config.eval.interval, self.run.config.train.iters):
             for held_out in self.held_out:
@@ -91,7 +92,7 @@ class HeldOutEvaluation:
             supervised += batch.supervised
             samples += len(batch.sample_lengths)
         if supervised == 0:
-            raise UserError.at(
+            raise SharedError.at(
                 f"eval.datasets: {held_out.name}",
                 found="no supervised token",
                 expected="some",

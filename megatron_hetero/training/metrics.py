@@ -6,27 +6,30 @@ loop has no conditions.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Protocol, Self
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatron_hetero import terminal
 from megatron_hetero.errors import UserError
+from megatron_hetero.training.log_files import METRICS as FILE_NAME
+from megatron_hetero.training.log_folder import LogFolder, unwritable
 from megatron_hetero.training.skipped import Skipped
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-FILE_NAME = "metrics.jsonl"
+TERMINAL, REMOVED = "terminal", "removed"
+"""Of the faults of a writer: the one for which nothing more is printed, and the one that has been mended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,39 +167,6 @@ class EvaluationMetrics:
         )
 
 
-def evaluated_after(step: int, history: str) -> frozenset[str]:
-    """The data sets whose evaluation after `step` is told by the lines of metrics.jsonl up to that step."""
-    records = map(json.loads, reversed(history.splitlines()))
-    last = itertools.takewhile(lambda record: record["step"] == step, records)
-    return frozenset(record["eval_dataset"] for record in last if "eval_dataset" in record)
-
-
-def evaluations_since(history: str, step: int, folder: Path) -> str:
-    """The evaluations after `step` whose lines follow directly on `history`, which ends with that step, in the
-    metrics.jsonl of `folder`: they were made after the checkpoint that has this history. Nothing where the file cannot
-    be read or tells of another run.
-    """
-    try:
-        found = (folder / FILE_NAME).read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return ""
-    if not history or not found.startswith(history):
-        return ""
-    return "".join(_evaluations(found[len(history) :].splitlines(keepends=True), step))
-
-
-def _evaluations(lines: list[str], step: int) -> Iterator[str]:
-    """The evaluations after `step` that begin `lines`."""
-    for line in lines:
-        try:
-            record = json.loads(line) if line.endswith("\n") else {}
-        except ValueError:
-            return
-        if "eval_dataset" not in record or record.get("step") != step:
-            return
-        yield line
-
-
 class Writer(Protocol):
     """What the training loop says things to; a context manager that closes itself."""
 
@@ -230,6 +200,9 @@ class Writer(Protocol):
 class NullWriter:
     """A writer for the ranks that say nothing."""
 
+    faults: Mapping[str, str] = MappingProxyType({})
+    is_broken = False
+
     def write(self, metrics: StepMetrics) -> None:
         """Does nothing."""
 
@@ -254,17 +227,20 @@ class NullWriter:
 
 
 class MetricsWriter:
-    """Writes the metrics of a run into a folder and onto the terminal.
+    """Writes the metrics of a run into a folder and onto the terminal. What cannot be written ends nothing: it is told
+    at once, tried again where it can be, and in `faults` by what it is of.
 
     Args:
-        folder: made if need be; a metrics.jsonl of an earlier run in it is replaced.
+        folder: made if need be; what an earlier run left in it is set aside.
         steps: number of steps of the run.
+        config: the resolved configuration, which goes beside the metrics.
         done: number of steps that were trained before, with the lines of metrics.jsonl in `history`.
         tensorboard: whether TensorBoard's files are written to the folder too.
         console: where lines and progress go; the standard output where left out.
 
     Raises:
-        UserError: the folder cannot be written to, or TensorBoard is wanted but not installed.
+        UserError: the folder cannot be written to, another run writes there, or TensorBoard is wanted but not
+            installed.
     """
 
     def __init__(
@@ -272,6 +248,7 @@ class MetricsWriter:
         folder: Path,
         steps: int,
         *,
+        config: str = "",
         done: int = 0,
         history: str = "",
         tensorboard: bool = False,
@@ -279,8 +256,8 @@ class MetricsWriter:
     ) -> None:
         self._steps = steps
         self._console = console or terminal.console()
-        self._path = folder / FILE_NAME
-        self._file = self._open(history)
+        self.faults: dict[str, str] = {}
+        self._log = LogFolder(folder, history, config)
         self._skipped = Skipped.of(history)
         self._tensorboard = _summary_writer(folder, done) if tensorboard else None
         self._progress = _progress(self._console)
@@ -288,43 +265,72 @@ class MetricsWriter:
         # Only a terminal can redraw a bar; elsewhere there are plain lines.
         if self._console.is_terminal:
             self._progress.start()
+        for note in self._log.notes:
+            self.print(note)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something cannot be written now."""
+        return bool(self.faults.keys() - {REMOVED})
 
     def write(self, metrics: StepMetrics) -> None:
-        """Records one step.
-
-        Raises:
-            UserError: the file can no longer be written, for example because the disk is full.
-        """
+        """Records one step."""
         record = metrics.record()
         self._record(record)
         self._skipped = self._skipped.and_of(record)
-        if self._tensorboard is not None:
-            _add_scalars(self._tensorboard, "train", metrics.step, record)
+        self._show("train", metrics.step, record)
         self.print(metrics.line(self._steps))
         self._progress.update(self._task, completed=metrics.step)
 
     def write_evaluation(self, metrics: EvaluationMetrics) -> None:
-        """Records the evaluation of one data set. Raises `UserError`, as `write` does."""
+        """Records the evaluation of one data set."""
         self._record(metrics.record())
-        if self._tensorboard is not None:
-            _add_scalars(self._tensorboard, f"eval/{metrics.dataset}", metrics.step, metrics.values)
+        self._show(f"eval/{metrics.dataset}", metrics.step, metrics.values)
         self.print(metrics.line(self._steps))
 
     def _record(self, record: Mapping[str, Any]) -> None:
+        self._append(json.dumps(record, allow_nan=False) + "\n")
+
+    def _append(self, line: str) -> None:
         try:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+            made_again = self._log.append(line)
+        except (OSError, UserError) as error:
+            wrong = unwritable(self._log.folder / FILE_NAME, error) if isinstance(error, OSError) else error
+            return self._note(FILE_NAME, str(wrong))
+        self.faults.pop(FILE_NAME, None)
+        if made_again:
+            self._note(REMOVED, _removed(self._log.folder))
+
+    def _show(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+        """Write for TensorBoard, until that fails."""
+        try:
+            if self._tensorboard is not None:
+                _add_scalars(self._tensorboard, group, step, values)
         except OSError as error:
-            raise _unwritable(self._path, error) from None
+            self._tensorboard = None
+            self._note("TensorBoard", str(unwritable(self._log.folder, error)))
+
+    def _note(self, what: str, fault: str) -> None:
+        """Tell a fault where it is new."""
+        if what not in self.faults:
+            with suppress(OSError):
+                print(f"warning: {fault}", file=sys.stderr, flush=True)
+        self.faults[what] = fault
 
     def print(self, renderable: object) -> None:
         """Shows text or anything that `rich` renders, above the progress bar."""
-        if isinstance(renderable, str) and not self._console.is_terminal:
-            # A file or a pipe has no width to wrap at.
-            self._console.out(renderable, highlight=False)
-        else:
-            self._console.print(renderable, markup=False, highlight=False)
-        self._console.file.flush()
+        if TERMINAL in self.faults:
+            return
+        try:
+            if isinstance(renderable, str) and not self._console.is_terminal:
+                # A file or a pipe has no width to wrap at.
+                print(renderable, file=self._console.file)
+            else:
+                self._console.print(renderable, markup=False, highlight=False)
+            self._console.file.flush()
+        except (OSError, SystemExit) as error:  # `rich` exits where nobody reads its pipe any more
+            reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else "a pipe nobody reads"
+            self._note(TERMINAL, f"standard output: found {reason}, expected something that can be written to.")
 
     def notes(self) -> tuple[str, ...]:
         """What there is to say when no more steps are trained: of all steps, those before a resume included."""
@@ -334,11 +340,11 @@ class MetricsWriter:
         """Finishes; nothing is written afterwards."""
         if self._progress.live.is_started:
             self._progress.stop()
-        # Each step was flushed when it was written; what could not be flushed was reported then.
-        with suppress(OSError):
-            self._file.close()
+        self._append("")  # what has been waiting for room, and a file that was removed after the last step
+        self._log.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with suppress(OSError):  # Each step was flushed when it was written, and what could not be was told.
+                self._tensorboard.close()
 
     def __enter__(self) -> Self:
         return self
@@ -346,22 +352,16 @@ class MetricsWriter:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
-    def _open(self, history: str) -> IO[str]:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(history, encoding="utf-8")
-            return open(self._path, "a", encoding="utf-8")
-        except OSError as error:
-            raise _unwritable(self._path, error) from None
 
-
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError.at(
-        f"log.dir: {path}",
-        found=(error.strerror or str(error)).lower(),
-        expected="a file that can be written",
-        because="every step's metrics go there",
-        fix="free space or grant access, or choose another folder with --log.dir DIR",
+def _removed(folder: Path) -> str:
+    return str(
+        UserError.at(
+            f"log.dir: {folder / FILE_NAME}",
+            found="that somebody removed it while the run went on",
+            expected="it to stay",
+            because="every step's metrics go there",
+            fix="nothing is lost of it: it has been written again, but other files of the folder may be gone",
+        )
     )
 
 
@@ -375,8 +375,11 @@ def _summary_writer(folder: Path, done: int) -> SummaryWriter:
             expected="the package tensorboard",
             fix="install it with `pip install tensorboard`, or leave log.tensorboard out",
         ) from None
-    # What an interrupted run showed of later steps is taken back.
-    return SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+    try:
+        # What an interrupted run showed of later steps is taken back.
+        return SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+    except OSError as error:
+        raise unwritable(folder, error) from None
 
 
 def _add_scalars(writer: SummaryWriter, group: str, step: int, values: Mapping[str, Any]) -> None:

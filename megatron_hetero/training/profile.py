@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from megatron_hetero.platform import Platform
 class StepProfiler:
     """Traces `steps` steps from step `start` on, and writes `trace-rankN.json` into `folder` after the last of them.
 
-    Ranges have the names of the schedule's actions, such as ``text.0.F3``. A `start` of 0 traces nothing.
+    Ranges have the names of the schedule's actions, such as ``text.0.F3``. A `start` of 0 traces nothing. `fault`: why
+    the trace could not be written, which is no reason to lose the step.
     """
 
     def __init__(self, start: int, steps: int, folder: Path, rank: int, platform: Platform):
@@ -23,10 +25,11 @@ class StepProfiler:
         self._file = folder / f"trace-rank{rank}.json"
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.is_cuda else [])]
         self._profile: profile | None = None
+        self.fault: str | None = None
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step `number`. Raises `UserError` where the trace cannot be written."""
+        """Around step `number`."""
         if self._first and number == self._first:
             self._profile = profile(activities=self._activities)
             self._profile.start()
@@ -42,9 +45,11 @@ class StepProfiler:
             self._file.write_bytes(b"")  # the exporter reports nothing of what goes wrong
             trace.export_chrome_trace(str(self._file))
         except OSError as error:
-            raise UserError.at(
+            wrong = UserError.at(
                 f"train.profile: {self._file}",
                 found=(error.strerror or str(error)).lower(),
                 expected="a file that can be written",
                 fix="free space or grant access, or choose another folder with --log.dir DIR",
-            ) from None
+            )
+            self.fault = str(wrong)
+            print(f"warning: {wrong}", file=sys.stderr, flush=True)

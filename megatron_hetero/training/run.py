@@ -16,10 +16,12 @@ from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.cuda_environment import prepare_traces
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.two_folders import export_changes
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import SharedError
 from megatron_hetero.models.backend import backend_notices
-from megatron_hetero.models.hf_folder import StoredWeights, require_writable
+from megatron_hetero.models.folder_writer import Companions, require_writable
+from megatron_hetero.models.hf_folder import StoredWeights
 from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
+from megatron_hetero.models.qwen2_5_vl.model_writer import companions_of
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
 from megatron_hetero.module_names import VISION, parts_of
@@ -27,25 +29,45 @@ from megatron_hetero.platform import Platform
 from megatron_hetero.topology import Topology
 from megatron_hetero.training.config import Config, to_yaml
 from megatron_hetero.training.export import export_model
-from megatron_hetero.training.metrics import MetricsWriter, NullWriter, evaluations_since
+from megatron_hetero.training.log_folder import unwritable
+from megatron_hetero.training.metrics import MetricsWriter, NullWriter
+from megatron_hetero.training.metrics_history import evaluations_since
 from megatron_hetero.training.resolved import checked, dtype_of, folders_of
 from megatron_hetero.training.share import Share
 from megatron_hetero.training.sources import open_held_out, open_mixture, open_processor
 from megatron_hetero.training.step_loader import StepBatch, StepLoader
 
 REPORTER = 0
-"""The rank that prints and writes metrics."""
+"""The rank that prints, writes metrics and exports."""
+
+
+@dataclass(frozen=True)
+class MustStop:
+    """True where this rank stops the run after the step that it is in, now that it is asked: where somebody wants it
+    to, or it cannot say any more what comes of it. The latter only where stopping saves what has been trained.
+    """
+
+    run: Run
+    asked: object
+
+    def __bool__(self) -> bool:
+        saves = self.run.config.checkpoint.dir is not None
+        return bool(self.asked) or (saves and self.run.writer.is_broken)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Run(Share):
-    """Everything that lives as long as a run, on one rank. `held_out` are the data sets of `eval.datasets`."""
+    """Everything that lives as long as a run, on one rank. `held_out` are the data sets of `eval.datasets`;
+    `companions`, on the rank that exports, the files that go out with the model. They are read at the start: who knows
+    where the model's folders are when it is trained.
+    """
 
     loader: StepLoader
     held_out: Mapping[str, Mixture]
     writer: MetricsWriter | NullWriter
     resumed: Resumed
     saver: Saver
+    companions: Mapping[str, Companions]
 
     @classmethod
     def build(cls, config: Config, platform: Platform) -> Run:
@@ -58,10 +80,9 @@ class Run(Share):
         weights = _open_weights(config, shapes)
         # Held-out data sets too: what is wrong with them is said now, not after training.
         processor, mixture, held_out = open_processor(config), open_mixture(config), open_held_out(config)
-        if dist.get_rank() == REPORTER and config.export.hf_dir is not None:
-            require_writable(config.export.hf_dir)
+        companions = _ready_to_export(config) if dist.get_rank() == REPORTER else {}
         if platform.is_cuda:  # Before the first collective.
-            prepare_traces(config.log.dir / "nccl")
+            _prepare_traces(config.log.dir / "nccl")
         share = Share.of(config, platform, weights)
         topology, data = share.topology, config.data
         for notice in backend_notices(config.model.backend, platform) if topology.rank == REPORTER else ():
@@ -76,9 +97,10 @@ class Run(Share):
                 mixture, processor, topology, share.planner, share.batch, data.max_seq_length, data.too_long
             ),
             held_out=held_out,
-            writer=_writer(config, topology.rank, resumed),
+            writer=_writer(config, topology, resumed),
             resumed=resumed,
-            saver=Saver(config, state, record),
+            saver=Saver(config, state, record, resumed.step),
+            companions=companions,
         )
 
     def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
@@ -102,7 +124,7 @@ class Run(Share):
         """Check that the samples `skipped` in a row up to `step` are not all that there are, or that the run takes."""
         longest, everything = self.loader.max_seq_length, self.config.train.iters * self.loader.batch.step_samples
         if skipped >= min(len(self.loader.mixture), everything):
-            raise UserError.at(
+            raise SharedError.at(
                 f"data.max_seq_length (--data.max_seq_length), step {step}",
                 found=f"{skipped} samples in a row that are longer than {longest} tokens, and were skipped",
                 expected="some that are not",
@@ -111,10 +133,13 @@ class Run(Share):
             )
 
     def export(self, target: Path) -> None:
-        """Write the model to `target` in `transformers` format."""
-        folders = {VISION: self.config.model.hf_path, **{n: e.hf_path for n, e in self.config.model.encoders.items()}}
-        changes = export_changes(folders_of(self.config))
-        export_model(self.modules, self.shapes, self.topology, target, folders, dtype_of(self.config), changes)
+        """Write the model to `target` in `transformers` format. Raises `SharedError`, as `export_model` does."""
+        export_model(self.modules, self.shapes, self.topology, target, self.companions, dtype_of(self.config))
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What went wrong on this rank beside training."""
+        return (*self.writer.faults.values(), *filter(None, [self.profiler.fault]))
 
 
 def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]:
@@ -133,7 +158,7 @@ def _require_trained_projector(config: Config, resumed: Resumed) -> None:
     """Check that a projector that starts anew is trained, now or in the steps before. Raises `UserError`."""
     frozen = parts_of(VISION)[-1]
     if resumed.step == 0 and frozen in config.model.freeze and folders_of(config).fresh_projector:
-        raise UserError.at(
+        raise SharedError.at(
             "model.freeze (--model.freeze)",
             found=frozen,
             expected="another part of the model",
@@ -157,15 +182,36 @@ def _open_weights(config: Config, shapes: Qwen25VLShapes) -> dict[str, StoredWei
     return open_modules(folders_of(config), shapes, config.train.seed) | open_encoders(further, shapes)
 
 
-def _writer(config: Config, rank: int, resumed: Resumed) -> MetricsWriter | NullWriter:
-    if rank != REPORTER:
-        return NullWriter()
-    writer = MetricsWriter(
-        config.log.dir,
-        config.train.iters,
-        done=resumed.step,
-        history=resumed.history,
-        tensorboard=config.log.tensorboard,
-    )
-    (config.log.dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    return writer
+def _writer(config: Config, topology: Topology, resumed: Resumed) -> MetricsWriter | NullWriter:
+    """That of this rank. Raises `SharedError` where the folder cannot be written, or is another run's."""
+    opened: list[MetricsWriter] = []
+
+    def open_folder() -> None:
+        opened.append(
+            MetricsWriter(
+                config.log.dir,
+                config.train.iters,
+                config=to_yaml(config),
+                done=resumed.step,
+                history=resumed.history,
+                tensorboard=config.log.tensorboard,
+            )
+        )
+
+    on_first(topology.files, open_folder)
+    return opened[0] if opened else NullWriter()
+
+
+def _ready_to_export(config: Config) -> dict[str, Companions]:
+    """What goes out with the model, once it is clear that there is a place for it. Raises `UserError`."""
+    if config.export.hf_dir is not None:
+        require_writable(config.export.hf_dir)
+    further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
+    return companions_of({VISION: config.model.hf_path, **further}, export_changes(folders_of(config)))
+
+
+def _prepare_traces(folder: Path) -> None:
+    try:
+        prepare_traces(folder)
+    except OSError as error:
+        raise unwritable(folder, error) from None

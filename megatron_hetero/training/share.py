@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.checkpoint.collective import together
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import SharedError
 from megatron_hetero.megatron_adapter import prepare_globals, random_states, set_random_states
 from megatron_hetero.models.backend import spec_provider
 from megatron_hetero.models.balance import idle_share
@@ -133,14 +133,14 @@ class Share:
         """Forward, backward, and update; `waited`: seconds that the batch was waited for; `stop`: true, at the end of
         the step, where this rank was asked to stop.
 
-        Where all samples were too long, nothing is updated. Raises `UserError` before the update where the loss or a
+        Where all samples were too long, nothing is updated. Raises `SharedError` before the update where the loss or a
         gradient is NaN or infinite.
         """
         start = time.perf_counter()
         if not batch.sample_lengths:
             return self._train_nothing(step, batch, waited, stop)
         if batch.supervised == 0:
-            raise UserError(
+            raise SharedError(
                 f"step {step}: found no supervised token in the global batch, expected some, because the loss "
                 f"divides by their number; raise the batch size, or mend the data"
             )
@@ -208,7 +208,7 @@ class Share:
         what, rank = summary.faults[0]
         others = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
         kind = "loss" if what == "loss" else f"gradient of module {what}"
-        raise UserError(
+        raise SharedError(
             f"step {step}: found a {kind} that is NaN or infinite on rank {rank}{others}, expected finite "
             f"numbers; the weights "
             "have not been updated. Lower optimizer.lr, add warm-up, or look for broken samples in this step"

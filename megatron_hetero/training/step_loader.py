@@ -13,6 +13,7 @@ An error of any rank reaches all ranks in the next exchange, so that all stop wi
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator, load_pla
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, check_length, pack
 from megatron_hetero.data.processing import Processor, TokenizedSample
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import SharedError, UserError
 from megatron_hetero.module_names import TEXT
 from megatron_hetero.platform import CPU
 from megatron_hetero.topology import Topology
@@ -92,7 +93,7 @@ class StepLoader:
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
         """The batches of steps `first` to `last`. With `workers` of 0 everything runs in the calling thread.
 
-        Raises `UserError`, on every rank, for data that cannot be used.
+        Raises `SharedError` for data that cannot be used.
         """
         if workers == 0:
             for step in range(first, last + 1):
@@ -193,12 +194,12 @@ class StepLoader:
         }
 
     def _exchange(self, step: int, mine: Any, error: str | None) -> list[Any]:
-        """Everybody's `mine`, by rank. Raises the first rank's error on every rank."""
+        """Everybody's `mine`, by rank. Raises the first rank's error on every rank, a `SharedError`."""
         told: list[Any] = [None] * self.topology.world_size
         dist.all_gather_object(told, (mine, error), group=self.topology.host)
         for rank, (_, problem) in enumerate(told):
             if problem is not None:
-                raise UserError(f"{self.what} {step}, data of rank {rank}: {problem}")
+                raise SharedError(f"{self.what} {step}, data of rank {rank}: {problem}")
         return [content for content, _ in told]
 
 
@@ -248,8 +249,12 @@ def _parallel(pool: Executor) -> Callable[..., Iterable[Any]]:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The result of `work`, or the message of what the user can mend. Other errors are ours, and fly."""
+    """The result of `work`, or what went wrong: the message of what the user can mend, or the trace of what is ours.
+    All ranks are told of either, so that none is waited for.
+    """
     try:
         return work(), None
     except UserError as error:
         return None, str(error)
+    except Exception:
+        return None, f"an error of the program's own:\n{traceback.format_exc()}"

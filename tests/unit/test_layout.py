@@ -124,6 +124,24 @@ def test_faulty_text_is_an_error_whose_suggestion_passes(text: str, part: str) -
     require_suits(TEXT, Layout.parse(better, 8), 8)
 
 
+@pytest.mark.parametrize("text", [text for text, _ in FAULTY] + ["sp:2@0,0"])
+@pytest.mark.parametrize("other", ["tp:2@0-1", "tp:1@7", "dp:2@0,0", "tp:4@2-5"])
+def test_the_suggestion_suits_what_the_other_module_covers(text: str, other: str) -> None:
+    texts = {"vision": text, "text": other}
+    mended = []
+    for _ in range(2):
+        try:
+            resolve(texts, SHAPES, 8)
+            break
+        except UserError as error:
+            match = re.search(r"[Tt]ry `--(\w+)-parallel (\S+)`", str(error))
+            assert match and match[1] not in mended, "the advice is refused"
+            mended.append(match[1])
+            texts[match[1]] = match[2]
+    resolve(texts, SHAPES, 8)
+    assert mended == (["vision", "text"] if other == "dp:2@0,0" else ["vision"])
+
+
 def require_suits(shape: ModuleShape, layout: Layout, world: int) -> None:
     """The layout passes the checks, beside a module that covers the ranks which it leaves."""
     validate({"text": shape, "rest": shape}, {"text": layout, "rest": Layout.parse(f"dp:{world}", world)}, world)

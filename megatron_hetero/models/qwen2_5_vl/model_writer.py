@@ -11,10 +11,25 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.models.folder_files import ENCODERS
-from megatron_hetero.models.hf_folder import NO_CHANGES, SHARD_BYTES, Dtypes, FolderWriter, folder_writer
+from megatron_hetero.models.folder_writer import (
+    NO_CHANGES,
+    SHARD_BYTES,
+    Companions,
+    Dtypes,
+    FolderWriter,
+    folder_writer,
+    read_companions,
+)
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import encoder_shapes, folder_shapes, prefix_of
 from megatron_hetero.module_names import VISION
+
+
+def companions_of(folders: Mapping[str, Path], changes: Mapping[str, str | None] = NO_CHANGES) -> dict[str, Companions]:
+    """For each encoder the files that go out beside its weights, from the folder that it came from; with those of
+    `vision` the tokenizer too, but for `changes` (see `read_companions`). Raises `UserError`.
+    """
+    return {name: read_companions(folder, changes if name == VISION else {}) for name, folder in folders.items()}
 
 
 @contextmanager
@@ -22,19 +37,17 @@ def model_writer(
     target: Path,
     shapes: Qwen25VLShapes,
     dtype: Dtypes,
-    companions: Mapping[str, Path],
-    changes: Mapping[str, str | None] = NO_CHANGES,
+    companions: Mapping[str, Companions],
     limit: int = SHARD_BYTES,
 ) -> Iterator[Callable[[str, Tensor], None]]:
     """What takes each of the model's `stored_shapes` by name, with its tensor on the CPU; in that order no more than
     one shard, of `limit` bytes at most, is held.
 
-    `dtype`: one for all, or by the same names. `companions`: for each encoder the folder that it came from with its
-    configuration and processor; that of `vision` gives the tokenizer too, but for `changes` (see
-    `FolderWriter.finish`). `target` appears when it is whole. Raises `UserError` where it cannot be written.
+    `dtype`: one for all, or by the same names. `companions`: see `companions_of`. `target` appears when it is whole.
+    Raises `UserError` where it cannot be written.
     """
     with (
-        folder_writer(target, folder_shapes(shapes), dtype, companions[VISION], limit, changes) as writer,
+        folder_writer(target, folder_shapes(shapes), dtype, companions[VISION], limit) as writer,
         ExitStack() as stack,
     ):
         further: dict[str, FolderWriter] = {}

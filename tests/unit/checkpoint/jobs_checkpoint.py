@@ -239,7 +239,7 @@ def loses_the_last(flags: list[str]) -> tuple[list[str], str]:
             said.append(" ".join(run.saver.after(step)))
             if step == 3:
                 stack.enter_context(_full_disk(run.topology.rank == 1))
-    return said, _error(run.saver.finish)
+    return said, str(run.saver.lost)
 
 
 @contextmanager

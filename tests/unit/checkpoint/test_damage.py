@@ -86,6 +86,16 @@ def test_damage_stops_every_rank(run: Path, folders: Path, pools: Pools) -> None
     assert messages[0] == messages[1] and expected in messages[0]
 
 
+def test_a_checkpoint_goes_by_the_name_of_its_step(run: Path, folders: Path, pools: Pools) -> None:
+    renamed = (run / "checkpoints/step-00000002").rename(run / "checkpoints/step-00000009")
+    message = f"{renamed}: found the name of a checkpoint after step 9, expected step-00000002"
+    for said in pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2")):
+        assert message in said
+    with pytest.raises(UserError, match=re.escape(message)):
+        OpenCheckpoint.open(run / "checkpoints")
+    assert OpenCheckpoint.open(renamed.rename(run / "best")).record.step == 2
+
+
 def test_what_was_never_finished_is_told_and_skipped(run: Path, folders: Path, pools: Pools) -> None:
     folder = run / "checkpoints"
     (folder / "step-00000004/manifest.json").unlink()

@@ -58,11 +58,11 @@ def test_an_evaluation_that_fails_loses_no_step(folders: Path, tmp_path: Path, p
     more = (
         f"--data.registry.held.annotations {tmp_path}/held/data.jsonl "
         f"--data.registry.held.images {tmp_path}/held/images "
-        f"--eval.datasets b held --eval.interval 2 --train.iters 3"
+        f"--eval.datasets b held --eval.interval 2 --train.iters 3 --checkpoint.interval 100"
     )
     line = flags(folders, tmp_path, "tp:2", "tp:2", more)
     for finished, error in pools(2).run(jobs.program, line):
-        assert not finished and "evaluation of held" in error
+        assert not finished and "evaluation of held" in error and "checkpoints/step-00000002; the same" in error
     assert list(whole(tmp_path / "checkpoints")) == [2] and order(tmp_path) == ["step 1", "step 2", "b 2"]
     shutil.rmtree(tmp_path / "held/images")
     (tmp_path / "elsewhere").rename(tmp_path / "held/images")

@@ -22,13 +22,16 @@ from safetensors.torch import load_file, save_file
 
 from megatron_hetero.checkpoint.choice import choose
 from megatron_hetero.checkpoint.folder import MANIFEST
+from megatron_hetero.checkpoint.importing import require_free
 from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.storage import write_entries
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.hf_folder import INDEX, SINGLE, StoredWeights
+from megatron_hetero.models.export_mark import MARK
+from megatron_hetero.models.hf_folder import StoredWeights
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
+from megatron_hetero.models.weight_files import INDEX, SINGLE
 from megatron_hetero.tools import export
 from megatron_hetero.training.config import CheckpointConfig
 from tests.support.folders import ModelChoice, write_model
@@ -91,7 +94,7 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 
 def beside_weights(folder: Path) -> dict[str, bytes]:
-    return {name: data for name, data in bytes_of(folder).items() if "safetensors" not in name}
+    return {name: data for name, data in bytes_of(folder).items() if "safetensors" not in name and name != MARK}
 
 
 # ------------------------------------------------------------------------------------------ what a run writes
@@ -321,6 +324,7 @@ def test_what_may_be_replaced(untouched: Untouched, folders: Path, tmp_path: Pat
     refused(capsys, exported(checkpoint, thesis.parent), "something that is not an exported model")
     refused(capsys, exported(checkpoint, thesis), "something that is not an exported model")
     refused(capsys, exported(checkpoint, thesis / "deep"), "cannot be written")
+    refused(capsys, exported(checkpoint, folders / "tied"), "and no megatron_hetero_export.json")  # another model
     for target in (folders / "plain", folders, folders / "plain/deep"):
         refused(capsys, exported(checkpoint, target), f"apart from model.hf_path ({folders}/plain)")
     refused(capsys, exported(checkpoint, checkpoint), "apart from the checkpoint")
@@ -329,9 +333,23 @@ def test_what_may_be_replaced(untouched: Untouched, folders: Path, tmp_path: Pat
     refused(capsys, imported(folders / "plain", thesis / "deep"), "not a directory")
     refused(capsys, imported(folders / "plain", tmp_path / "step-00000300"), "expected step-00000000")
     beside = untouched.folder / "checkpoints/step-00000000"
-    refused(capsys, imported(folders / "plain", beside), "found step-00000004 in", "Choose another folder")
+    refused(capsys, imported(folders / "plain", beside), "found step-00000004 in", "checkpoints-imported/step-00000000")
     assert thesis.read_text() == "thesis" and bytes_of(folders / "plain") == before
     assert [path.name for path in tmp_path.iterdir()] == ["precious"] and not beside.exists()
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-00000000", "step-00000007", "file", "file/x"])
+def test_where_an_import_is_told_to_go_it_can(name: str, untouched: Untouched, tmp_path: Path) -> None:
+    shutil.copytree(untouched.folder / "checkpoints", tmp_path / "checkpoints")
+    (tmp_path / "file").write_text("thesis")
+    (tmp_path / "checkpoints-imported").mkdir()
+    put = tmp_path / name
+    if name != "file/x":
+        with pytest.raises(UserError) as error:
+            require_free(put)
+        put = Path(str(error.value).partition("Try ")[2].removesuffix("."))
+        assert put.is_relative_to(tmp_path.parent) and put.name == "step-00000000"
+    require_free(put)
 
 
 def truncated(model: Path) -> str:

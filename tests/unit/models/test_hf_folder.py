@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen2_5_VLForConditionalGeneration
 
-from megatron_hetero.data import Processor
 from megatron_hetero.errors import UserError
-from megatron_hetero.models import hf_folder
-from megatron_hetero.models.hf_folder import INDEX, SINGLE, StoredWeights, folder_writer, plan_shards, require_writable
+from megatron_hetero.models.hf_folder import StoredWeights
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
+from megatron_hetero.models.weight_files import INDEX, SINGLE
 from megatron_hetero.models.weight_map import Piece
 from megatron_hetero.training.modules import load_parameters
 from tests.support.folders import ModelChoice, write_model
@@ -227,167 +222,6 @@ def test_a_tied_folder_with_another_head_is_refused(tied: Path, tmp_path: Path) 
     store_head(folder, lambda embedding: embedding[:-1])
     with pytest.raises(UserError, match=message):
         load_embedding(folder, (0, 10))
-
-
-# ---------------------------------------------------------------------------------------------- writing
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= {canonical_name(name): tensor for name, tensor in load_file(path).items()}
-    return found
-
-
-def write(source: Path, target: Path, dtype: torch.dtype = torch.float32, limit: int = 10**9) -> dict[str, Tensor]:
-    shapes = stored_shapes(Qwen25VLShapes.from_folder(source))
-    tensors = tensors_of(source)
-    with folder_writer(target, shapes, dtype, source, limit) as writer:
-        for name in reversed(shapes):
-            writer.put(name, tensors[name])
-    return tensors
-
-
-@pytest.mark.parametrize("which", ["model", "tied"])
-@pytest.mark.parametrize("limit", [10**9, 40_000], ids=["one file", "shards"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_written_loads_without_a_warning(
-    which: str, limit: int, dtype: torch.dtype, request: pytest.FixtureRequest, tmp_path: Path,
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    source = request.getfixturevalue(which)
-    target = tmp_path / "deep" / "export"
-    tensors = write(source, target, dtype, limit)
-    capfd.readouterr()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaded, info = Qwen2_5_VLForConditionalGeneration.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
-            target, dtype="auto", output_loading_info=True, local_files_only=True
-        )
-        Processor.from_folder(target)
-    assert not any(info.values()), info
-    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
-    assert "warn" not in capfd.readouterr().err.lower()
-    assert loaded.dtype == dtype and json.loads((target / "config.json").read_text())["dtype"] == str(dtype)[6:]
-    state = {canonical_name(name.replace("model.visual", "visual")): t for name, t in loaded.state_dict().items()}
-    for name, tensor in tensors.items():
-        assert torch.equal(state[name], tensor.to(dtype)), name
-    files = sorted(target.glob("*.safetensors"))
-    assert (len(files) > 3) == (limit < 10**9) and (target / INDEX).exists() == (len(files) > 1)
-    for path in files:
-        with safe_open(path, framework="pt") as handle:
-            assert path.stat().st_size <= limit + 10_000 or len(list(handle.keys())) == 1
-    names = {path.name for path in source.iterdir()} - {SINGLE}
-    assert names <= {path.name for path in target.iterdir()}
-    assert not [path for path in target.parent.iterdir() if path.name != "export"]
-
-
-def test_shards_are_filled_in_order() -> None:
-    assert plan_shards({"a": 40, "b": 40, "c": 400, "d": 4, "e": 12}, 80) == [["a", "b"], ["c"], ["d", "e"]]
-    assert plan_shards({}, 80) == [[]]
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a bug"), KeyboardInterrupt()])
-@pytest.mark.parametrize("when", ["put", "finish"])
-def test_a_failure_midway_leaves_the_old_export(model: Path, tmp_path: Path, error: BaseException, when: str) -> None:
-    target = tmp_path / "export"
-    write(model, target)
-    before = {path.name: path.read_bytes() for path in target.iterdir()}
-    name = {"put": "save_file", "finish": "_set_dtype"}[when]
-    expected = UserError if isinstance(error, OSError) else type(error)
-    with mock.patch.object(hf_folder, name, side_effect=error), pytest.raises(expected) as raised:
-        write(model, target, torch.bfloat16, 40_000)
-    if expected is UserError:
-        assert str(target) in str(raised.value) and "No space left" in str(raised.value)
-    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
-
-
-def test_an_earlier_export_is_replaced_whole(model: Path, tmp_path: Path) -> None:
-    target = tmp_path / "export"
-    write(model, target, limit=40_000)
-    write(model, target)
-    assert [path.name for path in target.glob("*.safetensors")] == [SINGLE] and not (target / INDEX).exists()
-
-
-@pytest.fixture(params=["file", "folder"])
-def not_a_model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    target = tmp_path / "precious"
-    if request.param == "file":
-        target.write_text("thesis")
-    else:
-        target.mkdir()
-        (target / "thesis.txt").write_text("thesis")
-    yield target
-
-
-def test_what_is_not_a_model_is_not_replaced(not_a_model: Path, model: Path) -> None:
-    for attempt in (lambda: require_writable(not_a_model), lambda: write(model, not_a_model)):
-        with pytest.raises(UserError, match=r"precious: found something that is not an exported model.*hf_dir"):
-            attempt()
-    content = not_a_model if not_a_model.is_file() else not_a_model / "thesis.txt"
-    assert content.read_text() == "thesis"
-
-
-def put_file(folder: Path, name: str) -> None:
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text("thesis")
-
-
-@pytest.mark.parametrize("name", [
-    "src/thesis.txt", "thesis.txt", "README.md", ".git/HEAD", "notes.json", "adapter.safetensors",
-    "model.safetensors/a", "encoders/notes.txt", "encoders/detail/src/thesis.txt", "encoders/empty/tokenizer.json",
-    "encoders/detail/encoders/config.json",
-])  # fmt: skip
-def test_a_model_with_something_else_in_it_is_not_replaced(name: str, model: Path, tmp_path: Path) -> None:
-    target = tmp_path / "precious"
-    for folder in (target, target / "encoders/detail"):
-        put_file(folder, "config.json")
-        put_file(folder, "model-00001-of-00002.safetensors")
-    require_writable(target)
-    (target / SINGLE).unlink(missing_ok=True)
-    put_file(target, name)
-    for attempt in (lambda: require_writable(target), lambda: write(model, target)):
-        with pytest.raises(UserError, match=r"precious: found (\S+), which no export writes.*export\.hf_dir") as error:
-            attempt()
-        told = str(error.value).split("found ")[1].split(",")[0]
-        assert f"{name}/".startswith(f"{told}/")
-    assert (target / name).read_text() == "thesis"
-
-
-def test_links_are_not_replaced(model: Path, tmp_path: Path) -> None:
-    write(model, tmp_path / "export")
-    (tmp_path / "link").symlink_to(tmp_path / "export")
-    with pytest.raises(UserError, match=r"link: found something that is not an exported model \(a link\)"):
-        write(model, tmp_path / "link")
-    (tmp_path / "export/vocab.json").symlink_to(model / "tokenizer.json")
-    with pytest.raises(UserError, match=r"export: found vocab\.json, which no export writes"):
-        write(model, tmp_path / "export")
-
-
-def test_what_an_export_writes_can_be_replaced(model: Path, tmp_path: Path) -> None:
-    """Whatever lies in the folder that the model comes from."""
-    source = Path(shutil.copytree(model, tmp_path / "source"))
-    for name in ("README.md", "LICENSE.txt", "notes.json", "merges.txt", "added_tokens.json", "chat_template.json"):
-        (source / name).write_text("{}")
-    for limit in (40_000, 10**9):
-        write(source, tmp_path / "export", limit=limit)
-    left_out = {"README.md", "LICENSE.txt", "notes.json"}
-    assert {path.name for path in (tmp_path / "export").iterdir()} == {p.name for p in source.iterdir()} - left_out
-    require_writable(model)  # that of save_pretrained
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for target in (tmp_path / "file" / "export", tmp_path / "file" / "deep" / "export"):
-        with pytest.raises(UserError, match=r"export: found that it cannot be written .*export\.hf_dir"):
-            require_writable(target)
-
-
-def test_an_empty_folder_is_fine(tmp_path: Path) -> None:
-    (tmp_path / "export").mkdir()
-    require_writable(tmp_path / "export")
-    assert list((tmp_path / "export").iterdir()) == []
 
 
 def test_shapes_of_untied_and_tied(model: Path, tied: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -141,6 +143,26 @@ def test_samples_without_images_can_be_planned(
 def test_pictures_are_drawn(name: str, make_plan: MakePlan, tmp_path: Path) -> None:
     draw_plan(make_plan(6, "sp:2@0,5", "tp:2,pp:2@1-4", "--train.global_batch_size 4"), tmp_path / name)
     assert (tmp_path / name).stat().st_size > 5000
+
+
+def test_a_picture_is_written_whole_or_not_at_all(
+    plan_flags: Callable[[str], list[str]], make_plan: MakePlan, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="text layout"):  # after the place has been tried
+        show_plan(*_with_plan(load_command(plan_flags(f"--plan --plan-svg {tmp_path}/a.svg --text-parallel tp:3"))))
+    plan, kept = make_plan(2, "sp:2", "tp:2"), tmp_path / "kept.svg"
+    draw_plan(plan, kept)  # which loads fonts
+    kept.write_text("an earlier one")
+    handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        for name in ("new.svg", "kept.svg"):
+            with pytest.raises(UserError, match=f"{name}: found file too large, expected a file that can be written"):
+                draw_plan(plan, tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.svg"] and kept.read_text() == "an earlier one"
 
 
 def test_the_program_plans_without_megatron_data_or_weights(plan_flags: Callable[[str], list[str]]) -> None:

@@ -18,6 +18,7 @@ from megatron_hetero.megatron_adapter import prepare_globals
 from megatron_hetero.models.attention import AttentionPlan, Segments
 from megatron_hetero.models.backend import TorchSpecProvider, te_provider
 from megatron_hetero.models.hf_folder import StoredWeights
+from megatron_hetero.models.qwen2_5_vl.model_writer import companions_of
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.text import TextInput, TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionInput
@@ -310,7 +311,8 @@ def vision(case: Case) -> dict[str, Any]:
 def export(case: Case, target: Path) -> list[str]:
     """Write what was read. Returns the modules that this rank holds a part of."""
     trainee = Trainee(case)
-    export_model(trainee.modules, trainee.shapes, trainee.topology, target, {"vision": case.folder}, torch.float32)
+    companions = companions_of({"vision": case.folder})
+    export_model(trainee.modules, trainee.shapes, trainee.topology, target, companions, torch.float32)
     return [module.name for module in trainee.modules]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +14,8 @@ import pytest
 from rich.console import Console
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.training.metrics import (
-    EvaluationMetrics,
-    MetricsWriter,
-    NullWriter,
-    StepMetrics,
-    evaluated_after,
-    evaluations_since,
-)
+from megatron_hetero.training.metrics import EvaluationMetrics, MetricsWriter, NullWriter, StepMetrics
+from megatron_hetero.training.metrics_history import evaluated_after, evaluations_since
 
 
 def metrics(step: int = 1, **changes: object) -> StepMetrics:
@@ -107,13 +103,6 @@ def test_on_a_terminal_there_is_a_bar_too(tmp_path: Path) -> None:
     assert "loss 2.5000" in shown and "2/4" in shown and "training" in shown
 
 
-def test_an_earlier_run_is_replaced(tmp_path: Path) -> None:
-    for _ in range(2):
-        with MetricsWriter(tmp_path, 1, console=plain()) as writer:
-            writer.write(metrics())
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
-
-
 def test_tensorboard(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with MetricsWriter(tmp_path, 2, tensorboard=True, console=plain()) as writer:
@@ -134,12 +123,37 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_at_once_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    writer = MetricsWriter(tmp_path, 1, console=plain())
-    with pytest.raises(UserError, match="no space left on device"):
+    with MetricsWriter(tmp_path, 1, console=plain()) as writer:
+        assert not writer.is_broken
         writer.write(metrics())
-    writer.close()
+        writer.write(metrics(2))
+        assert writer.is_broken and "no space left on device" in writer.faults["metrics.jsonl"]
+        assert capsys.readouterr().err.count("warning: log.dir: ") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_terminal_that_takes_nothing_ends_nothing(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        with MetricsWriter(tmp_path, 1, console=Console(file=full, force_terminal=False)) as writer:
+            writer.write(metrics())
+            writer.write(metrics(2))
+        with contextlib.suppress(OSError):
+            full.close()
+    assert writer.is_broken and "standard output: found no space left on device" in writer.faults["terminal"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_pipe_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with open(pipe, "w") as file:
+        with MetricsWriter(tmp_path, 1, console=Console(file=file, force_terminal=False)) as writer:
+            writer.write(metrics())
+        with contextlib.suppress(OSError):
+            file.close()
+    assert writer.faults.keys() == {"terminal"}
 
 
 def test_the_silent_writer_takes_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,6 +203,8 @@ def test_what_was_evaluated_after_a_step() -> None:
     assert evaluated_after(2, STEPS + FIRST + SECOND) == {"a", "b"}
     assert evaluated_after(2, STEPS) == evaluated_after(2, "") == set()
     assert evaluated_after(3, STEPS + FIRST + '{"step": 3}\n') == set()
+    garbage = '{"step": 2, "eval_dataset": []}\n[]\n{"step"\n7\n{}\n\ufffd' + "[" * 100_000
+    assert evaluated_after(2, STEPS + FIRST + garbage) <= {"a"} and evaluated_after(2, garbage) == set()
 
 
 @pytest.mark.parametrize("text, more", [

@@ -1,0 +1,133 @@
+"""The files of `log.dir`: one run alone writes there, what an earlier one left is kept, and no line is lost.
+
+runs/
+  metrics.jsonl  config.yaml  evaluation.json  events.out.tfevents.*  trace-rank0.json ...      of the last run
+  earlier-1/     earlier-2/                                           the same, of runs before it
+  .metrics.lock  held by the run that writes here
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from megatron_hetero.checkpoint.shared_folder import Claim, FolderLock
+from megatron_hetero.errors import UserError
+from megatron_hetero.training.log_files import CONFIG, LOCK, METRICS, OF_A_RUN
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    """The error that says why something in `log.dir` cannot be written."""
+    return UserError.at(
+        f"log.dir: {path}",
+        found=(error.strerror or str(error)).lower(),
+        expected="a file that can be written",
+        because="every step's metrics go there",
+        fix="free space or grant access, or choose another folder with --log.dir DIR",
+    )
+
+
+LOGS = Claim("log.dir", LOCK, "their metrics would be mixed", unwritable)
+
+
+class LogFolder:
+    """A folder in which this run alone writes metrics.jsonl, after the lines of `history`, and its configuration.
+
+    `notes`: what there is to say of it.
+    """
+
+    def __init__(self, folder: Path, history: str, config: str) -> None:
+        """Raises `UserError` where it cannot be written, or another run writes there."""
+        self.folder, self._path, self._config = folder, folder / METRICS, config
+        self._lock, notes = FolderLock.take(folder, LOGS)
+        try:
+            self.notes = (*notes, *_set_aside(folder, history.encode(), config.encode()))
+            self._file = _begin(self._path, history.encode())
+            self._write_config()
+        except OSError as error:
+            self._lock.release()
+            raise unwritable(Path(error.filename or self._path), error) from None
+        self._waiting = b""
+
+    def append(self, line: str) -> bool:
+        """Write a line of metrics.jsonl, after those that could not be written before. Returns whether the file had to
+        be made again, since somebody had removed it. Raises `OSError`.
+        """
+        self._waiting += line.encode()
+        gone = not self._is_there()
+        if gone:
+            self._make_again()
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        return gone
+
+    def close(self) -> None:
+        """Nothing is written afterwards."""
+        self._file.close()
+        self._lock.release()
+
+    def _write_config(self) -> None:
+        if self._config:
+            (self.folder / CONFIG).write_text(self._config, encoding="utf-8")
+
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def _make_again(self) -> None:
+        """Write again what the removed file held, which lives as long as it is open."""
+        if self._path.exists():
+            raise FileExistsError(errno.EEXIST, "another file has taken its place", str(self._path))
+        self._file.seek(0)
+        held = self._file.read()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        again = _begin(self._path, b"")
+        self._file.close()
+        self._file, self._waiting = again, held + self._waiting
+        self._lock.release()
+        self._lock, _ = FolderLock.take(self.folder, LOGS)
+        self._write_config()
+
+
+def _begin(path: Path, history: bytes) -> IO[bytes]:
+    """A file that begins with `history`, open behind it. Raises `OSError`."""
+    if _begins_with(path, history):
+        os.truncate(path, len(history))  # Steps after these are trained again.
+    else:
+        path.write_bytes(history)
+    return open(path, "a+b", buffering=0)
+
+
+def _begins_with(path: Path, history: bytes) -> bool:
+    if not history or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(history)) == history
+
+
+def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
+    """Move what another run has left, or a configuration that is not this run's, into a folder of its own. Yields what
+    there is to say. Raises `OSError`.
+    """
+    if _size(folder / METRICS) > 0 and not _begins_with(folder / METRICS, history):
+        moved = [path for pattern in OF_A_RUN for path in sorted(folder.glob(pattern))]
+    elif _size(folder / CONFIG) > 0 and config and (folder / CONFIG).read_bytes() != config:
+        moved = [folder / CONFIG]
+    else:
+        return
+    place = next(p for n in itertools.count(1) if not os.path.lexists(p := folder / f"earlier-{n}"))
+    place.mkdir()
+    for path in moved:
+        path.rename(place / path.name)
+    yield f"{place} has what an earlier run left in {folder}: {', '.join(path.name for path in moved)}"
+
+
+def _size(path: Path) -> int:
+    """That of a file; 0 where there is none."""
+    return path.stat().st_size if path.is_file() else 0

@@ -1,0 +1,256 @@
+"""Writing `transformers` folders: all or nothing, and never in the place of anything that is not an export of ours."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from megatron_hetero.data import Processor
+from megatron_hetero.errors import UserError
+from megatron_hetero.models import folder_writer as writer_module
+from megatron_hetero.models.export_mark import MARK
+from megatron_hetero.models.folder_writer import folder_writer, plan_shards, read_companions, require_writable
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
+from megatron_hetero.models.weight_files import INDEX, SINGLE
+from tests.support.folders import ModelChoice, write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untied model folder."""
+    return write_model(tmp_path_factory.mktemp("untied") / "model", ModelChoice(text_layers=1, vision_layers=2))
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(
+        tmp_path_factory.mktemp("tied") / "model", ModelChoice(text_layers=1, vision_layers=1, tied=True)
+    )
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= {canonical_name(name): tensor for name, tensor in load_file(path).items()}
+    return found
+
+
+def write(source: Path, target: Path, dtype: torch.dtype = torch.float32, limit: int = 10**9) -> dict[str, Tensor]:
+    shapes = stored_shapes(Qwen25VLShapes.from_folder(source))
+    tensors = tensors_of(source)
+    with folder_writer(target, shapes, dtype, read_companions(source), limit) as writer:
+        for name in reversed(shapes):
+            writer.put(name, tensors[name])
+    return tensors
+
+
+@pytest.mark.parametrize("which", ["model", "tied"])
+@pytest.mark.parametrize("limit", [10**9, 40_000], ids=["one file", "shards"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_loads_without_a_warning(
+    which: str, limit: int, dtype: torch.dtype, request: pytest.FixtureRequest, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    source = request.getfixturevalue(which)
+    target = tmp_path / "deep" / "export"
+    tensors = write(source, target, dtype, limit)
+    capfd.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded, info = Qwen2_5_VLForConditionalGeneration.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+            target, dtype="auto", output_loading_info=True, local_files_only=True
+        )
+        Processor.from_folder(target)
+    assert not any(info.values()), info
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert "warn" not in capfd.readouterr().err.lower()
+    assert loaded.dtype == dtype and json.loads((target / "config.json").read_text())["dtype"] == str(dtype)[6:]
+    state = {canonical_name(name.replace("model.visual", "visual")): t for name, t in loaded.state_dict().items()}
+    for name, tensor in tensors.items():
+        assert torch.equal(state[name], tensor.to(dtype)), name
+    files = sorted(target.glob("*.safetensors"))
+    assert (len(files) > 3) == (limit < 10**9) and (target / INDEX).exists() == (len(files) > 1)
+    for path in files:
+        with safe_open(path, framework="pt") as handle:
+            assert path.stat().st_size <= limit + 10_000 or len(list(handle.keys())) == 1
+    names = {path.name for path in source.iterdir()} - {SINGLE}
+    assert names <= {path.name for path in target.iterdir()}
+    assert not [path for path in target.parent.iterdir() if path.name != "export"]
+
+
+def test_shards_are_filled_in_order() -> None:
+    assert plan_shards({"a": 40, "b": 40, "c": 400, "d": 4, "e": 12}, 80) == [["a", "b"], ["c"], ["d", "e"]]
+    assert plan_shards({}, 80) == [[]]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a bug"), KeyboardInterrupt()])
+@pytest.mark.parametrize("when", ["put", "finish"])
+def test_a_failure_midway_leaves_the_old_export(model: Path, tmp_path: Path, error: BaseException, when: str) -> None:
+    target = tmp_path / "export"
+    write(model, target)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    name = {"put": "save_file", "finish": "_set_dtype"}[when]
+    expected = UserError if isinstance(error, OSError) else type(error)
+    with mock.patch.object(writer_module, name, side_effect=error), pytest.raises(expected) as raised:
+        write(model, target, torch.bfloat16, 40_000)
+    if expected is UserError:
+        assert str(target) in str(raised.value) and "No space left" in str(raised.value)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_an_earlier_export_is_replaced_whole(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    write(model, target, limit=40_000)
+    write(model, target)
+    assert [path.name for path in target.glob("*.safetensors")] == [SINGLE] and not (target / INDEX).exists()
+
+
+@pytest.fixture(params=["file", "folder"])
+def not_a_model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    target = tmp_path / "precious"
+    if request.param == "file":
+        target.write_text("thesis")
+    else:
+        target.mkdir()
+        (target / "thesis.txt").write_text("thesis")
+    yield target
+
+
+def test_what_is_not_a_model_is_not_replaced(not_a_model: Path, model: Path) -> None:
+    for attempt in (lambda: require_writable(not_a_model), lambda: write(model, not_a_model)):
+        with pytest.raises(UserError, match=r"precious: found something that is not an exported model.*hf_dir"):
+            attempt()
+    content = not_a_model if not_a_model.is_file() else not_a_model / "thesis.txt"
+    assert content.read_text() == "thesis"
+
+
+def put_file(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("thesis")
+
+
+@pytest.mark.parametrize("name", [
+    "src/thesis.txt", "thesis.txt", "README.md", ".git/HEAD", "notes.json", "adapter.safetensors", "config.json",
+    "model.safetensors/a", "model-00001-of-00002.safetensors", "encoders/notes.txt", "encoders/detail/src/thesis.txt",
+    f"encoders/detail/{MARK}",
+])  # fmt: skip
+def test_an_export_with_something_else_in_it_is_not_replaced(name: str, model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    write(model, target)
+    require_writable(target)
+    if name.startswith(SINGLE):
+        (target / SINGLE).unlink()
+    put_file(target, name)
+    for attempt in (lambda: require_writable(target), lambda: write(model, target)):
+        with pytest.raises(
+            UserError, match=r"precious: found (\S+), which is not as the export left it.*export\.hf_dir"
+        ) as error:
+            attempt()
+        assert str(error.value).split("found ")[1].split(",")[0] == name
+    assert (target / name).read_text() == "thesis"
+
+
+def only_a_configuration(model: Path, target: Path) -> str:
+    put_file(target, "config.json")
+    return "something that is not an exported model (config.json, and no"
+
+
+def another_model(model: Path, target: Path) -> str:
+    shutil.copytree(model, target)
+    return f"and no {MARK}"
+
+
+def an_export_without_a_mark(model: Path, target: Path) -> str:
+    write(model, target)
+    (target / MARK).unlink()
+    return f"and no {MARK}"
+
+
+def a_broken_mark(model: Path, target: Path) -> str:
+    write(model, target)
+    (target / MARK).write_text("{}")
+    return f"a {MARK} that cannot be read"
+
+
+def an_export_that_was_saved_over(model: Path, target: Path) -> str:
+    write(model, target)
+    save_file(load_file(target / SINGLE) | {"more": torch.zeros(3)}, target / SINGLE)
+    return f"{SINGLE}, which is not as the export left it"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [only_a_configuration, another_model, an_export_without_a_mark, a_broken_mark, an_export_that_was_saved_over],
+)
+def test_what_has_no_mark_of_ours_is_not_replaced(
+    what: Callable[[Path, Path], str], model: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "precious"
+    message = what(model, target)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    for attempt in (lambda: require_writable(target), lambda: write(model, target)):
+        with pytest.raises(UserError, match=f"precious: found .*{re.escape(message)}"):
+            attempt()
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+
+
+def test_what_takes_the_place_of_an_export_meanwhile_is_not_replaced(model: Path, tmp_path: Path) -> None:
+    real = writer_module.mark
+
+    def late(folder: Path) -> None:
+        real(folder)
+        put_file(tmp_path / "export", "thesis.txt")
+
+    with mock.patch.object(writer_module, "mark", late), pytest.raises(UserError, match="thesis.txt, and no"):
+        write(model, tmp_path / "export")
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["export", "export/thesis.txt"]
+
+
+def test_links_are_not_replaced(model: Path, tmp_path: Path) -> None:
+    write(model, tmp_path / "export")
+    (tmp_path / "link").symlink_to(tmp_path / "export")
+    with pytest.raises(UserError, match=r"link: found something that is not an exported model \(a link\)"):
+        write(model, tmp_path / "link")
+    (tmp_path / "export/tokenizer.json").unlink()
+    (tmp_path / "export/tokenizer.json").symlink_to(model / "tokenizer.json")
+    with pytest.raises(UserError, match=r"export: found tokenizer\.json, which is not as the export left it"):
+        write(model, tmp_path / "export")
+
+
+def test_what_an_export_writes_can_be_replaced(model: Path, tmp_path: Path) -> None:
+    """Whatever lies in the folder that the model comes from."""
+    source = Path(shutil.copytree(model, tmp_path / "source"))
+    for name in ("README.md", "LICENSE.txt", "notes.json", "merges.txt", "added_tokens.json", "chat_template.json"):
+        (source / name).write_text("{}")
+    for limit in (40_000, 10**9):
+        write(source, tmp_path / "export", limit=limit)
+    left_out = {"README.md", "LICENSE.txt", "notes.json"}
+    names = {p.name for p in source.iterdir()} - left_out | {MARK}
+    assert {path.name for path in (tmp_path / "export").iterdir()} == names
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for target in (tmp_path / "file" / "export", tmp_path / "file" / "deep" / "export"):
+        with pytest.raises(UserError, match=r"export: found that it cannot be written .*export\.hf_dir"):
+            require_writable(target)
+
+
+def test_an_empty_folder_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    require_writable(tmp_path / "export")
+    assert list((tmp_path / "export").iterdir()) == []

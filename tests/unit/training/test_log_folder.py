@@ -1,0 +1,114 @@
+"""The folder of a run's metrics: what an earlier run left is kept, one run alone writes, and no line is lost."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron_hetero.checkpoint import shared_folder
+from megatron_hetero.errors import UserError
+from megatron_hetero.training.log_folder import LogFolder
+from tests.unit.checkpoint.test_whose_folder import HOLD
+
+A, B, C = (f'{{"step": {n}}}\n' for n in (1, 2, 3))
+
+
+def write(folder: Path, *lines: str, history: str = "", config: str = "a: 1\n") -> tuple[str, ...]:
+    """What is said of a folder that a run writes these lines into."""
+    log = LogFolder(folder, history, config)
+    for line in lines:
+        log.append(line)
+    log.close()
+    return log.notes
+
+
+def text(path: Path) -> str:
+    return path.read_text() if path.exists() else "nothing"
+
+
+def test_an_earlier_run_is_kept(tmp_path: Path) -> None:
+    assert write(tmp_path, A) == ()
+    (tmp_path / "events.out.tfevents.1.host").touch()
+    (tmp_path / "notes.txt").touch()
+    [note] = write(tmp_path, B, config="a: 2\n")
+    assert note.startswith(
+        f"{tmp_path}/earlier-1 has what an earlier run left in {tmp_path}: metrics.jsonl, config.yaml, e"
+    )
+    write(tmp_path, C, config="a: 3\n")
+    found = [text(tmp_path / name / "metrics.jsonl") for name in ("earlier-1", "earlier-2", ".")]
+    assert found == [A, B, C] and text(tmp_path / "earlier-2/config.yaml") == "a: 2\n"
+    assert {path.name for path in (tmp_path / "earlier-1").iterdir()} >= {"events.out.tfevents.1.host"}
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_a_run_that_goes_on_keeps_its_lines(tmp_path: Path) -> None:
+    write(tmp_path, A, B, C)
+    assert write(tmp_path, B, history=A) == () and text(tmp_path / "metrics.jsonl") == A + B
+    [note] = write(tmp_path, C, history=A + C)  # another run's
+    assert "earlier-1" in note and text(tmp_path / "earlier-1/metrics.jsonl") == A + B
+    assert text(tmp_path / "metrics.jsonl") == A + C + C
+    [note] = write(tmp_path, history=A + C + C, config="a: 2\n")
+    assert note.endswith(": config.yaml") and text(tmp_path / "earlier-2/config.yaml") == "a: 1\n"
+
+
+def test_a_configuration_of_the_users_own_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("# mine")
+    write(tmp_path, A)
+    assert text(tmp_path / "earlier-1/config.yaml") == "# mine"
+
+
+def test_one_run_alone_writes(tmp_path: Path) -> None:
+    write(tmp_path, A)
+    command = [sys.executable, "-c", HOLD, str(tmp_path / ".metrics.lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other, mock.patch.object(shared_folder, "_FREE_S", 0.1):
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match=r"log\.dir: .*another run that writes there \(the other one\)"):
+            write(tmp_path, B)
+        other.kill()
+    assert text(tmp_path / "metrics.jsonl") == A
+    assert len(write(tmp_path, B)) == 1
+
+
+def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    log = LogFolder(tmp_path / "log", "", "a: 1\n")
+    assert not log.append(A)
+    shutil.rmtree(tmp_path / "log")
+    assert log.append(B) and not log.append(C)
+    assert text(tmp_path / "log/metrics.jsonl") == A + B + C and text(tmp_path / "log/config.yaml") == "a: 1\n"
+    (tmp_path / "log").rename(tmp_path / "moved")
+    assert log.append(A) and text(tmp_path / "log/metrics.jsonl") == A + B + C + A
+    log.close()
+
+
+def test_another_file_in_its_place_is_left_alone(tmp_path: Path) -> None:
+    log = LogFolder(tmp_path, "", "")
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").write_text("thesis")
+    with pytest.raises(FileExistsError, match="another file"):
+        log.append(A)
+    assert text(tmp_path / "metrics.jsonl") == "thesis"
+    log.close()
+
+
+def test_lines_wait_for_room(tmp_path: Path) -> None:
+    log = LogFolder(tmp_path, "", "")
+    handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(A) + 4, limits[1]))
+        log.append(A)
+        for line in (B, C):
+            with pytest.raises(OSError, match="too large"):
+                log.append(line)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    log.append("")
+    assert text(tmp_path / "metrics.jsonl") == A + B + C
+    log.close()
