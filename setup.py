@@ -47,6 +47,8 @@ setup(
             "ruff>=0.12",
             "pyright[nodejs]>=1.1.400",
             "pre-commit>=4",
+            # The classes of Kubernetes' and JobSet's schemas, which examples/kubernetes is read with.
+            "kubeflow-trainer-api>=2.1",
         ],
     },
 )

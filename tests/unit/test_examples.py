@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -65,41 +63,6 @@ def test_the_readmes_eight_gpu_command() -> None:
         "vision": "sp:8",
         "text": "tp:4,dp:2",
     }
-
-
-@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("slurm/*.sbatch")), ids=lambda path: path.name)
-def test_slurm_scripts_parse(script: Path) -> None:
-    subprocess.run(["bash", "-n", str(script)], check=True)
-
-
-def _asked_of_torchrun(script: str, folder: Path, nodes: int, **more: str) -> list[str]:
-    """The command line of pretrain_vlm.py that a job script ends in. Slurm's two programs are stood in for."""
-    (folder / "srun").write_text('#!/bin/bash\nexport SLURM_NODEID=1\nexec "${@:2}"\n')
-    (folder / "scontrol").write_text("#!/bin/bash\necho node0\n")
-    (folder / ".venv/bin").mkdir(parents=True)
-    (folder / ".venv/bin/python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
-    for program in ("srun", "scontrol", ".venv/bin/python"):
-        (folder / program).chmod(0o755)
-    job = {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "node[0-9]", "SLURM_JOB_ID": "7"}
-    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder)} | job | more
-    command = ["bash", str(EXAMPLES / "slurm" / script), "--config", str(EXAMPLES / "qwen2_5_vl_32b.yaml")]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return done.stdout.splitlines()
-
-
-def test_the_disjoint_job_gives_modules_nodes_of_their_own(tmp_path: Path) -> None:
-    asked = _asked_of_torchrun("disjoint.sbatch", tmp_path, nodes=6, VISION_NODES="2", TEXT="tp:8,pp:2")
-    assert asked[asked.index("--node-rank") + 1] == "1"
-    config = load_config(asked[asked.index("pretrain_vlm.py") + 1 :])
-    layouts = resolve(config.parallel, _shapes("32b"), 48)
-    assert str(layouts["vision"]) == "sp:8,dp:2@0-15"
-    assert str(layouts["text"]) == "tp:8,dp:2,pp:2@16-47"
-
-
-def test_the_disjoint_job_leaves_nodes_for_both_modules(tmp_path: Path) -> None:
-    with pytest.raises(subprocess.CalledProcessError) as refused:
-        _asked_of_torchrun("disjoint.sbatch", tmp_path, nodes=1)
-    assert "found 1 of 1 nodes" in refused.value.stderr
 
 
 @pytest.mark.parametrize(
