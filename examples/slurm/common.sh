@@ -33,7 +33,7 @@ export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 # ------------------------------------------------------------------------------------------------------ nodes and ranks
 
 python=${PYTHON:-.venv/bin/python}
-launcher=torch.distributed.run
+launcher=megatron_hetero.run
 read -ra srun_flags <<<"${SRUN_FLAGS:-}"
 nodes=$SLURM_JOB_NUM_NODES
 job=$SLURM_JOB_ID
