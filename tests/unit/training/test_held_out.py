@@ -85,7 +85,7 @@ def _alter(path: Path) -> None:
 
 def _teach(oracle: Oracle, folder: Path) -> None:
     """Train the model on the known samples, into `folder`."""
-    oracle.fit(KNOWN, 25, 1e-2)
+    oracle.fit(KNOWN, 40, 1e-2)
     model: Any = oracle.model
     if isinstance(oracle, TwoTowers):
         del model.detail  # it was not trained, and has a folder of its own
