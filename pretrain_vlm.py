@@ -23,6 +23,7 @@ from megatron_hetero.training.stopping import StopRequest, stop_requests
 # torch and Megatron-Core are imported where they are needed: a plan does not wait for them, nor does a signal handler.
 if TYPE_CHECKING:
     from megatron_hetero.platform import Platform
+    from megatron_hetero.schedule.watch import Watchdog
     from megatron_hetero.training.metrics import Writer
     from megatron_hetero.training.run import Run
 
@@ -42,20 +43,28 @@ def main(argv: Sequence[str]) -> None:
 def train(config: Config, request: StopRequest) -> None:
     """Train and evaluate the model, export it, and answer the held-out questions with it."""
     with process_group(config.schedule.timeout_s) as platform:
-        finished = train_and_export(config, platform, request)
+        import torch.distributed as dist
+
+        from megatron_hetero.schedule.watch import Watchdog
+
+        watchdog = Watchdog.of_world(config.schedule.timeout_s, platform)
+        finished = train_and_export(config, platform, watchdog, request)
+        with watchdog.waiting(lambda: "the end of all other ranks"):
+            dist.barrier()
     if finished and config.answers and rank() == 0:
         from megatron_hetero.training.evaluation import evaluate_export
 
         evaluate_export(config, platform)
 
 
-def train_and_export(config: Config, platform: Platform, request: StopRequest) -> bool:
+def train_and_export(config: Config, platform: Platform, watchdog: Watchdog, request: StopRequest) -> bool:
     """Build the run, train and evaluate it, and export the model. Returns whether it came so far: not where it was
     asked to stop.
     """
-    from megatron_hetero.training.run import Run
+    with watchdog.working():
+        from megatron_hetero.training.run import Run
 
-    run = Run.build(config, platform)
+    run = Run.build(config, platform, watchdog)
     with run.writer as writer:
         try:
             stopped = train_steps(run, writer, request)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from megatron_hetero.checkpoint.state import HISTORY, History, Saved, TrainState
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.config import Config
 
+Watched = Callable[[Callable[[], str]], AbstractContextManager[None]]
 SETTLED_S = 600.0
 """Seconds that the end of a run with an error waits for a save that is under way."""
 
@@ -36,8 +38,11 @@ class Saver:
     been copied to the host's memory. The thread has a process group for itself. The last save is waited for.
     """
 
-    def __init__(self, config: Config, state: TrainState, record: RunRecord | None) -> None:
-        self.config, self.state, self.record = config, state, record
+    def __init__(
+        self, config: Config, state: TrainState, record: RunRecord | None, watched: Watched = lambda _: nullcontext()
+    ) -> None:
+        """`watched`: around what waits for other ranks, given what that is."""
+        self.config, self.state, self.record, self._watched = config, state, record, watched
         self._copies = HostCopies(state.topology.platform)
         self._writing: _Writing | None = None
         self._lost: UserError | None = None
@@ -52,10 +57,11 @@ class Saver:
         chosen = self.config.checkpoint
         last = stopping or step == self.config.train.iters
         due = chosen.dir is not None and (last or step % chosen.interval == 0)
-        notes = self._ended(waits=due)
-        if due:
-            self._writing = self._begin(step, beside=chosen.async_ and not last)
-            notes += self._ended(waits=not chosen.async_ or last)
+        with self._watched(lambda: f"the saving of a checkpoint after step {step}, with all other ranks,"):
+            notes = self._ended(waits=due)
+            if due:
+                self._writing = self._begin(step, beside=chosen.async_ and not last)
+                notes += self._ended(waits=not chosen.async_ or last)
         if stopping and self._lost is not None:  # Who was asked to stop must not believe in what is not there.
             raise self._lost
         return notes
@@ -64,9 +70,10 @@ class Saver:
         """Wait for a save that is under way where an error ends the run on every rank. Returns what there is to say of
         it; how it fails is of no interest any more.
         """
-        if self._writing is not None and wait([self._writing.outcome], SETTLED_S).done:
-            with suppress(Exception):
-                return self._ended(waits=True)
+        with self._watched(lambda: "the end of a save that was under way"):
+            if self._writing is not None and wait([self._writing.outcome], SETTLED_S).done:
+                with suppress(Exception):
+                    return self._ended(waits=True)
         return []
 
     def finish(self) -> None:
@@ -92,7 +99,7 @@ class Saver:
         chosen = self.config.checkpoint
         assert chosen.dir is not None and self.record is not None, "it is time to save only with a folder"
         record, group = replace(self.record, step=step), self.state.topology.files
-        saved = save(entries, chosen.dir, record, history, chosen.keep_last, group)
+        saved = save(entries, chosen.dir, record, history, chosen.keep_last, group, self.state.working)
         return saved, time.perf_counter() - start
 
     def _ended(self, waits: bool) -> list[str]:

@@ -5,6 +5,7 @@ Rank 0 need not hold any of them: the layouts say which ranks do, and these say 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,19 +36,24 @@ def export_model(
     companions: Mapping[str, Path],
     dtype: torch.dtype,
     changes: Mapping[str, str | None] = NO_CHANGES,
+    working: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> None:
     """Write `target` from the weights of the first replica of each module. Every rank calls it, with the modules that
-    it holds a part of; rank 0 writes. `companions`, `changes`: see `model_writer`. Raises `UserError` on rank 0 where
-    the folder cannot be written.
+    it holds a part of; rank 0 writes. `companions`, `changes`: see `model_writer`. `working`: around what rank 0 writes
+    while others wait. Raises `UserError` on rank 0 where the folder cannot be written.
     """
     parts = gather_parameters(modules, topology)
     if topology.rank != WRITER:
         for _ in parts:
             pass
     else:
-        with model_writer(target, shapes, dtype, companions, changes) as put:
+        with contextlib.ExitStack() as writing:
+            put = writing.enter_context(model_writer(target, shapes, dtype, companions, changes))
             for name, tensor in assemble(parts, stored_shapes(shapes)):
-                put(name, tensor)
+                with working():
+                    put(name, tensor)
+            with working():
+                writing.close()
     dist.barrier(topology.world)
 
 
