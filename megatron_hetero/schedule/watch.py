@@ -245,15 +245,19 @@ class Watchdog:
         if more and speaks:
             print(more, file=sys.stderr, flush=True)
         if not speaks:  # The first one ends the job when it has spoken.
-            time.sleep(2 * _ROLL_CALL_S)
+            time.sleep(2 * self._roll_call_s)
         leave("", 1)
 
     def _roll_call(self) -> RollCall | None:
         """What is known of other ranks; None where nothing is, so that each speaks for itself."""
         if self._peers is None:
             return None
-        peers, seconds = Peers(self._peers.store, self.rank, self._peers.ranks), min(_ROLL_CALL_S, self.timeout_s / 2)
-        return within(2 * seconds, lambda: peers.roll_call(seconds))
+        peers = Peers(self._peers.store, self.rank, self._peers.ranks)
+        return within(2 * self._roll_call_s, lambda: peers.roll_call(self._roll_call_s))
+
+    @property
+    def _roll_call_s(self) -> float:
+        return min(_ROLL_CALL_S, self.timeout_s / 2)
 
 
 def _suspected(called: RollCall | None) -> str:
