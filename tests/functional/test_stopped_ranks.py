@@ -26,6 +26,7 @@ from tests.support.pool import PRELOADED
 TIMEOUT_S = 2.0
 WAITED_FOR = {
     "comparison": "the settings of rank 1, which all ranks compare before they begin, unfinished",
+    "first rank": "the making of process groups, with all other ranks, unfinished",
     "groups": "the making of process groups, with all other ranks, unfinished",
     "evaluation": "the sums over ranks of the evaluation of d after step 1",
     "save": "the saving of a checkpoint after step 2, with all other ranks, unfinished",
@@ -93,45 +94,43 @@ class Ranks:
             rank.join()
 
 
-def _stopped_since(pid: int) -> bool:
+def _is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-@pytest.mark.parametrize("phases", [("comparison", "groups"), ("evaluation", "save", "export")], ids=" ".join)
+@pytest.mark.parametrize("phases", [("comparison", "groups", "first rank"), ("evaluation", "save", "export")])
 def test_a_stopped_rank_ends_the_run_in_time(phases: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
-    runs = {phase: Ranks(folder, tmp_path / phase, ({}, {phase: None})) for phase in phases}
+    """Rank 1, but for "first rank": with that the store of all stands still, too, and nobody knows who else waits."""
+    victims = {phase: 0 if phase == "first rank" else 1 for phase in phases}
+    runs = {}
+    for phase, victim in victims.items():
+        stands: dict[str, float | None] = {"groups" if phase == "first rank" else phase: None}
+        runs[phase] = Ranks(folder, tmp_path / phase, (stands, {}) if victim == 0 else ({}, stands))
     try:
         stopped: dict[str, float] = {}
         while len(stopped) < len(runs):
             time.sleep(0.02)
             for phase, run in runs.items():
-                assert run.ranks[0].is_alive() or phase in stopped, run.said(0)
-                if phase not in stopped and _stopped_since(run.ranks[1].pid):
+                victim, other = run.ranks[victims[phase]], run.ranks[1 - victims[phase]]
+                assert other.is_alive() or phase in stopped, run.said(1 - victims[phase])
+                if phase not in stopped and _is_stopped(victim.pid):
                     stopped[phase] = time.monotonic()
         for phase, run in runs.items():
-            run.ranks[0].join(20)
-            assert run.ranks[0].exitcode == 1 and time.monotonic() - stopped[phase] < 4 * TIMEOUT_S, phase
-            said = run.said(0)
+            other = 1 - victims[phase]
+            run.ranks[other].join(20)
+            assert run.ranks[other].exitcode == 1 and time.monotonic() - stopped[phase] < 4 * TIMEOUT_S, phase
+            said = run.said(other)
             assert said.count("found ") == 1 and WAITED_FOR[phase] in said, said
-            assert "because rank 1 did not say to wait too" in said
+            who = "a rank that it waits for is gone" if phase == "first rank" else "rank 1 did not say to wait too"
+            assert f"because {who}" in said
     finally:
         for run in runs.values():
             run.close()
 
 
-def test_the_first_rank_with_the_store_of_all_is_stopped(folder: Path, tmp_path: Path) -> None:
-    run = Ranks(folder, tmp_path / "run", ({"groups": None}, {}))
-    try:
-        run.ranks[1].join(30)
-        assert run.ranks[1].exitcode == 1
-        assert WAITED_FOR["groups"] in run.said(1) and run.said(1).count("found ") == 1
-    finally:
-        run.close()
-
-
 def test_slow_files_are_waited_for(folder: Path, tmp_path: Path) -> None:
     """Longer than `schedule.timeout_s`, each: the start of one rank, a file of a checkpoint, the end of an export."""
-    slow = 1.6 * TIMEOUT_S
+    slow = 1.4 * TIMEOUT_S
     run = Ranks(folder, tmp_path / "run", ({"export, written": slow}, {"open": slow, "save, written": slow}))
     try:
         for rank in run.ranks:
