@@ -23,7 +23,6 @@ from megatron_hetero.training.stopping import StopRequest, stop_requests
 # torch and Megatron-Core are imported where they are needed: a plan does not wait for them, nor does a signal handler.
 if TYPE_CHECKING:
     from megatron_hetero.platform import Platform
-    from megatron_hetero.schedule.watch import Watchdog
     from megatron_hetero.training.metrics import Writer
     from megatron_hetero.training.run import Run
 
@@ -43,25 +42,21 @@ def main(argv: Sequence[str]) -> None:
 def train(config: Config, request: StopRequest) -> None:
     """Train and evaluate the model, export it, and answer the held-out questions with it."""
     with process_group(config.schedule.timeout_s) as platform:
-        import torch.distributed as dist
-
-        from megatron_hetero.schedule.watch import Watchdog
-
-        watchdog = Watchdog.of_world(config.schedule.timeout_s, platform)
-        finished = train_and_export(config, platform, watchdog, request)
-        with watchdog.waiting(lambda: "the end of all other ranks"):
-            dist.barrier()
+        finished = train_and_export(config, platform, request)
     if finished and config.answers and rank() == 0:
         from megatron_hetero.training.evaluation import evaluate_export
 
         evaluate_export(config, platform)
 
 
-def train_and_export(config: Config, platform: Platform, watchdog: Watchdog, request: StopRequest) -> bool:
+def train_and_export(config: Config, platform: Platform, request: StopRequest) -> bool:
     """Build the run, train and evaluate it, and export the model. Returns whether it came so far: not where it was
     asked to stop.
     """
-    with watchdog.working():
+    from megatron_hetero.schedule.watch import Watchdog
+
+    watchdog = Watchdog.of_world(config.schedule.timeout_s, platform)
+    with watchdog.working():  # Imports may take long, and other ranks wait for this one.
         from megatron_hetero.training.run import Run
 
     run = Run.build(config, platform, watchdog)
@@ -75,11 +70,13 @@ def train_and_export(config: Config, platform: Platform, watchdog: Watchdog, req
         if stopped is not None:
             how = "the same command" if config.checkpoint.resume == "auto" else "--checkpoint.resume auto"
             writer.print(f"stopped after step {stopped}, as asked; {how} goes on from there")
+            run.wait_for_all("the end of all other ranks")
             return False
     request.end()  # An export needs no end of a step: what it leaves half-written is not used.
     if config.export.hf_dir is not None:
         run.export(config.export.hf_dir)
     run.saver.finish()
+    run.wait_for_all("the end of all other ranks")
     return True
 
 

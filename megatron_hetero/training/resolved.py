@@ -85,7 +85,7 @@ def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, 
     require_modules(config, shapes.modules)
     layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
     batch = _batch_shape(config, layouts[TEXT])
-    _require_turns(config, layouts, batch)
+    require_turns(config, layouts, batch)
     resolve_settings(_schedule_settings(config), layouts, batch.micro_batches)
     for name, layout in layouts.items():
         per_rank = stages_per_rank(config, name)
@@ -132,10 +132,12 @@ def stages_per_rank(config: Config, name: str) -> int:
     return config.schedule.virtual_stages if name == TEXT else 1
 
 
-def _require_turns(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> None:
-    """Check that the schedule of a step is one that can be written out."""
+def require_turns(
+    config: Config, layouts: Mapping[str, Layout], batch: BatchShape, most_turns: int = MOST_TURNS
+) -> None:
+    """Check that the schedule of a step is one that can be written out. Raises `UserError`."""
     stages = sum(layout.pp * stages_per_rank(config, name) for name, layout in layouts.items())
-    most = max(1, MOST_TURNS // stages)
+    most = max(1, most_turns // stages)
     if batch.micro_batches > most:
         fitting = batch.replicas * batch.samples * most
         raise UserError.at(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_hetero.agreement import Statement, require_agreement
-from megatron_hetero.checkpoint.collective import on_every, on_first
+from megatron_hetero.checkpoint.collective import on_first
 from megatron_hetero.checkpoint.resume import resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.state import Resumed, TrainState
@@ -74,9 +74,8 @@ class Run(Share):
             resumed = _with_evaluations(resume(config, state, record), config, topology)
         with watchdog.working():
             writer = _writer(config, topology.rank, resumed)
-        with watchdog.waiting(lambda: "the start of all other ranks"):
-            # In a step nobody is waited for as long as for one that still reads its weights.
-            on_every(topology.host, lambda: None)
+        # In a step nobody is waited for as long as for one that still reads its weights.
+        share.wait_for_all("the start of all other ranks")
         return cls(
             **{field.name: getattr(share, field.name) for field in fields(share)},
             loader=StepLoader(

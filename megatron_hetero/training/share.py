@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_hetero.checkpoint.collective import on_every
 from megatron_hetero.errors import UserError
 from megatron_hetero.megatron_adapter import prepare_globals, random_states, set_random_states
 from megatron_hetero.models.backend import spec_provider
@@ -272,6 +273,11 @@ class Share:
         """Whether `flag` is true on at least one rank, the same on each."""
         with self.watched("the question whether any rank was asked to stop"):
             return bool(self.over_ranks([float(bool(flag))]).max())
+
+    def wait_for_all(self, what: str) -> None:
+        """Wait until all ranks have come here, however long they work. `what` is waited for, in words."""
+        with self.interpreter.watchdog.waiting(lambda: what):
+            on_every(self.topology.host, lambda: None)
 
     def over_ranks(self, numbers: Sequence[float]) -> torch.Tensor:
         """All ranks' numbers, fp64 [ranks, numbers] on the host; as many on each rank."""
