@@ -23,7 +23,7 @@ from megatron_hetero.training.encoder_shards import EncoderShards
 from megatron_hetero.training.resolved import BatchShape, shards_activations
 from megatron_hetero.training.token_shards import TokenShards
 
-MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 20, 1 << 25, 1 << 25
+MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 22, 1 << 23
 """Of an assumed micro-batch, over all replicas; tokens of one of them."""
 
 
