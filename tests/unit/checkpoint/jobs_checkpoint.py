@@ -186,7 +186,7 @@ def ended_by_an_error(flags: list[str], folder: Path) -> tuple[list[int], list[s
 
 
 def error_at_once(flags: list[str], folder: Path | None = None) -> str:
-    """What stops a run from being built that waits for nothing. With `folder` each rank works in one of its own in it."""
+    """What stops a run from being built that waits for nothing. In `folder` each rank works in one of its own."""
     own = Path.cwd() if folder is None else folder / str(dist.get_rank())
     own.mkdir(exist_ok=True)
     with (
