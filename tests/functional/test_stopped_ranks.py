@@ -23,7 +23,7 @@ from tests.functional.test_torchrun import CONFIG
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.pool import PRELOADED
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
 WAITED_FOR = {
     "comparison": "the settings of rank 1, which all ranks compare before they begin, unfinished",
     "first rank": "the making of process groups, with all other ranks, unfinished",
@@ -112,7 +112,8 @@ def test_a_stopped_rank_ends_the_run_in_time(phases: tuple[str, ...], folder: Pa
             time.sleep(0.02)
             for phase, run in runs.items():
                 victim, other = run.ranks[victims[phase]], run.ranks[1 - victims[phase]]
-                assert other.is_alive() or phase in stopped, run.said(1 - victims[phase])
+                both_live = other.is_alive() and victim.is_alive()
+                assert both_live or phase in stopped, (phase, run.said(0), run.said(1))
                 if phase not in stopped and _is_stopped(victim.pid):
                     stopped[phase] = time.monotonic()
         for phase, run in runs.items():
@@ -130,7 +131,7 @@ def test_a_stopped_rank_ends_the_run_in_time(phases: tuple[str, ...], folder: Pa
 
 def test_slow_files_are_waited_for(folder: Path, tmp_path: Path) -> None:
     """Longer than `schedule.timeout_s`, each: the start of one rank, a file of a checkpoint, the end of an export."""
-    slow = 1.4 * TIMEOUT_S
+    slow = 1.3 * TIMEOUT_S
     run = Ranks(folder, tmp_path / "run", ({"export, written": slow}, {"open": slow, "save, written": slow}))
     try:
         for rank in run.ranks:
