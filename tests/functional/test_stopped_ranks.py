@@ -26,7 +26,7 @@ from tests.support.pool import PRELOADED
 TIMEOUT_S = 3.0
 WAITED_FOR = {
     "comparison": "the settings of rank 1, which all ranks compare before they begin, unfinished",
-    "first rank": "the making of process groups, with all other ranks, unfinished",
+    "first-rank": "the making of process groups, with all other ranks, unfinished",
     "groups": "the making of process groups, with all other ranks, unfinished",
     "evaluation": "the sums over ranks of the evaluation of d after step 1",
     "save": "the saving of a checkpoint after step 2, with all other ranks, unfinished",
@@ -98,13 +98,13 @@ def _is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-@pytest.mark.parametrize("phases", [("comparison", "groups", "first rank"), ("evaluation", "save", "export")])
+@pytest.mark.parametrize("phases", [("comparison", "groups", "first-rank"), ("evaluation", "save", "export")])
 def test_a_stopped_rank_ends_the_run_in_time(phases: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
-    """Rank 1, but for "first rank": with that the store of all stands still, too, and nobody knows who else waits."""
-    victims = {phase: 0 if phase == "first rank" else 1 for phase in phases}
+    """Rank 1, but for "first-rank": with that the store of all stands still, too, and nobody knows who else waits."""
+    victims = {phase: 0 if phase == "first-rank" else 1 for phase in phases}
     runs = {}
     for phase, victim in victims.items():
-        stands: dict[str, float | None] = {"groups" if phase == "first rank" else phase: None}
+        stands: dict[str, float | None] = {"groups" if phase == "first-rank" else phase: None}
         runs[phase] = Ranks(folder, tmp_path / phase, (stands, {}) if victim == 0 else ({}, stands))
     try:
         stopped: dict[str, float] = {}
@@ -122,7 +122,7 @@ def test_a_stopped_rank_ends_the_run_in_time(phases: tuple[str, ...], folder: Pa
             assert run.ranks[other].exitcode == 1 and time.monotonic() - stopped[phase] < 4 * TIMEOUT_S, phase
             said = run.said(other)
             assert said.count("found ") == 1 and WAITED_FOR[phase] in said, said
-            who = "a rank that it waits for is gone" if phase == "first rank" else "rank 1 did not say to wait too"
+            who = "a rank that it waits for is gone" if phase == "first-rank" else "rank 1 did not say to wait too"
             assert f"because {who}" in said
     finally:
         for run in runs.values():
