@@ -55,21 +55,29 @@ def train_and_export(config: Config, platform: Platform, request: StopRequest) -
     """Build the run, train and evaluate it, and export the model. Returns whether it came so far: not where it was
     asked to stop. Raises `UserError`, after what was trained has been saved where that is possible.
     """
-    from megatron_hetero.training.ending import Ending
-    from megatron_hetero.training.run import Run
+    from megatron_hetero.schedule.watch import Watchdog
 
-    run = Run.build(config, platform)
+    watchdog = Watchdog.of_world(config.schedule.timeout_s, platform)
+    with watchdog.working():  # Imports may take long, and other ranks wait for this one.
+        from megatron_hetero.training.ending import Ending
+        from megatron_hetero.training.run import Run
+
+    run = Run.build(config, platform, watchdog)
     ending = Ending(run)
     with run.writer:
         try:
             stopped = train_steps(run, run.writer, request)
         except SharedError as error:
-            stopped = ending.failed(error)
+            with watchdog.waiting(lambda: "the saving of what was trained, with all other ranks,"):
+                stopped = ending.failed(error)
         if stopped is not None:
-            ending.stopped(stopped)
+            with watchdog.waiting(lambda: "the end of the run, with all other ranks,"):
+                ending.stopped(stopped)
     if stopped is None:
         request.end()  # An export needs no end of a step: what it leaves half-written is not used.
-        ending.trained()
+        with watchdog.waiting(lambda: "the end of the run, with all other ranks,"):
+            ending.trained()
+    run.wait_for_all("the end of all other ranks")
     ending.finish()
     return stopped is None
 

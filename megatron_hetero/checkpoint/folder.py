@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_hetero.errors import UserError
+from megatron_hetero.user_files import open_regular, read_text
 
 MANIFEST, LATEST = "manifest.json", "latest"
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
@@ -103,7 +104,7 @@ def wait_for(there: Callable[[], bool], seconds: float | None = None) -> bool:
 def record_file(path: Path) -> FileRecord:
     """Read a file to the end. Raises `OSError`."""
     digest, size = hashlib.sha256(), 0
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while block := file.read(_CHUNK):
             digest.update(block)
             size += len(block)
@@ -173,7 +174,7 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
     """Size and hash of every file of a checkpoint, the `needed` ones among them. Raises `UserError`."""
     path = checkpoint / MANIFEST
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        files = json.loads(read_text(path))["files"]
         records = {name: FileRecord(int(r["size"]), str(r["sha256"])) for name, r in files.items()}
         bad = [name for name in records if Path(name).name != name or name in ("", "..") or "\0" in name]
         if bad:

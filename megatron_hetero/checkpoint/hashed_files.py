@@ -7,25 +7,30 @@ import hashlib
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from megatron_hetero.checkpoint.collective import Working
 from megatron_hetero.checkpoint.folder import FileRecord, wait_for
 
 
 class HashedFiles(FileSystem):
-    """Files of which it is known what was written into them, without reading them again. `records`: by name."""
+    """Files of which it is known what was written into them, without reading them again. `records`: by name.
 
-    def __init__(self) -> None:
+    `working`: around what is read and written.
+    """
+
+    def __init__(self, working: Working = nullcontext) -> None:
         self.records: dict[str, FileRecord] = {}
+        self._working = working
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """As the base class."""
-        with super().create_stream(path, mode) as stream:
+        with self._working(), super().create_stream(path, mode) as stream:
             if mode != "wb":
                 yield stream
                 return

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.folder_files import CONFIG, PROCESSOR_FILES, TOKENIZER_FILES
+from megatron_hetero.user_files import read_bytes
 
 Hashes = Mapping[str, Mapping[str, str]]
 """By setting, such as `model.hf_path`, and the name of a file in that folder: its SHA-256."""
@@ -36,7 +37,7 @@ def _hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 def _hash(path: Path) -> str:
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
         if path.name == CONFIG:
             content = json.dumps(_meaning(json.loads(content)), sort_keys=True).encode()
     except (OSError, ValueError, RecursionError) as error:

@@ -19,6 +19,7 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.errors import UserError, listed
 from megatron_hetero.models.folder_files import CONFIG
 from megatron_hetero.training.config import Overridable
+from megatron_hetero.user_files import read_text
 
 FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)
@@ -66,7 +67,7 @@ class RunRecord:
         """The record of a checkpoint. Raises `UserError`."""
         path = checkpoint / FILE_NAME
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_text(path))
             require_fields(values)
             folders = ModelSources.recorded(values["config"]).folders
             if others := values.get("model_files", {}).keys() - folders.keys():

@@ -26,12 +26,12 @@ def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resum
     if record is None:
         return Resumed()
     group, folder, held = state.topology.files, config.checkpoint.dir, []
-    notes = on_first(group, lambda: _take(folder, held)) if folder is not None else ()
+    notes = on_first(group, lambda: _take(folder, held), state.working) if folder is not None else ()
     # torchrun counts restarts on the host whose rank failed, and only there.
     again = any(on_every(group, lambda: started_again(os.environ)))
-    chosen, more = on_first(group, lambda: choose(config.checkpoint, again))
+    chosen, more = on_first(group, lambda: choose(config.checkpoint, again), state.working)
     if folder is not None:
-        require_shared(folder, group)
+        require_shared(folder, group, state.working)
     resumed = Resumed()
     if chosen is not None:
         resumed = load(state, chosen, record, config.checkpoint.allow_changes)
@@ -46,13 +46,14 @@ def _take(folder: Path, held: list[FolderLock]) -> tuple[str, ...]:
     return notes
 
 
-def shared_record(config: Config, topology: Topology, mixture: Mixture) -> RunRecord | None:
+def shared_record(config: Config, state: TrainState, mixture: Mixture) -> RunRecord | None:
     """What the checkpoints of this run say of it before the first step, on every rank; None where the run neither reads
     nor writes any. Raises `UserError`, as `run_record` does.
     """
     if config.checkpoint.dir is None and config.checkpoint.resume in ("auto", "never"):
         return None
-    return on_first(topology.files, lambda: run_record(config, topology, mixture))
+    topology = state.topology
+    return on_first(topology.files, lambda: run_record(config, topology, mixture), state.working)
 
 
 def run_record(config: Config, topology: Topology, mixture: Mixture) -> RunRecord:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from megatron_hetero.checkpoint.state import HISTORY, History, Saved, TrainState
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.config import Config
 
+Watched = Callable[[Callable[[], str]], AbstractContextManager[None]]
 SETTLED_S = 600.0
 """Seconds that the end of a run with an error waits for a save that is under way."""
 
@@ -39,8 +41,16 @@ class Saver:
     last one that was tried could not be.
     """
 
-    def __init__(self, config: Config, state: TrainState, record: RunRecord | None, trained: int = 0) -> None:
-        self.config, self.state, self.record = config, state, record
+    def __init__(
+        self,
+        config: Config,
+        state: TrainState,
+        record: RunRecord | None,
+        trained: int = 0,
+        watched: Watched = lambda _: nullcontext(),
+    ) -> None:
+        """`watched`: around what waits for other ranks, given what that is."""
+        self.config, self.state, self.record, self._watched = config, state, record, watched
         self.trained = self._tried = trained
         self.saved: Saved | None = None
         self.lost: UserError | None = None
@@ -60,10 +70,11 @@ class Saver:
         last = stopping or step == self.config.train.iters
         due = chosen.dir is not None and (last or step % chosen.interval == 0)
         goes_on = chosen.on_failure == "continue" or step == self.config.train.iters
-        notes = self._ended(waits=due, raises=not goes_on)
-        if due:
-            self._writing = self._begin(step, beside=chosen.async_ and not last)
-            notes += self._ended(waits=not chosen.async_ or last, raises=not goes_on)
+        with self._watched(lambda: f"the saving of a checkpoint after step {step}, with all other ranks,"):
+            notes = self._ended(waits=due, raises=not goes_on)
+            if due:
+                self._writing = self._begin(step, beside=chosen.async_ and not last)
+                notes += self._ended(waits=not chosen.async_ or last, raises=not goes_on)
         if stopping and self.lost is not None:  # Who was asked to stop must not believe in what is not there.
             raise self.lost
         return notes
@@ -77,9 +88,10 @@ class Saver:
         """Wait for a save that is under way where an error ends the run on every rank. Returns what there is to say of
         it.
         """
-        if self._writing is not None and wait([self._writing.outcome], SETTLED_S).done:
-            with suppress(Exception):
-                return self._ended(waits=True, raises=False)
+        with self._watched(lambda: "the end of a save that was under way"):
+            if self._writing is not None and wait([self._writing.outcome], SETTLED_S).done:
+                with suppress(Exception):
+                    return self._ended(waits=True, raises=False)
         return []
 
     def rescue(self) -> list[str]:
@@ -88,8 +100,9 @@ class Saver:
         """
         if self.config.checkpoint.dir is None or self.trained == self._tried:
             return []
-        self._writing = self._begin(self.trained, beside=False, keeps_all=True)
-        return self._ended(waits=True, raises=False)
+        with self._watched(lambda: f"the saving of a checkpoint after step {self.trained}, with all other ranks,"):
+            self._writing = self._begin(self.trained, beside=False, keeps_all=True)
+            return self._ended(waits=True, raises=False)
 
     def _begin(self, step: int, beside: bool, keeps_all: bool = False) -> _Writing:
         self._tried, keep = step, None if keeps_all else self.config.checkpoint.keep_last
@@ -112,7 +125,7 @@ class Saver:
         chosen = self.config.checkpoint
         assert chosen.dir is not None and self.record is not None, "it is time to save only with a folder"
         record, group = replace(self.record, step=step), self.state.topology.files
-        saved = save(entries, chosen.dir, record, history, keep, group)
+        saved = save(entries, chosen.dir, record, history, keep, group, self.state.working)
         return saved, time.perf_counter() - start
 
     def _ended(self, waits: bool, raises: bool) -> list[str]:

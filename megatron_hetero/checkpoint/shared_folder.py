@@ -8,14 +8,14 @@ import os
 import socket
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import torch.distributed as dist
 
-from megatron_hetero.checkpoint.collective import FIRST, on_every, on_first
+from megatron_hetero.checkpoint.collective import FIRST, Working, on_every, on_first
 from megatron_hetero.checkpoint.folder import unwritable, wait_for
 from megatron_hetero.errors import UserError
 
@@ -98,11 +98,11 @@ def _taken(folder: Path, path: Path, claim: Claim) -> UserError:
     )
 
 
-def require_shared(folder: Path, group: dist.ProcessGroup) -> None:
+def require_shared(folder: Path, group: dist.ProcessGroup, working: Working = nullcontext) -> None:
     """Check that all ranks of `group` see the same folder. Raises `UserError` on every rank."""
-    mark = folder / on_first(group, lambda: _leave_mark(folder))
+    mark = folder / on_first(group, lambda: _leave_mark(folder), working)
     try:
-        on_every(group, lambda: _find(mark))
+        on_every(group, lambda: _find(mark), working)
     finally:
         if dist.get_rank(group) == FIRST:
             mark.unlink(missing_ok=True)

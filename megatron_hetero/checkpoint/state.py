@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_hetero.checkpoint.collective import FIRST, on_every, on_first
+from megatron_hetero.checkpoint.collective import FIRST, Working, on_every, on_first
 from megatron_hetero.checkpoint.contents import random_entries, read, renew_masters, written
 from megatron_hetero.checkpoint.folder import (
     FileRecord,
@@ -41,12 +42,15 @@ HISTORY = "metrics.jsonl"
 
 @dataclass(frozen=True, eq=False)
 class TrainState:
-    """What changes from step to step, on one rank. `shapes`: of all stored tensors of the model."""
+    """What changes from step to step, on one rank. `shapes`: of all stored tensors of the model. `working`: around what
+    the rank reads and writes while others wait for it.
+    """
 
     modules: Sequence[TrainedModule]
     optimizers: Sequence[Any]
     topology: Topology
     shapes: Mapping[str, tuple[int, ...]]
+    working: Working = nullcontext
 
     def entries(self) -> list[Entry]:
         """What this rank writes, in place: views of what training changes."""
@@ -109,6 +113,7 @@ def save(
     history: History,
     keep_last: int | None,
     group: dist.ProcessGroup,
+    working: Working = nullcontext,
 ) -> Saved:
     """Write the checkpoint after step `record.step` into `folder`: beside its place, checked, then moved there; then
     older ones are removed. Every rank of `group` calls it; the record and the history are taken from the first.
@@ -117,16 +122,17 @@ def save(
     """
     partial, rank = partial_of(folder / name_of(record.step)), dist.get_rank(group)
     try:
-        on_first(group, lambda: _writing(partial, lambda: _make(partial)))
-        tensors = write_entries(partial, entries, group)
+        on_first(group, lambda: _writing(partial, lambda: _make(partial)), working)
+        tensors = write_entries(partial, entries, group, working=working)
         own = on_every(
             group,
             lambda: _writing(
                 partial, lambda: tensors | (_write_beside(partial, record, history) if rank == FIRST else {})
             ),
+            working,
         )
         records = {name: found for of_rank in own for name, found in of_rank.items()}
-        return on_first(group, lambda: _writing(folder, lambda: _finish(partial, records, keep_last)))
+        return on_first(group, lambda: _writing(folder, lambda: _finish(partial, records, keep_last)), working)
     except UserError:
         # All ranks have stopped writing, and what there is takes the room that the next one needs.
         if rank == FIRST:
@@ -140,14 +146,14 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
 
     Raises `UserError` on every rank, before anything is read, where the checkpoint is damaged or another model's.
     """
-    group = state.topology.files
-    manifest = _verify(checkpoint, group)
+    group, working = state.topology.files, state.working
+    manifest = _verify(checkpoint, group, working)
     rank, ranks = state.topology.rank, state.topology.world_size
     record = on_every(group, lambda: RunRecord.read(checkpoint))[rank]
     on_first(group, lambda: record.require_own_name(checkpoint))
     on_first(group, lambda: record.require_resumable(new, allowed, checkpoint))
     on_first(group, lambda: _require_steps(record, new, checkpoint))
-    index = on_first(group, lambda: open_index(checkpoint, manifest))
+    index = on_first(group, lambda: open_index(checkpoint, manifest), working)
     stored = index_shapes(index)
     found = on_first(group, lambda: record.require_complete(stored, state.shapes, checkpoint))
     on_first(group, lambda: record.require_same_model(new, allowed, checkpoint))
@@ -159,7 +165,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     own_random = list(random_entries(rank, states))
     # Those of another kind of device are other ones.
     fit = record.world_size == ranks and all(stored.get(entry.key) == entry.size for entry in own_random)
-    read_entries(checkpoint, index, [*entries, *(own_random if fit else ())], group)
+    read_entries(checkpoint, index, [*entries, *(own_random if fit else ())], group, working)
     if imported:
         renew_masters(state.modules, state.optimizers)
     if fit:
@@ -196,13 +202,13 @@ def _changes(old: RunRecord, new: RunRecord) -> list[str]:
     return notes
 
 
-def _verify(checkpoint: Path, group: dist.ProcessGroup) -> Mapping[str, FileRecord]:
+def _verify(checkpoint: Path, group: dist.ProcessGroup, working: Working) -> Mapping[str, FileRecord]:
     """Check sizes and hashes, and return them; ranks share the files. Raises `UserError` on every rank, naming all that
     is wrong.
     """
     manifest = on_first(group, lambda: read_manifest(checkpoint, (INDEX, RECORD)))
     mine = sorted(manifest)[dist.get_rank(group) :: dist.get_world_size(group)]
-    faults = on_every(group, lambda: verify(checkpoint, manifest, mine))
+    faults = on_every(group, lambda: verify(checkpoint, manifest, mine), working)
     if any(faults):
         raise damaged(checkpoint, sorted(fault for of_rank in faults for fault in of_rank))
     return manifest

@@ -12,7 +12,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,13 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from megatron_hetero.checkpoint.collective import Working
 from megatron_hetero.checkpoint.folder import FileRecord
 from megatron_hetero.checkpoint.hashed_files import HashedFiles
 from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.errors import UserError, in_short, listed
 from megatron_hetero.models.folder_writer import plan_shards
+from megatron_hetero.user_files import read_bytes
 
 INDEX = ".metadata"
 _ANOTHER = "take another checkpoint (a run goes on from it with --checkpoint.resume PATH)"
@@ -94,7 +96,7 @@ def read_index(folder: Path) -> Metadata:
     """The index of a checkpoint: which tensors it holds, and where. Raises `UserError`; nothing in it is executed."""
     path = folder / INDEX
     try:
-        index = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
+        index = _IndexUnpickler(io.BytesIO(read_bytes(path, most=1 << 32))).load()
         _require_index(index)
     except Exception as error:  # a broken pickle raises nearly all that there are
         raise UserError.at(
@@ -171,9 +173,9 @@ def write_entries(
     entries: Sequence[Entry],
     group: dist.ProcessGroup | None,
     value: Callable[[Entry], Tensor] = lambda entry: entry.values,
+    working: Working = nullcontext,
 ) -> dict[str, FileRecord]:
-    """Write all ranks' entries, each rank its own files. Every rank of `group` calls it; a process by itself needs
-    none.
+    """Write all ranks' entries, each rank its own files. Every rank of `group` calls it; a process alone needs none.
 
     `value` gives what is written of an entry when its turn comes, and not before; the entry's own values need then have
     no more than a shape and a type (they may be on the device `meta`).
@@ -182,7 +184,7 @@ def write_entries(
     `UserError` on every rank where one of them cannot write.
     """
     writer, planner = _Writer(folder), _EntryWriter(entries, value)
-    writer.fs = files = HashedFiles()
+    writer.fs = files = HashedFiles(working)
     with _told_as_errors(folder, group), _no_checksums():
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     return files.records
@@ -201,12 +203,18 @@ def _no_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def read_entries(folder: Path, index: Metadata, entries: Sequence[Entry], group: dist.ProcessGroup | None) -> None:
+def read_entries(
+    folder: Path,
+    index: Metadata,
+    entries: Sequence[Entry],
+    group: dist.ProcessGroup | None,
+    working: Working = nullcontext,
+) -> None:
     """Fill the values of all entries of this rank. Every rank of `group` calls it; a process by itself needs none.
-
     Raises `UserError` on every rank where one of them cannot read.
     """
     reader, planner = _IndexedReader(folder, index), _EntryReader(entries)
+    reader.fs = HashedFiles(working)
     with _told_as_errors(folder, group, reading=True):
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hetero.data.records import Record
+from megatron_hetero.data.time_limit import time_limit
 from megatron_hetero.data.validation import marks_of, split_at_marks
 from megatron_hetero.errors import UserError, in_short
 from megatron_hetero.module_names import VISION
 
 END_OF_TURN = "<|im_end|>"
+RENDERED_S = 10.0
+"""Seconds in which a template, a program that a file brings along, renders one conversation; one needs milliseconds."""
 NONE: Mapping[str, str] = {}
 
 
@@ -52,7 +55,7 @@ def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> l
     else. A turn begins where the template's own generation prompt ends, so training sees what generation will see.
 
     Raises:
-        UserError: the template fails, or rewrites earlier turns, or alters the assistant's text.
+        UserError: the template fails or takes too long, or rewrites earlier turns, or alters the assistant's text.
     """
     messages = to_messages(record, shown)
     full = _apply(tokenizer, messages, record, prompt=False)
@@ -81,7 +84,14 @@ def render_prompt(tokenizer: Any, record: Record, turns: int) -> str:
 
 def _apply(tokenizer: Any, messages: list[dict[str, Any]], record: Record, *, prompt: bool) -> str:
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        with time_limit(RENDERED_S):
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    except TimeoutError:
+        raise _template_error(
+            record,
+            found=f"a chat template that is not done after {RENDERED_S:g} s",
+            expected="one that goes through the turns once",
+        ) from None
     except Exception as error:  # templates are programs: they raise anything
         raise _template_error(
             record,

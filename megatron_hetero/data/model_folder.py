@@ -14,6 +14,8 @@ from PIL import Image
 from megatron_hetero.data.folder_rules import FILES
 from megatron_hetero.errors import UserError, in_short
 from megatron_hetero.json_files import MOST_BYTES, check, read_object
+from megatron_hetero.models.folder_files import COMPANIONS
+from megatron_hetero.user_files import is_unfit
 
 # `transformers` is imported where it is used: it brings torch, which takes seconds that command-line help and checks of
 # the configuration need not wait for.
@@ -41,6 +43,10 @@ def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting
             expected="a Qwen2.5-VL folder in transformers format",
             fix="correct the path; models are not downloaded: fetch one first with `hf download MODEL --local-dir DIR`",
         )
+    for name in COMPANIONS:
+        # `transformers` would go on without what is no file, and read one of any size.
+        if unfit := is_unfit(path / name):
+            raise UserError.at(path / name, found=unfit, expected=f"a file of {setting}", fix=_FIX)
     for names in needed:
         if not any((path / name).is_file() for name in names):
             raise UserError.at(

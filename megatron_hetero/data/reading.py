@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_hetero.errors import UserError, quoted
+from megatron_hetero.user_files import open_regular
 
 _FORMATS = "a JSON list of records, or JSONL with one record on each line"
 _BOM = b"\xef\xbb\xbf"
@@ -65,7 +66,7 @@ def read_records(path: Path) -> Iterator[RawRecord]:
 
 def _first_character(path: Path) -> bytes:
     """The first character that is not blank; empty for a blank file."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(4096):
             if stripped := block.removeprefix(_BOM).lstrip():
                 return stripped[:1]
@@ -74,7 +75,7 @@ def _first_character(path: Path) -> bytes:
 
 def _read_lines(path: Path) -> Iterator[RawRecord]:
     index = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for line, raw in enumerate(file, start=1):
             text = _decode(path, raw.removeprefix(_BOM) if line == 1 else raw, line)
             if text.strip():
@@ -93,7 +94,8 @@ def _parse_line(path: Path, line: int, text: str) -> Any:
 
 def _read_list(path: Path) -> Iterator[RawRecord]:
     """Decodes one element at a time: the Python objects of a whole list take several times its text."""
-    text = _decode(path, path.read_bytes().removeprefix(_BOM), line=1)
+    with open_regular(path) as file:
+        text = _decode(path, file.read().removeprefix(_BOM), line=1)
     try:
         for index, value in enumerate(_elements(text)):
             yield RawRecord(value, record_place(path, index, 0), 0)

@@ -51,6 +51,11 @@ class StoredWeights:
             weights._add(path, expected)
         return weights
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of weights."""
+        return tuple(self._open)
+
     def _add(self, path: Path, expected: set[str] | None) -> None:
         handle = self._open[path] = open_file(path)
         found = set(handle.keys())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
+from megatron_hetero.errors import UserError
 from megatron_hetero.layout import Layout
 from megatron_hetero.models.balance import deal, deal_in_order
 from megatron_hetero.models.qwen2_5_vl.cost import encoding_cost
@@ -21,6 +22,9 @@ from megatron_hetero.training.config import Config, PlanConfig
 from megatron_hetero.training.encoder_shards import EncoderShards
 from megatron_hetero.training.resolved import BatchShape, shards_activations
 from megatron_hetero.training.token_shards import TokenShards
+
+MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 22, 1 << 23
+"""Of an assumed micro-batch, over all replicas; tokens of one of them."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ class AssumedBatch:
     def of(
         cls, config: Config, shapes: Qwen25VLShapes, layouts: Mapping[str, Layout], batch: BatchShape
     ) -> AssumedBatch:
-        """The assumption of section `plan` of the configuration."""
+        """The assumption of section `plan` of the configuration. Raises `UserError` where it is too large to plan."""
+        _require_size(config.plan, shapes, batch)
         sharded = {name: shards_activations(config, name, layout) for name, layout in layouts.items()}
         return cls(assumed_sample(config.plan, shapes), shapes, layouts, batch, sharded, config.data.balance)
 
@@ -116,6 +121,29 @@ class AssumedBatch:
         """Who holds the encoder's rows, and who needs them."""
         needed = self.token_shards(self.layouts[TEXT].stage(0)).ownership(encoder)
         return self.encoder_shards(encoder).ownership(), needed
+
+
+def _require_size(plan: PlanConfig, shapes: Qwen25VLShapes, batch: BatchShape) -> None:
+    """Check that the images and tokens of a micro-batch are few enough to be counted one by one."""
+    packs = batch.samples * batch.replicas
+    images = plan.images * len(shapes.encoders) * packs
+    of_image = sum(shape.rows(square_grid(plan.image_side, shape)) for shape in shapes.encoders.values())
+    # Every image counts, and so does a pack's every token.
+    rows, pack = plan.images * of_image * packs, (plan.images * of_image + plan.tokens) * batch.samples
+    found = {
+        "images": (images, MOST_IMAGES),
+        "rows of images": (max(rows, of_image), MOST_ROWS),
+        "tokens of a pack": (pack, MOST_TOKENS),
+    }
+    for what, (number, most) in found.items():
+        if number > most:
+            raise UserError.at(
+                "section plan (--plan.images, --plan.image_side, --plan.tokens)",
+                found=f"{number} {what} in a micro-batch of {packs} samples",
+                expected=f"{most} at most",
+                because="who holds and needs each of them is planned",
+                fix="lower what is assumed of a sample, or train.micro_batch_size",
+            )
 
 
 def one_replica(layout: Layout) -> Layout:

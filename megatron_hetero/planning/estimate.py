@@ -33,12 +33,15 @@ from megatron_hetero.training.resolved import (
     checked_schedule,
     communication,
     dtype_of,
+    require_turns,
     stages_per_rank,
     transport_of,
 )
 
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary", "workspace")
 """Kinds of memory, in the order of the columns of `Plan.memory`."""
+PLANNED_TURNS = 1 << 13
+"""Of all stages in a step, as many as are simulated in some seconds. Memory is that of a batch as large as that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +87,7 @@ class Plan:
         Raises `UserError` where the configuration does not fit the model or the world.
         """
         shapes, layouts, batch = checked(config, world_size)
+        require_turns(config, layouts, batch, PLANNED_TURNS)
         schedule = checked_schedule(config, layouts, batch)
         assumed = AssumedBatch.of(config, shapes, layouts, batch)
         stages = {name: _stages(config, shapes, name, layout) for name, layout in layouts.items()}

@@ -23,12 +23,10 @@ from torch import Tensor
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator, Crossing, boundary_communicators
 from megatron_hetero.communicators import Link
-from megatron_hetero.cuda_environment import write_trace
 from megatron_hetero.errors import UserError
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.communication import described, use_of
 from megatron_hetero.schedule.contract import DeviceMicroBatch, ModuleOnRank, RandomStates
-from megatron_hetero.schedule.device_clock import clock_of
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.watch import Stopwatch, Watchdog
 from megatron_hetero.topology import Links, Topology
@@ -81,6 +79,7 @@ class Interpreter:
         transport: torch.dtype | None = None,
         timeout_s: float = 1800.0,
         watch: Stopwatch | None = None,
+        watchdog: Watchdog | None = None,
         random: RandomStates | None = None,
     ) -> Interpreter:
         """An interpreter on the groups of a topology that was built with the boundaries as `edges`.
@@ -93,6 +92,7 @@ class Interpreter:
             transport: what rows are rounded to on the wire; None sends them as they are.
             timeout_s: seconds after which an action that has not ended ends the process, with a message. 0: never.
             watch: where times are wanted.
+            watchdog: one that the rank has already, in place of one for `timeout_s`.
             random: of the generators that models draw from, where these are more than PyTorch's own.
 
         Raises:
@@ -108,9 +108,7 @@ class Interpreter:
             dtype=dtype,
             device=topology.platform.device,
             watch=watch or Stopwatch(topology.platform, keeps=False),
-            watchdog=Watchdog(
-                timeout_s, topology.rank, clock_of(topology.platform.device), partial(_traced, topology.rank)
-            ),
+            watchdog=watchdog or Watchdog.of_world(timeout_s, topology.platform),
             random=random or RandomStates.of(topology.platform),
         )
 
@@ -151,12 +149,6 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
         raise UserError.at(
             f"interpreter on rank {rank}", found=found, expected=expected, fix="name it as in the layouts"
         )
-
-
-def _traced(rank: int) -> str:
-    """Where the NCCL operations of a rank that is given up can be read; empty without NCCL."""
-    path = write_trace(rank)
-    return "" if path is None else f"rank {rank}: wrote its last NCCL operations to {path}"
 
 
 Key = tuple[str, int, int]

@@ -6,7 +6,7 @@ field is its help text and its row in the README.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -135,7 +135,9 @@ class ScheduleConfig:
     )
     virtual_stages: int = option(1, "Stages of the text module on each of its pp ranks; several are interleaved.")
     timeout_s: float = option(
-        1800.0, "Seconds after which a rank gives up one action of a step and says which; 0 is never."
+        1800.0,
+        "Seconds after which a rank gives up what it does with others, and says what: an action of a step or "
+        "evaluation, or a start, save or export in which no rank is at work by itself; 0 is never.",
     )
 
 
@@ -330,6 +332,19 @@ def _config_of(line: CommandLine) -> Config:
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML that `load_config` reads back to an equal value."""
     return yaml_of(_plain(config))
+
+
+def flat_settings(config: Config) -> dict[str, str]:
+    """Every setting with its value, as text, by the name that users know: `optimizer.lr`."""
+    return dict(_flat(_plain(config), ""))
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if not isinstance(value, dict):
+        yield name, "none" if value is None else str(value)
+        return
+    for part, below in value.items():
+        yield from _flat(below, f"{name}.{part}" if name else part)
 
 
 def flag_table_markdown() -> str:

@@ -5,6 +5,7 @@ Rank 0 need not hold any of them: the layouts say which ranks do, and these say 
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.checkpoint.collective import on_first
+from megatron_hetero.checkpoint.collective import Working, on_first
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.folder_writer import Companions, require_writable
 from megatron_hetero.models.qwen2_5_vl.model_writer import model_writer
@@ -37,19 +38,25 @@ def export_model(
     target: Path,
     companions: Mapping[str, Companions],
     dtype: torch.dtype,
+    working: Working = contextlib.nullcontext,
 ) -> None:
     """Write `target` from the weights of the first replica of each module. Every rank calls it, with the modules that
-    it holds a part of; rank 0 writes, and alone needs the `companions` (see `companions_of`). Raises `SharedError`
-    where the folder cannot be written; nothing of it is left then, and it can be tried again elsewhere.
+    it holds a part of; rank 0 writes, and alone needs the `companions` (see `companions_of`). `working`: around what it
+    writes while others wait. Raises `SharedError` where the folder cannot be written; nothing of it is left then, and
+    it can be tried again elsewhere.
     """
     on_first(topology.files, lambda: require_writable(target))  # before anything is sent
     parts = gather_parameters(modules, topology)
 
     def write() -> None:
         try:
-            with model_writer(target, shapes, dtype, companions) as put:
+            with contextlib.ExitStack() as writing:
+                put = writing.enter_context(model_writer(target, shapes, dtype, companions))
                 for name, tensor in assemble(parts, stored_shapes(shapes)):
-                    put(name, tensor)
+                    with working():
+                        put(name, tensor)
+                with working():
+                    writing.close()
         except Exception as error:
             _use_up(parts)  # Others send, whether it is written or not.
             raise error if isinstance(error, UserError) else _unexpected(target) from error

@@ -51,7 +51,7 @@ PLAN_FLAGS = {
     "--plan-svg": ("path", "none", "Draw topology and schedule of the plan too, to a file that ends in .svg or .png."),
 }
 """Flags without a setting: values, default and meaning."""
-MOST_RANKS = 1 << 20
+MOST_RANKS = 20_000
 
 
 def read_flags(argv: Sequence[str], root: type) -> CommandLine:

@@ -85,7 +85,7 @@ class HeldOutEvaluation:
     def _evaluate(self, step: int, held_out: HeldOut) -> EvaluationMetrics:
         start, mine, supervised, samples = time.perf_counter(), 0.0, 0, 0
         counts = []
-        for batch in held_out.batches(self.run.config.data.workers):
+        for batch in self._watched_batches(held_out):
             loss_sum, hits = self._forward(held_out.schedule, batch)
             mine += loss_sum
             counts.append(self._counts(held_out, batch, hits))
@@ -100,8 +100,9 @@ class HeldOutEvaluation:
                 fix="raise data.max_seq_length, mend the data set, or leave it out",
             )
         # In fp64, so that the sum of many batches is as good as that of one.
-        total = float(self.run.over_ranks([mine if self.run.counts_loss else 0.0]).sum())
-        right, asked = exact_match(self.run.added_over_ranks(np.concatenate(counts, axis=1)))
+        with self.run.watched(f"the sums over ranks of the evaluation of {held_out.name} after step {step}"):
+            total = float(self.run.over_ranks([mine if self.run.counts_loss else 0.0]).sum())
+            right, asked = exact_match(self.run.added_over_ranks(np.concatenate(counts, axis=1)))
         self.run.watch.read()  # What was measured here is no part of the next step.
         return EvaluationMetrics(
             step=step,
@@ -113,6 +114,16 @@ class HeldOutEvaluation:
             samples=samples,
             time_s=time.perf_counter() - start,
         )
+
+    def _watched_batches(self, held_out: HeldOut) -> Iterator[StepBatch]:
+        """All batches of the data set."""
+        batches = iter(held_out.batches(self.run.config.data.workers))
+        while True:
+            with self.run.watched(f"the data of the evaluation of {held_out.name}"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def _forward(self, schedule: Schedule, batch: StepBatch) -> tuple[float, dict[int, torch.Tensor]]:
         """This rank's sum of token losses; and by micro-batch, for each supervised token of this rank, whether it is

@@ -21,6 +21,8 @@ from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings
 from megatron_hetero.training.config import Config, require_modules
 
+MOST_TURNS = 1 << 15
+"""Of all stages in a step, one for each micro-batch: its schedule is written out and checked before it begins."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The types that `model.dtype` names."""
 
@@ -89,6 +91,7 @@ def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, 
     require_modules(config, shapes.modules)
     layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
     batch = _batch_shape(config, layouts[TEXT])
+    require_turns(config, layouts, batch)
     resolve_settings(_schedule_settings(config), layouts, batch.micro_batches)
     _require_micro_batches(config, batch.micro_batches)
     for name, layout in layouts.items():
@@ -148,6 +151,23 @@ def communication(config: Config, shapes: Qwen25VLShapes) -> dict[str, Any]:
 def stages_per_rank(config: Config, name: str) -> int:
     """Pipeline stages of a module on each of its ranks."""
     return config.schedule.virtual_stages if name == TEXT else 1
+
+
+def require_turns(
+    config: Config, layouts: Mapping[str, Layout], batch: BatchShape, most_turns: int = MOST_TURNS
+) -> None:
+    """Check that the schedule of a step is one that can be written out. Raises `UserError`."""
+    stages = sum(layout.pp * stages_per_rank(config, name) for name, layout in layouts.items())
+    most = max(1, most_turns // stages)
+    if batch.micro_batches > most:
+        fitting = batch.replicas * batch.samples * most
+        raise UserError.at(
+            "train.global_batch_size (--train.global_batch_size)",
+            found=f"{config.train.global_batch_size}, {batch.micro_batches} micro-batches of each replica",
+            expected=f"{fitting} or less, {most} micro-batches",
+            because=f"the turns of all {stages} stages in a step are planned, one by one",
+            fix=f"raise train.micro_batch_size or dp of text, or try --train.global_batch_size {fitting}",
+        )
 
 
 def _schedule_settings(config: Config) -> ScheduleSettings:

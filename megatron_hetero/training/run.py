@@ -9,14 +9,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_hetero.agreement import Statement, require_agreement
 from megatron_hetero.checkpoint.collective import on_first
 from megatron_hetero.checkpoint.resume import resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.cuda_environment import prepare_traces
 from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.data.processing import Processor
 from megatron_hetero.data.two_folders import export_changes
-from megatron_hetero.errors import SharedError
+from megatron_hetero.errors import SharedError, UserError
 from megatron_hetero.models.backend import backend_notices
 from megatron_hetero.models.folder_writer import Companions, require_writable
 from megatron_hetero.models.hf_folder import StoredWeights
@@ -26,6 +28,7 @@ from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
 from megatron_hetero.module_names import VISION, parts_of
 from megatron_hetero.platform import Platform
+from megatron_hetero.schedule.watch import Watchdog
 from megatron_hetero.topology import Topology
 from megatron_hetero.training.config import Config, to_yaml
 from megatron_hetero.training.export import export_model
@@ -35,6 +38,7 @@ from megatron_hetero.training.metrics_history import evaluations_since
 from megatron_hetero.training.resolved import checked, dtype_of, folders_of
 from megatron_hetero.training.share import Share
 from megatron_hetero.training.sources import open_held_out, open_mixture, open_processor
+from megatron_hetero.training.started_with import data_sets, files_of_model, settings_and_versions
 from megatron_hetero.training.step_loader import StepBatch, StepLoader
 
 REPORTER = 0
@@ -70,37 +74,46 @@ class Run(Share):
     companions: Mapping[str, Companions]
 
     @classmethod
-    def build(cls, config: Config, platform: Platform) -> Run:
-        """Check the configuration against the model and the world, then make groups, modules, optimizers and the
-        loader.
+    def build(cls, config: Config, platform: Platform, watchdog: Watchdog | None = None) -> Run:
+        """Check the configuration against the model and the world, and all ranks against each other; then make groups,
+        modules, optimizers and the loader. `watchdog`: one that the rank has already.
 
         Raises `UserError` for anything that the user can mend; nothing has been written by then.
         """
-        shapes, *_ = checked(config, dist.get_world_size())
-        weights = _open_weights(config, shapes)
-        # Held-out data sets too: what is wrong with them is said now, not after training.
-        processor, mixture, held_out = open_processor(config), open_mixture(config), open_held_out(config)
-        companions = _ready_to_export(config) if dist.get_rank() == REPORTER else {}
+        watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform)
+        sources = _open_together(config, platform, watchdog)
         if platform.is_cuda:  # Before the first collective.
             _prepare_traces(config.log.dir / "nccl")
-        share = Share.of(config, platform, weights)
+        share = Share.of(config, platform, sources.weights, watchdog=watchdog)
         topology, data = share.topology, config.data
         for notice in backend_notices(config.model.backend, platform) if topology.rank == REPORTER else ():
             print(notice, flush=True)
-        state = TrainState(share.modules, share.optimizers, topology, stored_shapes(shapes))
-        record = shared_record(config, topology, mixture)
-        resumed = _with_evaluations(resume(config, state, record), config, topology)
-        _require_trained_projector(config, resumed)
+        state = TrainState(
+            share.modules, share.optimizers, topology, stored_shapes(share.shapes), working=watchdog.working
+        )
+        with watchdog.waiting(lambda: "the state that training goes on from, with all other ranks,"):
+            record = shared_record(config, state, sources.mixture)
+            resumed = _with_evaluations(resume(config, state, record), config, topology)
+            _require_trained_projector(config, resumed)
+            writer = _writer(config, topology, resumed)
+        # In a step nobody is waited for as long as for one that still reads its weights.
+        share.wait_for_all("the start of all other ranks")
         return cls(
             **{field.name: getattr(share, field.name) for field in fields(share)},
             loader=StepLoader(
-                mixture, processor, topology, share.planner, share.batch, data.max_seq_length, data.too_long
+                sources.mixture,
+                sources.processor,
+                topology,
+                share.planner,
+                share.batch,
+                data.max_seq_length,
+                data.too_long,
             ),
-            held_out=held_out,
-            writer=_writer(config, topology, resumed),
+            held_out=sources.held_out,
+            writer=writer,
             resumed=resumed,
-            saver=Saver(config, state, record, resumed.step),
-            companions=companions,
+            saver=Saver(config, state, record, resumed.step, watchdog.waiting),
+            companions=sources.companions,
         )
 
     def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
@@ -114,7 +127,7 @@ class Run(Share):
             batches = iter(self.loader.steps(first, last, self.config.data.workers))
             for step in range(first, last + 1):
                 start = time.perf_counter()
-                with self._watched(f"the data of step {step}"):
+                with self.watched(f"the data of step {step}"):
                     batch = next(batches)
                 in_a_row = 0 if batch.sample_lengths else in_a_row + batch.skipped
                 self._require_samples(step, in_a_row)
@@ -134,12 +147,58 @@ class Run(Share):
 
     def export(self, target: Path) -> None:
         """Write the model to `target` in `transformers` format. Raises `SharedError`, as `export_model` does."""
-        export_model(self.modules, self.shapes, self.topology, target, self.companions, dtype_of(self.config))
+        watchdog = self.interpreter.watchdog
+        with watchdog.waiting(lambda: "the export of the model, with all other ranks,"):
+            export_model(
+                *(self.modules, self.shapes, self.topology, target, self.companions, dtype_of(self.config)),
+                working=watchdog.working,
+            )
 
     @property
     def faults(self) -> tuple[str, ...]:
         """What went wrong on this rank beside training."""
         return (*self.writer.faults.values(), *filter(None, [self.profiler.fault]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Sources:
+    """What a rank reads from: weights by module, data, and on the rank that exports what goes out with the model.
+    Held-out data sets too: what is wrong with them is said before training, not after it.
+    """
+
+    weights: Mapping[str, StoredWeights]
+    processor: Processor
+    mixture: Mixture
+    held_out: Mapping[str, Mixture]
+    companions: Mapping[str, Companions]
+
+
+def _open_together(config: Config, platform: Platform, watchdog: Watchdog) -> _Sources:
+    """What this rank reads from, once all ranks have opened theirs, and the same. Raises `UserError` on every rank."""
+    with watchdog.working():
+        facts, sources, problem = settings_and_versions(config, platform), None, None
+        try:
+            sources = _open(config)
+            facts |= files_of_model(config, sources.weights.values())
+            facts |= data_sets([sources.mixture, *sources.held_out.values()])
+        except UserError as error:
+            problem = str(error)
+    store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    require_agreement(Statement(facts, problem), store, rank, ranks, watchdog.waiting)
+    assert sources is not None, "ranks agree only where none has a problem"
+    return sources
+
+
+def _open(config: Config) -> _Sources:
+    """What this rank reads from, checked. Raises `UserError`."""
+    shapes, *_ = checked(config, dist.get_world_size())
+    return _Sources(
+        _open_weights(config, shapes),
+        open_processor(config),
+        open_mixture(config),
+        open_held_out(config),
+        _ready_to_export(config) if dist.get_rank() == REPORTER else {},
+    )
 
 
 def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]:

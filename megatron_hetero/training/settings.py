@@ -20,8 +20,11 @@ import yaml
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout_grammar import did_you_mean
 from megatron_hetero.training.conversion import ConversionError, convert, show
+from megatron_hetero.user_files import read_text
 
 T = TypeVar("T")
+MOST_BYTES = 1 << 20
+"""Of a YAML file: a hundred times a long one."""
 Tree = dict[str, Any]
 """Names to `Setting` leaves or further trees."""
 
@@ -102,8 +105,8 @@ def read_yaml(file: Path, root: type) -> Tree:
         UserError: the file is missing or broken, or has names that `root` has not.
     """
     try:
-        with open(file, encoding="utf-8") as stream:
-            content = yaml.load(stream, Loader=_Loader)  # A SafeLoader: builds plain values only.
+        # A SafeLoader: builds plain values only.
+        content = yaml.load(read_text(file, MOST_BYTES), Loader=_Loader)
     except OSError as error:
         found = (error.strerror or str(error)).lower()
         expected = "a YAML file that can be read"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.checkpoint.collective import together
+from megatron_hetero.checkpoint.collective import on_every, together
 from megatron_hetero.errors import SharedError
 from megatron_hetero.megatron_adapter import prepare_globals, random_states, set_random_states
 from megatron_hetero.models.backend import spec_provider
@@ -28,7 +28,7 @@ from megatron_hetero.platform import Platform, on_device
 from megatron_hetero.schedule.contract import RandomStates
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.runtime import Interpreter, ModuleOnRank
-from megatron_hetero.schedule.watch import Stopwatch
+from megatron_hetero.schedule.watch import Stopwatch, Watchdog
 from megatron_hetero.topology import Topology
 from megatron_hetero.training.config import Config
 from megatron_hetero.training.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients
@@ -84,9 +84,16 @@ class Share:
     profiler: StepProfiler
 
     @staticmethod
-    def of(config: Config, platform: Platform, weights: Mapping[str, WeightSource], *, check: bool = True) -> Share:
+    def of(
+        config: Config,
+        platform: Platform,
+        weights: Mapping[str, WeightSource],
+        *,
+        watchdog: Watchdog | None = None,
+        check: bool = True,
+    ) -> Share:
         """Make groups, modules and optimizers of this process's rank. `weights`: where those of each module come from.
-        `check`: whether groups are checked, see `Topology.build`.
+        `watchdog`: one that the rank has already. `check`: whether groups are checked, see `Topology.build`.
 
         Raises `UserError` where the configuration does not fit the model or the world.
         """
@@ -95,12 +102,15 @@ class Share:
         torch.manual_seed(config.train.seed)
         platform.prepare_megatron()
         prepare_globals(config.train.seed)
-        topology = Topology.build(
-            layouts, platform, decoding=config.model.encoder_names, check=check, **communication(config, shapes)
-        )
+        watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform)
+        with watchdog.waiting(lambda: "the making of process groups, with all other ranks,"):
+            topology = Topology.build(
+                layouts, platform, decoding=config.model.encoder_names, check=check, **communication(config, shapes)
+            )
         build = partial(_build_modules, config, shapes, topology, weights)
-        # A rank may be the only one to read what is wrong: all of them leave, and one says why.
-        modules = together(topology.files, build) if check else build()
+        with watchdog.waiting(lambda: "the weights of all other ranks"):
+            # A rank may be the only one to read what is wrong: all of them leave, and one says why.
+            modules = together(topology.files, build, watchdog.working) if check else build()
         planner = StepPlanner(
             {name: image_encoder(shape) for name, shape in shapes.encoders.items()},
             layouts,
@@ -118,7 +128,7 @@ class Share:
             modules=modules,
             optimizers=tuple(build_optimizer(m, config.optimizer, dtype_of(config), platform) for m in modules),
             schedule=schedule,
-            interpreter=_interpreter(config, shapes, topology, modules, watch),
+            interpreter=_interpreter(config, shapes, topology, modules, watch, watchdog),
             planner=planner,
             watch=watch,
             profiler=StepProfiler(profiled.start, profiled.steps, config.log.dir, topology.rank, platform),
@@ -152,7 +162,7 @@ class Share:
             norm = summary.norm / batch.supervised
             factor = clip_factor(norm, self.config.optimizer.clip_grad) / batch.supervised
             scale_gradients(self.modules, factor)
-            with self._watched(f"the update of step {step}"):
+            with self.watched(f"the update of step {step}"):
                 rate = self._update(step)
                 told = self._end_of_step(laps, stop)
         return self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited, told)
@@ -160,7 +170,7 @@ class Share:
     def _train_nothing(self, step: int, batch: StepBatch, waited: float, stop: object) -> StepMetrics:
         """A step whose samples are all too long. Weights and optimizers stay as they are, the learning rate goes on."""
         start, nan = time.perf_counter(), float("nan")
-        with self.profiler.step(step), self._watched(f"the end of step {step}"):
+        with self.profiler.step(step), self.watched(f"the end of step {step}"):
             told = self._end_of_step({}, stop)
         config = self.config.optimizer
         rate = rate_of(config.lr, config.min_lr, step, config, self.config.train.iters)
@@ -176,10 +186,10 @@ class Share:
         loss_sum = self.interpreter.run(
             self.schedule, lambda m: to_device(batch.micro_batches[m], self.platform, dtype)
         )
-        with self._watched("the sums of gradients over ranks"):
+        with self.watched("the sums of gradients over ranks"):
             return reduce_gradients(self.modules, loss_sum, self.counts_loss, self.optimizers, self.topology)
 
-    def _watched(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around what waits for other ranks between the actions of the schedule."""
         return self.interpreter.watchdog.doing(lambda: f"{what}, with all other ranks,")
 
@@ -276,7 +286,13 @@ class Share:
 
     def on_any_rank(self, flag: object) -> bool:
         """Whether `flag` is true on at least one rank, the same on each."""
-        return bool(self.over_ranks([float(bool(flag))]).max())
+        with self.watched("the question whether any rank was asked to stop"):
+            return bool(self.over_ranks([float(bool(flag))]).max())
+
+    def wait_for_all(self, what: str) -> None:
+        """Wait until all ranks have come here, however long they work. `what` is waited for, in words."""
+        with self.interpreter.watchdog.waiting(lambda: what):
+            on_every(self.topology.host, lambda: None)
 
     def over_ranks(self, numbers: Sequence[float]) -> torch.Tensor:
         """All ranks' numbers, fp64 [ranks, numbers] on the host; as many on each rank."""
@@ -321,7 +337,12 @@ def _build_modules(
 
 
 def _interpreter(
-    config: Config, shapes: Qwen25VLShapes, topology: Topology, modules: Sequence[TrainedModule], watch: Stopwatch
+    config: Config,
+    shapes: Qwen25VLShapes,
+    topology: Topology,
+    modules: Sequence[TrainedModule],
+    watch: Stopwatch,
+    watchdog: Watchdog,
 ) -> Interpreter:
     on_rank = {}
     for module in modules:
@@ -334,8 +355,8 @@ def _interpreter(
         width=shapes.text.hidden,
         dtype=dtype_of(config),
         transport=transport_of(config),
-        timeout_s=config.schedule.timeout_s,
         watch=watch,
+        watchdog=watchdog,
         random=RandomStates(
             partial(random_states, topology.platform), partial(set_random_states, platform=topology.platform)
         ),

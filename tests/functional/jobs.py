@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import torch.distributed as dist
+
 from megatron_hetero.errors import UserError
 from megatron_hetero.platform import CPU, Platform
 from megatron_hetero.training.config import load_config
@@ -17,3 +21,14 @@ def refusal(flags: list[str]) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def refusal_of_each(flags: list[list[str]]) -> str | None:
+    """The same, where each rank has flags of its own."""
+    return refusal(flags[dist.get_rank()])
+
+
+def refusal_in(folders: list[str], flags: list[str]) -> str | None:
+    """The same, where each rank works in a folder of its own."""
+    with contextlib.chdir(folders[dist.get_rank()]):
+        return refusal(flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -193,11 +194,16 @@ def ended_by_an_error(flags: list[str], folder: Path) -> tuple[list[int], list[s
     return list(whole(folder)), said
 
 
-def error_at_once(flags: list[str]) -> str:
-    """What stops a run from being built that waits for nothing. RANK in a flag stands for the number of the rank."""
-    rank = str(dist.get_rank())
-    with mock.patch.object(folder_module, "SEEN_S", 0.3), mock.patch.object(shared_folder, "_FREE_S", 0.3):
-        return error_of([word.replace("RANK", rank) for word in flags])
+def error_at_once(flags: list[str], folder: Path | None = None) -> str:
+    """What stops a run from being built that waits for nothing. In `folder` each rank works in one of its own."""
+    own = Path.cwd() if folder is None else folder / str(dist.get_rank())
+    own.mkdir(exist_ok=True)
+    with (
+        contextlib.chdir(own),
+        mock.patch.object(folder_module, "SEEN_S", 0.3),
+        mock.patch.object(shared_folder, "_FREE_S", 0.3),
+    ):
+        return error_of(flags)
 
 
 def saves_apart(flags: list[str], folder: Path, where: str) -> str:
@@ -211,8 +217,8 @@ def saves_apart(flags: list[str], folder: Path, where: str) -> str:
     lost = [] if where == "the folder" or run.topology.rank == 0 else ["__1_0.distcp"]
     real = storage.write_entries
 
-    def write(partial: Path, *args: Any) -> Any:
-        records = real(partial, *args)
+    def write(partial: Path, *args: Any, **options: Any) -> Any:
+        records = real(partial, *args, **options)
         for name in lost:
             (partial / name).unlink()
         return records

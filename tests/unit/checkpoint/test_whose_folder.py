@@ -91,8 +91,9 @@ time.sleep(60)
 
 
 def test_ranks_must_share_the_folder(folders: Path, tmp_path: Path, pools: Pools) -> None:
-    line = flags(folders, tmp_path / "RANK", "tp:2", "tp:2")
-    messages = pools(2).run(jobs.error_at_once, line)
+    """Each sees another one behind the same path, as on disks of their own."""
+    line = flags(folders, Path("/proc/self/cwd"), "tp:2", "tp:2")
+    messages = pools(2).run(jobs.error_at_once, line, tmp_path)
     assert messages[0] == messages[1]
     assert "another folder on host" in messages[0] and "storage that all nodes share" in messages[0]
 

@@ -198,6 +198,12 @@ def test_sizes_and_ranks_are_short() -> None:
         ("--plan --plan.image_side 0", "plan.image_side"),
         ("--plan --plan.supervised 2", "plan.supervised"),
         ("--plan --world-size 4 --text-parallel tp:3", "text layout `tp:3`"),
+        ("--plan --world-size 1000000", "--world-size: found `1000000`"),
+        ("--plan --train.global_batch_size 1000000", "1000000 micro-batches of each replica, expected"),
+        ("--plan --train.global_batch_size 8000", "expected 4096 or less, 4096 micro-batches"),
+        ("--plan --plan.images 1000000000000", "1000000000000 images in a micro-batch"),
+        ("--plan --plan.image_side 1000000000", "rows of images in a micro-batch"),
+        ("--plan --plan.tokens 1000000000000", "tokens of a pack"),
         ("--plan --world-size 4 --vision-parallel dp:1@0", "global_batch_size"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -222,3 +223,94 @@ def test_events_of_a_gpu_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_watchdog_of_zero_seconds_does_nothing() -> None:
     with Watchdog(0.0, rank=0).doing(lambda: "anything"):
         time.sleep(0.01)
+
+
+RANKS = """
+import os, signal, sys, time
+import torch.distributed as dist
+from megatron_hetero.schedule.peers import Peers
+from megatron_hetero.schedule.watch import Watchdog
+
+def rank(number, ranks, port, does):
+    store = dist.PrefixStore("run", dist.TCPStore("127.0.0.1", port, None, False))
+    watchdog = Watchdog(TIMEOUT, number, peers=Peers(store, number, ranks))
+    for what in does.split():
+        if what == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif what == "waits":
+            with watchdog.waiting(lambda: "the others"):
+                time.sleep(60)
+        elif what == "acts":
+            with watchdog.doing(lambda: "an action"):
+                time.sleep(60)
+        elif what == "works":
+            with watchdog.working():
+                time.sleep(2.5 * TIMEOUT)
+        elif what == "pieces":
+            for _ in range(100):
+                with watchdog.working():
+                    time.sleep(0.02 * TIMEOUT)
+                time.sleep(0.005 * TIMEOUT)
+        else:
+            with watchdog.waiting(lambda: "it"):
+                store.wait([what])
+    store.set("done", "") if "waits" not in does else None
+    os._exit(0)
+
+def run(*does):
+    server, children = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), []
+    for number, what in enumerate(does):
+        child = os.fork()
+        if child == 0:
+            rank(number, len(does), server.port, what)
+        children.append(child)
+    ended = [child for child, what in zip(children, does) if "stops" not in what]
+    print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in ended), flush=True)
+    for child in set(children) - set(ended):
+        os.kill(child, signal.SIGKILL)
+    os._exit(0)
+
+runs = []
+for number, does in enumerate(ALL):
+    runs.append(os.fork())
+    if runs[-1] == 0:
+        for stream, name in ((1, "status"), (2, "said")):
+            os.dup2(os.open(f"{sys.argv[1]}/{name}-{number}", os.O_WRONLY | os.O_CREAT), stream)
+        run(*does)
+for child in runs:
+    os.waitpid(child, 0)
+"""
+SCENES = {
+    "one is stopped": ("waits", "stops", "acts", "waits"),
+    "all wait": ("waits", "waits"),
+    "one works": ("done", "works"),
+    "one works in pieces": ("done", "pieces"),
+}
+"""What the ranks of several runs do."""
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], str]]:
+    """Exit status of the ranks of each run, but for those that stop, and what they say."""
+    folder = tmp_path_factory.mktemp("scenes")
+    source = RANKS.replace("TIMEOUT", "1.5").replace("ALL", str(list(SCENES.values())))
+    subprocess.run([sys.executable, "-W", "ignore", "-c", source, str(folder)], check=True, timeout=90)
+    found = [[(folder / f"{name}-{i}").read_text() for name in ("status", "said")] for i in range(len(SCENES))]
+    return {name: (list(map(int, status.split())), said) for name, (status, said) in zip(SCENES, found, strict=True)}
+
+
+def test_one_rank_speaks_for_all_and_names_the_one_that_is_stopped(scenes: dict[str, tuple[list[int], str]]) -> None:
+    status, said = scenes["one is stopped"]
+    assert status == [1, 1, 1] and said.count("found") == 1
+    assert re.match(r"rank [023]: found (the others|an action) unfinished after [12] s, expected it within", said)
+    assert "because rank 1 did not say to wait too, and may be stopped" in said
+
+
+def test_ranks_that_all_wait_say_so(scenes: dict[str, tuple[list[int], str]]) -> None:
+    status, said = scenes["all wait"]
+    assert status == [1, 1] and said.count("found") == 1 and "because all ranks wait for each other" in said
+
+
+@pytest.mark.parametrize("scene", ["one works", "one works in pieces"])
+def test_who_waits_for_a_rank_that_works_is_patient(scene: str, scenes: dict[str, tuple[list[int], str]]) -> None:
+    assert scenes[scene] == ([0, 0], "")

@@ -1,0 +1,94 @@
+"""What the watchdogs of all ranks tell each other, over the store of the default process group: that some rank works
+where others wait, and who waits when one of them gives up.
+
+Nothing is asked before somebody has waited for long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Thread
+from typing import TYPE_CHECKING, TypeVar
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+T = TypeVar("T")
+_PREFIX = "watchdog"
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """`first`: whether this rank was the first that gave up, and speaks for all. `absent`: ranks that did not say that
+    they wait, too.
+    """
+
+    first: bool
+    absent: tuple[int, ...]
+
+
+class Peers:
+    """The ranks of a process group, to one thread of one of them."""
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        self.store, self.rank, self.ranks = store, rank, ranks
+        self._own: Store | None = None
+
+    @classmethod
+    def of_world(cls) -> Peers | None:
+        """Those of the default process group; None for a process alone."""
+        if dist.get_world_size() == 1:
+            return None
+        return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+
+    def beat(self, works: bool) -> int:
+        """Say that this rank `works`, where it does. Returns how often any has said so."""
+        return self._connected().add(f"{_PREFIX}/beats", int(works))
+
+    def given_up(self) -> bool:
+        """Whether any rank has given up."""
+        return self._connected().add(f"{_PREFIX}/given up", 0) > 0
+
+    def answer(self) -> None:
+        """Say that this rank waits."""
+        self._connected().set(self._key(self.rank), "waits")
+
+    def roll_call(self, seconds: float) -> RollCall:
+        """Give up, and give the others some seconds to say that they wait, too."""
+        self.answer()
+        first = self._connected().add(f"{_PREFIX}/given up", 1) == 1
+        absent, end = tuple(range(self.ranks)), time.monotonic() + seconds
+        while first and not self._connected().check(list(map(self._key, absent))) and time.monotonic() < end:
+            time.sleep(min(0.2, seconds / 10))
+        return RollCall(first, tuple(rank for rank in absent if not self._connected().check([self._key(rank)])))
+
+    def _connected(self) -> Store:
+        # A connection of its own: the main thread may wait in the other one, which does one thing at a time.
+        if self._own is None:
+            self._own = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue] (the stub lacks it)
+        return self._own  # pyright: ignore[reportReturnType]
+
+    def _key(self, rank: int) -> str:
+        return f"{_PREFIX}/{rank} waits"
+
+
+def within(seconds: float, work: Callable[[], T]) -> T | None:
+    """What `work` gives; None where it fails, or is not done in time: a store may be on a host that has stopped."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    Thread(target=run, name="watchdog-roll-call", daemon=True).start()
+    try:
+        return outcome.result(seconds)
+    except Exception:
+        return None

@@ -1,0 +1,85 @@
+"""What a rank was started with, as facts that all ranks compare before they do anything together."""
+
+from __future__ import annotations
+
+import hashlib
+import platform as python
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import megatron_hetero
+from megatron_hetero.checkpoint.model_files import hashes
+from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.checkpoint.record import plain
+from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.fingerprint import fingerprint
+from megatron_hetero.models.hf_folder import StoredWeights
+from megatron_hetero.platform import Platform
+from megatron_hetero.training.config import Config, flat_settings, to_yaml
+
+OWN = ("log.dir",)
+"""Settings that may differ: what a rank writes there nobody else reads."""
+PACKAGES = ("torch", "transformers", "tokenizers", "megatron-core", "safetensors", "numpy", "pillow")
+"""Packages that the numbers of a run depend on, or what its ranks send each other."""
+
+
+def settings_and_versions(config: Config, platform: Platform) -> dict[str, str]:
+    """The facts that are known before any file is opened."""
+    settings = {name: value for name, value in flat_settings(config).items() if name not in OWN}
+    return settings | {
+        "version of python": python.python_version(),
+        **{f"version of {name}": _version(name) for name in PACKAGES},
+        "source of megatron_hetero": _source(),
+        "kind of device": platform.device.type,
+    }
+
+
+def files_of_model(config: Config, weights: Iterable[StoredWeights]) -> dict[str, str]:
+    """The facts of the model's folders: their files besides weights whole, those of weights by size, header and
+    samples. Raises `UserError` where one cannot be read.
+    """
+    sources = ModelSources.recorded(plain(to_yaml(config)))
+    found = {
+        f"{sources.folders[setting] / name} ({setting})": f"SHA-256 {content[:12]}"
+        for setting, files in hashes(sources).items()
+        for name, content in files.items()
+    }
+    return found | {str(path): _fingerprint(path) for opened in weights for path in opened.files}
+
+
+def data_sets(mixtures: Iterable[Mixture]) -> dict[str, str]:
+    """The facts of data sets: their records, however the files are laid out."""
+    parts = (data for mixture in mixtures for data, _ in mixture.parts)
+    return {f"{data.path} (data set {data.name})": f"{len(data)} records, {data.digest[:12]}" for data in parts}
+
+
+def _fingerprint(path: Path) -> str:
+    try:
+        return fingerprint(path)
+    except OSError as error:
+        raise UserError.at(
+            path,
+            found=f"a file that cannot be read ({error.strerror or error})",
+            expected="weights of the model",
+            fix="restore the file, or download it again",
+        ) from None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@cache
+def _source() -> str:
+    """A hash of this package's own code: checkouts have the same version for many commits."""
+    folder, digest = Path(megatron_hetero.__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode())
+        digest.update(path.read_bytes())
+    return f"SHA-256 {digest.hexdigest()[:12]}"

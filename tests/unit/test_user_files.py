@@ -1,0 +1,123 @@
+"""Files that users name: what is none, or has no end, is refused at once and in a sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_hetero.checkpoint.folder import MANIFEST, FileRecord, read_manifest, verify
+from megatron_hetero.checkpoint.record import RunRecord
+from megatron_hetero.checkpoint.storage import read_index
+from megatron_hetero.data.model_folder import check_folder
+from megatron_hetero.data.reading import read_records
+from megatron_hetero.errors import UserError
+from megatron_hetero.training.config import Config
+from megatron_hetero.training.settings import MOST_BYTES, read_yaml
+from megatron_hetero.user_files import is_unfit, open_regular, read_bytes, read_text
+
+
+@pytest.fixture(autouse=True)
+def at_once() -> Iterator[None]:
+    """What waits for a pipe is interrupted, and fails."""
+
+    def interrupt(*_: object) -> None:
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(10)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def pipe(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def zeros(path: Path) -> Path:
+    path.symlink_to("/dev/zero")
+    return path
+
+
+def sparse(path: Path) -> Path:
+    with open(path, "wb") as file:
+        file.truncate(10**12)
+    return path
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes("å".encode())
+    with open_regular(tmp_path / "file") as file:
+        assert list(file) == ["å".encode()]
+    assert read_text(tmp_path / "file") == "å" and read_bytes(tmp_path / "file", 2) == "å".encode()
+    assert is_unfit(tmp_path / "file") is None and is_unfit(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (pipe, "a named pipe and not a file"),
+        (zeros, "a device and not a file"),
+        (sparse, "1000000000000 bytes"),
+        (lambda path: path.mkdir() or path, "a directory|a folder"),
+    ],
+)
+def test_what_is_no_file_or_too_large_is_refused(make: Callable[[Path], Path], said: str, tmp_path: Path) -> None:
+    path = make(tmp_path / "x")
+    with pytest.raises(OSError, match=said):
+        read_bytes(path)
+    assert is_unfit(path) is not None
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "--config": lambda path: read_yaml(path, Config),
+    "annotations": lambda path: list(read_records(path)),
+    "record": lambda path: RunRecord.read(path.parent),
+    "index": lambda path: read_index(path.parent),
+    "manifest": lambda path: read_manifest(path.parent),
+}
+NAMES = {"record": "run.json", "index": ".metadata", "manifest": MANIFEST}
+
+
+@pytest.mark.parametrize("make, said", [(pipe, "a named pipe"), (zeros, "a device")])
+@pytest.mark.parametrize("kind", READERS)
+def test_readers_refuse_what_is_no_file(kind: str, make: Callable[[Path], Path], said: str, tmp_path: Path) -> None:
+    path = make(tmp_path / NAMES.get(kind, "x"))
+    with pytest.raises(UserError, match=f"{path}.*{said} and not a file"):
+        READERS[kind](path)
+
+
+@pytest.mark.parametrize("kind", ["--config", "record", "manifest"])
+def test_readers_refuse_what_is_too_large(kind: str, tmp_path: Path) -> None:
+    path = sparse(tmp_path / NAMES.get(kind, "x"))
+    with pytest.raises(UserError, match="1000000000000 bytes"):
+        READERS[kind](path)
+
+
+def test_a_long_configuration_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("# " + "x" * MOST_BYTES)
+    with pytest.raises(UserError, match="bytes"):
+        read_yaml(tmp_path / "c.yaml", Config)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"])
+@pytest.mark.parametrize("make, said", [(pipe, "a named pipe"), (zeros, "a device"), (sparse, "a file of 10{12}")])
+def test_a_model_s_folder_with_what_is_no_file(
+    name: str, make: Callable[[Path], Path], said: str, tmp_path: Path
+) -> None:
+    for other in {"config.json", "tokenizer.json", "preprocessor_config.json"} - {name}:
+        (tmp_path / other).write_text("{}")
+    path = make(tmp_path / name)
+    with pytest.raises(UserError, match=f"{path.name}: found {said}"):
+        check_folder(tmp_path)
+
+
+def test_a_manifest_that_names_a_pipe(tmp_path: Path) -> None:
+    pipe(tmp_path / "x")
+    assert verify(tmp_path, {"x": FileRecord(0, "")}, ["x"]) == ["x cannot be read: a named pipe and not a file"]
