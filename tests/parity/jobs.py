@@ -59,7 +59,9 @@ def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float
 
 
 def _build(flags: list[str]) -> Run:
-    return Run.build(load_config(flags), platform())
+    run = Run.build(load_config(flags), platform())
+    run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
+    return run
 
 
 def _stored(run: Run, value: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from megatron_hetero.training.held_out import HeldOutEvaluation
 from megatron_hetero.training.run import Run
 from megatron_hetero.training.stopping import StopRequest, stop_requests
 from tests.support.pool import platform
-from tests.unit.training.jobs_run import build, stored
+from tests.unit.training.jobs_run import build, build_logged, stored
 
 
 def flags(folders: Path, run: Path, vision: str, text: str, more: str = "", model: str = "plain") -> list[str]:
@@ -65,7 +65,7 @@ def train(flags: list[str], copy: Path | None = None, until: int | None = None) 
     resume. Before that, save what was loaded into `copy`, as it lies in this layout. In step `until` the last rank is
     asked to stop.
     """
-    run, losses = build(flags), []
+    run, losses = build_logged(flags), []
     loaded = _save_copy(run, copy) if copy is not None else None
     with run.writer:
         for step, batch, _ in run.batches():
@@ -89,16 +89,14 @@ def started_again_on(flags: list[str], rank: int) -> int:
     """The step that a run goes on from which was started again, as torchrun counted on the host of `rank` alone."""
     counted = {"TORCHELASTIC_RESTART_COUNT": str(int(dist.get_rank() == rank))}
     with mock.patch.dict(os.environ, counted):
-        run = build(flags)
-    run.writer.close()
-    return run.resumed.step
+        return build(flags).resumed.step
 
 
 def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:
     """One rank gets a signal in the midst of step `at`. Returns the step after which this rank stopped, and whether the
     handlers are as before.
     """
-    run, step, before = build(flags), 0, signal.getsignal(signal.SIGUSR1)
+    run, step, before = build_logged(flags), 0, signal.getsignal(signal.SIGUSR1)
 
     def signalled(in_step: int) -> None:
         if in_step == at and run.topology.rank == rank:
@@ -163,7 +161,7 @@ def cannot_save_beside(flags: list[str]) -> tuple[list[str], str]:
     """What is said after each step, by a run that saves after each second one while it trains, and whose disk is full
     until the third; and the error that ends it, if one does.
     """
-    run, said = build(flags), []
+    run, said = build_logged(flags), []
     try:
         with run.writer, _full_disk(run.topology.rank == 1) as disk:
             for step, batch, _ in run.batches():
@@ -238,7 +236,7 @@ def resumes_with_other_generators(flags: list[str]) -> int:
 
 def loses_the_last(flags: list[str]) -> tuple[list[str], str]:
     """What is said after each step by a run whose disk is full from the third on, and the error in the end."""
-    run, said = build(flags), []
+    run, said = build_logged(flags), []
     with run.writer, ExitStack() as stack:
         for step, batch, _ in run.batches():
             run.writer.write(run.train_step(step, batch))
@@ -306,7 +304,7 @@ def seal(checkpoint: Path) -> None:
 
 def train_and_export(flags: list[str], target: Path) -> list[float]:
     """Train as the program does, with checkpoints, and export at the end. Returns the losses."""
-    run, losses = build(flags), []
+    run, losses = build_logged(flags), []
     with run.writer:
         for step, batch, _ in run.batches():
             losses.append(run.train_step(step, batch).loss)

@@ -23,6 +23,7 @@ def measure(flags: list[str]) -> dict[str, Any]:
     """Bytes by kind that one real step takes on this rank, rows that it sends and receives, and its parameters."""
     config = load_config(flags)
     run = Run.build(config, Platform(CPU, "gloo"))
+    run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
     step = assumed_step(run)
     live = LiveActivations(run)
     pools = [_count_buffers(communicator) for communicator in run.interpreter.communicators.values()]

@@ -31,7 +31,16 @@ MakeFlags = Callable[..., list[str]]
 
 
 def build(flags: list[str]) -> Run:
-    """The run that the program would build."""
+    """The run that the program would build, without its metrics: workers outlive their runs, and those of another pool
+    could not write to the same log.dir.
+    """
+    run = build_logged(flags)
+    run.writer.close()
+    return run
+
+
+def build_logged(flags: list[str]) -> Run:
+    """The run that the program would build. Close its writer."""
     return Run.build(load_config(flags), platform())
 
 
@@ -92,7 +101,7 @@ def with_skips(flags: list[str]) -> dict[str, Any]:
     """Train and save as the program does: of each step whether it changed a weight, its loss, and how many samples it
     left out; what is said at the end, and where the run went on from.
     """
-    run, steps = build(flags), []
+    run, steps = build_logged(flags), []
     with run.writer:
         for number, batch, _ in run.batches():
             before = stored(run)

@@ -57,7 +57,9 @@ def test_optimizers_are_pytorchs_whatever_is_installed(
 
 @pytest.mark.parametrize("frozen", ["text", "vision", "projector text", "vision projector"])
 def test_the_rate_that_is_reported_is_that_of_lr(frozen: str, make_flags: MakeFlags, pools: Pools) -> None:
-    flags = make_flags("sp:4", "tp:4", f"--optimizer.name adamw {RATES} --model.freeze {frozen}")
+    own = {"vision": "--optimizer.lr_vision 4e-3", "projector": "--optimizer.lr_projector 2e-3"}
+    rates = " ".join(rate for part, rate in own.items() if part not in frozen.split())
+    flags = make_flags("sp:4", "tp:4", f"--optimizer.name adamw --optimizer.lr 1e-3 {rates} --model.freeze {frozen}")
     assert pools(4).run(jobs.reported_rate, flags, 1) == [1e-3] * 4
 
 
