@@ -2,6 +2,7 @@
 # make test          lint, types, unit tests, functional tests
 # make torture       a run that is killed dozens of times, also on two hosts, and must end as if nobody had touched it
 # make nccl-rules    260 drawn layouts on a process group with NCCL's rules: all end, with equal losses; some minutes
+# make fuzz          bad input of all kinds for 20 minutes: taken, or refused with a sentence
 # make slurm         the job scripts on a Slurm of three nodes on this machine; some minutes, as root, Linux
 # make test-versions the oldest and the newest torch, transformers and Megatron-Core; 6 GB each
 # Each makes what it needs, .venv included. PYTHON=python3.12 make ... takes another interpreter.
@@ -18,7 +19,7 @@ export OMP_NUM_THREADS := 1
 # Nothing is fetched while programs run.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv test lint types unit functional torture nccl-rules slurm test-versions format readme kernels
+.PHONY: help venv test lint types unit functional torture nccl-rules fuzz slurm test-versions format readme kernels
 .PHONY: train demo-clean bench bench-gpu clean
 .DEFAULT_GOAL := help
 
@@ -68,6 +69,10 @@ test-versions:
 nccl-rules: $(INSTALLED)
 	$(BIN)/python -m tests.rules --seed $(SEED)
 	$(BIN)/python -m tests.rules --seed $(SEED) --layouts 60 --one-connection
+
+# Not part of `make test`. SEED=N draws other cases.
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz --seed $(SEED)
 
 # Not part of `make test`. Wants Slurm and munge installed, and root; says so where they are missing.
 slurm: $(INSTALLED)

@@ -9,6 +9,8 @@ from collections.abc import Collection
 
 MOST_QUOTED = 200
 """Characters of a quoted text that are shown."""
+MOST_FOUND = 2000
+"""Characters of what was found, which may be a list of many things."""
 # Advice of torch and transformers to load what is not trusted. It is right for nobody who reads our messages.
 _UNSAFE_ADVICE = re.compile(
     "weights[ _]only|safe_globals|allow_pickle|trust_remote_code|you trust|trusted source|file an issue", re.IGNORECASE
@@ -39,7 +41,9 @@ class UserError(ValueError):
         """
         reason = f", because {because}" if because else ""
         stop = "" if fix.endswith(("?", "!")) else "."
-        text = f"{where}: found {found}, expected {expected}{reason}. {fix[:1].upper()}{fix[1:]}{stop}"
+        text = (
+            f"{where}: found {_cut(found, MOST_FOUND)}, expected {expected}{reason}. {fix[:1].upper()}{fix[1:]}{stop}"
+        )
         # In one line: a name with a line end in it could pass for another message.
         return cls(printable(text))
 
@@ -55,8 +59,12 @@ def printable(text: str, but: str = "") -> str:
 
 def quoted(text: str) -> str:
     """A text of a file or record as messages show it: in quotes, in one line, and cut where it is long."""
-    rest = len(text) - MOST_QUOTED
-    return repr(text[:MOST_QUOTED]) + (f"... and {rest} more characters" if rest > 0 else "")
+    return repr(text[:MOST_QUOTED]) + _cut(text, MOST_QUOTED)[MOST_QUOTED:]
+
+
+def _cut(text: str, most: int) -> str:
+    rest = len(text) - most
+    return text if rest <= 0 else f"{text[:most]}... and {rest} more characters"
 
 
 def in_short(error: BaseException) -> str:

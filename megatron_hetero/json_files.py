@@ -13,6 +13,7 @@ from reprlib import Repr
 from typing import Any, TypeAlias
 
 from megatron_hetero.errors import UserError
+from megatron_hetero.user_files import read_bytes
 
 MOST_BYTES = 4 * 2**20
 """More than any configuration has. What is read takes some thirty times as much memory."""
@@ -137,13 +138,9 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
 def _content(path: Path, most: int) -> bytes:
     try:
-        size = path.stat().st_size
-        content = path.read_bytes() if size <= most else b""
+        return read_bytes(path, most)
     except OSError as error:
-        raise _refused(path, f"an unreadable file ({error})", "a JSON object in UTF-8") from None
-    if size > most:
-        raise _refused(path, f"{size} bytes", f"{most} at most")
-    return content
+        raise _refused(path, f"an unreadable file ({error.strerror or error})", "a JSON object in UTF-8") from None
 
 
 class _KeyTwice(Exception):

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from megatron_hetero.errors import UserError
 
+LONGEST_NAME, LONGEST_PATH = 255, 4095
+"""Bytes that Linux takes."""
+
 
 def is_loop(path: str | os.PathLike[str]) -> bool:
     """Whether a path goes through a link that leads back to itself."""
@@ -28,3 +31,15 @@ def resolved(path: Path, where: str) -> Path:
             fix="remove the link, or correct the path",
         )
     return Path(os.path.realpath(path))
+
+
+def unusable(path: Path) -> str | None:
+    """Why no file can have an absolute path, if none can: nothing could even look whether it is there."""
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "with half of a character"
+    longest = max(map(len, encoded.split(os.sep.encode())))
+    if longest > LONGEST_NAME:
+        return f"with a name of {longest} bytes, while {LONGEST_NAME} are the most"
+    return f"of {len(encoded)} bytes, while {LONGEST_PATH} are the most" if len(encoded) > LONGEST_PATH else None

@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from megatron_hetero.layout_grammar import did_you_mean
-from megatron_hetero.paths import is_loop
+from megatron_hetero.paths import is_loop, unusable
 
 
 class ConversionError(Exception):
@@ -109,6 +109,8 @@ def _path(value: object, base: Path) -> Path:
         raise ConversionError(show(value), "a path whose home folder exists") from None
     # Links stay as the user wrote them, so that messages name a path that the user knows.
     path = Path(os.path.abspath(base / home))
+    if (why := unusable(path)) is not None:
+        raise ConversionError(f"{show(value)}, {why}", "a path that a file can have")
     if is_loop(path):
         raise ConversionError(f"{show(value)}, a link that leads to itself", "a path that leads somewhere")
     return path

@@ -24,6 +24,7 @@ from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_te
 from megatron_hetero.checkpoint.storage import index_dtypes, index_shapes, open_index, read_index
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.config import CheckpointConfig
+from tests.support.mutations import mutated_bytes
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched
@@ -165,16 +166,6 @@ def test_an_index_that_asks_for_anything_else_is_refused(tmp_path: Path) -> None
         read_index(tmp_path)
 
 
-def mutated(pickled: bytes, rng: random.Random) -> bytes:
-    """A few bytes changed, removed or put elsewhere."""
-    found = bytearray(pickled)
-    for _ in range(rng.choice((1, 1, 2, 5))):
-        at, length = rng.randrange(len(found)), rng.choice((1, 1, 1, 4, 30))
-        other = rng.randrange(len(found))
-        found[at : at + length] = rng.choice((rng.randbytes(length), b"", found[other : other + length]))
-    return bytes(found)
-
-
 def test_a_broken_index_is_one_error(untouched: Untouched, tmp_path: Path) -> None:
     """Whatever is broken: it is refused, or good enough to be looked at."""
     whole_index = pickle.loads((untouched.folder / "checkpoints/step-00000004/.metadata").read_bytes())
@@ -184,7 +175,7 @@ def test_a_broken_index_is_one_error(untouched: Untouched, tmp_path: Path) -> No
     whole_index.storage_data = {place: info for place, info in places if place.fqn in keys}
     pickled, rng, refused, found = pickle.dumps(whole_index), random.Random(0), 0, set()
     for number in range(1500):
-        (tmp_path / ".metadata").write_bytes(mutated(pickled, rng))
+        (tmp_path / ".metadata").write_bytes(mutated_bytes(rng, pickled))
         try:
             index = open_index(tmp_path, {f"__{rank}_0.distcp" for rank in range(2)})
             found.add((tuple(index_shapes(index)), tuple(index_dtypes(index).values())))

@@ -232,6 +232,9 @@ def test_names_with_a_rate_are_refused_in_the_registry(write) -> None:
 
 DETAIL = "--model.encoders.detail.hf_path x --model.encoders.detail.token y"
 IN_FLAGS = [
+    ("--log.dir " + "é" * 200, ["log.dir", "with a name of 400 bytes, while 255 are the most"]),
+    ("--log.dir " + "a/" * 2500, ["log.dir", "while 4095 are the most"]),
+    ("--log.dir \ud800", ["log.dir", "with half of a character"]),
     ("--train.iter 3", ["--train.iter", "did you mean `iters`?"]),
     ("--iters 3", ["did you mean `--train.iters`?"]),
     ("--train.iters", ["--train.iters: found no value"]),
