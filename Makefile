@@ -1,5 +1,6 @@
 # make train         the demo: a small model learns to answer questions about pictures, on any machine
 # make test          lint, types, unit tests, functional tests
+# make matrix        the rows of long matrices that `make test` leaves out
 # make torture       a run that is killed dozens of times, also on two hosts, and must end as if nobody had touched it
 # make nccl-rules    260 drawn layouts on a process group with NCCL's rules: all end, with equal losses; some minutes
 # make fuzz          bad input of all kinds for 20 minutes: taken, or refused with a sentence
@@ -19,7 +20,7 @@ export OMP_NUM_THREADS := 1
 # Nothing is fetched while programs run.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv test lint types unit functional torture nccl-rules fuzz slurm test-versions format readme kernels
+.PHONY: help venv test matrix lint types unit functional torture nccl-rules fuzz slurm test-versions format readme kernels
 .PHONY: train demo-clean bench bench-gpu clean
 .DEFAULT_GOAL := help
 
@@ -50,6 +51,10 @@ types: $(INSTALLED)
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest tests/unit
+
+# Not part of `make test`.
+matrix: $(INSTALLED)
+	$(BIN)/python -m pytest tests -m long
 
 functional: $(INSTALLED)
 	$(BIN)/python -m pytest tests --ignore tests/unit

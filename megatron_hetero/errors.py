@@ -10,7 +10,7 @@ from collections.abc import Collection
 MOST_QUOTED = 200
 """Characters of a quoted text that are shown."""
 MOST_FOUND = 2000
-"""Characters of what was found, which may be a list of many things."""
+"""Characters of a place, and of what was found there, which may be a list of many things."""
 # Advice of torch and transformers to load what is not trusted. It is right for nobody who reads our messages.
 _UNSAFE_ADVICE = re.compile(
     "weights[ _]only|safe_globals|allow_pickle|trust_remote_code|you trust|trusted source|file an issue", re.IGNORECASE
@@ -41,9 +41,8 @@ class UserError(ValueError):
         """
         reason = f", because {because}" if because else ""
         stop = "" if fix.endswith(("?", "!")) else "."
-        text = (
-            f"{where}: found {_cut(found, MOST_FOUND)}, expected {expected}{reason}. {fix[:1].upper()}{fix[1:]}{stop}"
-        )
+        place, found = _cut(str(where), MOST_FOUND), _cut(found, MOST_FOUND)
+        text = f"{place}: found {found}, expected {expected}{reason}. {fix[:1].upper()}{fix[1:]}{stop}"
         # In one line: a name with a line end in it could pass for another message.
         return cls(printable(text))
 

@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, quoted
+from megatron_hetero.paths import unusable
 
 if TYPE_CHECKING:
     from megatron_hetero.checkpoint.exporting import Advance
+
+
+def a_path(text: str) -> Path:
+    """A path that a file can have, for `argparse`."""
+    why = "nothing" if not text else "a NUL character" if "\0" in text else unusable(Path(text).absolute())
+    if why is not None:
+        raise argparse.ArgumentTypeError(f"expected a path that a file can have, found {quoted(text)} ({why})")
+    return Path(text)
 
 
 def add_encoders(parser: argparse.ArgumentParser, text: str) -> None:
@@ -27,7 +36,7 @@ def _named_folder(text: str) -> tuple[str, Path]:
     name, equals, folder = text.partition("=")
     if not name or not equals or not folder:
         raise argparse.ArgumentTypeError(f"expected NAME=DIR, found {text}")
-    return name, Path(folder)
+    return name, a_path(folder)
 
 
 def by_name(given: Sequence[tuple[str, Path]]) -> dict[str, Path]:

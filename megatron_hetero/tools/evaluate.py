@@ -33,6 +33,7 @@ from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.weight_files import all_finite
 from megatron_hetero.terminal import console
+from megatron_hetero.tools.command import a_path
 
 IMAGE_PAD = "<|image_pad|>"
 GREY = (128, 128, 128)
@@ -292,9 +293,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m megatron_hetero.tools.evaluate",
         description="Answer a data set's questions greedily with plain transformers and print the exact-match rate.",
     )
-    parser.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="Qwen2.5-VL folder in transformers format")
-    parser.add_argument("--annotations", type=Path, required=True, help="LLaVA-style JSON or JSONL")
-    parser.add_argument("--images", type=Path, help="folder that image paths are relative to")
+    parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="Qwen2.5-VL folder in transformers format")
+    parser.add_argument("--annotations", type=a_path, required=True, help="LLaVA-style JSON or JSONL")
+    parser.add_argument("--images", type=a_path, help="folder that image paths are relative to")
     parser.add_argument("--limit", type=_positive, help="answer only the first so many records")
     parser.add_argument("--blank", action="store_true", help="show uniform grey pictures of the same sizes instead")
     parser.add_argument("--max-new-tokens", type=_positive, default=8, help="longest answer (default 8)")

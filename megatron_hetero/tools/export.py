@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.filesize import decimal
 
 from megatron_hetero.launch import ended
-from megatron_hetero.tools.command import add_encoders, by_name, progress
+from megatron_hetero.tools.command import a_path, add_encoders, by_name, progress
 
 # What reads checkpoints is imported where it is used: it brings torch, which takes seconds that `--help` need not wait
 # for, and which Ctrl-C may interrupt.
@@ -51,15 +50,19 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m megatron_hetero.tools.export",
         description="Write the model of a checkpoint in transformers format.",
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or one of checkpoints: newest")
-    parser.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="where to write: new, empty, or an earlier export")
+    parser.add_argument(
+        "checkpoint", type=a_path, metavar="CHECKPOINT", help="its folder, or one of checkpoints: newest"
+    )
+    parser.add_argument(
+        "hf_dir", type=a_path, metavar="HF_DIR", help="where to write: new, empty, or an earlier export"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "stored"),
         help="type of the weights (default: model.dtype of the run); stored: each as the checkpoint has it",
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="where the folder of model.hf_path is now")
-    parser.add_argument("--vision", type=Path, metavar="DIR", help="where that of model.hf_path_vision is now")
+    parser.add_argument("--model", type=a_path, metavar="DIR", help="where the folder of model.hf_path is now")
+    parser.add_argument("--vision", type=a_path, metavar="DIR", help="where that of model.hf_path_vision is now")
     add_encoders(parser, "where that of model.encoders.NAME.hf_path is now")
     parser.add_argument(
         "--shard-gb", type=_positive, default=5.0, metavar="GB", help="largest file of weights, in 10^9 bytes (5)"

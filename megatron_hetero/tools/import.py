@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.filesize import decimal
 
 from megatron_hetero.launch import ended
-from megatron_hetero.tools.command import add_encoders, by_name, progress
+from megatron_hetero.tools.command import a_path, add_encoders, by_name, progress
 
 
 def import_model(options: argparse.Namespace) -> str:
@@ -39,9 +38,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m megatron_hetero.tools.import",
         description="Write the weights of a model in transformers format as a checkpoint.",
     )
-    parser.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="Qwen2.5-VL folder, as model.hf_path")
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="where to write: a new or empty folder")
-    parser.add_argument("--vision", type=Path, metavar="DIR", help="as model.hf_path_vision")
+    parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="Qwen2.5-VL folder, as model.hf_path")
+    parser.add_argument("checkpoint", type=a_path, metavar="CHECKPOINT", help="where to write: a new or empty folder")
+    parser.add_argument("--vision", type=a_path, metavar="DIR", help="as model.hf_path_vision")
     add_encoders(parser, "as model.encoders.NAME.hf_path (default: those in HF_DIR/encoders)")
     parser.add_argument("--fresh-projector", action="store_true", help="as model.fresh_projector")
     parser.add_argument("--seed", type=int, default=0, help="of a fresh projector, as train.seed (0)")

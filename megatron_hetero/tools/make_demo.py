@@ -25,6 +25,7 @@ import yaml
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.launch import ended
+from megatron_hetero.tools.command import a_path
 from megatron_hetero.tools.demo_config import run_config
 from megatron_hetero.tools.demo_model import SYSTEM_PROMPT, ModelShape, write_model
 from megatron_hetero.tools.demo_pictures import draw
@@ -162,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Make a small Qwen2.5-VL with random weights, drawn pictures with questions, and a configuration.",
     )
     default, shape = DemoOptions(), ModelShape()
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write: a new or empty folder")
+    parser.add_argument("folder", type=a_path, metavar="DIR", help="where to write: a new or empty folder")
     parser.add_argument("--seed", type=int, default=default.seed, help="decides weights, pictures and questions")
     parser.add_argument("--train-pictures", type=int, default=default.train_pictures, help="pictures to train on")
     parser.add_argument("--heldout-questions", type=int, default=default.heldout_questions, help="questions held out")

@@ -33,7 +33,7 @@ CALLS = {
     "save": ("megatron_hetero.checkpoint.state", "write_entries", 2),
     "save, written": ("megatron_hetero.checkpoint.hashed_files", "_HashedStream.record", 2),
     "export": ("megatron_hetero.training.export", "gather_parameters", 1),
-    "export, written": ("megatron_hetero.models.hf_folder", "FolderWriter.finish", 1),
+    "export, written": ("megatron_hetero.models.folder_writer", "FolderWriter.finish", 1),
 }
 """Phases that are the n-th call of a function."""
 ACTIONS = {

@@ -165,6 +165,7 @@ def _run_tools(good: Path, rng: random.Random, case: Path) -> bool:
     odd = [value for value in values if value not in ("1e9", "999999999999999999999")]  # To be tried takes that long.
     argv = [rng.choice(odd), f"{case}/{rng.choice(odd)}"] if "tools" in name else ["--config", f"{good}/config.yaml"]
     argv = argv[1:] if name.endswith(("evaluate", "make_demo")) else argv
+    argv += words.SMALL.get(name, ())
     for flag in rng.choices(words.TOOLS[name], k=rng.randint(0, 2)):
         argv += [flag, rng.choice(odd)]
     argv = argv[1:] if rng.random() < 0.1 else argv
@@ -239,7 +240,7 @@ def _processor(folder: Path) -> Processor:
 
 # --------------------------------------------------------------------------------------------- model folders
 
-MODEL_FILES = ("config.json", "config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json",
+MODEL_FILES = ("config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json",
                "generation_config.json", "chat_template.jinja", "model.safetensors")  # fmt: skip
 
 
@@ -289,7 +290,7 @@ def _run_models(good: Path, rng: random.Random, case: Path) -> bool:
 
 
 def _run_imports(good: Path, rng: random.Random, case: Path) -> bool:
-    names = ("config.json", "model.safetensors", "model.safetensors", "tokenizer.json")
+    names = ("config.json", "model.safetensors", "tokenizer.json")
     _mutated_model(good / "model", rng, case / "model", names)
     tool = importlib.import_module("megatron_hetero.tools.import")
     return _told(tool.main, [f"{case}/model", f"{case}/checkpoint"])

@@ -33,6 +33,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "megatron_hetero.tools.make_demo": ("--train-pictures", "--heldout-questions", "--seed", "--force"),
     "megatron_hetero.data.inspect": ("-n", "--config", "--data.datasets", "--model.hf_path", "--data.max_pixels"),
 }
+SMALL = {"megatron_hetero.tools.make_demo": ("--train-pictures", "4", "--heldout-questions", "4")}
 VALUES = (
     "", "0", "1", "-1", "3", "1e9", "1e400", "nan", "inf", "-inf", "true", "false", "null", "none", "x", "[]", "{}",
     "999999999999999999999", "0.5", "1_000", "0x10", "0400", "4:16", "/", ".", "~", "/dev/zero", "/dev/null", "\0",

@@ -28,6 +28,7 @@ from tests.parity.cases import (
     norm_of,
     three_steps_equal,
 )
+from tests.support.matrix import thinned
 from tests.support.pool import Pool
 
 WAVES = [ScheduleSettings(waves=waves) for waves in (1, 2, GLOBAL_BATCH)]
@@ -102,7 +103,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 2), ids=str)
 def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
 
@@ -161,7 +162,7 @@ def _covering(cases: Sequence[Case]) -> list[Case]:
     return kept
 
 
-@pytest.mark.parametrize("case", _covering(CASES), ids=str)
+@pytest.mark.parametrize("case", thinned(_covering(CASES), 4), ids=str)
 def test_three_adamw_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
     three_steps_equal(case, "adamw", expected(case), pools(case.ranks))
 

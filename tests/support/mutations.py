@@ -95,4 +95,4 @@ def _change(rng: random.Random, root: Any, holder: Any, key: Any, odd: Sequence[
     elif kind == "twice":
         holder[key] = TWICE
     else:
-        holder[key] = rng.choice(list(odd))
+        holder[key] = copy.deepcopy(rng.choice(list(odd)))  # What is drawn next may change it.

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched
@@ -109,7 +110,7 @@ CHAINS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", thinned(CHAINS, 3))
 def test_a_chain_of_layouts(name: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     """Each run goes on from a checkpoint of the one before, with the same bits, and the next losses are those
     of the one before, to rounding.

@@ -25,11 +25,11 @@ def spin(seconds: float) -> None:
 
 
 def test_what_ends_in_time_is_left_alone() -> None:
+    before = threading.active_count()
     for _ in range(200):
         with time_limit(60):
             spin(0.0001)
-    threads = threading.active_count()
-    assert threads < 50, "timers end with what they watch"
+    assert threading.active_count() <= before + 1, "one thread watches them all"
 
 
 @pytest.mark.parametrize("main", [True, False])

@@ -11,6 +11,7 @@ import pytest
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.training.config import load_config
 from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.unit.planning import jobs_plan as jobs
 
@@ -86,7 +87,7 @@ def flags_of(case: Case, folder: Path) -> list[str]:
     return [*common.split(), *dtype.split(), *case.more.split()]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 2), ids=str)
 def test_plan_is_what_a_step_takes(case: Case, folders: dict[bool, Path], pools: Callable[[int], Pool]) -> None:
     flags = flags_of(case, folders[case.tied])
     measured = pools(case.ranks).run(jobs.measure, flags)

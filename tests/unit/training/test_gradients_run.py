@@ -13,6 +13,7 @@ import torch
 
 from megatron_hetero.training.gradients import GradientSummary, clip_factor
 from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.matrix import thinned
 from tests.support.oracle import Oracle
 from tests.support.pool import Pool
 from tests.unit.training import jobs_run as jobs
@@ -90,7 +91,7 @@ def test_faults_name_module_rank_and_step(
 # ---------------------------------------------------------------------------------------------- freezing
 
 
-@pytest.mark.parametrize("vision, text", LAYOUTS[::2])
+@pytest.mark.parametrize("vision, text", thinned(LAYOUTS[::2], 3))
 def test_frozen_parts_stay_and_the_others_do_not_notice(
     vision: str, text: str, make_flags: MakeFlags, pools: Pools
 ) -> None:
@@ -125,7 +126,7 @@ def steps_of_oracle(model: Path, data: Path, steps: list[list[int]]) -> list[tup
 
 
 @pytest.mark.parametrize("pictures", [(0, 1), (0, 0, 2, 0), (0,)], ids=str)
-@pytest.mark.parametrize("vision, text", [*LAYOUTS, ("dp:4", "dp:4")])
+@pytest.mark.parametrize("vision, text", thinned([*LAYOUTS, ("dp:4", "dp:4")], 2))
 def test_micro_batches_without_images(
     pictures: tuple[int, ...], vision: str, text: str, make_flags: MakeFlags, pools: Pools, small_model: Path,
     tmp_path: Path,

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.unit.training import jobs_pairs as jobs
 from tests.unit.training.jobs_packs import BATCHES
@@ -39,7 +40,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks, vision, text, sharded", CASES)
+@pytest.mark.parametrize("ranks, vision, text, sharded", thinned(CASES, 3))
 def test_crossing(ranks: int, vision: str, text: str, sharded: tuple[bool, bool], pools: Callable[[int], Pool]) -> None:
     by_rank = pools(ranks).run(jobs.cross, vision, text, dict(zip(("vision", "text"), sharded, strict=True)), 7)
     for batch, results in zip(BATCHES, zip(*by_rank, strict=True), strict=True):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.folders import ModelChoice, write_model
+from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.support.stand_ins import APEX, TRANSFORMER_ENGINE
 from tests.unit.training import jobs_stages as jobs
@@ -43,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("te") / "model", ModelChoice(vision_layers=4, text_layers=2))
 
 
-@pytest.mark.parametrize("layout", ["sp:2", "tp:2", "cp:2"])
+@pytest.mark.parametrize("layout", thinned(["sp:2", "tp:2", "cp:2"], 2))
 @pytest.mark.parametrize("module", ["vision", "text"])
 def test_layers_of_transformer_engine(
     module: str, layout: str, model: Path, with_te: Pool, pools: Callable[[int], Pool]
