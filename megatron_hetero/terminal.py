@@ -1,14 +1,17 @@
-"""Standard output: what cannot be written there is said in a sentence, and tables keep their width in files."""
+"""Standard output: what cannot be written there is said in a sentence, and tables keep their width in files; the
+command lines of tools.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, printable
 
 # `rich` is imported where something is printed with it.
 if TYPE_CHECKING:
@@ -16,6 +19,13 @@ if TYPE_CHECKING:
 
 FILE_COLUMNS = 300
 """Columns of what is no terminal: enough for the tables of a run, which take no more than they need."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a command line. What it quotes in a message is escaped where a terminal would obey it."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
 
 
 def console() -> Console:

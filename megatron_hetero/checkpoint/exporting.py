@@ -4,6 +4,7 @@ no more than one shard is in memory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -160,7 +161,7 @@ def require_apart(target: Path, others: Mapping[str, Path]) -> None:
 def require_folders(sources: ModelSources, checkpoint: Path) -> None:
     """Check that the folders of a checkpoint's model are there. Raises `UserError` naming the flag that says where."""
     for setting, folder in sources.folders.items():
-        if not (folder / CONFIG).is_file():
+        if not os.path.isfile(folder / CONFIG):  # Not the method: it raises for a name that no file can have.
             raise UserError.at(
                 f"{setting} of {checkpoint / RECORD}",
                 found=f"no {folder / CONFIG}",

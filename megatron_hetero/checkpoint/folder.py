@@ -26,7 +26,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, quoted
+from megatron_hetero.paths import unusable
 from megatron_hetero.user_files import open_regular, read_text
 
 MANIFEST, LATEST = "manifest.json", "latest"
@@ -176,9 +177,9 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
     try:
         files = json.loads(read_text(path))["files"]
         records = {name: FileRecord(int(r["size"]), str(r["sha256"])) for name, r in files.items()}
-        bad = [name for name in records if Path(name).name != name or name in ("", "..") or "\0" in name]
-        if bad:
-            raise ValueError(f"the file name {bad[0]!r}")
+        for name in records:
+            if Path(name).name != name or name in ("", "..") or "\0" in name or unusable(path.with_name(name)):
+                raise ValueError(f"the file name {quoted(name)}")
         if absent := [f"{name} is not in the manifest" for name in needed if name not in records]:
             raise damaged(checkpoint, absent)
         return records
@@ -186,7 +187,7 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
         raise
     except FileNotFoundError:
         found = "none" if checkpoint.is_dir() else "no such checkpoint"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         found = f"one that cannot be read ({error})"
     raise UserError.at(
         path,

@@ -19,7 +19,7 @@ from megatron_hetero.data import pictures
 from megatron_hetero.data.processing import Processor, TokenizedSample
 from megatron_hetero.errors import printable
 from megatron_hetero.launch import ended
-from megatron_hetero.terminal import console
+from megatron_hetero.terminal import Parser, console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,7 +78,7 @@ def show(config: Config, count: int, console: Console) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_hetero.data.inspect",
         description="Print samples as the model is trained on them. All flags of training are accepted.",
         allow_abbrev=False,

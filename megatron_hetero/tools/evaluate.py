@@ -32,7 +32,7 @@ from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
 from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.weight_files import all_finite
-from megatron_hetero.terminal import console
+from megatron_hetero.terminal import Parser, console
 from megatron_hetero.tools.command import a_path
 
 IMAGE_PAD = "<|image_pad|>"
@@ -289,7 +289,7 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_hetero.tools.evaluate",
         description="Answer a data set's questions greedily with plain transformers and print the exact-match rate.",
     )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from rich.filesize import decimal
 
 from megatron_hetero.launch import ended
+from megatron_hetero.terminal import Parser
 from megatron_hetero.tools.command import a_path, add_encoders, by_name, progress
 
 # What reads checkpoints is imported where it is used: it brings torch, which takes seconds that `--help` need not wait
@@ -46,7 +47,7 @@ def _positive(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_hetero.tools.export",
         description="Write the model of a checkpoint in transformers format.",
     )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from rich.filesize import decimal
 
 from megatron_hetero.launch import ended
+from megatron_hetero.terminal import Parser
 from megatron_hetero.tools.command import a_path, add_encoders, by_name, progress
 
 
@@ -34,7 +35,7 @@ def import_model(options: argparse.Namespace) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_hetero.tools.import",
         description="Write the weights of a model in transformers format as a checkpoint.",
     )

@@ -25,6 +25,7 @@ import yaml
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.launch import ended
+from megatron_hetero.terminal import Parser
 from megatron_hetero.tools.command import a_path
 from megatron_hetero.tools.demo_config import run_config
 from megatron_hetero.tools.demo_model import SYSTEM_PROMPT, ModelShape, write_model
@@ -158,7 +159,7 @@ def _config_text(options: DemoOptions) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_hetero.tools.make_demo",
         description="Make a small Qwen2.5-VL with random weights, drawn pictures with questions, and a configuration.",
     )

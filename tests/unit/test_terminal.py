@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hetero.terminal import Parser
 from tests.unit.test_launch import program
 
 TABLE = """
@@ -75,3 +76,9 @@ def test_ctrl_c_ends_a_command_in_one_line(command: str, tmp_path: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", wait], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, "interrupted; nothing is left half-written\n")
+
+
+def test_what_a_command_line_quotes_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        Parser(prog="p").parse_args(["--\x1b[2J"])
+    assert capsys.readouterr().err.endswith("p: error: unrecognized arguments: --\\x1b[2J\n")

@@ -81,6 +81,17 @@ def test_damage_is_told_by_name(damage: Callable[[Path], str], run: Path) -> Non
     assert f"--checkpoint.resume {run}/checkpoints/step-00000002" in str(error.value)
 
 
+@pytest.mark.parametrize("files", [
+    '{"a": {"size": Infinity, "sha256": ""}}', '{"a": {"size": 1e999, "sha256": ""}}', "[" * 100_000, "null", '"a"',
+    '{"a": null}', '{"../a": {"size": 1, "sha256": ""}}', '{"' + "a" * 300 + '": {"size": 1, "sha256": ""}}',
+    '{"\\ud800": {"size": 1, "sha256": ""}}',
+], ids=range(9))  # fmt: skip
+def test_a_manifest_of_anything_else_is_refused(files: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(f'{{"files": {files}}}')
+    with pytest.raises(UserError, match=r"manifest\.json: found one that cannot be read \("):
+        read_manifest(tmp_path)
+
+
 def test_damage_stops_every_rank(run: Path, folders: Path, pools: Pools) -> None:
     expected = flip(run / "checkpoints/step-00000004")
     messages = pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2"))
