@@ -63,6 +63,7 @@ def train_and_export(config: Config, platform: Platform, request: StopRequest) -
         from megatron_hetero.training.run import Run
 
     run = Run.build(config, platform, watchdog)
+    request.begin()
     ending = Ending(run)
     with run.writer:
         try:

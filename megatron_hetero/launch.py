@@ -205,6 +205,12 @@ def note_stop() -> None:
         Path(path).touch()
 
 
+def forget_stop() -> None:
+    """Take back what `note_stop` told."""
+    if path := os.environ.get(STOPPED_FILE):
+        Path(path).unlink(missing_ok=True)
+
+
 def leave(message: str, status: int) -> None:
     """Say `message` and exit without waiting for threads or for other ranks."""
     if status:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from megatron_hetero.launch import is_lost_peer, leave, leave_interrupted, rank
+from megatron_hetero.launch import forget_stop, is_lost_peer, leave, leave_interrupted, note_stop, rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """What a scheduler sends before it ends a job, and Ctrl-C."""
@@ -21,10 +21,13 @@ START_S = 1.0
 
 
 class StopRequest:
-    """Whether this rank was asked to stop. `seen`: by which signal, the first."""
+    """Whether this rank was asked to stop. `seen`: by which signal, the first. `begun`: whether there may be
+    anything to save.
+    """
 
     def __init__(self) -> None:
         self.seen: signal.Signals | None = None
+        self.begun = False
         self._handlers = ExitStack()
 
     def __bool__(self) -> bool:
@@ -32,9 +35,14 @@ class StopRequest:
 
     def start(self) -> None:
         """From now on signals are noted."""
-        self._handlers.enter_context(_insistence())
+        forget_stop()  # Of the ranks before, which torchrun has started again.
+        self._handlers.enter_context(_insistence(self))
         for number in SIGNALS:
             self._handlers.callback(signal.signal, number, signal.signal(number, self.note))
+
+    def begin(self) -> None:
+        """From now on SIGTERM ends the process after what it does, and not at once."""
+        self.begun = True
 
     def end(self) -> None:
         """From now on signals do what they did before."""
@@ -52,8 +60,9 @@ def insists(first: int, then: int) -> bool:
 
 @contextmanager
 def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
-    """Inside, `SIGNALS` are noted instead of ending the process, until the request's `end`; a second Ctrl-C ends it at
-    once, and so does a SIGTERM where another rank of this host has died. Nothing changes where that is not `wanted`.
+    """Inside, `SIGNALS` are noted instead of ending the process, until the request's `end`. At once ends it a second
+    Ctrl-C, a SIGTERM where another rank of this host has died, and a SIGTERM before the request's `begin`. Nothing
+    changes where that is not `wanted`.
     """
     request = StopRequest()
     try:
@@ -70,14 +79,14 @@ def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
 
 
 @contextmanager
-def _insistence() -> Iterator[None]:
+def _insistence(request: StopRequest) -> Iterator[None]:
     """Inside, some signals end the process. A thread waits for them: handlers run between two instructions of the main
     thread, which may itself wait for the device or for other ranks.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=_listen, args=(reader,), name="stop-requests", daemon=True)
+    thread = threading.Thread(target=_listen, args=(reader, request), name="stop-requests", daemon=True)
     thread.start()
     try:
         yield
@@ -88,7 +97,7 @@ def _insistence() -> Iterator[None]:
         reader.close()
 
 
-def _listen(signals: socket.socket) -> None:
+def _listen(signals: socket.socket, request: StopRequest) -> None:
     siblings, first = _siblings(), None
     while data := signals.recv(1):
         number = data[0]
@@ -100,6 +109,10 @@ def _listen(signals: socket.socket) -> None:
         # dead one does so for ever, on a GPU at least, and torchrun would wait for it.
         if number == signal.SIGTERM and not all(map(_lives, siblings)):
             leave("", 1)
+        # A rank that starts may wait for one of another host that has died, which nothing tells it.
+        if number == signal.SIGTERM and not request.begun:
+            note_stop()
+            leave("SIGTERM: stops before its first step, and has nothing to save" if rank() == 0 else "", 1)
         if first is None and rank() == 0:
             # Not through sys.stderr, whose lock a main thread that waits may hold.
             with suppress(OSError):

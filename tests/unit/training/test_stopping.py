@@ -12,6 +12,7 @@ from signal import SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 
+from megatron_hetero.launch import STOPPED_FILE
 from megatron_hetero.training import stopping
 from megatron_hetero.training.stopping import SIGNALS, insists, stop_requests
 
@@ -26,6 +27,7 @@ def send(*numbers: int) -> None:
 def test_the_first_signal_is_noted(number: signal.Signals) -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
     with stop_requests() as request:
+        request.begin()
         assert not request
         send(number)
         assert request and request.seen is number
@@ -90,6 +92,7 @@ def test_a_second_signal(first: int, then: int, at_once: bool, monkeypatch: pyte
     left = threading.Event()
     monkeypatch.setattr(stopping, "leave_interrupted", left.set)
     with stop_requests() as request:
+        request.begin()
         send(first, then)
         assert left.wait(5.0 if at_once else 0.1) == at_once
     assert request
@@ -106,7 +109,8 @@ def test_nobody_waits_for_the_survivors(
     """torchrun's SIGTERM may come before a rank sees that another has gone: it does not stay to tell of it."""
     left: list[tuple[str, int]] = []
     monkeypatch.setattr(stopping, "leave", lambda message, status: left.append((message, status)))
-    with pytest.raises(RuntimeError), stop_requests():
+    with pytest.raises(RuntimeError), stop_requests() as request:
+        request.begin()
         send(number)
         raise error
     assert left == ([("", 1)] if leaves else [])
@@ -125,7 +129,8 @@ def ends_in(seconds, kill):
         ranks.append(os.fork())
         if ranks[-1] == 0:
             os.read(go, 1)
-            with stop_requests():
+            with stop_requests() as request:
+                request.begin()
                 os.write(say, b"x")
                 time.sleep(60)
     os.write(went, b"xx")
@@ -156,3 +161,24 @@ def test_sigterm_ends_a_rank_that_waits_for_a_dead_one() -> None:
     """Two ranks of a process, as torchrun starts them: one dies, and the other's main thread sleeps on."""
     done = subprocess.run([sys.executable, "-c", TWO_RANKS], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["None", "1"]
+
+
+STARTING = """
+import os, signal, threading
+from megatron_hetero.training.stopping import stop_requests
+
+with stop_requests() as request:
+    assert not os.path.exists(os.environ["MEGATRON_HETERO_STOPPED_FILE"]), "that of the ranks before"
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    threading.Event().wait(60)
+"""
+
+
+def test_sigterm_ends_a_rank_at_once_that_has_nothing_to_save(tmp_path: Path) -> None:
+    """Where a rank of another host has died, torchrun's SIGTERM is all that one hears of it that waits in a store."""
+    note = tmp_path / "stopped"
+    note.touch()
+    environment = os.environ | {STOPPED_FILE: str(note)}
+    done = subprocess.run([sys.executable, "-c", STARTING], capture_output=True, text=True, timeout=30, env=environment)
+    assert (done.returncode, done.stderr) == (1, "SIGTERM: stops before its first step, and has nothing to save\n")
+    assert note.exists()
