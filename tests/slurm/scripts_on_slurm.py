@@ -73,12 +73,12 @@ class Training:
         return int(latest.read_text().removeprefix("step-")) if latest.exists() else 0
 
 
-def untouched(training: Training, iters: int, nodes: int) -> list[float]:
+def untouched(training: Training, iters: int, nodes: int, *flags: str) -> list[float]:
     """The losses of a run of the same configuration that is left alone."""
     whole = Training(training.cluster, f"{training.name}-untouched")
     whole.end_after(iters)
-    flags = f"--nodes {nodes} --gpus-per-node 1 --cpus-per-task 8"
-    whole.cluster.wait(whole.cluster.submit("many_nodes.sbatch", *whole.flags(), sbatch=flags), "COMPLETED")
+    sbatch = f"--nodes {nodes} --gpus-per-node 1 --cpus-per-task 8"
+    whole.cluster.wait(whole.cluster.submit("many_nodes.sbatch", *whole.flags(), *flags, sbatch=sbatch), "COMPLETED")
     return whole.losses()
 
 
@@ -172,7 +172,8 @@ def test_a_rank_that_is_killed_is_started_again_in_place(cluster: Cluster) -> No
 
 def test_of_an_array_only_the_task_that_is_asked_is_queued_again(cluster: Cluster) -> None:
     training = Training(cluster, "array")
-    (cluster.work / "sweep").write_text("--optimizer.lr 1e-3\n--optimizer.lr 2e-3\n")
+    rates = ["--optimizer.lr 1e-3", "--optimizer.lr 2e-3"]
+    (cluster.work / "sweep").write_text("\n".join(rates))
     array = requeueing(training, "--array 1-2", SWEEP="sweep")
     tasks = [f"{array}_{task}" for task in (1, 2)]
     for task in tasks:
@@ -188,8 +189,9 @@ def test_of_an_array_only_the_task_that_is_asked_is_queued_again(cluster: Cluste
     training.end_after(steps)
     cluster.start_again(asked)
     cluster.wait(asked, "COMPLETED", restarts=1)
-    assert len(training.losses(f"runs/{array}/{number}")) == steps
     cluster.call("scancel", other)
+    left_alone = untouched(training, steps, 1, *rates[int(number) - 1].split())
+    assert training.losses(f"runs/{array}/{number}") == left_alone
 
 
 def test_a_preempted_job_saves_and_goes_on(cluster: Cluster) -> None:
@@ -204,7 +206,7 @@ def test_a_preempted_job_saves_and_goes_on(cluster: Cluster) -> None:
     assert steps > 2
     cluster.start_again(job)
     cluster.wait(job, "COMPLETED", restarts=1)
-    assert len(training.losses()) == steps
+    assert training.losses() == untouched(training, steps, nodes=2)
 
 
 def test_nothing_is_left_of_a_job_that_is_cancelled(cluster: Cluster) -> None:
