@@ -12,8 +12,10 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
+import torch.distributed as dist
 import yaml
 
 import pretrain_vlm
@@ -23,6 +25,7 @@ from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.data import Processor, Record, Turn, inspect
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
+from megatron_hetero.rank_environment import require_numbers
 from megatron_hetero.tools import evaluate, export
 from megatron_hetero.training.config import Config, load_command
 from megatron_hetero.training.flags import flag_rows
@@ -145,6 +148,44 @@ def _run_flags(good: Path, rng: random.Random, case: Path) -> bool:
         argv += [flag, *rng.choices(values, k=rng.choice((0, 1, 1, 1, 1, 2)))]
     argv = _inside(argv, case)
     return _refused(lambda: _start(argv, 8))
+
+
+def _fitting(rng: random.Random, kind: str, others: Sequence[str]) -> str:
+    """A value of the kind that a flag takes, as its help describes it."""
+    for word, values in words.FITTING.items():
+        if word in kind:
+            return rng.choice(values)
+    return rng.choice(kind.split("|") if "|" in kind else others)
+
+
+def _run_runs(good: Path, rng: random.Random, case: Path) -> bool:
+    """One process trains, saves, exports and evaluates; another goes on where there is a checkpoint."""
+    argv = [
+        "--config", f"{good}/config.yaml", "--vision-parallel", "dp:1", "--text-parallel", "dp:1",
+        "--train.global_batch_size", "4", "--checkpoint.dir", f"{case}/checkpoints", "--log.dir", f"{case}/log",
+    ]  # fmt: skip
+    argv += ["--export.hf_dir", f"{case}/export"] if rng.random() < 0.3 else []
+    if rng.random() < 0.5:
+        shutil.copytree(good / "checkpoints", case / "checkpoints")
+    given = set(argv)
+    flags = [row for row in FLAGS if row[0] not in (*given, *words.NOT_RUN) and not row[0].startswith("--plan")]
+    odd = [value for value in _odd_values(good) if value not in words.ENDLESS]
+    for flag, kind in rng.sample(flags, k=rng.choice((1, 1, 2, 3))):
+        name = flag.replace("NAME", rng.choice(("a", "b"))).replace("MODULE", rng.choice(("vision", "text")))
+        argv += [name, rng.choice(odd) if rng.random() < 0.2 else _fitting(rng, kind, odd)]
+    odd_environment = {rng.choice(words.ENVIRONMENT): rng.choice(odd[:30])} if rng.random() < 0.2 else {}
+    environment = {name: value for name, value in odd_environment.items() if "\0" not in value}
+
+    def run() -> None:
+        with mock.patch.dict(os.environ, environment), contextlib.redirect_stdout(io.StringIO()):
+            require_numbers()
+            try:
+                pretrain_vlm.main(_inside(argv, case))
+            finally:
+                if dist.is_initialized():  # After an error the program leaves without.
+                    dist.destroy_process_group()
+
+    return _refused(run)
 
 
 def _inside(argv: list[str], case: Path) -> list[str]:
@@ -356,6 +397,7 @@ TARGETS = {
     for target in (
         Target("layouts", good_input.model, _run_layouts),
         Target("flags", good_input.model, _run_flags),
+        Target("runs", good_input.run, _run_runs),
         Target("tools", good_input.run, _run_tools),
         Target("configurations", good_input.model, _run_configurations),
         Target("annotations", good_input.model, _run_annotations),

@@ -40,3 +40,13 @@ VALUES = (
     "/proc/self/mem", "a", "b%0", "a%1e9", "a b", "--", "vision", "text", "projector", "auto", "adamw", "sgd",
     "bfloat16", "float16", "é" * 200, "x" * 5000, "\x1b[2J", "\ud800", "sp:8", "latest", "never",
 )  # fmt: skip
+NOT_RUN = ("--data.workers", "--train.iters", "--eval.max_new_tokens", "--train.global_batch_size")
+ENDLESS = ("1e9", "999999999999999999999")
+"""Values that have a run take for ever, rightly; `NOT_RUN`: flags with which others do, or that start processes."""
+FITTING = {
+    "integer": ("0", "1", "2", "3", "7", "64", "10000", "-1"),
+    "number": ("0", "1", "0.5", "1e-30", "1e30", "-1", "2", "0.999"),
+    "true": ("true", "false"),
+}
+"""By a word of what a flag's help says of its values."""
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TERM", "COLUMNS")
