@@ -205,6 +205,7 @@ def _batches(prompts: Iterator[_Prompt], size: int) -> Iterator[list[_Prompt]]:
 
 
 def _prompt(record: Record, tokenizer: Any, image_processor: Any, blank: bool) -> _Prompt:
+    record.require_readable()
     first = next(k for k, turn in enumerate(record.turns) if turn.role == "assistant")
     asked = "\n".join(turn.text for turn in record.turns[:first] if turn.role == "user")
     rendered = render_prompt(tokenizer, record, first)
