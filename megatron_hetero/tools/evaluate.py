@@ -316,6 +316,12 @@ def _evaluate(options: dict[str, Any]) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    if options["images"] is not None and not options["images"].is_dir():
+        expected, fix = (
+            "the folder that image paths are relative to",
+            "correct the path, or leave it out",
+        )
+        raise UserError.at("--images", found=f"{options['images']}, which is no folder", expected=expected, fix=fix)
     result = exact_match(options.pop("hf_dir"), options.pop("annotations"), options.pop("images"), **options)
     console().print(result_table(result))
 

@@ -165,6 +165,16 @@ def test_a_picture_is_written_whole_or_not_at_all(
     assert [path.name for path in tmp_path.iterdir()] == ["kept.svg"] and kept.read_text() == "an earlier one"
 
 
+def test_a_picture_that_is_replaced_is_told_of(
+    plan_flags: Callable[[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = _with_plan(load_command(plan_flags(f"--plan --plan-svg {tmp_path}/a.png")))
+    for _ in range(2):
+        show_plan(*planned)
+    first, second = capsys.readouterr().out.split("The picture is in ")[1:]
+    assert "in place of the file that was there" not in first and "in place of the file that was there" in second
+
+
 def test_the_program_plans_without_megatron_data_or_weights(plan_flags: Callable[[str], list[str]]) -> None:
     argv = plan_flags("--plan --world-size 2 --vision-parallel sp:2 --text-parallel tp:2")
     code = f"import sys, pretrain_vlm; pretrain_vlm.main({argv!r}); assert 'megatron.core' not in sys.modules"
