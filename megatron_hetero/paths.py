@@ -33,6 +33,13 @@ def resolved(path: Path, where: str) -> Path:
     return Path(os.path.realpath(path))
 
 
+def in_the_way(folder: Path, error: OSError) -> str:
+    """What was found where a folder cannot be made or written."""
+    if folder.is_symlink() and not folder.exists():
+        return f"a link to {os.readlink(folder)}, which is not there"
+    return (error.strerror or str(error)).lower()
+
+
 def unusable(path: Path) -> str | None:
     """Why no file can have an absolute path, if none can: nothing could even look whether it is there."""
     try:

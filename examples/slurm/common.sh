@@ -98,10 +98,16 @@ fi
 
 # ------------------------------------------------------------------------------------------------------------- starting
 
-# What is wrong with the configuration is told once, before any rank starts.
+# What is wrong with the configuration, or is not there, is told once, before any rank starts.
 check_configuration() { # FLAG...: those of pretrain_vlm.py
-    env -u SLURM_GPUS srun --nodes=1 --ntasks=1 "${srun_flags[@]}" \
-        "$python" pretrain_vlm.py "$@" --plan --world-size $((nodes * ranks)) >/dev/null ||
+    # Where it runs, the interpreter may be a container's.
+    local start='command -v "$0" >/dev/null || exit 127; exec "$0" "$@"' status=0
+    env -u SLURM_GPUS srun --nodes=1 --ntasks=1 "${srun_flags[@]}" bash -c "$start" \
+        "$python" pretrain_vlm.py "$@" --plan --plan-files --world-size $((nodes * ranks)) >/dev/null || status=$?
+    ((status != 127)) ||
+        refuse "PYTHON: found $python, which cannot be run, expected an interpreter; make one with \`make venv\`, or set" \
+            "PYTHON to another"
+    ((status == 0)) ||
         refuse "no rank was started: the configuration is wrong, as told above, for $((nodes * ranks)) ranks"
 }
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_hetero.errors import UserError, quoted
-from megatron_hetero.paths import unusable
+from megatron_hetero.paths import in_the_way, unusable
 from megatron_hetero.user_files import open_regular, read_text
 
 MANIFEST, LATEST = "manifest.json", "latest"
@@ -79,6 +79,14 @@ def chosen_in(path: Path) -> Path:
     if (path / MANIFEST).is_file():
         return path
     return next(reversed(whole(path).values()), path)
+
+
+def advice_to_export(path: Path) -> str | None:
+    """What to do with a folder of ours that is taken for a model's; None where it holds no checkpoint."""
+    chosen = chosen_in(path)
+    if not (chosen / MANIFEST).is_file():
+        return None
+    return f"export the checkpoint first: python -m megatron_hetero.tools.export {chosen} DIR"
 
 
 def unfinished(folder: Path) -> tuple[Path, ...]:
@@ -207,7 +215,7 @@ def unwritable(where: Path, error: OSError) -> UserError:
     """The error that says why a checkpoint cannot be written."""
     return UserError.at(
         f"checkpoint.dir: {error.filename or where}",
-        found=(error.strerror or str(error)).lower(),
+        found=in_the_way(where, error),
         expected="a folder that can be written",
         because="a checkpoint goes there; older ones are as they were",
         fix="free space or grant access, or choose another folder with --checkpoint.dir DIR",

@@ -77,13 +77,20 @@ def show(config: Config, count: int, console: Console) -> None:
     console.print(escape(f"{len(mixture)} samples per epoch from {sources}"), highlight=False, soft_wrap=True)
 
 
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, found {text}")
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megatron_hetero.data.inspect",
         description="Print samples as the model is trained on them. All flags of training are accepted.",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", type=int, default=5, metavar="COUNT", help="how many samples to print (default 5)")
+    parser.add_argument("-n", type=_count, default=5, metavar="COUNT", help="how many samples to print (default 5)")
     return parser
 
 

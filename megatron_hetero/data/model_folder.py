@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from megatron_hetero.checkpoint.folder import advice_to_export
 from megatron_hetero.data.folder_rules import FILES
 from megatron_hetero.errors import UserError, in_short
 from megatron_hetero.json_files import MOST_BYTES, check, read_object
@@ -39,7 +40,7 @@ def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting
     if not path.is_dir():
         raise UserError.at(
             f"{setting}: {path}",
-            found="no such folder",
+            found="a file" if path.is_file() else "no such folder",
             expected="a Qwen2.5-VL folder in transformers format",
             fix="correct the path; models are not downloaded: fetch one first with `hf download MODEL --local-dir DIR`",
         )
@@ -53,7 +54,7 @@ def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting
                 path / names[0],
                 found="no such file",
                 expected=" or ".join(names) + f" in the folder {setting}",
-                fix=_FIX,
+                fix=advice_to_export(path) or _FIX,
             )
     check_files(path)
 

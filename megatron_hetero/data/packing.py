@@ -9,9 +9,14 @@ from typing import Literal
 import numpy as np
 
 from megatron_hetero.data.processing import TokenizedSample
+from megatron_hetero.data.records import MOST_CHARACTERS, Record
 from megatron_hetero.errors import UserError
 
 IGNORED = -100
+CHARACTERS_PER_TOKEN = 64
+"""More than any text has in the mean; tokenizers have longer tokens, for lines and blanks."""
+FEW_CHARACTERS = 2**16
+"""Texts of so many are always tokenized, which costs little and tells their length exactly."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +68,28 @@ def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
         encoders=tuple(name for sample in samples for name in sample.record.encoders),
         image_positions=_joined(images),
         supervised_tokens=int((labels != IGNORED).sum()),
+    )
+
+
+def check_text(record: Record, max_seq_length: int, too_long: Literal["error", "skip"] = "error") -> bool:
+    """Whether the text of a record may be tokenized, which takes memory in proportion; false where it is too long for
+    ``max_seq_length`` tokens, as its characters alone tell, and ``too_long`` is skip.
+
+    Raises:
+        UserError: it is too long, and ``too_long`` is error.
+    """
+    most = min(max(CHARACTERS_PER_TOKEN * max_seq_length, FEW_CHARACTERS), MOST_CHARACTERS)
+    if record.characters <= most:
+        return True
+    if too_long == "skip":
+        return False
+    raised = "raise data.max_seq_length, " if most < MOST_CHARACTERS else ""
+    raise UserError.at(
+        record.where,
+        found=f"a text of {record.characters} characters",
+        expected=f"at most {most} for data.max_seq_length = {max_seq_length}",
+        because="tokens stand for a few characters each, and samples are never cut",
+        fix=f"{raised}shorten the record, or set data.too_long to skip",
     )
 
 

@@ -6,6 +6,7 @@ programs (EPS starts Ghostscript) or have decoders that hardly anybody looks at.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -34,6 +35,17 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _SWAPS_SIDES = {5, 6, 7, 8}
+_MORE_FILES = "raise the limit of open files (ulimit -n), or lower data.workers"
+_RIGHTS = "give this user the right to read the file and to enter its folders"
+_ADVICE = {
+    errno.EMFILE: _MORE_FILES,
+    errno.ENFILE: _MORE_FILES,
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.ENOMEM: "raise the limit of memory (ulimit -v), free some, or lower data.workers",
+    errno.EIO: "check the disk or the mount that it lies on, and start again",
+}
+"""What to do about an error of the system; of others, what `EIO` has."""
 
 
 def picture_size(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
@@ -104,13 +116,28 @@ def _as_user_errors(path: Path, where: str) -> Iterator[None]:
             expected="a picture that fits in memory",
             fix="scale the picture down, or remove the record",
         ) from error
-    except Exception as error:
+    except (MemoryError, OSError) as error:
+        number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
+        if number is None:  # Of Pillow, for a damaged file.
+            raise _damaged(place, error) from error
         raise UserError.at(
             place,
-            found=f"a file that cannot be read ({in_short(error)})",
-            expected=f"an undamaged picture, one of {', '.join(_known_formats())}",
-            fix="replace or convert the picture, or remove the record",
+            found=f"a file that the system does not let this process read ({in_short(error)})",
+            expected="one that can be read",
+            because="this says nothing of the picture itself",
+            fix=_ADVICE.get(number, _ADVICE[errno.EIO]),
         ) from error
+    except Exception as error:
+        raise _damaged(place, error) from error
+
+
+def _damaged(place: str, error: Exception) -> UserError:
+    return UserError.at(
+        place,
+        found=f"a file that cannot be read ({in_short(error)})",
+        expected=f"an undamaged picture, one of {', '.join(_known_formats())}",
+        fix="replace or convert the picture, or remove the record",
+    )
 
 
 def _check_pixels(width: int, height: int, place: str, max_pixels: int) -> None:

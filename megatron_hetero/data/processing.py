@@ -130,8 +130,9 @@ class Processor:
         that begins with a line break would otherwise merge with the one that ends the prompt.
 
         Raises:
-            UserError: special tokens in the text, a missing or oversized image, or an unfit chat template.
+            UserError: endless text or special tokens in it, a missing or oversized image, or an unfit chat template.
         """
+        record.require_readable()
         self._refuse_special_tokens(record)
         grids = np.array([self.grid(record, k) for k in range(len(record.images))], dtype=np.int64).reshape(-1, 3)
         short_ids, short_supervised = self._encode(record)

@@ -19,6 +19,8 @@ from megatron_hetero.errors import UserError, quoted
 from megatron_hetero.module_names import VISION
 
 Role = Literal["system", "user", "assistant"]
+MOST_CHARACTERS = 4 * 2**20
+"""Of a record's text: a tokenizer takes some 300 bytes of memory for each, so that more could exhaust it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,22 @@ class Record:
     def __post_init__(self) -> None:
         object.__setattr__(self, "encoders", self.encoders or (VISION,) * len(self.images))
         assert len(self.encoders) == len(self.images), "one encoder for each image"
+
+    @property
+    def characters(self) -> int:
+        """How much text its turns hold."""
+        return sum(len(turn.text) for turn in self.turns)
+
+    def require_readable(self) -> None:
+        """Check that there is not more text than any model is given. Raises `UserError`."""
+        if self.characters > MOST_CHARACTERS:
+            raise UserError.at(
+                f"{self.where}: field 'conversations'",
+                found=f"a text of {self.characters} characters",
+                expected=f"at most {MOST_CHARACTERS}",
+                because="making tokens of more could exhaust the memory",
+                fix="shorten or remove the record",
+            )
 
     def image_path(self, k: int) -> Path:
         """The absolute path of image ``k`` with links resolved. The file need not exist.
@@ -115,23 +133,37 @@ class Annotations(Sequence[Record]):
                 expected="the folder that image paths are relative to",
                 fix="correct the path, or leave `images` out for text-only data",
             )
-        buffer, ends, lines = bytearray(), [0], []
-        for raw in read_records(Path(annotations)):
-            turns, pictures = validate_record(
-                raw.value, raw.where, has_image_folder=images is not None, encoders=encoders
-            )
-            buffer += json.dumps([turns, pictures], ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-            ends.append(len(buffer))
-            lines.append(raw.line)
-        if not lines:
+        try:
+            found = cls._indexed(name, Path(annotations), images, encoders)
+        except MemoryError:
+            raise UserError.at(
+                annotations,
+                found="annotations that do not fit in the memory that this process may use",
+                expected="less of them, or more memory",
+                because="the text of all records is kept",
+                fix="raise the limit (ulimit -v), or split the file into several data sets and train on fewer of them",
+            ) from None
+        if not len(found):
             raise UserError.at(
                 annotations,
                 found=f"no records for data set {name!r}",
                 expected="at least one",
                 fix="correct `annotations` in data.registry, or remove the data set from data.datasets",
             )
+        return found
+
+    @classmethod
+    def _indexed(cls, name: str, annotations: Path, images: Path | None, encoders: Sequence[str]) -> Annotations:
+        buffer, ends, lines = bytearray(), [0], []
+        for raw in read_records(annotations):
+            turns, pictures = validate_record(
+                raw.value, raw.where, has_image_folder=images is not None, encoders=encoders
+            )
+            buffer += json.dumps([turns, pictures], ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+            ends.append(len(buffer))
+            lines.append(raw.line)
         offsets, line_numbers = np.array(ends, dtype=np.int64), np.array(lines, dtype=np.int64)
-        return cls(name, Path(annotations), images, bytes(buffer), offsets, line_numbers)
+        return cls(name, annotations, images, bytes(buffer), offsets, line_numbers)
 
     @cached_property
     def digest(self) -> str:

@@ -65,7 +65,7 @@ def validate_record(
                 f"{where}: field '{mark.field}'",
                 found=f"{quoted(paths[mark][0])}, but the data set has no image folder",
                 expected="a folder that image paths are relative to",
-                fix="set `images` of this data set in data.registry",
+                fix="give it: `images` of the data set in data.registry, or --images of tools.evaluate",
             )
     return turns, _in_order(turns, paths)
 

@@ -205,6 +205,7 @@ def _batches(prompts: Iterator[_Prompt], size: int) -> Iterator[list[_Prompt]]:
 
 
 def _prompt(record: Record, tokenizer: Any, image_processor: Any, blank: bool) -> _Prompt:
+    record.require_readable()
     first = next(k for k, turn in enumerate(record.turns) if turn.role == "assistant")
     asked = "\n".join(turn.text for turn in record.turns[:first] if turn.role == "user")
     rendered = render_prompt(tokenizer, record, first)
@@ -315,6 +316,12 @@ def _evaluate(options: dict[str, Any]) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    if options["images"] is not None and not options["images"].is_dir():
+        expected, fix = (
+            "the folder that image paths are relative to",
+            "correct the path, or leave it out",
+        )
+        raise UserError.at("--images", found=f"{options['images']}, which is no folder", expected=expected, fix=fix)
     result = exact_match(options.pop("hf_dir"), options.pop("annotations"), options.pop("images"), **options)
     console().print(result_table(result))
 

@@ -24,10 +24,13 @@ from megatron_hetero.training.settings import Setting, Tree, children, is_leaf, 
 
 
 class PlanRequest(NamedTuple):
-    """That a plan is wanted in place of training: for how many ranks, and the file of its picture, if any."""
+    """That a plan is wanted in place of training: for how many ranks, the file of its picture, if any, and whether the
+    files that training reads are looked for.
+    """
 
     world_size: int = 1
     picture: Path | None = None
+    files: bool = False
 
 
 class CommandLine(NamedTuple):
@@ -48,6 +51,7 @@ PLAN_FLAGS = {
         "Print what training would take instead: parameters, traffic, memory, schedule.",
     ),
     "--world-size": ("integer", "1", "Number of ranks that `--plan` is for."),
+    "--plan-files": ("no value", "off", "Refuse a plan where weights, annotations or image folders are not there."),
     "--plan-svg": ("path", "none", "Draw topology and schedule of the plan too, to a file that ends in .svg or .png."),
 }
 """Flags without a setting: values, default and meaning."""
@@ -76,14 +80,15 @@ def read_flags(argv: Sequence[str], root: type) -> CommandLine:
 
 def _plan_request(given: Mapping[str, list[str]]) -> PlanRequest | None:
     """The plan that `PLAN_FLAGS` ask for. Raises `UserError`."""
-    if values := given.get("--plan"):
-        raise UserError.at("--plan", found=f"`{values[0]}`", expected="no value", fix="write --plan alone")
+    for flag in ("--plan", "--plan-files"):
+        if values := given.get(flag):
+            raise UserError.at(flag, found=f"`{values[0]}`", expected="no value", fix=f"write {flag} alone")
     if "--plan" not in given:
         for flag in given:
             raise without_plan(flag)
         return None
     picture = Path(_one("--plan-svg", given["--plan-svg"])).absolute() if "--plan-svg" in given else None
-    return PlanRequest(_world_size(given.get("--world-size", ["1"])), picture)
+    return PlanRequest(_world_size(given.get("--world-size", ["1"])), picture, "--plan-files" in given)
 
 
 def without_plan(flag: str) -> UserError:

@@ -17,6 +17,7 @@ from typing import IO
 
 from megatron_hetero.checkpoint.shared_folder import Claim, FolderLock
 from megatron_hetero.errors import UserError
+from megatron_hetero.paths import in_the_way
 from megatron_hetero.training.log_files import CONFIG, LOCK, METRICS, OF_A_RUN
 
 
@@ -24,7 +25,7 @@ def unwritable(path: Path, error: OSError) -> UserError:
     """The error that says why something in `log.dir` cannot be written."""
     return UserError.at(
         f"log.dir: {path}",
-        found=(error.strerror or str(error)).lower(),
+        found=in_the_way(path, error),
         expected="a file that can be written",
         because="every step's metrics go there",
         fix="free space or grant access, or choose another folder with --log.dir DIR",

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator, load_plan
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.packing import PackedBatch, check_length, pack
+from megatron_hetero.data.packing import PackedBatch, check_length, check_text, pack
 from megatron_hetero.data.processing import Processor, TokenizedSample
 from megatron_hetero.errors import SharedError, UserError
 from megatron_hetero.module_names import TEXT
@@ -152,7 +152,10 @@ class StepLoader:
         return packs
 
     def _tokenise(self, number: int) -> TokenizedSample | None:
-        sample = self.processor.tokenize(self.mixture[number])
+        record = self.mixture[number]
+        if not check_text(record, self.max_seq_length, self.too_long):
+            return None
+        sample = self.processor.tokenize(record)
         return sample if check_length(sample, self.max_seq_length, self.too_long) else None
 
     def _decode(

@@ -212,6 +212,18 @@ def test_the_disjoint_job_leaves_nodes_for_both_modules(cluster: Cluster) -> Non
     assert "found 2 of 2 nodes" in cluster.refused("disjoint.sbatch", SLURM_JOB_NUM_NODES="2", VISION_NODES="2")
 
 
+@pytest.mark.parametrize("script, variable", [("requeue.sbatch", "WARNING_S"), ("disjoint.sbatch", "VISION_NODES")])
+def test_numbers_are_whole_ones(script: str, variable: str, cluster: Cluster) -> None:
+    for wrong in ("abc", "1.5", "-5"):
+        said = cluster.refused(script, **{variable: wrong})
+        assert said.startswith(f"error: {variable}: found {wrong}, expected") and said.count("\n") == 1
+
+
+def test_a_missing_interpreter_is_no_fault_of_the_configuration(cluster: Cluster) -> None:
+    said = cluster.refused("one_node.sbatch", PYTHON="nowhere/python")
+    assert said.startswith("error: PYTHON: found nowhere/python, which cannot be run") and said.count("\n") == 1
+
+
 def test_gpus_that_slurm_spread_unevenly_are_refused(cluster: Cluster) -> None:
     said = cluster.refused("many_nodes.sbatch", SLURM_GPUS="8", SLURM_GPUS_ON_NODE="7", GPUS_OF_NODES="7 1")
     assert "sbatch --gpus: found nodes of 1,7 GPUs" in said and "--gpus-per-node" in said
@@ -225,7 +237,7 @@ def test_a_bad_configuration_is_told_once_before_any_rank_starts(script: str, cl
     said = cluster.refused(script, "--nonsense", "1")
     assert said.startswith("error: no such flag\n") and said.count("\n") == 2
     planned = (cluster.folder / "planned").read_text()
-    assert f"--nonsense 1 --plan --world-size {8 * NODES[script]}\n" in planned
+    assert f"--nonsense 1 --plan --plan-files --world-size {8 * NODES[script]}\n" in planned
     assert not (cluster.folder / "asked").exists(), "nor is the job queued again"
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_hetero.checkpoint.folder import advice_to_export
 from megatron_hetero.errors import UserError, in_short
 from megatron_hetero.json_files import check, read_object, shown
 from megatron_hetero.models.qwen2_5_vl.config_rules import CONFIG
@@ -101,10 +102,11 @@ def read_config(folder: Path, setting: str, families: Sequence[str] = (FAMILY,))
 
     path = folder / "config.json"
     if not folder.is_dir() or not path.is_file():
-        missing = path if folder.is_dir() else folder
+        found = f"the file {folder}" if folder.is_file() else f"no {path if folder.is_dir() else folder}"
+        make = "download one, or make a small one: python -m megatron_hetero.tools.make_demo DIR"
         raise UserError(
-            f"{setting}: found no {missing}, expected a transformers folder of Qwen2.5-VL with config.json and "
-            "safetensors weights; download one, or make a small one: python -m megatron_hetero.tools.make_demo DIR"
+            f"{setting}: found {found}, expected a transformers folder of Qwen2.5-VL with config.json and "
+            f"safetensors weights; {advice_to_export(folder) or make}"
         )
     raw = read_object(path)
     found = raw.get("model_type")

@@ -73,3 +73,9 @@ def test_bad_input_is_one_message(config_file: Path, capsys: pytest.CaptureFixtu
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert "train.jsonl:1: image" in captured.err and "no such file" in captured.err
+
+
+def test_a_count_below_none_is_refused(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        inspect.main(["--config", str(config_file), "-n", "-1"])
+    assert "expected 0 or more, found -1" in capsys.readouterr().err

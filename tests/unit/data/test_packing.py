@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.data import PackedBatch, Processor, Record, TokenizedSample, check_length, pack
+from megatron_hetero.data.packing import check_text
 from megatron_hetero.data.positions import rope_positions
+from megatron_hetero.data.records import MOST_CHARACTERS
 from megatron_hetero.errors import UserError
 
 MakeRecord = Callable[..., Record]
@@ -103,3 +105,18 @@ def test_too_long_is_an_error_or_skipped(processor: Processor, make_record: Make
         UserError, match=r"train\.jsonl:1: found a sample of \d+ tokens.*data\.max_seq_length = 3.*skip"
     ):
         check_length(sample, 3)
+
+
+def test_endless_text_is_refused_or_skipped_before_it_is_tokenized(
+    processor: Processor, make_record: MakeRecord
+) -> None:
+    """1.2 GB of memory for 4 million characters, and in proportion for more."""
+    record = make_record("Hello?", "x" * (MOST_CHARACTERS + 1))
+    assert not check_text(record, 4096, "skip") and not check_text(record, 10**9, "skip")
+    with pytest.raises(UserError, match=r"train\.jsonl:1: found a text of 41943.*at most 262144.*Raise data\.max_seq"):
+        check_text(record, 4096)
+    with pytest.raises(UserError, match=rf"at most {MOST_CHARACTERS}.*\. Shorten the record"):
+        check_text(record, 10**9)
+    with pytest.raises(UserError, match=rf"train\.jsonl:1: field 'conversations'.*at most {MOST_CHARACTERS}"):
+        processor.tokenize(record)
+    assert check_text(make_record("Hello?", "x" * 60_000), 1)

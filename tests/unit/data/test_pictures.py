@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -330,3 +331,22 @@ def test_pictures_that_are_cut_off_are_refused(tmp_path: Path, kind: str) -> Non
         for share in (0.1, 1 / 3, 0.5, 0.9, 0.99):
             path.write_bytes(content[: int(share * len(content))])
             assert_refused(path, "cannot be read")
+
+
+@pytest.mark.parametrize(
+    "error, fix",
+    [(OSError(errno.EMFILE, "Too many open files"), "ulimit -n"), (MemoryError(), "ulimit -v"),
+     (OSError(errno.EIO, "Input/output error"), "disk"), (PermissionError(errno.EACCES, "Permission denied"), "right")],
+)  # fmt: skip
+def test_errors_of_the_system_are_no_fault_of_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, fix: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    path = tmp_path / "a.png"
+    Image.new("RGB", (4, 4)).save(path)
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(UserError, match=f"the system does not let.*nothing of the picture itself.*{fix}") as refused:
+        picture_size(path, WHERE)
+    assert "replace" not in str(refused.value)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import pickle
 import re
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.data import Annotations, Turn
-from megatron_hetero.data.reading import read_records
+from megatron_hetero.data import Annotations, Turn, reading, records
+from megatron_hetero.data.reading import MOST_RECORD_BYTES, read_records
 from megatron_hetero.errors import UserError
 
 Write = Callable[[Sequence[Any]], Path]
@@ -72,6 +75,64 @@ def test_lists_are_read_as_json_reads_them(tmp_path_factory: pytest.TempPathFact
     for indent in (None, 2):
         path.write_text(json.dumps(values, indent=indent), encoding="utf-8")
         assert [raw.value for raw in read_records(path)] == values
+
+
+@given(st.lists(st.integers() | st.text() | st.lists(st.text())), st.integers(1, 9))
+def test_lists_are_read_block_by_block(tmp_path_factory: pytest.TempPathFactory, values: list[Any], block: int) -> None:
+    path = tmp_path_factory.getbasetemp() / "blocks.json"
+    path.write_text("\ufeff" + json.dumps(values, ensure_ascii=False), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "BLOCK", block)
+        assert [raw.value for raw in read_records(path)] == values
+
+
+@pytest.mark.parametrize("block", [3, 2**20])
+@pytest.mark.parametrize(
+    "text, place",
+    [("[1,\n  2 3]", ":2: found broken JSON at column 5"), ("[1]\n\n x", ":3: found broken JSON at column 2"),
+     ('[1,\n"abcd', ":2: found broken JSON at column 1"), ("[1,]", "column 4"),
+     ('["a",\n"abcd\xff"]', ":2: found byte 0xff")],
+)  # fmt: skip
+def test_places_in_lists_do_not_depend_on_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, place: str, block: int
+) -> None:
+    monkeypatch.setattr(reading, "BLOCK", block)
+    (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=re.escape(place)):
+        list(read_records(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("begin", [b"", b"{", b" ", b'{"a": "', b"[", b'[1, {"a": "', b'[{}, "'])
+def test_files_without_end_are_refused_before_they_fill_the_memory(tmp_path: Path, begin: bytes) -> None:
+    path = tmp_path / "a.json"
+    text = begin + b"a" * (3 * MOST_RECORD_BYTES if b'"' in begin else 0)
+    path.write_bytes(text)
+    os.truncate(path, 10**9)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError) as refused:
+            list(read_records(path))
+        assert tracemalloc.get_traced_memory()[1] < 8 * MOST_RECORD_BYTES
+    finally:
+        tracemalloc.stop()
+    wanted = f"more than {MOST_RECORD_BYTES}" if begin in (b"", b"{", b" ") or b'"' in begin else "broken JSON"
+    assert wanted in str(refused.value)
+
+
+def test_records_that_do_not_fit_in_memory_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD))
+    monkeypatch.setattr(records, "validate_record", full)
+    with pytest.raises(UserError, match="do not fit in the memory"):
+        Annotations.load("chat", tmp_path / "a.jsonl", None)
+
+
+def test_gzip_is_to_be_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(json.dumps(GOOD).encode()))
+    with pytest.raises(UserError, match="gzip archive.*gunzip"):
+        list(read_records(tmp_path / "a.jsonl"))
 
 
 @pytest.mark.parametrize("image", [None, []])

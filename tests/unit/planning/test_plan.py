@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,11 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.weights import parameter_count
 from megatron_hetero.planning.command import show_plan
 from megatron_hetero.planning.estimate import KINDS
+from megatron_hetero.planning.files import require_files
 from megatron_hetero.planning.picture import draw_plan
 from megatron_hetero.planning.problems import problems_of, shortened
 from megatron_hetero.planning.report import size_text
-from megatron_hetero.training.config import load_command, load_config
+from megatron_hetero.training.config import DatasetConfig, load_command, load_config
 from tests.unit.planning.conftest import MakePlan
 
 ROOT = Path(__file__).parents[3]
@@ -165,6 +167,16 @@ def test_a_picture_is_written_whole_or_not_at_all(
     assert [path.name for path in tmp_path.iterdir()] == ["kept.svg"] and kept.read_text() == "an earlier one"
 
 
+def test_a_picture_that_is_replaced_is_told_of(
+    plan_flags: Callable[[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = _with_plan(load_command(plan_flags(f"--plan --plan-svg {tmp_path}/a.png")))
+    for _ in range(2):
+        show_plan(*planned)
+    first, second = capsys.readouterr().out.split("The picture is in ")[1:]
+    assert "in place of the file that was there" not in first and "in place of the file that was there" in second
+
+
 def test_the_program_plans_without_megatron_data_or_weights(plan_flags: Callable[[str], list[str]]) -> None:
     argv = plan_flags("--plan --world-size 2 --vision-parallel sp:2 --text-parallel tp:2")
     code = f"import sys, pretrain_vlm; pretrain_vlm.main({argv!r}); assert 'megatron.core' not in sys.modules"
@@ -211,6 +223,36 @@ def test_bad_input_is_one_message(flags: str, message: str, plan_flags: Callable
     more = " --train.global_batch_size 6" if "dp:1@0" in flags else ""
     with pytest.raises(UserError, match=re.escape(message)):
         show_plan(*_with_plan(load_command(plan_flags(flags + more))))
+
+
+def test_files_are_looked_for_where_that_is_asked(
+    plan_flags: Callable[[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the job scripts do, before they start a rank."""
+    config, request = _with_plan(load_command(plan_flags("--plan --plan-files")))
+    held_out = DatasetConfig(annotations=tmp_path / "held.jsonl", images=tmp_path)
+    config = replace(
+        config,
+        model=replace(config.model, hf_path=tmp_path / "model"),
+        data=replace(config.data, registry={"a": DatasetConfig(annotations=tmp_path / "a.jsonl"), "h": held_out},
+                     datasets=("a%50",)),
+        eval=replace(config.eval, datasets=("h",), interval=1),
+    )  # fmt: skip
+
+    def refused() -> str:
+        with pytest.raises(UserError) as error:
+            require_files(config)
+        return str(error.value)
+
+    (tmp_path / "model").mkdir()
+    assert "found no safetensors weights" in refused()
+    (tmp_path / "model/model.safetensors").touch()
+    assert refused().startswith("data.registry.a.annotations (--data.registry.a.annotations): found ")
+    (tmp_path / "a.jsonl").touch()
+    assert "data.registry.h.annotations" in refused() and "nothing there" in refused()
+    (tmp_path / "held.jsonl").touch()
+    require_files(config)
+    assert request.files and not capsys.readouterr().out
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.qwen2_5_vl.folders import read_config
 from megatron_hetero.tools.evaluate import Answer, EvaluationResult, exact_match, main, result_table
 
 
@@ -182,3 +183,26 @@ def test_an_index_does_not_lead_elsewhere(demo: Path, data: tuple[Path, Path], t
 def test_a_missing_folder_ends_with_one_message(data: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):
     assert main(["/nowhere", "--annotations", str(data[0]), "--images", str(data[1])]) == 1
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_pictures_take_a_folder_of_images(demo: Path, data: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):
+    command = [str(demo / "model"), "--annotations", str(data[0])]
+    assert main(command) == 1 and "--images of tools.evaluate" in capsys.readouterr().err
+    assert main([*command, "--images", "nowhere"]) == 1
+    assert "error: --images: found nowhere, which is no folder" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_no_model_yet(data: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002/manifest.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "step-00000002"):
+        assert main([str(folder), "--annotations", str(data[0])]) == 1
+        wanted = f"python -m megatron_hetero.tools.export {tmp_path}/step-00000002 DIR"
+        assert wanted in capsys.readouterr().err
+        with pytest.raises(UserError, match=re.escape(wanted)):
+            read_config(folder, "model.hf_path")
+
+
+def test_a_file_is_no_folder_of_a_model(data: tuple[Path, Path]):
+    with pytest.raises(UserError, match=f"model.hf_path: found the file {data[0]}, expected a transformers folder"):
+        read_config(data[0], "model.hf_path")

@@ -27,7 +27,7 @@ plan.supervised plan.memory_gb
 def test_every_setting_has_a_flag_and_a_sentence() -> None:
     rows = flag_rows(Config)
     assert {row.flag for row in rows} == {
-        *("--config", "--MODULE-parallel", "--plan", "--world-size", "--plan-svg"),
+        *("--config", "--MODULE-parallel", "--plan", "--world-size", "--plan-files", "--plan-svg"),
         *(f"--{name}" for name in FIELDS.split()),
     }
     assert all(row.text.endswith(".") and row.values and row.default for row in rows)

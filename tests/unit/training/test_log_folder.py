@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from megatron_hetero.checkpoint import shared_folder
+from megatron_hetero.checkpoint.shared_folder import FolderLock
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.log_folder import LogFolder
 from tests.unit.checkpoint.test_whose_folder import HOLD
@@ -112,3 +113,12 @@ def test_lines_wait_for_room(tmp_path: Path) -> None:
     log.append("")
     assert text(tmp_path / "metrics.jsonl") == A + B + C
     log.close()
+
+
+def test_a_link_that_leads_nowhere_is_called_one(tmp_path: Path) -> None:
+    """`mkdir` says of it that a file exists."""
+    (tmp_path / "log").symlink_to("/nowhere/x")
+    with pytest.raises(UserError, match=r"log\.dir.*found a link to /nowhere/x, which is not there"):
+        LogFolder(tmp_path / "log", "", "")
+    with pytest.raises(UserError, match=r"checkpoint\.dir.*found a link to /nowhere/x, which is not there"):
+        FolderLock.take(tmp_path / "log")
