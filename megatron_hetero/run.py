@@ -3,7 +3,8 @@
     python -m megatron_hetero.run --nproc-per-node 8 pretrain_vlm.py --config FILE ...
 
 Our programs tell why they end, once. Nothing is added to that, nor to an end that was asked for; of a rank that dies
-without a word one line says how. The exit status:
+without a word one line says how. `--max-restarts` is for ranks that were killed, lost another, or failed with an
+exception: those that end with an error of the user, which they would find again, are not started again. The exit status:
 
     0      the ranks came to their end
     75     they were asked to stop and have saved: the same command goes on (EX_TEMPFAIL of sysexits.h)
@@ -138,9 +139,12 @@ def _run(torchrun: Any, options: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
+    from megatron_hetero.restarts import restarts_that_may_help
+
     waiting = _Waiting(options)
     try:
-        torchrun.run(options)
+        with restarts_that_may_help():
+            torchrun.run(options)
     except ChildFailedError as error:
         return _status_of(error)
     except SignalException as error:

@@ -66,6 +66,23 @@ def test_nothing_is_added_to_what_the_ranks_say(name: str, tmp_path: Path, capfd
     assert len(lines) == len(parts) and all(part in line for part, line in zip(parts, lines, strict=True)), lines
 
 
+AGAIN = {
+    "an error of the user": ("raise UserError('found X')", 1),
+    "a bad command line": ("print('usage', file=sys.stderr)\nsys.exit(2)", 1),
+    "an exception": ("print('begins', file=sys.stderr)\nraise MemoryError", 2),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_ranks_are_started_again_where_that_may_help(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body, times = AGAIN[name]
+    assert main(["--max-restarts", "1", program(tmp_path, body)]) > 0
+    lines = capfd.readouterr().err.splitlines()
+    assert sum(any(part in line for part in ("found X", "usage", "begins")) for line in lines) == times
+
+
 def test_a_program_that_is_not_ours_is_told_of_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([program(tmp_path, "import sys; sys.exit(3)", ours=False)]) == 3
     err = capfd.readouterr().err
