@@ -32,7 +32,7 @@ from megatron_hetero.rank_environment import (
     require_numbers,
     world_size,
 )
-from megatron_hetero.terminal import told_output
+from megatron_hetero.terminal import open_closed_outputs, told_output
 
 # torch is imported where it is needed: until a program has set its signal handlers, any signal ends it.
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     Exit status: 1 for an error, 130 for Ctrl-C. Where torchrun is killed, its ranks end too (on Linux).
     """
     _end_with_torchrun()
+    open_closed_outputs()
     prepare_environment()
     try:
         _run(main, argv)
@@ -131,6 +132,7 @@ def ended(work: Callable[[], str | None]) -> int:
     """The exit status of a command that is no rank, and the one message that it ends with: what `work` returns, if
     anything; 1 for an error, 130 for Ctrl-C.
     """
+    open_closed_outputs()
     try:
         with told_output():
             if text := work():

@@ -4,7 +4,8 @@
 
 Our programs tell why they end, once. Nothing is added to that, nor to an end that was asked for; of a rank that dies
 without a word one line says how. `--max-restarts` is for ranks that were killed, lost another, or failed with an
-exception: those that end with an error of the user, which they would find again, are not started again. The exit status:
+exception: those that end with an error of the user, which they would find again, are not started again. SIGUSR1 is
+passed on to the ranks, too. The exit status:
 
     0      the ranks came to their end
     75     they were asked to stop and have saved: the same command goes on (EX_TEMPFAIL of sysexits.h)
@@ -70,6 +71,9 @@ def _launch(arguments: Sequence[str] | None) -> int:
     torchrun = _import_torchrun()
     parser = torchrun.get_args_parser()
     parser.prog = LAUNCHER
+    signals = _signals_to_handle()
+    parser.set_defaults(signals_to_handle=signals)
+    parser.epilog = f"Unlike torchrun's, the default of --signals-to-handle here is {signals}."
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         if options.redirects == options.tee == "0":  # Nothing is written there that anybody wants later.
@@ -79,6 +83,15 @@ def _launch(arguments: Sequence[str] | None) -> int:
         os.environ[STOPPED_FILE] = str(stopped)
         status = _run(torchrun, options)
         return STOPPED if stopped.exists() and (status == 0 or status > 128) else status
+
+
+def _signals_to_handle() -> str:
+    """Those that are passed on to the ranks: torchrun's own, and a scheduler's warning. nohup has SIGHUP ignored, which
+    torchrun would undo.
+    """
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    passed = (signal.SIGTERM, signal.SIGINT, *hangup, signal.SIGQUIT, signal.SIGUSR1)
+    return ",".join(number.name for number in passed)
 
 
 def _import_torchrun() -> Any:

@@ -16,7 +16,7 @@ import pytest
 from megatron_hetero.launch import STOPPED_FILE
 from megatron_hetero.run import main
 
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 GUARDED = """
 import os, signal, sys, time
 from megatron_hetero.errors import UserError
@@ -81,6 +81,24 @@ def test_ranks_are_started_again_where_that_may_help(
     assert main(["--max-restarts", "1", program(tmp_path, body)]) > 0
     lines = capfd.readouterr().err.splitlines()
     assert sum(any(part in line for part in ("found X", "usage", "begins")) for line in lines) == times
+
+
+WARNED = """def say(number, frame):
+    print('noted', number)
+    sys.exit()
+signal.signal(signal.SIGUSR1, say)
+os.kill(os.getppid(), signal.SIGUSR1)
+time.sleep(60)"""
+
+
+def test_a_schedulers_warning_is_passed_on_to_the_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([program(tmp_path, WARNED)]) == 128 + signal.SIGUSR1
+    assert capfd.readouterr().out == f"noted {int(signal.SIGUSR1)}\n"
+
+
+def test_nohup_protects_the_launcher_too(tmp_path: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert main([program(tmp_path, "os.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(0.5)")]) == 0
 
 
 def test_a_program_that_is_not_ours_is_told_of_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

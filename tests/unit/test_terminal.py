@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.terminal import Parser
+from megatron_hetero.terminal import Parser, told_output
 from tests.unit.test_launch import program
 
 TABLE = """
@@ -43,6 +44,29 @@ def test_a_full_output_is_an_error_in_one_line(unbuffered: bool) -> None:
     assert (
         status == 1 and err.startswith("error: standard output: found No space left on device") and "\n" not in err[:-1]
     )
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_an_output_that_is_closed_is_as_one_that_leads_nowhere(closed: str) -> None:
+    def status(body: str) -> tuple[int, str]:
+        code = program(body).replace("import torch,", "import")
+        shell = ["bash", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stderr
+
+    said = "" if "2>" in closed else "error: found X\n"
+    assert status("raise UserError('found X')") == (1, said)
+    assert status("print('something')") == (0, "")
+
+
+def test_a_terminal_that_goes_is_no_error() -> None:
+    """The end of ssh: what has been trained is to be saved."""
+    master, terminal = os.openpty()
+    with os.fdopen(terminal, "w") as stream, contextlib.redirect_stdout(stream), told_output():
+        print("one", flush=True)
+        os.close(master)
+        print("two", flush=True)
+        print("three")
 
 
 def test_a_file_does_not_cut_tables() -> None:
