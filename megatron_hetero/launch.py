@@ -28,8 +28,10 @@ from megatron_hetero.rank_environment import (
     local_rank,
     meeting_address,
     rank,
+    require_interfaces,
     require_meeting_place,
     require_numbers,
+    require_torch_settings,
     world_size,
 )
 from megatron_hetero.terminal import open_closed_outputs, told_output
@@ -70,6 +72,8 @@ def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0) -> Iterato
     """
     alone = "RANK" not in os.environ
     require_numbers() if alone else require_meeting_place()
+    require_torch_settings()
+    require_interfaces()
     prepare_environment()
     import torch.distributed as dist
 

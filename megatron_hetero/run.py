@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.launch import STOPPED_FILE, ended
-from megatron_hetero.rank_environment import LAUNCHER
+from megatron_hetero.rank_environment import LAUNCHER, require_torch_settings, resolves
 
 # torch is imported in `main`: it takes seconds that Ctrl-C may interrupt.
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _launch(arguments: Sequence[str] | None) -> int:
     """Start the ranks of this host and wait for their end. Returns the exit status. Raises `UserError`."""
+    require_torch_settings()
+    _require_log_level(os.environ.get("LOGLEVEL", "WARNING"))
     torchrun = _import_torchrun()
     parser = torchrun.get_args_parser()
     parser.prog = LAUNCHER
@@ -140,9 +142,27 @@ def _require_startable(torchrun: Any, options: argparse.Namespace) -> None:
     if not (options.module or options.no_python or Path(script).is_file()):
         raise UserError.at(script, found="no such file", expected="a program for the ranks", fix="correct the path")
     try:
-        torchrun.config_from_args(options)
+        config, *_ = torchrun.config_from_args(options)
     except (AssertionError, OSError, RuntimeError, ValueError) as error:
         raise UserError(f"{LAUNCHER}: {error}; see --help") from None
+    if config.nproc_per_node < 1:
+        found, expected = str(config.nproc_per_node), "1 or more ranks on this host"
+        raise UserError.at("--nproc-per-node", found=found, expected=expected, fix="give their number, or leave it out")
+    if options.standalone and config.max_nodes > 1:
+        fix = "leave out --standalone, and say where the hosts meet (--rdzv-backend c10d --rdzv-endpoint HOST:PORT)"
+        found, expected = f"--nnodes {options.nnodes}", "one host"
+        raise UserError.at("--standalone", found=found, expected=expected, fix=fix)
+    if config.rdzv_backend == "static" and not 0 <= options.node_rank < config.max_nodes:
+        found, expected = str(options.node_rank), f"0 to {config.max_nodes - 1}, because --nnodes is {options.nnodes}"
+        raise UserError.at("--node-rank", found=found, expected=expected, fix="count the hosts from 0")
+
+
+def _require_log_level(name: str) -> None:
+    """Check what `LOGLEVEL` says. Raises `UserError`."""
+    if name not in (levels := logging.getLevelNamesMapping()):
+        found, expected = f"`{name}`", f"one of {', '.join(levels)}"
+        fix = "set one of them, or unset it"
+        raise UserError.at("environment variable LOGLEVEL", found=found, expected=expected, fix=fix)
 
 
 def _run(torchrun: Any, options: argparse.Namespace) -> int:
@@ -218,7 +238,9 @@ class _Waiting:
                 print(f"waiting for other hosts since {waited:.0f} s: {self._expected()}", file=sys.stderr, flush=True)
 
     def _expected(self) -> str:
-        return f"--nnodes {self._nodes} at {self._where}"
+        host = self._where.rpartition(":")[0] or self._where
+        unknown = "" if resolves(host.strip("[]")) else ", whose name does not resolve"
+        return f"--nnodes {self._nodes} at {self._where}{unknown}"
 
     def problem(self, error: Exception) -> UserError:
         """What to say where the hosts did not meet, or lost each other."""

@@ -49,7 +49,9 @@ def open_closed_outputs() -> None:
 def told_output() -> Iterator[None]:
     """Inside, a standard output that cannot be written (a full disk, a reader that has gone) raises `UserError`, and
     characters that the locale's encoding lacks are escaped. What is written to a terminal that has gone is lost.
+    Raises it, too, where the working directory has been removed.
     """
+    _require_working_directory()
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")
@@ -70,6 +72,20 @@ def told_output() -> Iterator[None]:
                 fix="set PYTHONUTF8=1 or LC_ALL=C.UTF-8",
             ) from None
         output.flush()
+
+
+def _require_working_directory() -> None:
+    """Check that there is one. Raises `UserError`."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError.at(
+            "working directory",
+            found="that it has been removed",
+            expected="a folder",
+            because="paths are relative to it, and torch does not start without one",
+            fix="change to a folder that is there (cd)",
+        ) from None
 
 
 class _Output:

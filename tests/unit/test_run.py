@@ -112,6 +112,10 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "nodes": (["--nnodes", "two", __file__], "two"),
     "ranks": (["--nproc-per-node", "many", __file__], "many"),
     "GPUs": (["--nproc-per-node", "tpu", __file__], "tpu"),
+    "no ranks": (["--nproc-per-node", "0", __file__], "--nproc-per-node: found 0"),
+    "fewer than none": (["--nproc-per-node", "-1", __file__], "--nproc-per-node: found -1"),
+    "alone and not": (["--standalone", "--nnodes", "2", __file__], "--standalone: found --nnodes 2, expected one host"),
+    "no such host": (["--nnodes", "2", "--node-rank", "5", __file__], "--node-rank: found 5, expected 0 to 1"),
     "rendezvous": (["--rdzv-backend", "pigeons", "--rdzv-endpoint", "x:1", __file__], "pigeons"),
 }
 
@@ -122,6 +126,16 @@ def test_bad_options_are_refused_in_a_line(name: str, capsys: pytest.CaptureFixt
     assert main(arguments) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: ") and told in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["LOGLEVEL", "TORCH_DISTRIBUTED_DEBUG"])
+def test_what_torch_reads_is_refused_in_a_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "foo")
+    assert main([__file__]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: environment variable {name}: found `foo`") and err.count("\n") == 1
 
 
 def free_port() -> int:
