@@ -58,7 +58,7 @@ def resolves(address: str) -> bool:
 
 def named_place(address: str, port: int) -> str:
     """Host and port for a message, which says so where the name of the host does not resolve."""
-    return f"{address}:{port}" + ("" if resolves(address) else ", whose name does not resolve")
+    return f"{address}:{port}" + ("" if resolves(address) else " (whose name does not resolve)")
 
 
 def _number(name: str, default: int) -> int:

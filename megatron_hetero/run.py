@@ -239,7 +239,7 @@ class _Waiting:
 
     def _expected(self) -> str:
         host = self._where.rpartition(":")[0] or self._where
-        unknown = "" if resolves(host.strip("[]")) else ", whose name does not resolve"
+        unknown = "" if resolves(host.strip("[]")) else " (whose name does not resolve)"
         return f"--nnodes {self._nodes} at {self._where}{unknown}"
 
     def problem(self, error: Exception) -> UserError:

@@ -77,4 +77,4 @@ def test_a_rank_that_is_no_number_can_be_asked_for(monkeypatch: pytest.MonkeyPat
 
 def test_a_place_whose_name_does_not_resolve_is_said_to_be_one() -> None:
     assert named_place("127.0.0.1", 80) == "127.0.0.1:80"
-    assert named_place("no.such.invalid", 80) == "no.such.invalid:80, whose name does not resolve"
+    assert named_place("no.such.invalid", 80) == "no.such.invalid:80 (whose name does not resolve)"

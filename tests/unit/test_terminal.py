@@ -50,7 +50,7 @@ def test_a_full_output_is_an_error_in_one_line(unbuffered: bool) -> None:
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_an_output_that_is_closed_is_as_one_that_leads_nowhere(closed: str) -> None:
     def status(body: str) -> tuple[int, str]:
-        code = program(body).replace("import torch,", "import")
+        code = program(body).replace("import torch, torch.distributed as dist\n", "")  # It takes seconds.
         shell = ["bash", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
         done = subprocess.run(shell, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stderr
