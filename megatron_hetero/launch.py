@@ -28,21 +28,25 @@ from megatron_hetero.rank_environment import (
     local_rank,
     meeting_address,
     rank,
+    require_interfaces,
     require_meeting_place,
     require_numbers,
+    require_torch_settings,
     world_size,
 )
-from megatron_hetero.terminal import told_output
+from megatron_hetero.terminal import open_closed_outputs, told_output
 
 # torch is imported where it is needed: until a program has set its signal handlers, any signal ends it.
 if TYPE_CHECKING:
     from megatron_hetero.platform import Platform
 
-__all__ = ["INTERRUPTED", "STOPPED_FILE", "ended", "guarded", "leave", "process_group", "rank", "world_size"]
+__all__ = ["FINAL", "INTERRUPTED", "STOPPED_FILE", "ended", "guarded", "leave", "process_group", "rank", "world_size"]
 
 INTERRUPTED = 130
 STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
 """The environment variable with which our launcher asks for a note that the ranks stopped as they were asked to."""
+FINAL = "final"
+"""In the word that a rank leaves for torchrun: whether it would fail in the same way if it were started again."""
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER = (
     "Connection closed by peer",
@@ -68,6 +72,8 @@ def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0) -> Iterato
     """
     alone = "RANK" not in os.environ
     require_numbers() if alone else require_meeting_place()
+    require_torch_settings()
+    require_interfaces()
     prepare_environment()
     import torch.distributed as dist
 
@@ -90,6 +96,7 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     Exit status: 1 for an error, 130 for Ctrl-C. Where torchrun is killed, its ranks end too (on Linux).
     """
     _end_with_torchrun()
+    open_closed_outputs()
     prepare_environment()
     try:
         _run(main, argv)
@@ -109,14 +116,14 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
             main(argv)
     except SystemExit as end:
         if end.code:
-            _leave_word(f"exit status {end.code}")
+            _leave_word(f"exit status {end.code}", final=True)
         raise
     except KeyboardInterrupt:
         raise
     except UserError as error:
         # What one rank found, the others mostly found too: they give the first one time to tell it.
         told = rank() > 0 and _told_elsewhere(2.0 + 0.5 * (rank() % 16))
-        leave("" if told else f"error: {error}", 1)
+        leave("" if told else f"error: {error}", 1, final=True)
     except BaseException as error:
         if not is_lost_peer(error):
             leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
@@ -129,6 +136,7 @@ def ended(work: Callable[[], str | None]) -> int:
     """The exit status of a command that is no rank, and the one message that it ends with: what `work` returns, if
     anything; 1 for an error, 130 for Ctrl-C.
     """
+    open_closed_outputs()
     try:
         with told_output():
             if text := work():
@@ -211,10 +219,12 @@ def forget_stop() -> None:
         Path(path).unlink(missing_ok=True)
 
 
-def leave(message: str, status: int) -> None:
-    """Say `message` and exit without waiting for threads or for other ranks."""
+def leave(message: str, status: int, *, final: bool = False) -> None:
+    """Say `message` and exit without waiting for threads or for other ranks. `final`: our launcher does not start the
+    ranks again.
+    """
     if status:
-        _leave_word(message)
+        _leave_word(message, final)
     with contextlib.suppress(OSError, ValueError):  # Where they cannot be written, the status says so.
         if message:
             print(message, file=sys.stderr)
@@ -223,12 +233,13 @@ def leave(message: str, status: int) -> None:
     os._exit(status)
 
 
-def _leave_word(message: str) -> None:
+def _leave_word(message: str, final: bool) -> None:
     """Leave what was said where torchrun looks for it (torch.distributed.elastic.multiprocessing.errors): it then knows
     that this rank has told why it ends.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # What torchrun prints itself in the place of a traceback; the message has been printed.
-        extra = {"py_callstack": "see above what this rank has said", "timestamp": str(int(time.time()))}
+        callstack, now = "see above what this rank has said", str(int(time.time()))
+        extra = {"py_callstack": callstack, "timestamp": now, FINAL: final}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")

@@ -22,7 +22,7 @@ from math import prod
 from typing import NamedTuple
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout_grammar import AXES, GrammarError, did_you_mean, format_ranks, read, salvage
+from megatron_hetero.layout_grammar import AXES, MOST_PLANNED, GrammarError, did_you_mean, format_ranks, read, salvage
 from megatron_hetero.layout_shape import ModuleShape, closest_degrees, divisors, problem_of
 from megatron_hetero.rank_environment import LAUNCHER
 
@@ -375,7 +375,7 @@ def _with_more_ranks(text: str, world_size: int | None, shape: ModuleShape | Non
     try:
         degrees, ranks = read(text)
         wanted = prod(degrees.values()) if ranks is None else ranks[-1] + 1
-        if world_size is None or not world_size < wanted <= _MOST_RANKS:
+        if world_size is None or not world_size < wanted <= MOST_PLANNED:
             return ""
         problem = shape and problem_of(shape, _fitted(degrees, ranks, wanted).degrees)
     except GrammarError:

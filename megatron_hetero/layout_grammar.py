@@ -18,6 +18,8 @@ from difflib import get_close_matches
 AXES = ("tp", "sp", "cp", "dp", "pp")
 """The axes, from the one that varies fastest among a layout's ranks to the slowest."""
 
+MOST_PLANNED = 20_000
+"""Ranks of the largest world that is planned, or advised."""
 _MOST_RANKS = 1 << 20
 """No world is larger; a mistyped range must not fill the memory."""
 

@@ -34,8 +34,10 @@ from megatron_hetero.rank_environment import (
     has_agent_store,
     local_rank,
     meeting_address,
+    named_place,
     rank,
     require_meeting_place,
+    resolves,
     world_size,
 )
 
@@ -157,7 +159,11 @@ def _connect(timeout_s: float) -> dist.TCPStore:
         patience_s, who = (min(timeout_s, AGENT_S), "torchrun") if has_agent_store() else (timeout_s, "rank 0")
         patience = Patience(patience_s, tells=local_rank() == 0 or rank() == 1)
         while not listens(address, port):
-            patience.wait(lambda: f"{who} at {address}:{port}")
+            patience.wait(lambda: f"{who} at {named_place(address, port)}")
+    else:  # It listens itself, and connects by the name that the others use.
+        patience = Patience(timeout_s, tells=True)
+        while not resolves(address):
+            patience.wait(lambda: f"rank 0, itself, at {named_place(address, port)}")
     try:
         return dist.TCPStore(
             address,

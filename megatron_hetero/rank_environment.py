@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, listed
 
 LAUNCHER = "python -m megatron_hetero.run"
 """How ranks are started: torchrun with our endings."""
 _LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0, "MASTER_PORT": 1}
+_MOST_PORT = 65535
+_DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 _FIX = f"start the ranks with {LAUNCHER} or torchrun, which set it"
 
 
@@ -44,6 +47,20 @@ def meeting_address() -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
+def resolves(address: str) -> bool:
+    """Whether there is a host of that name, as far as this one knows. It may take seconds."""
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
+def named_place(address: str, port: int) -> str:
+    """Host and port for a message, which says so where the name of the host does not resolve."""
+    return f"{address}:{port}" + ("" if resolves(address) else " (whose name does not resolve)")
+
+
 def _number(name: str, default: int) -> int:
     """What a variable says; the default where that is no number, which `require_numbers` tells."""
     text = os.environ.get(name, "")
@@ -59,8 +76,12 @@ def require_numbers(environ: Mapping[str, str] = os.environ) -> None:
     for name, least in _LEAST.items():
         text = environ.get(name)
         if text is not None and not (_is_number(text) and int(text) >= least):
-            fix = _FIX if "RANK" in environ else f"unset {name}, or {_FIX}"
+            # An empty one says no more than none at all.
+            fix = _FIX if environ.get("RANK") else f"unset {name}, or {_FIX}"
             raise _wrong(name, f"`{text}`", f"a number of at least {least}", fix)
+    if int(environ.get("MASTER_PORT", "1")) > _MOST_PORT:
+        found, fix = environ["MASTER_PORT"], "choose a free port of the host of rank 0, such as 29500"
+        raise _wrong("MASTER_PORT", found, f"1 to {_MOST_PORT}", fix)
     size = int(environ.get("WORLD_SIZE", "1"))
     if "RANK" not in environ:
         if size > 1:
@@ -77,6 +98,26 @@ def require_meeting_place(environ: Mapping[str, str] = os.environ) -> None:
     for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port there")):
         if not environ.get(name):
             raise _wrong(name, "nothing beside RANK", f"{what}, where the ranks meet", _FIX)
+
+
+def require_torch_settings(environ: Mapping[str, str] = os.environ) -> None:
+    """Check what torch.distributed reads of the environment, and answers with an error of its own. Imports no torch.
+    Raises `UserError`.
+    """
+    level = environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    if level.upper() not in _DEBUG_LEVELS:
+        fix = "set one of them, or unset it"
+        raise _wrong("TORCH_DISTRIBUTED_DEBUG", f"`{level}`", " or ".join(_DEBUG_LEVELS), fix)
+
+
+def require_interfaces(environ: Mapping[str, str] = os.environ) -> None:
+    """Check that this host has the interfaces that gloo is to use. Raises `UserError`."""
+    named = environ.get("GLOO_SOCKET_IFNAME", "")
+    there = sorted(name for _, name in socket.if_nameindex())
+    if missing := [name for name in named.split(",") if named and name not in there]:
+        fix = "name one by which the other hosts reach this one, or unset it"
+        found = f"{listed([f'`{name}`' for name in missing])} on {socket.gethostname()}"
+        raise _wrong("GLOO_SOCKET_IFNAME", found, f"interfaces that it has, which are {', '.join(there)}", fix)
 
 
 def _wrong(name: str, found: str, expected: str, fix: str) -> UserError:

@@ -3,7 +3,9 @@
     python -m megatron_hetero.run --nproc-per-node 8 pretrain_vlm.py --config FILE ...
 
 Our programs tell why they end, once. Nothing is added to that, nor to an end that was asked for; of a rank that dies
-without a word one line says how. The exit status:
+without a word one line says how. `--max-restarts` is for ranks that were killed, lost another, or failed with an
+exception: those that end with an error of the user, which they would find again, are not started again. SIGUSR1 is
+passed on to the ranks, too. The exit status:
 
     0      the ranks came to their end
     75     they were asked to stop and have saved: the same command goes on (EX_TEMPFAIL of sysexits.h)
@@ -31,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.launch import STOPPED_FILE, ended
-from megatron_hetero.rank_environment import LAUNCHER
+from megatron_hetero.rank_environment import LAUNCHER, require_torch_settings, resolves
 
 # torch is imported in `main`: it takes seconds that Ctrl-C may interrupt.
 if TYPE_CHECKING:
@@ -66,9 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _launch(arguments: Sequence[str] | None) -> int:
     """Start the ranks of this host and wait for their end. Returns the exit status. Raises `UserError`."""
+    require_torch_settings()
+    _require_log_level(os.environ.get("LOGLEVEL", "WARNING"))
     torchrun = _import_torchrun()
     parser = torchrun.get_args_parser()
     parser.prog = LAUNCHER
+    signals = _signals_to_handle()
+    parser.set_defaults(signals_to_handle=signals)
+    parser.epilog = f"Unlike torchrun's, the default of --signals-to-handle here is {signals}."
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         if options.redirects == options.tee == "0":  # Nothing is written there that anybody wants later.
@@ -78,6 +85,15 @@ def _launch(arguments: Sequence[str] | None) -> int:
         os.environ[STOPPED_FILE] = str(stopped)
         status = _run(torchrun, options)
         return STOPPED if stopped.exists() and (status == 0 or status > 128) else status
+
+
+def _signals_to_handle() -> str:
+    """Those that are passed on to the ranks: torchrun's own, and a scheduler's warning. nohup has SIGHUP ignored, which
+    torchrun would undo.
+    """
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    passed = (signal.SIGTERM, signal.SIGINT, *hangup, signal.SIGQUIT, signal.SIGUSR1)
+    return ",".join(number.name for number in passed)
 
 
 def _import_torchrun() -> Any:
@@ -126,9 +142,27 @@ def _require_startable(torchrun: Any, options: argparse.Namespace) -> None:
     if not (options.module or options.no_python or Path(script).is_file()):
         raise UserError.at(script, found="no such file", expected="a program for the ranks", fix="correct the path")
     try:
-        torchrun.config_from_args(options)
+        config, *_ = torchrun.config_from_args(options)
     except (AssertionError, OSError, RuntimeError, ValueError) as error:
         raise UserError(f"{LAUNCHER}: {error}; see --help") from None
+    if config.nproc_per_node < 1:
+        found, expected = str(config.nproc_per_node), "1 or more ranks on this host"
+        raise UserError.at("--nproc-per-node", found=found, expected=expected, fix="give their number, or leave it out")
+    if options.standalone and config.max_nodes > 1:
+        fix = "leave out --standalone, and say where the hosts meet (--rdzv-backend c10d --rdzv-endpoint HOST:PORT)"
+        found, expected = f"--nnodes {options.nnodes}", "one host"
+        raise UserError.at("--standalone", found=found, expected=expected, fix=fix)
+    if config.rdzv_backend == "static" and not 0 <= options.node_rank < config.max_nodes:
+        found, expected = str(options.node_rank), f"0 to {config.max_nodes - 1}, because --nnodes is {options.nnodes}"
+        raise UserError.at("--node-rank", found=found, expected=expected, fix="count the hosts from 0")
+
+
+def _require_log_level(name: str) -> None:
+    """Check what `LOGLEVEL` says. Raises `UserError`."""
+    if name not in (levels := logging.getLevelNamesMapping()):
+        found, expected = f"`{name}`", f"one of {', '.join(levels)}"
+        fix = "set one of them, or unset it"
+        raise UserError.at("environment variable LOGLEVEL", found=found, expected=expected, fix=fix)
 
 
 def _run(torchrun: Any, options: argparse.Namespace) -> int:
@@ -138,9 +172,12 @@ def _run(torchrun: Any, options: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
+    from megatron_hetero.restarts import restarts_that_may_help
+
     waiting = _Waiting(options)
     try:
-        torchrun.run(options)
+        with restarts_that_may_help():
+            torchrun.run(options)
     except ChildFailedError as error:
         return _status_of(error)
     except SignalException as error:
@@ -201,7 +238,9 @@ class _Waiting:
                 print(f"waiting for other hosts since {waited:.0f} s: {self._expected()}", file=sys.stderr, flush=True)
 
     def _expected(self) -> str:
-        return f"--nnodes {self._nodes} at {self._where}"
+        host = self._where.rpartition(":")[0] or self._where
+        unknown = "" if resolves(host.strip("[]")) else " (whose name does not resolve)"
+        return f"--nnodes {self._nodes} at {self._where}{unknown}"
 
     def problem(self, error: Exception) -> UserError:
         """What to say where the hosts did not meet, or lost each other."""

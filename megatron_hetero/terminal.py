@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -37,11 +38,20 @@ def console() -> Console:
     return Console(width=FILE_COLUMNS)
 
 
+def open_closed_outputs() -> None:
+    """Send nowhere what is written to a standard output, or for errors, that was closed before the start (`>&-`)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it stays open
+
+
 @contextlib.contextmanager
 def told_output() -> Iterator[None]:
     """Inside, a standard output that cannot be written (a full disk, a reader that has gone) raises `UserError`, and
-    characters that the locale's encoding lacks are escaped.
+    characters that the locale's encoding lacks are escaped. What is written to a terminal that has gone is lost.
+    Raises it, too, where the working directory has been removed.
     """
+    _require_working_directory()
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")
@@ -64,15 +74,31 @@ def told_output() -> Iterator[None]:
         output.flush()
 
 
+def _require_working_directory() -> None:
+    """Check that there is one. Raises `UserError`."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError.at(
+            "working directory",
+            found="that it has been removed",
+            expected="a folder",
+            because="paths are relative to it, and torch does not start without one",
+            fix="change to a folder that is there (cd)",
+        ) from None
+
+
 class _Output:
-    """A stream whose `OSError` is the user's to mend."""
+    """A stream whose `OSError` is the user's to mend, but for a terminal that has gone: nobody reads there any more."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
+        self._was_terminal = stream.isatty()
 
     def write(self, text: str) -> int:
         with self._told():
-            return self._stream.write(text)
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
         with self._told():
@@ -89,6 +115,8 @@ class _Output:
             # What is left in its buffer would be written again at the end, and fail again.
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            if self._was_terminal and error.errno == errno.EIO:
+                return
             raise UserError.at(
                 "standard output",
                 found=error.strerror or str(error),

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from PIL import Image
 from rich.table import Table
 from rich.text import Text
@@ -29,11 +28,13 @@ from megatron_hetero.errors import UserError, in_short, listed, printable
 from megatron_hetero.json_files import read_object
 from megatron_hetero.launch import ended
 from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
-from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.weight_files import all_finite
 from megatron_hetero.terminal import Parser, console
 from megatron_hetero.tools.command import a_path
+
+# torch is imported where it is used: it takes seconds that `--help` need not wait for, and which Ctrl-C may interrupt.
+if TYPE_CHECKING:
+    import torch
 
 IMAGE_PAD = "<|image_pad|>"
 GREY = (128, 128, 128)
@@ -149,12 +150,17 @@ def _require_whole(hf_dir: Path) -> None:
     """Check that the folder's weights are all those of the model that it says it is, and are values: transformers would
     draw what is missing, and take the codes of quantised weights for values. Raises `UserError`.
     """
+    from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
+
     folders = ModelFolders.read(hf_dir)
     open_modules(folders, Qwen25VLShapes.of(folders), seed=0)
 
 
 def _load_model(hf_dir: Path, tokenizer: Any, device: str) -> Any:
+    import torch
     from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration
+
+    from megatron_hetero.models.weight_files import all_finite
 
     # Whatever else the folder's generation_config.json asks for (samples, beams, penalties, forced tokens) is left out.
     greedy = GenerationConfig(
@@ -184,8 +190,10 @@ def _load_model(hf_dir: Path, tokenizer: Any, device: str) -> Any:
             fix="export an earlier step of the run",
         )
     try:
+        if torch.device(device).type == "meta":
+            raise RuntimeError("tensors without values")
         return model.to(device).eval()
-    except (AssertionError, RuntimeError) as error:
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
         found = str(error).splitlines()[0]
         fix = "choose another, such as cpu or cuda:0"
         raise UserError.at(f"--device {device}", found=found, expected="a device of this machine", fix=fix) from None
@@ -241,8 +249,9 @@ def _expand(text: str, tokens: Sequence[int], record: Record) -> str:
     return before + "".join(IMAGE_PAD * n + after for n, after in zip(tokens, rest, strict=True))
 
 
-@torch.no_grad()
 def _answer(model: Any, tokenizer: Any, batch: list[_Prompt], max_new_tokens: int) -> list[Answer]:
+    import torch
+
     # Padding goes to the left, so that every answer begins at the same place.
     inputs = tokenizer(
         [prompt.text for prompt in batch],
@@ -256,7 +265,8 @@ def _answer(model: Any, tokenizer: Any, batch: list[_Prompt], max_new_tokens: in
     if pixels:
         inputs["pixel_values"] = torch.cat(pixels).to(model.dtype)
         inputs["image_grid_thw"] = torch.cat([prompt.grids for prompt in batch if prompt.grids is not None])
-    output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens)
+    with torch.no_grad():
+        output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens)
     texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return [Answer(p.question, p.expected, text.strip()) for p, text in zip(batch, texts, strict=True)]
 

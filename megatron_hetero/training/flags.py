@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout_grammar import did_you_mean
+from megatron_hetero.layout_grammar import MOST_PLANNED, did_you_mean
 from megatron_hetero.rank_environment import LAUNCHER
 from megatron_hetero.training.conversion import describe
 from megatron_hetero.training.settings import Setting, Tree, children, is_leaf, item_type, shown_name, step
@@ -55,7 +55,6 @@ PLAN_FLAGS = {
     "--plan-svg": ("path", "none", "Draw topology and schedule of the plan too, to a file that ends in .svg or .png."),
 }
 """Flags without a setting: values, default and meaning."""
-MOST_RANKS = 20_000
 
 
 def read_flags(argv: Sequence[str], root: type) -> CommandLine:
@@ -102,8 +101,8 @@ def without_plan(flag: str) -> UserError:
 
 def _world_size(values: list[str]) -> int:
     text = _one("--world-size", values)
-    if not re.fullmatch("[0-9]+", text) or not 1 <= int(text) <= MOST_RANKS:
-        expected = f"a number of ranks from 1 to {MOST_RANKS}"
+    if not re.fullmatch("[0-9]+", text) or not 1 <= int(text) <= MOST_PLANNED:
+        expected = f"a number of ranks from 1 to {MOST_PLANNED}"
         raise UserError.at("--world-size", found=f"`{text}`", expected=expected, fix="write --world-size 8")
     return int(text)
 

@@ -14,8 +14,8 @@ from types import FrameType
 
 from megatron_hetero.launch import forget_stop, is_lost_peer, leave, leave_interrupted, note_stop, rank
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""What a scheduler sends before it ends a job, and Ctrl-C."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""What a scheduler sends before it ends a job, Ctrl-C, and what a terminal that goes sends (the end of ssh)."""
 START_S = 1.0
 """Within which torchrun has started all ranks of a host."""
 
@@ -37,7 +37,8 @@ class StopRequest:
         """From now on signals are noted."""
         forget_stop()  # Of the ranks before, which torchrun has started again.
         self._handlers.enter_context(_insistence(self))
-        for number in SIGNALS:
+        # nohup has SIGHUP ignored: the run is to survive the terminal.
+        for number in (number for number in SIGNALS if not _is_ignored_hangup(number)):
             self._handlers.callback(signal.signal, number, signal.signal(number, self.note))
 
     def begin(self) -> None:
@@ -51,6 +52,10 @@ class StopRequest:
     def note(self, number: int, frame: FrameType | None) -> None:
         """The handler."""
         self.seen = self.seen or signal.Signals(number)
+
+
+def _is_ignored_hangup(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def insists(first: int, then: int) -> bool:

@@ -164,7 +164,8 @@ def test_any_text_parses_or_suggests_what_does(text: str, world: int, shape: Mod
 
 
 @pytest.mark.parametrize(
-    ("text", "world", "ranks"), [("tp:4", 1, 4), ("tp:2,pp:2@4-7", 4, 8), ("tp:3", 8, 0), ("tp:64", 8, 0)]
+    ("text", "world", "ranks"),
+    [("tp:4", 1, 4), ("tp:2,pp:2@4-7", 4, 8), ("tp:3", 8, 0), ("tp:64", 8, 0), ("dp:20001", 8, 0)],
 )
 def test_a_layout_for_more_ranks_is_told_how_they_are_started(text: str, world: int, ranks: int) -> None:
     with pytest.raises(UserError) as error:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.rank_environment import rank, require_meeting_place, require_numbers
+from megatron_hetero.rank_environment import (
+    named_place,
+    rank,
+    require_interfaces,
+    require_meeting_place,
+    require_numbers,
+    require_torch_settings,
+)
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 WRONG = [
@@ -20,6 +29,7 @@ WRONG = [
     ({"RANK": None}, "2 without RANK"),
     ({"LOCAL_RANK": "one"}, "LOCAL_RANK: found `one`"),
     ({"MASTER_PORT": "http"}, "MASTER_PORT: found `http`"),
+    ({"MASTER_PORT": "70000"}, "MASTER_PORT: found 70000, expected 1 to 65535"),
     ({"MASTER_ADDR": None}, "MASTER_ADDR: found nothing beside RANK"),
     ({"MASTER_PORT": None}, "MASTER_PORT: found nothing beside RANK"),
 ]
@@ -30,7 +40,27 @@ def test_what_cannot_be_is_refused_with_the_name_of_the_variable(change: dict[st
     environ = {name: value for name, value in (GOOD | change).items() if value is not None}
     with pytest.raises(UserError, match="environment variable") as refused:
         require_meeting_place(environ)
-    assert told in str(refused.value) and "python -m megatron_hetero.run" in str(refused.value)
+    assert told in str(refused.value)
+    assert "python -m megatron_hetero.run" in str(refused.value) or "a free port" in str(refused.value)
+
+
+def test_what_is_empty_can_be_unset() -> None:
+    with pytest.raises(UserError, match="Unset RANK, or start the ranks with"):
+        require_numbers({"RANK": ""})
+
+
+def test_what_torch_reads_is_refused_with_the_name_of_the_variable() -> None:
+    require_torch_settings({"TORCH_DISTRIBUTED_DEBUG": "detail"})
+    with pytest.raises(UserError, match="TORCH_DISTRIBUTED_DEBUG: found `foo`, expected OFF or INFO or DETAIL"):
+        require_torch_settings({"TORCH_DISTRIBUTED_DEBUG": "foo"})
+
+
+def test_interfaces_that_are_not_there_are_named_beside_those_that_are() -> None:
+    there = socket.if_nameindex()[0][1]
+    require_interfaces({})
+    require_interfaces({"GLOO_SOCKET_IFNAME": there})
+    with pytest.raises(UserError, match=f"GLOO_SOCKET_IFNAME: found `nonesuch` on .*{there}"):
+        require_interfaces({"GLOO_SOCKET_IFNAME": f"nonesuch,{there}"})
 
 
 @pytest.mark.parametrize("environ", [{}, {"WORLD_SIZE": "1"}, {"MASTER_PORT": "29500"}], ids=str)
@@ -43,3 +73,8 @@ def test_a_rank_that_is_no_number_can_be_asked_for(monkeypatch: pytest.MonkeyPat
     """Whoever tells of it asks for the rank."""
     monkeypatch.setenv("RANK", "abc")
     assert rank() == 0
+
+
+def test_a_place_whose_name_does_not_resolve_is_said_to_be_one() -> None:
+    assert named_place("127.0.0.1", 80) == "127.0.0.1:80"
+    assert named_place("no.such.invalid", 80) == "no.such.invalid:80 (whose name does not resolve)"

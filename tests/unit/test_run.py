@@ -16,7 +16,7 @@ import pytest
 from megatron_hetero.launch import STOPPED_FILE
 from megatron_hetero.run import main
 
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 GUARDED = """
 import os, signal, sys, time
 from megatron_hetero.errors import UserError
@@ -66,6 +66,41 @@ def test_nothing_is_added_to_what_the_ranks_say(name: str, tmp_path: Path, capfd
     assert len(lines) == len(parts) and all(part in line for part, line in zip(parts, lines, strict=True)), lines
 
 
+AGAIN = {
+    "an error of the user": ("raise UserError('found X')", 1),
+    "a bad command line": ("print('usage', file=sys.stderr)\nsys.exit(2)", 1),
+    "an exception": ("print('begins', file=sys.stderr)\nraise MemoryError", 2),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_ranks_are_started_again_where_that_may_help(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body, times = AGAIN[name]
+    assert main(["--max-restarts", "1", program(tmp_path, body)]) > 0
+    lines = capfd.readouterr().err.splitlines()
+    assert sum(any(part in line for part in ("found X", "usage", "begins")) for line in lines) == times
+
+
+WARNED = """def say(number, frame):
+    print('noted', number)
+    sys.exit()
+signal.signal(signal.SIGUSR1, say)
+os.kill(os.getppid(), signal.SIGUSR1)
+time.sleep(60)"""
+
+
+def test_a_schedulers_warning_is_passed_on_to_the_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([program(tmp_path, WARNED)]) == 128 + signal.SIGUSR1
+    assert capfd.readouterr().out == f"noted {int(signal.SIGUSR1)}\n"
+
+
+def test_nohup_protects_the_launcher_too(tmp_path: Path) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert main([program(tmp_path, "os.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(0.5)")]) == 0
+
+
 def test_a_program_that_is_not_ours_is_told_of_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([program(tmp_path, "import sys; sys.exit(3)", ours=False)]) == 3
     err = capfd.readouterr().err
@@ -77,6 +112,10 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "nodes": (["--nnodes", "two", __file__], "two"),
     "ranks": (["--nproc-per-node", "many", __file__], "many"),
     "GPUs": (["--nproc-per-node", "tpu", __file__], "tpu"),
+    "no ranks": (["--nproc-per-node", "0", __file__], "--nproc-per-node: found 0"),
+    "fewer than none": (["--nproc-per-node", "-1", __file__], "--nproc-per-node: found -1"),
+    "alone and not": (["--standalone", "--nnodes", "2", __file__], "--standalone: found --nnodes 2, expected one host"),
+    "no such host": (["--nnodes", "2", "--node-rank", "5", __file__], "--node-rank: found 5, expected 0 to 1"),
     "rendezvous": (["--rdzv-backend", "pigeons", "--rdzv-endpoint", "x:1", __file__], "pigeons"),
 }
 
@@ -87,6 +126,16 @@ def test_bad_options_are_refused_in_a_line(name: str, capsys: pytest.CaptureFixt
     assert main(arguments) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: ") and told in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["LOGLEVEL", "TORCH_DISTRIBUTED_DEBUG"])
+def test_what_torch_reads_is_refused_in_a_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "foo")
+    assert main([__file__]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: environment variable {name}: found `foo`") and err.count("\n") == 1
 
 
 def free_port() -> int:

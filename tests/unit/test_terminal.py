@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.terminal import Parser
+from megatron_hetero.errors import UserError
+from megatron_hetero.terminal import Parser, told_output
 from tests.unit.test_launch import program
 
 TABLE = """
@@ -45,6 +47,39 @@ def test_a_full_output_is_an_error_in_one_line(unbuffered: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_an_output_that_is_closed_is_as_one_that_leads_nowhere(closed: str) -> None:
+    def status(body: str) -> tuple[int, str]:
+        code = program(body).replace("import torch, torch.distributed as dist\n", "")  # It takes seconds.
+        shell = ["bash", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stderr
+
+    said = "" if "2>" in closed else "error: found X\n"
+    assert status("raise UserError('found X')") == (1, said)
+    assert status("print('something')") == (0, "")
+
+
+def test_a_working_directory_that_has_been_removed_is_an_error_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UserError, match="working directory: found that it has been removed"), told_output():
+        pass
+
+
+def test_a_terminal_that_goes_is_no_error() -> None:
+    """The end of ssh: what has been trained is to be saved."""
+    master, terminal = os.openpty()
+    with os.fdopen(terminal, "w") as stream, contextlib.redirect_stdout(stream), told_output():
+        print("one", flush=True)
+        os.close(master)
+        print("two", flush=True)
+        print("three")
+
+
 def test_a_file_does_not_cut_tables() -> None:
     assert "a" * 90 + " │ " + "b" * 90 in run(TABLE.strip())[1]
 
@@ -60,7 +95,14 @@ def test_names_that_a_locale_cannot_express_are_an_error_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["megatron_hetero.tools.make_demo {folder}/demo", "megatron_hetero.data.inspect --x"]
+    "command",
+    [
+        "megatron_hetero.tools.make_demo {folder}/demo",
+        "megatron_hetero.tools.evaluate {folder}/model --annotations {folder}/data.jsonl",
+        "megatron_hetero.tools.export {folder}/checkpoint {folder}/out",
+        "megatron_hetero.tools.import {folder}/model {folder}/checkpoint",
+        "megatron_hetero.data.inspect --x",
+    ],
 )
 def test_ctrl_c_ends_a_command_in_one_line(command: str, tmp_path: Path) -> None:
     """As soon as it can be: what takes long is imported inside."""

@@ -48,6 +48,16 @@ def test_the_first_signal_is_answered_at_once(
     assert capfd.readouterr().err == ""
 
 
+def test_nohup_keeps_a_run_from_stopping() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_requests() as request:
+            send(signal.SIGHUP)
+            assert not request
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_after_the_last_step_signals_do_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
     with stop_requests() as request:
