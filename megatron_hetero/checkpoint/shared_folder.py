@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 import socket
 import uuid
 from collections.abc import Callable
@@ -15,6 +12,7 @@ from typing import IO
 
 import torch.distributed as dist
 
+from megatron_hetero import file_lock
 from megatron_hetero.checkpoint.collective import FIRST, Working, on_every, on_first
 from megatron_hetero.checkpoint.folder import unwritable, wait_for
 from megatron_hetero.errors import UserError
@@ -22,7 +20,6 @@ from megatron_hetero.errors import UserError
 LOCK = ".lock"
 _FREE_S = 15.0
 """Seconds that a run which has just died may hold its lock."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,8 @@ CHECKPOINTS = Claim("checkpoint.dir", LOCK, "their checkpoints would be mixed", 
 class FolderLock:
     """The right to write into a folder, until the process ends, it is released, or nothing refers to it any more."""
 
-    def __init__(self, file: IO[str]) -> None:
+    def __init__(self, file: IO[str] | None) -> None:
+        """`file`: the locked one; None where there are no locks."""
         self._file = file
 
     @classmethod
@@ -51,47 +49,33 @@ class FolderLock:
         """Take it, and make the folder if need be. Returns what there is to say besides. Raises `UserError` where
         another run has it.
         """
-        path, notes = folder / claim.lock, ()
+        path, held = folder / claim.lock, list[IO[str]]()
+
+        def is_taken() -> bool:
+            held.extend(filter(None, [file_lock.take(path)]))
+            return bool(held)
+
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (it is held)
-            if not wait_for(lambda: _locked(file), _FREE_S):
-                file.close()
+            if not wait_for(is_taken, _FREE_S):
                 raise _taken(folder, path, claim)
-            _sign(file)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in file_lock.NO_LOCKS:
                 raise claim.unwritable(folder, error) from None
-            notes = (f"the file system of {folder} has no locks: see to it that no other run writes there",)
-        return cls(file), notes
+            return cls(None), (f"the file system of {folder} has no locks: see to it that no other run writes there",)
+        return cls(held[0]), ()
 
     def release(self) -> None:
         """Let others write there."""
-        with suppress(OSError):
-            self._file.close()
-
-
-def _sign(file: IO[str]) -> None:
-    file.seek(0)
-    file.truncate()
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        # A lock of the process, not of the file: it is let go when the process ends in whatever way.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
 
 
 def _taken(folder: Path, path: Path, claim: Claim) -> UserError:
-    holder = path.read_text(encoding="utf-8", errors="replace").strip()
     return UserError.at(
         f"{claim.setting}: {folder}",
-        found=f"another run that writes there ({holder or 'no more is known'})",
+        found=f"another run that writes there ({file_lock.holder_of(path)})",
         expected="none",
         because=claim.mixed,
         fix=f"choose another {claim.setting}, or end the other run first",

@@ -23,3 +23,8 @@ def partial_of(target: Path) -> Path:
 def replaced_of(target: Path) -> Path:
     """Where the earlier export is while the new one takes its place."""
     return target.parent / f".{target.name}.replaced"
+
+
+def lock_of(target: Path) -> Path:
+    """What an export has locked while it writes: two would mix what they write."""
+    return target.parent / f".{target.name}.lock"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -15,9 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_hetero import file_lock
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.export_mark import mark, what_would_be_lost
-from megatron_hetero.models.folder_files import COMPANIONS, CONFIG, partial_of, replaced_of
+from megatron_hetero.models.folder_files import COMPANIONS, CONFIG, lock_of, partial_of, replaced_of
 from megatron_hetero.models.weight_files import INDEX, SINGLE
 
 K = TypeVar("K")
@@ -117,6 +119,14 @@ def plan_shards(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
 
 def require_writable(folder: Path) -> None:
     """Check, before any work is done, that `folder` can be made or replaced. Raises `UserError`."""
+    if os.path.ismount(folder):  # It can be neither renamed nor removed.
+        raise UserError.at(
+            folder,
+            found="a mount point",
+            expected="a folder that can be replaced",
+            because="the export is put together beside it, and then takes its place",
+            fix=f"name a folder inside it, such as {folder / 'model'} (of a run export.hf_dir)",
+        )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         probe = folder.parent / f".{folder.name}.probe-{os.getpid()}"
@@ -187,19 +197,49 @@ def folder_writer(
     limit: int = SHARD_BYTES,
 ) -> Iterator[FolderWriter]:
     """A `FolderWriter` that finishes on success and leaves nothing behind on failure. `companions`: see `finish`. A
-    full disk is a `UserError`.
+    full disk, and another process that writes there, are `UserError`s.
     """
     writer = FolderWriter(target, shapes, dtype, limit)
     require_writable(target)
-    shutil.rmtree(writer.partial, ignore_errors=True)
     try:
-        writer.partial.mkdir()
-        yield writer
-        writer.finish(companions)
+        with _alone(target):
+            shutil.rmtree(writer.partial, ignore_errors=True)
+            try:
+                writer.partial.mkdir()
+                yield writer
+                writer.finish(companions)
+            finally:
+                shutil.rmtree(writer.partial, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{target}: found that the model cannot be written ({error}); free space or choose another folder (of a "
             f"run export.hf_dir)"
         ) from error
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Inside, this process alone writes `target`. Raises `OSError`, and `UserError` where another one does."""
+    path, file = lock_of(target), None
+    try:
+        file = file_lock.take(path)
+    except OSError as error:
+        if error.errno not in file_lock.NO_LOCKS:
+            raise
+        note = f"warning: the file system of {target} has no locks: see to it that nothing else exports there"
+        print(note, file=sys.stderr, flush=True)
+    else:
+        if file is None:
+            # Not waited for: what it writes would only be replaced.
+            raise UserError.at(
+                target,
+                found=f"another export that writes there ({file_lock.holder_of(path)})",
+                expected="none",
+                because="two models would be mixed",
+                fix="choose another folder (of a run export.hf_dir), or wait for its end",
+            )
+    try:
+        yield
     finally:
-        shutil.rmtree(writer.partial, ignore_errors=True)
+        if file is not None:
+            file_lock.give_back(path, file)

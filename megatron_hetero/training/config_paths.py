@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_hetero.checkpoint.folder import is_ours
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.folder_files import partial_of, replaced_of
+from megatron_hetero.models.folder_files import lock_of, partial_of, replaced_of
 from megatron_hetero.paths import resolved
 from megatron_hetero.training.log_files import TAKEN
 
@@ -76,7 +76,7 @@ def _require(setting: str, given: Path, places: Mapping[str, Path], rule: _Rule,
 
 def _of_export(target: Path, places: Mapping[str, Path]) -> Iterator[_Conflict]:
     """An export removes what was in its folder, and what it calls its own beside it."""
-    gone = {target, partial_of(target), replaced_of(target)}
+    gone = {target, partial_of(target), replaced_of(target), lock_of(target)}
     for setting, path in places.items():
         if gone & {path, *path.parents}:
             yield _Conflict(setting, path, "the export replaces its folder whole")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from megatron_hetero import file_lock
 from megatron_hetero.data import Processor
 from megatron_hetero.errors import UserError
 from megatron_hetero.models import folder_writer as writer_module
 from megatron_hetero.models.export_mark import MARK
+from megatron_hetero.models.folder_files import lock_of, partial_of
 from megatron_hetero.models.folder_writer import folder_writer, plan_shards, read_companions, require_writable
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
@@ -117,6 +122,53 @@ def test_an_earlier_export_is_replaced_whole(model: Path, tmp_path: Path) -> Non
     write(model, target, limit=40_000)
     write(model, target)
     assert [path.name for path in target.glob("*.safetensors")] == [SINGLE] and not (target / INDEX).exists()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatron_hetero import file_lock
+held = file_lock.take(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_exports_do_not_mix(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    write(model, target)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    partial_of(target).mkdir()
+    (partial_of(target) / SINGLE).write_text("of the other one")
+    with subprocess.Popen([sys.executable, "-c", HOLD, lock_of(target)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        who = rf"export: found another export that writes there \(process {other.pid} on .*export\.hf_dir"
+        with pytest.raises(UserError, match=who):
+            write(model, target, torch.bfloat16)
+        other.kill()
+    assert (partial_of(target) / SINGLE).read_text() == "of the other one"
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    write(model, target)  # A lock of one that was killed does no harm.
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_lock_that_is_removed_is_nobodys(tmp_path: Path) -> None:
+    """Two that have opened it before it was removed do not both have it."""
+    path = tmp_path / "lock"
+    with mock.patch.object(file_lock, "_locked", lambda file: path.unlink() is None):
+        assert file_lock.take(path) is None
+    held = file_lock.take(path)
+    assert held is not None
+    file_lock.give_back(path, held)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="needs a mount point")
+def test_a_mount_point_cannot_be_replaced() -> None:
+    with pytest.raises(
+        UserError, match=r"/proc: found a mount point, .* such as /proc/model \(of a run export\.hf_dir"
+    ):
+        require_writable(Path("/proc"))
 
 
 @pytest.fixture(params=["file", "folder"])
