@@ -82,6 +82,10 @@ class SharedError(UserError):
     """
 
 
+class NotFiniteError(SharedError):
+    """NaN or infinity in what training computes: the weights that it began with may be at fault."""
+
+
 def listed(names: Collection[str], most: int = 5) -> str:
     """Names for a message, sorted; of many the first ones, and how many more there are."""
     shown = [printable(name) for name in sorted(names)[:most]]

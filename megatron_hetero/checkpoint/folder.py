@@ -7,6 +7,7 @@ checkpoints/
   .step-00000020.partial/    one that is being written, or was when the run died
   .step-00000000.removed/    an older one that is being removed, or was
   .step-00000030.aside/      what was in the way of a checkpoint and was none that is whole: for people to look at
+  step-00000031.unsound/     what was trained before a step that was not finite: no run goes on from it by itself
   latest                     the name of the newest one, for people and scripts
   .lock                      held by the run that writes here
 """
@@ -32,8 +33,9 @@ from megatron_hetero.user_files import open_regular, read_text
 
 MANIFEST, LATEST = "manifest.json", "latest"
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
-_PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
-_REMOVED = re.compile(rf"\.{_NAME.pattern}\.removed")
+_UNSOUND = ".unsound"
+_PARTIAL = re.compile(rf"\.{_NAME.pattern}({_UNSOUND})?\.partial")
+_REMOVED = re.compile(rf"\.{_NAME.pattern}({_UNSOUND})?\.removed")
 SEEN_S = 30.0
 """Seconds after which a network's file system shows to one host what another has written."""
 _CHUNK = 1 << 22
@@ -50,6 +52,11 @@ class FileRecord:
 def name_of(step: int) -> str:
     """What the checkpoint after `step` is called."""
     return f"step-{step:08d}"
+
+
+def unsound_name_of(step: int) -> str:
+    """What the one after `step` is called where it may not be taken for the newest: its weights may be past mending."""
+    return name_of(step) + _UNSOUND
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -166,9 +173,20 @@ def prune(folder: Path, keep: int | None) -> None:
     """Remove all but the newest `keep` whole checkpoints (None: nothing). What cannot be removed stays."""
     for path in list(whole(folder).values())[: -keep if keep is not None else 0]:
         with contextlib.suppress(OSError):
-            # Another name first: what is removed by half is not whole.
-            path.rename(path.with_name(f".{path.name}.removed"))
+            _doom(path)
     clean(folder)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove one, if it is there. Raises `OSError` where it cannot be moved out of the way."""
+    if os.path.lexists(checkpoint):
+        _doom(checkpoint)
+        clean(checkpoint.parent)
+
+
+def _doom(checkpoint: Path) -> None:
+    # Another name first: what is removed by half is not whole.
+    checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.removed"))
 
 
 def clean(folder: Path) -> None:
@@ -213,12 +231,14 @@ def verify(checkpoint: Path, records: Mapping[str, FileRecord], names: Iterable[
 
 def unwritable(where: Path, error: OSError) -> UserError:
     """The error that says why a checkpoint cannot be written."""
+    gone = isinstance(error, FileNotFoundError)
+    remedy = "see who removes the folder" if gone else "free space or grant access"
     return UserError.at(
         f"checkpoint.dir: {error.filename or where}",
         found=in_the_way(where, error),
         expected="a folder that can be written",
-        because="a checkpoint goes there; older ones are as they were",
-        fix="free space or grant access, or choose another folder with --checkpoint.dir DIR",
+        because="a checkpoint goes there" if gone else "a checkpoint goes there; older ones are as they were",
+        fix=f"{remedy}, or choose another folder with --checkpoint.dir DIR",
     )
 
 

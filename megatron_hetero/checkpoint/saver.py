@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_hetero.checkpoint.background import HostCopies, in_background
-from megatron_hetero.checkpoint.folder import name_of
+from megatron_hetero.checkpoint.collective import on_every
 from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.state import HISTORY, History, Saved, TrainState, save
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.weight_files import all_finite
 from megatron_hetero.training.config import Config
 
 Watched = Callable[[Callable[[], str]], AbstractContextManager[None]]
@@ -91,45 +92,54 @@ class Saver:
         with self._watched(lambda: "the end of a save that was under way"):
             if self._writing is not None and wait([self._writing.outcome], SETTLED_S).done:
                 with suppress(Exception):
-                    return self._ended(waits=True, raises=False)
+                    return self._ended(waits=True, raises=False, goes_on=False)
         return []
 
-    def rescue(self) -> list[str]:
+    def rescue(self, in_doubt: bool = False) -> list[str]:
         """Save the last step where an error ends the run on every rank and nothing is under way. Returns what there is
         to say. Older checkpoints all stay, since nobody knows yet which of them is free of what went wrong.
+
+        `in_doubt`: whether the weights may be what went wrong. Then, and where they are not finite, what is saved does
+        not become the newest checkpoint: a run that goes on from that by itself would fail again and again.
         """
         if self.config.checkpoint.dir is None or self.trained == self._tried:
             return []
         with self._watched(lambda: f"the saving of a checkpoint after step {self.trained}, with all other ranks,"):
-            self._writing = self._begin(self.trained, beside=False, keeps_all=True)
-            return self._ended(waits=True, raises=False)
+            sound = not in_doubt and all(on_every(self.state.topology.files, self._is_finite, self.state.working))
+            self._writing = self._begin(self.trained, beside=False, keeps_all=True, sound=sound)
+            return self._ended(waits=True, raises=False, goes_on=False)
 
-    def _begin(self, step: int, beside: bool, keeps_all: bool = False) -> _Writing:
+    def _is_finite(self) -> bool:
+        return all(all_finite(entry.values) for entry in self.state.entries())
+
+    def _begin(self, step: int, beside: bool, keeps_all: bool = False, sound: bool = True) -> _Writing:
         self._tried, keep = step, None if keeps_all else self.config.checkpoint.keep_last
         start, history = time.perf_counter(), History.now(self.config.log.dir / HISTORY)
         entries = self.state.entries()
         if beside:
-            work = partial(self._write, step, self._copies.of(entries), history, start, keep)
+            work = partial(self._write, step, self._copies.of(entries), history, start, keep, sound)
             return _Writing(step, in_background(work), time.perf_counter() - start)
         outcome: Future[tuple[Saved, float]] = Future()
         try:
-            outcome.set_result(self._write(step, entries, history, start, keep))
+            outcome.set_result(self._write(step, entries, history, start, keep, sound))
         except UserError as error:
             outcome.set_exception(error)
         return _Writing(step, outcome, time.perf_counter() - start)
 
     def _write(
-        self, step: int, entries: list[Entry], history: History, start: float, keep: int | None
+        self, step: int, entries: list[Entry], history: History, start: float, keep: int | None, sound: bool
     ) -> tuple[Saved, float]:
         """What was written, and the seconds since `start`."""
         chosen = self.config.checkpoint
         assert chosen.dir is not None and self.record is not None, "it is time to save only with a folder"
         record, group = replace(self.record, step=step), self.state.topology.files
-        saved = save(entries, chosen.dir, record, history, keep, group, self.state.working)
+        saved = save(entries, chosen.dir, record, history, keep, group, self.state.working, sound)
         return saved, time.perf_counter() - start
 
-    def _ended(self, waits: bool, raises: bool) -> list[str]:
-        """What there is to say of the save that was begun, once it has ended, which is waited for where `waits`."""
+    def _ended(self, waits: bool, raises: bool, goes_on: bool = True) -> list[str]:
+        """What there is to say of the save that was begun, once it has ended, which is waited for where `waits`.
+        `goes_on`: whether training does, where steps are left.
+        """
         writing, start = self._writing, time.perf_counter()
         if writing is None or not (waits or writing.outcome.done()):
             return []
@@ -140,11 +150,11 @@ class Saver:
             self.lost = error
             if raises:
                 raise
-            goes_on = "" if self.trained == self.config.train.iters else ", training goes on"
-            return [f"warning: no checkpoint after step {writing.step}{goes_on}: {error}"]
+            more = ", training goes on" if goes_on and self.trained < self.config.train.iters else ""
+            return [f"warning: no checkpoint after step {writing.step}{more}: {error}"]
         held = writing.held_s + time.perf_counter() - start
         return [
-            f"checkpoint {name_of(writing.step)}: {_shown(self.saved.size)} in {seconds:.1f} s; "
+            f"checkpoint {self.saved.path.name}: {_shown(self.saved.size)} in {seconds:.1f} s; "
             f"training waited for {min(held, seconds):.2f} s"
         ]
 

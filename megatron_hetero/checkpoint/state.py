@@ -22,6 +22,8 @@ from megatron_hetero.checkpoint.folder import (
     prune,
     publish,
     read_manifest,
+    remove,
+    unsound_name_of,
     unwritable,
     verify,
     wait_for,
@@ -114,14 +116,19 @@ def save(
     keep_last: int | None,
     group: dist.ProcessGroup,
     working: Working = nullcontext,
+    sound: bool = True,
 ) -> Saved:
     """Write the checkpoint after step `record.step` into `folder`: beside its place, checked, then moved there; then
-    older ones are removed. Every rank of `group` calls it; the record and the history are taken from the first.
+    older ones are removed. Every rank of `group` calls it; the record and the history are taken from the first. One
+    that is not `sound` gets a name by which no run goes on from it unasked, and replaces an earlier one of that name.
 
     Raises `UserError` on every rank where it cannot be written; older checkpoints are then as they were.
     """
-    partial, rank = partial_of(folder / name_of(record.step)), dist.get_rank(group)
+    target, rank = folder / (name_of if sound else unsound_name_of)(record.step), dist.get_rank(group)
+    partial = partial_of(target)
     try:
+        if not sound:
+            on_first(group, lambda: _writing(target, lambda: remove(target)), working)
         on_first(group, lambda: _writing(partial, lambda: _make(partial)), working)
         tensors = write_entries(partial, entries, group, working=working)
         own = on_every(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.checkpoint.collective import on_every, together
-from megatron_hetero.errors import SharedError
+from megatron_hetero.errors import NotFiniteError, SharedError
 from megatron_hetero.megatron_adapter import prepare_globals, random_states, set_random_states
 from megatron_hetero.models.backend import spec_provider
 from megatron_hetero.models.balance import idle_share
@@ -218,10 +218,10 @@ class Share:
         what, rank = summary.faults[0]
         others = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
         kind = "loss" if what == "loss" else f"gradient of module {what}"
-        raise SharedError(
+        raise NotFiniteError(
             f"step {step}: found a {kind} that is NaN or infinite on rank {rank}{others}, expected finite "
             f"numbers; the weights "
-            "have not been updated. Lower optimizer.lr, add warm-up, or look for broken samples in this step"
+            "have not been updated. Lower optimizer.lr, add warm-up, or look for broken samples in this step."
         )
 
     def _end_of_step(self, laps: Mapping[str, Sequence[float]], stop: object) -> _EndOfStep:

@@ -74,3 +74,8 @@ def disk_of_second_rank_is_full(rank: int, folder: Path) -> None:
     if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def all_disks_are_full(rank: int, folder: Path) -> None:
+    """The same on every rank."""
+    disk_of_second_rank_is_full(1, folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.checkpoint.folder import unfinished, whole
+from megatron_hetero.checkpoint.folder import MANIFEST, unfinished, whole
 from megatron_hetero.models.export_mark import MARK
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_endings as jobs
@@ -64,6 +64,44 @@ def test_a_last_checkpoint_that_is_lost_does_not_lose_the_model(line: list[str],
     assert runs[0] == runs[1] and not runs[0][0]
     assert "found file too large on rank 1" in runs[0][1] and f"The trained model is in {tmp_path}/out." in runs[0][1]
     assert (tmp_path / "out" / MARK).is_file() and not whole(tmp_path / "checkpoints")
+
+
+def test_a_lost_checkpoint_midway_does_not_lose_the_model(line: list[str], tmp_path: Path, pools: Pools) -> None:
+    line: list[str], tmp_path: Path, pools: Pools
+) -> None:
+    (tmp_path / "vanish").write_text(f"{tmp_path}/checkpoints")
+    often = once([*line, "--checkpoint.interval", "2"])
+    runs = pools(2).run(jobs.program, often, 2, jobs.folders_vanish, tmp_path)
+    (finished, message), other = runs
+    assert not finished and other == (finished, message) and "see who removes the folder" in message.lower()
+    assert re.search(rf"Step \d could not be saved\. There is no checkpoint .*step 1\. The model after step \d is in "
+                     rf"{tmp_path}/trained-model\.", message)  # fmt: skip
+    assert (tmp_path / "trained-model" / MARK).is_file() and not (tmp_path / "out").exists()
+
+
+def test_a_model_that_is_lost_is_told(line: list[str], tmp_path: Path, pools: Pools) -> None:
+    short = once([*without_checkpoints(line), "--train.iters", "1"])
+    runs = pools(2).run(jobs.program, short, 1, jobs.all_disks_are_full, tmp_path)
+    assert runs[0] == runs[1] and runs[0][1].count("cannot be written (") == 3
+    assert runs[0][1].endswith("The trained model could be written nowhere, and is lost.")
+
+
+def test_weights_that_may_be_at_fault_do_not_become_the_newest_checkpoint(
+    line: list[str], tmp_path: Path, pools: Pools
+) -> None:
+    """The same command would fail with them again and again."""
+    folder = tmp_path / "checkpoints"
+    blown_up = once([*line, "--optimizer.lr", "1e30", "--optimizer.clip_grad", "0"])
+    runs = pools(2).run(jobs.program, blown_up, 1, jobs.nothing, tmp_path)
+    apart = f"in this step. What was trained is in {folder}/step-00000001.unsound, from which no run goes on by"
+    assert runs[0] == runs[1] and apart in runs[0][1]
+    assert runs[0][1].endswith("There is no checkpoint before it; the same command begins again with step 1.")
+    assert not whole(folder) and (folder / "step-00000001.unsound" / MANIFEST).is_file()
+    pools(2).run(jobs.program, once([*line, "--train.iters", "2"]), 1, jobs.nothing, tmp_path)
+    shutil.rmtree(tmp_path / "out")
+    message = pools(2).run(jobs.program, blown_up, 1, jobs.nothing, tmp_path)[0][1]
+    assert f"The newest checkpoint is {folder}/step-00000002; the same command goes on from there." in message
+    assert list(whole(folder)) == [2] and (folder / "step-00000003.unsound").is_dir() and not unfinished(folder)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
