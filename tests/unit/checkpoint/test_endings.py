@@ -67,8 +67,6 @@ def test_a_last_checkpoint_that_is_lost_does_not_lose_the_model(line: list[str],
 
 
 def test_a_lost_checkpoint_midway_does_not_lose_the_model(line: list[str], tmp_path: Path, pools: Pools) -> None:
-    line: list[str], tmp_path: Path, pools: Pools
-) -> None:
     (tmp_path / "vanish").write_text(f"{tmp_path}/checkpoints")
     often = once([*line, "--checkpoint.interval", "2"])
     runs = pools(2).run(jobs.program, often, 2, jobs.folders_vanish, tmp_path)
