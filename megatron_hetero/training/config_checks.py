@@ -88,6 +88,9 @@ def _check_numbers(config: Config) -> None:
         if value is not None and not (value >= lowest if itself else value > lowest):
             expected = f"{lowest} or more" if itself else f"more than {lowest}"
             raise _wrong(name, value, expected, "smaller values mean nothing here", "raise it, or leave it out")
+    if 0 < (seconds := config.schedule.timeout_s) < 1:
+        why = "what ranks do together may take that long"
+        raise _wrong("schedule.timeout_s", seconds, "0, or 1 or more", why, "raise it, or set 0 for no limit")
 
 
 def _check_model(model: ModelConfig) -> None:
