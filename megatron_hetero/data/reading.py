@@ -60,7 +60,8 @@ def read_records(path: Path) -> Iterator[RawRecord]:
         first = _first_character(path)
         yield from _read_list(path) if first == b"[" else _read_lines(path)
     except FileNotFoundError as error:
-        raise UserError.at(path, found="no such file", expected="an annotation file", fix="correct its path") from error
+        fix = "correct its path: `annotations` in data.registry, or --annotations of tools.evaluate"
+        raise UserError.at(path, found="no such file", expected="an annotation file", fix=fix) from error
     except OSError as error:
         raise UserError.at(
             path, found=f"an unreadable file ({error.strerror})", expected=_FORMATS, fix="check path and permissions"

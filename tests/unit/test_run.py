@@ -88,7 +88,8 @@ WARNED = """def say(number, frame):
     sys.exit()
 signal.signal(signal.SIGUSR1, say)
 os.kill(os.getppid(), signal.SIGUSR1)
-time.sleep(60)"""
+while True:  # The signal may come just before a sleep, which then takes its time.
+    time.sleep(0.05)"""
 
 
 def test_a_schedulers_warning_is_passed_on_to_the_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

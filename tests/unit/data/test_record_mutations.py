@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ ODD_TEXTS = [
 ODD_VALUES = [
     None, True, -1, 0, 10**30, 10**400, 1e308, float("nan"), float("inf"), [], {}, [[]], [{}], {"": None},
 ]  # fmt: skip
-ODD = st.sampled_from(ODD_TEXTS) | st.sampled_from(ODD_VALUES) | st.text(max_size=20)
+# Copies: what is drawn later may change what was drawn before.
+ODD = st.sampled_from(ODD_TEXTS) | st.sampled_from(ODD_VALUES).map(copy.deepcopy) | st.text(max_size=20)
 RAW = [
     "{", "}", "[", "]", ",", ":", '"', "\\", "\\u", "\\ud83d", "\n", "\0", "\x1b", "9" * 5000, "[" * 3000,
     '{"a":' * 3000, "NaN", "-Infinity", "1e999", "\ufeff", "\u2028", '"image": 1,',

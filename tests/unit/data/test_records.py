@@ -268,7 +268,7 @@ def test_missing_files_and_folders_are_named(tmp_path: Path, write_annotations: 
     path = write_annotations([PICTURE])
     with pytest.raises(UserError, match=r"data\.registry\.shapes\.images: found .*nowhere, which is not a folder"):
         Annotations.load("shapes", path, tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"'a\.png', but the data set has no image folder.*Set `images`"):
+    with pytest.raises(UserError, match=r"'a\.png', but the data set has no image folder.*Give it: `images`"):
         Annotations.load("shapes", path, None)
 
 

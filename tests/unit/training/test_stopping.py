@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGINT, SIGTERM, SIGUSR1
 
@@ -21,6 +22,14 @@ def send(*numbers: int) -> None:
     """Signals to this process."""
     for number in numbers:
         os.kill(os.getpid(), number)
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """SIGHUP, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
