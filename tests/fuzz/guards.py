@@ -55,7 +55,8 @@ class Guards:
         name = os.fsdecode(path)
         try:
             # Where the folder is, not where the link leads that is removed or renamed.
-            place = os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(name))), os.path.basename(name))
+            above, last = os.path.split(os.path.abspath(name))
+            place = os.path.join(os.path.realpath(above), last)
         except (OSError, ValueError):  # No such place can be written to.
             return
         if place not in FREE and os.path.commonpath([place, self.folder]) != self.folder:
