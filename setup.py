@@ -25,8 +25,8 @@ setup(
         "transformers>=5.17,<5.24",
         "tokenizers>=0.23.1",
         "safetensors>=0.8",
-        # Chat templates; transformers does not ask for it by itself.
-        "jinja2>=3.1",
+        # Chat templates; older ones let them out of the sandbox.
+        "jinja2>=3.1.6",
         "numpy>=1.26",
         "packaging>=24.2",
         "pillow>=11",

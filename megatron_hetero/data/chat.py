@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_hetero.data import template
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.time_limit import time_limit
 from megatron_hetero.data.validation import marks_of, split_at_marks
@@ -13,7 +14,7 @@ from megatron_hetero.errors import UserError, in_short
 from megatron_hetero.module_names import VISION
 
 END_OF_TURN = "<|im_end|>"
-RENDERED_S = 10.0
+RENDERED_S = 5.0
 """Seconds in which a template, a program that a file brings along, renders one conversation; one needs milliseconds."""
 NONE: Mapping[str, str] = {}
 
@@ -85,7 +86,8 @@ def render_prompt(tokenizer: Any, record: Record, turns: int) -> str:
 def _apply(tokenizer: Any, messages: list[dict[str, Any]], record: Record, *, prompt: bool) -> str:
     try:
         with time_limit(RENDERED_S):
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+            values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": prompt}
+            return template.render(tokenizer.get_chat_template(), tokenizer.special_tokens_map | values)
     except TimeoutError:
         raise _template_error(
             record,
