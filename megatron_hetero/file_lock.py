@@ -6,9 +6,13 @@ import errno
 import fcntl
 import os
 import socket
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+from megatron_hetero.errors import UserError
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """What says that a file system has no locks."""
@@ -36,6 +40,36 @@ def give_back(path: Path, file: IO[str]) -> None:
         path.unlink()  # First: who has opened it meanwhile sees that it is gone, and does not count as its holder.
     with suppress(OSError):
         file.close()
+
+
+@contextmanager
+def alone(path: Path, target: Path, doing: str) -> Iterator[None]:
+    """Inside, this process alone writes `target`, which the lock `path` says; `doing`, such as "export", is for
+    messages. Raises `OSError`, and `UserError` where another process does.
+    """
+    file = None
+    try:
+        file = take(path)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        note = f"warning: the file system of {target} has no locks: make sure that no other {doing} writes there"
+        print(note, file=sys.stderr, flush=True)
+    else:
+        if file is None:
+            # Not waited for: what it writes would only be replaced.
+            raise UserError.at(
+                target,
+                found=f"another {doing} that writes there ({holder_of(path)})",
+                expected="none",
+                because="two models would be mixed",
+                fix=f"choose another folder{' (of a run export.hf_dir)' if doing == 'export' else ''}, or wait for it",
+            )
+    try:
+        yield
+    finally:
+        if file is not None:
+            give_back(path, file)
 
 
 def holder_of(path: Path) -> str:

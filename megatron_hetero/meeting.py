@@ -22,9 +22,12 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -164,8 +167,10 @@ def _connect(timeout_s: float) -> dist.TCPStore:
         patience = Patience(timeout_s, tells=True)
         while not resolves(address):
             patience.wait(lambda: f"rank 0, itself, at {named_place(address, port)}")
-    try:
-        return dist.TCPStore(
+    # On a thread: whatever listens there is asked whether it is a store, and another service may never answer.
+    connected = _in_background(
+        partial(
+            dist.TCPStore,
             address,
             port,
             world_size(),
@@ -175,6 +180,12 @@ def _connect(timeout_s: float) -> dist.TCPStore:
             multi_tenant=True,
             use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         )
+    )
+    patience = Patience(timeout_s, tells=True)
+    while not connected.done():
+        patience.wait(lambda: f"answer of a store at {address}:{port}, where something else may listen")
+    try:
+        return connected.result()
     except (RuntimeError, ValueError) as error:
         raise UserError.at(
             f"MASTER_ADDR and MASTER_PORT, {address}:{port}",
@@ -183,6 +194,20 @@ def _connect(timeout_s: float) -> dist.TCPStore:
             because="the ranks meet in it",
             fix="correct them, or choose another port",
         ) from None
+
+
+def _in_background(make: Callable[[], dist.TCPStore]) -> Future[dist.TCPStore]:
+    """What `make` returns or raises, of a thread that the process does not wait for when it ends."""
+    future: Future[dist.TCPStore] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(make())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="connects to the store", daemon=True).start()
+    return future
 
 
 def listens(address: str, port: int) -> bool:

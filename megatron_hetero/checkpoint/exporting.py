@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_hetero.checkpoint.folder import chosen_in, damaged, read_manifest, verify
+from megatron_hetero.checkpoint.folder import chosen_in, damaged, is_ours, read_manifest, verify
 from megatron_hetero.checkpoint.keys import WEIGHTS, Entry, Shape, matrix
 from megatron_hetero.checkpoint.model_files import alone, differences, hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
@@ -111,6 +111,7 @@ def export_checkpoint(
         UserError: the model's folders are missing or of another model, or `target` cannot be written.
     """
     require_apart(target, {"the checkpoint": checkpoint.folder, **sources.folders})
+    _require_no_checkpoints_name(target, checkpoint.folder.parent)
     require_folders(sources, checkpoint.folder)
     require_writable(target)
     folders, shapes = sources.read()
@@ -156,6 +157,18 @@ def require_apart(target: Path, others: Mapping[str, Path]) -> None:
                 because="an export replaces its folder whole",
                 fix="choose another folder",
             )
+
+
+def _require_no_checkpoints_name(target: Path, checkpoints: Path) -> None:
+    """Check that no run would take an export among checkpoints for one of them. Raises `UserError`."""
+    if is_ours(target.name) and resolved(target.parent, "the target") == resolved(checkpoints, "the checkpoint"):
+        raise UserError.at(
+            target,
+            found=f"the name {target.name} in a folder of checkpoints",
+            expected="another name",
+            because="a run would take the export for a checkpoint",
+            fix=f"try {target.with_name('export')}",
+        )
 
 
 def require_folders(sources: ModelSources, checkpoint: Path) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_hetero import file_lock
 from megatron_hetero.checkpoint.exporting import Advance, Copied, names_of
 from megatron_hetero.checkpoint.folder import LATEST, MANIFEST, name_of, partial_of, publish, whole, write_synced
 from megatron_hetero.checkpoint.keys import WEIGHTS, Entry, matrix
@@ -25,7 +26,7 @@ from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.storage import write_entries
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.folder_files import CONFIG, ENCODERS
+from megatron_hetero.models.folder_files import CONFIG, ENCODERS, lock_of
 from megatron_hetero.models.hf_folder import StoredWeights
 from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
@@ -46,14 +47,16 @@ def with_own_encoders(sources: ModelSources) -> ModelSources:
     return replace(sources, encoders={**found, **sources.encoders})
 
 
-def import_folders(sources: ModelSources, target: Path, seed: int = 0, advance: Advance = lambda *_: None) -> Copied:
+def import_folders(
+    sources: ModelSources, target: Path, seed: int | None = None, advance: Advance = lambda *_: None
+) -> Copied:
     """Write the weights of a model, in the types that they are stored in, as the checkpoint `target`.
 
     Args:
         sources: the model's folders.
         target: a folder that is not there yet, or empty. Named `step-00000000`, in a folder without checkpoints, it is
             what a run with that `checkpoint.dir` goes on from.
-        seed: of a projector that starts anew, as `train.seed`.
+        seed: of a projector that starts anew, as `train.seed` (0).
         advance: told of the progress.
 
     Raises:
@@ -61,6 +64,15 @@ def import_folders(sources: ModelSources, target: Path, seed: int = 0, advance: 
     """
     require_free(target)
     folders, shapes = sources.read()
+    if seed is not None and not folders.fresh_projector:
+        raise UserError.at(
+            "--seed",
+            found=str(seed),
+            expected="none",
+            because="nothing is drawn but a projector that starts anew",
+            fix="add --fresh-projector, or remove it",
+        )
+    seed = seed or 0
     weights = open_modules(folders, shapes, seed) | open_encoders(sources.encoders, shapes)
     _require_equal_copies(weights[TEXT], shapes)
     stored = {name: weights[_module_of(name, shapes)] for name in stored_shapes(shapes)}
@@ -77,13 +89,17 @@ def import_folders(sources: ModelSources, target: Path, seed: int = 0, advance: 
 
     partial = partial_of(target)
     try:
-        _make(partial)
-        records = write_entries(partial, entries, None, value)
-        publish(partial, records | {RECORD: write_synced(partial / RECORD, _record(sources, seed).to_json())})
+        if not target.parent.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+        with file_lock.alone(lock_of(target), target, "import"):
+            try:
+                _make(partial)
+                records = write_entries(partial, entries, None, value)
+                publish(partial, records | {RECORD: write_synced(partial / RECORD, _record(sources, seed).to_json())})
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise _unwritable(target, error, complete=(target / MANIFEST).is_file()) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Copied(len(entries), total, names_of(dtypes))
 
 

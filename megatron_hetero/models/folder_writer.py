@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -202,7 +201,7 @@ def folder_writer(
     writer = FolderWriter(target, shapes, dtype, limit)
     require_writable(target)
     try:
-        with _alone(target):
+        with file_lock.alone(lock_of(target), target, "export"):
             shutil.rmtree(writer.partial, ignore_errors=True)
             try:
                 writer.partial.mkdir()
@@ -215,31 +214,3 @@ def folder_writer(
             f"{target}: found that the model cannot be written ({error}); free space or choose another folder (of a "
             f"run export.hf_dir)"
         ) from error
-
-
-@contextlib.contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Inside, this process alone writes `target`. Raises `OSError`, and `UserError` where another one does."""
-    path, file = lock_of(target), None
-    try:
-        file = file_lock.take(path)
-    except OSError as error:
-        if error.errno not in file_lock.NO_LOCKS:
-            raise
-        note = f"warning: the file system of {target} has no locks: see to it that nothing else exports there"
-        print(note, file=sys.stderr, flush=True)
-    else:
-        if file is None:
-            # Not waited for: what it writes would only be replaced.
-            raise UserError.at(
-                target,
-                found=f"another export that writes there ({file_lock.holder_of(path)})",
-                expected="none",
-                because="two models would be mixed",
-                fix="choose another folder (of a run export.hf_dir), or wait for its end",
-            )
-    try:
-        yield
-    finally:
-        if file is not None:
-            file_lock.give_back(path, file)

@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vision", type=a_path, metavar="DIR", help="as model.hf_path_vision")
     add_encoders(parser, "as model.encoders.NAME.hf_path (default: those in HF_DIR/encoders)")
     parser.add_argument("--fresh-projector", action="store_true", help="as model.fresh_projector")
-    parser.add_argument("--seed", type=int, default=0, help="of a fresh projector, as train.seed (0)")
+    parser.add_argument("--seed", type=int, help="of a fresh projector, as train.seed (0)")
     return parser
 
 

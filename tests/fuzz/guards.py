@@ -59,6 +59,8 @@ class Guards:
             place = os.path.join(os.path.realpath(above), last)
         except (OSError, ValueError):  # No such place can be written to.
             return
+        if event == "os.mkdir" and os.path.lexists(place):  # It fails, and changes nothing.
+            return
         if place not in FREE and os.path.commonpath([place, self.folder]) != self.folder:
             self.seen.append(f"a file outside: {event} {name!r:.300}")
 

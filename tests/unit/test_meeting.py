@@ -109,3 +109,13 @@ def test_a_port_that_is_taken_is_named(place: dict[str, str]) -> None:
     refused = pytest.raises(UserError, match=f"MASTER_PORT, 127.0.0.1:{port}: found .*EADDRINUSE")
     with socket.create_server(("127.0.0.1", int(port))), refused:
         meet(0.2)
+
+
+def test_a_service_that_is_no_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", str(mute.getsockname()[1]))
+        with pytest.raises(UserError, match="no answer of a store at 127.0.0.1:.* where something else may listen"):
+            meet(0.5)

@@ -22,12 +22,13 @@ from safetensors.torch import load_file, save_file
 
 from megatron_hetero.checkpoint.choice import choose
 from megatron_hetero.checkpoint.folder import MANIFEST
-from megatron_hetero.checkpoint.importing import require_free
+from megatron_hetero.checkpoint.importing import UNTRAINED, require_free
 from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.storage import write_entries
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.export_mark import MARK
+from megatron_hetero.models.folder_files import lock_of
 from megatron_hetero.models.hf_folder import StoredWeights
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
@@ -40,6 +41,7 @@ from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched
 from tests.unit.checkpoint.jobs_checkpoint import flags, seal
 from tests.unit.checkpoint.test_across_layouts import same
+from tests.unit.models.test_folder_writer import HOLD
 from tests.unit.training.test_two_folders import write_language_model
 
 Pools = Callable[[int], Pool]
@@ -314,6 +316,36 @@ def test_further_folders_that_have_moved(more_folders: Path, tmp_path: Path, cap
     flags_now += ["--encoder", f"detail={moved[1]}"]
     assert exported(tmp_path / "checkpoint", tmp_path / "export", *flags_now) == 0
     assert bytes_of(tmp_path / "export") == bytes_of(tmp_path / "before")
+
+
+@pytest.mark.parametrize("name", ["step-00000099", ".step-00000001.partial", "latest"])
+def test_an_export_is_not_named_as_a_checkpoint(
+    name: str, untouched: Untouched, folders: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    checkpoints = shutil.copytree(untouched.folder / "checkpoints", tmp_path / "checkpoints")
+    before = bytes_of(checkpoints)
+    if not (checkpoints / name).exists():
+        assert exported(checkpoints, checkpoints / name) == 1
+        assert "found the name " + name in capsys.readouterr().err
+    assert bytes_of(checkpoints) == before
+    assert exported(checkpoints, checkpoints / "export") == 0
+
+
+def test_two_imports_do_not_mix(folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    target = tmp_path / "imported" / UNTRAINED
+    target.parent.mkdir()
+    with subprocess.Popen([sys.executable, "-c", HOLD, lock_of(target)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        assert imported(folders / "plain", target) == 1
+        other.kill()
+    assert f"found another import that writes there (process {other.pid} on" in capsys.readouterr().err
+    assert imported(folders / "plain", target) == 0
+    assert {path.name for path in target.parent.iterdir()} == {UNTRAINED, "latest"}
+
+
+def test_a_seed_that_draws_nothing(folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert imported(folders / "plain", tmp_path / "imported", "--seed", 3) == 1
+    assert "--seed: found 3" in capsys.readouterr().err and not (tmp_path / "imported").exists()
 
 
 def test_what_may_be_replaced(untouched: Untouched, folders: Path, tmp_path: Path, capsys: Capture) -> None:

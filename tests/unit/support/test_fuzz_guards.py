@@ -23,6 +23,7 @@ print(guards.seen, most_memory() - before)
 CASES = [
     ("open('x', 'w').close()", None),
     ("os.mkdir('a'); os.rename('a', 'b'); os.rmdir('b')", None),
+    ("os.makedirs('../elsewhere', exist_ok=True)", None),
     ("open('/dev/null', 'w').close(); open('/etc/hosts').close()", None),
     ("os.rename('here', '../elsewhere/there')", "a file outside: os.rename '../elsewhere/there'"),
     ("open('../elsewhere/x', 'w').close()", "a file outside: open '../elsewhere/x'"),
