@@ -101,7 +101,7 @@ train: demo/demo.json
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) pretrain_vlm.py --config demo/config.yaml
 
 demo/demo.json: | $(INSTALLED)
-	$(BIN)/python -m megatron_hetero.tools.make_demo demo
+	$(BIN)/python -m megatron_hetero.cli.make_demo demo
 
 demo-clean:
 	rm -rf demo

@@ -15,16 +15,16 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_hetero.config.schema import Config, load_command
+from megatron_hetero.distributed.launch import guarded, note_stop, process_group, rank
 from megatron_hetero.errors import SharedError
-from megatron_hetero.launch import guarded, note_stop, process_group, rank
-from megatron_hetero.training.config import Config, load_command
 from megatron_hetero.training.stopping import StopRequest, stop_requests
 
 # torch and Megatron-Core are imported where they are needed: a plan does not wait for them, nor does a signal handler.
 if TYPE_CHECKING:
-    from megatron_hetero.platform import Platform
+    from megatron_hetero.distributed.platform import Platform
     from megatron_hetero.training.metrics import Writer
-    from megatron_hetero.training.run import Run
+    from megatron_hetero.training.trainer import Run
 
 
 def main(argv: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
         with stop_requests(config.checkpoint.dir is not None) as request:
             train(config, request)
     else:
-        from megatron_hetero.planning.command import show_plan
+        from megatron_hetero.cli.plan import show_plan
 
         show_plan(config, planned)
 
@@ -46,7 +46,7 @@ def train(config: Config, request: StopRequest) -> None:
     if not finished:
         note_stop()
     elif config.answers and rank() == 0:
-        from megatron_hetero.training.evaluation import evaluate_export
+        from megatron_hetero.evaluation.exported import evaluate_export
 
         evaluate_export(config, platform)
 
@@ -55,12 +55,12 @@ def train_and_export(config: Config, platform: Platform, request: StopRequest) -
     """Build the run, train and evaluate it, and export the model. Returns whether it came so far: not where it was
     asked to stop. Raises `UserError`, after what was trained has been saved where that is possible.
     """
-    from megatron_hetero.schedule.watch import Watchdog
+    from megatron_hetero.execution.watch import Watchdog
 
     watchdog = Watchdog.of_world(config.schedule.timeout_s, platform)
     with watchdog.working():  # Imports may take long, and other ranks wait for this one.
         from megatron_hetero.training.ending import Ending
-        from megatron_hetero.training.run import Run
+        from megatron_hetero.training.trainer import Run
 
     run = Run.build(config, platform, watchdog)
     request.begin()
@@ -85,9 +85,9 @@ def train_and_export(config: Config, platform: Platform, request: StopRequest) -
 
 def train_steps(run: Run, writer: Writer, request: StopRequest) -> int | None:
     """Train all steps that are left, save and evaluate. Returns the step after which this was stopped, if it was."""
-    from megatron_hetero.training.held_out import HeldOutEvaluation
+    from megatron_hetero.evaluation.held_out import HeldOutEvaluation
     from megatron_hetero.training.report import describe, describe_boundaries
-    from megatron_hetero.training.run import MustStop
+    from megatron_hetero.training.trainer import MustStop
 
     evaluation, step, stopping = HeldOutEvaluation.build(run), run.resumed.step, False
     writer.print(describe(run))

@@ -34,7 +34,7 @@ setup(
         "rich>=13.8",
     ],
     extras_require={
-        # As in megatron_hetero/models/optional.py; both build against an installed torch (docs/installation.md).
+        # As in megatron_hetero/models/common/optional.py; both build against an installed torch (docs/installation.md).
         "gpu": ["transformer-engine[pytorch]>=2.9,<2.12", "flash-attn>=2.1,<3"],
         "tensorboard": ["tensorboard>=2.17"],
         # einops is what Megatron-Core's own bridge needs, which is measured beside ours.

@@ -27,8 +27,8 @@ from benchmarks.edges import SAMPLES, Edge
 from megatron_hetero.boundary.communicator import BoundaryCommunicator, LoadedPlan, load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.layout import Layout
-from megatron_hetero.platform import Platform
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.layout.layout import Layout
 
 Index = slice | Tensor
 

@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Groups, Ownership
-from megatron_hetero.layout import Layout
+from megatron_hetero.layout.layout import Layout
 
 SAMPLES = 24
 """A multiple of every number of replicas here."""

@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.meter import CollectiveMeter, SavedActivations, predicted_sp_bytes, total_bytes, total_seconds
-from megatron_hetero.layout import ModuleShape, resolve
-from megatron_hetero.megatron_adapter import prepare_globals
-from megatron_hetero.models.attention import AttentionPlan, Segments
-from megatron_hetero.models.backend import spec_provider
+from megatron_hetero.batch.step_plan import EncoderShards
+from megatron_hetero.distributed.megatron import prepare_globals
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.layout.layout import ModuleShape, resolve
+from megatron_hetero.models.common.attention import AttentionPlan, Segments
+from megatron_hetero.models.common.backend import spec_provider
 from megatron_hetero.models.qwen2_5_vl.cost import encoding_cost
 from megatron_hetero.models.qwen2_5_vl.geometry import Grid
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.qwen2_5_vl.vision import VisionInput, VisionModel
-from megatron_hetero.platform import Platform
-from megatron_hetero.topology import Topology
-from megatron_hetero.training.step_plan import EncoderShards
 
 SYSTEMS = {"sp": ("sp", True), "tp": ("tp", True), "tp, whole activations": ("tp", False)}
 """What is compared: the axis that covers all ranks, and whether activations are split over tp."""

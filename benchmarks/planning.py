@@ -23,11 +23,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np  # noqa: E402  (after the number of threads is set)
 
 from benchmarks.report import table, verdict  # noqa: E402
+from megatron_hetero.batch.step_plan import Images, PackShape, StepPlanner, image_encoder  # noqa: E402
 from megatron_hetero.boundary.ownership import Groups, Ownership  # noqa: E402
 from megatron_hetero.boundary.plan import plan_boundary  # noqa: E402
-from megatron_hetero.layout import Layout  # noqa: E402
+from megatron_hetero.layout.layout import Layout  # noqa: E402
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape  # noqa: E402
-from megatron_hetero.training.step_plan import Images, PackShape, StepPlanner, image_encoder  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 MOST_MS = 50.0

@@ -15,9 +15,9 @@ from benchmarks.scheduling import run_flags
 from benchmarks.systems import Memory
 from megatron_hetero.checkpoint.background import HostCopies
 from megatron_hetero.checkpoint.saver import Saver
-from megatron_hetero.platform import Platform
-from megatron_hetero.training.config import load_config
-from megatron_hetero.training.run import Run
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.training.trainer import Run
 
 BLOCK = 1 << 22
 APART = 1000

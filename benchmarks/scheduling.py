@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from benchmarks.recording import ActionWatch, LiveActivations
 from benchmarks.systems import Memory
-from megatron_hetero.platform import Platform
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.training.config import load_config
-from megatron_hetero.training.run import Run
+from megatron_hetero.training.trainer import Run
 
 LEARNING_RATE = 1e-5
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from benchmarks.material import SAMPLES
 from benchmarks.meter import CollectiveMeter, total_bytes, total_seconds
+from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.mixture import Mixture, RegistryEntry
 from megatron_hetero.data.processing import Processor, TokenizedSample
-from megatron_hetero.platform import Platform
-from megatron_hetero.schedule.watch import Stopwatch
-from megatron_hetero.training.config import load_config
-from megatron_hetero.training.run import Run
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.execution.watch import Stopwatch
+from megatron_hetero.training.trainer import Run
 
 LEARNING_RATE = 1e-4
 MAX_PIXELS = 4_000_000

@@ -26,13 +26,11 @@ if TYPE_CHECKING:
     )
     from megatron_hetero.boundary.ownership import Ownership
     from megatron_hetero.boundary.plan import BoundaryPlan, RankPlan, plan_boundary
+    from megatron_hetero.distributed.launch import guarded, process_group
+    from megatron_hetero.distributed.platform import Platform
+    from megatron_hetero.distributed.topology import Topology
     from megatron_hetero.errors import UserError
-    from megatron_hetero.launch import guarded, process_group
-    from megatron_hetero.layout import Layout, ModuleShape, resolve, validate
-    from megatron_hetero.platform import Platform
-    from megatron_hetero.schedule.builders import build_schedule
-    from megatron_hetero.schedule.check import ScheduleError
-    from megatron_hetero.schedule.contract import (
+    from megatron_hetero.execution.contract import (
         DeviceMicroBatch,
         EmbeddingTextStage,
         EncoderStage,
@@ -40,12 +38,14 @@ if TYPE_CHECKING:
         ModuleOnRank,
         TextStage,
     )
+    from megatron_hetero.execution.runtime import Interpreter
+    from megatron_hetero.layout.layout import Layout, ModuleShape, resolve, validate
+    from megatron_hetero.schedule.builders import build_schedule
+    from megatron_hetero.schedule.checks.check import ScheduleError
     from megatron_hetero.schedule.drawing import draw, timeline
     from megatron_hetero.schedule.program import Schedule
-    from megatron_hetero.schedule.runtime import Interpreter
     from megatron_hetero.schedule.settings import ScheduleSettings
     from megatron_hetero.schedule.simulator import Simulation, simulate
-    from megatron_hetero.topology import Topology
 
 __all__ = [
     "BoundaryCommunicator",

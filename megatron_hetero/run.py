@@ -31,9 +31,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_hetero.distributed.launch import STOPPED_FILE, ended
+from megatron_hetero.environment.ranks import LAUNCHER, require_torch_settings, resolves
 from megatron_hetero.errors import UserError
-from megatron_hetero.launch import STOPPED_FILE, ended
-from megatron_hetero.rank_environment import LAUNCHER, require_torch_settings, resolves
 
 # torch is imported in `main`: it takes seconds that Ctrl-C may interrupt.
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _run(torchrun: Any, options: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
-    from megatron_hetero.restarts import restarts_that_may_help
+    from megatron_hetero.distributed.restarts import restarts_that_may_help
 
     waiting = _Waiting(options)
     try:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.material import ModelSize, write_samples
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.engine.gradients import scale_gradients
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
-from megatron_hetero.platform import Platform
-from megatron_hetero.training.config import load_config
 from megatron_hetero.training.export import assemble, gather_parameters
-from megatron_hetero.training.gradients import scale_gradients
-from megatron_hetero.training.run import Run
+from megatron_hetero.training.trainer import Run
 
 SIZE = ModelSize(
     vision_hidden=256, vision_layers=8, vision_heads=4, text_hidden=512, text_layers=4, text_heads=8, text_kv_heads=4

@@ -21,20 +21,20 @@ import torch.distributed as dist
 from benchmarks.gpu import cases, groups, trace
 from benchmarks.gpu.record import Record
 from benchmarks.material import write_samples
+from megatron_hetero.batch.step_loader import StepBatch
+from megatron_hetero.batch.to_device import to_device
+from megatron_hetero.config.schema import Config, load_config
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.engine.gradients import reduce_gradients, scale_gradients
+from megatron_hetero.engine.optimizer import set_learning_rates, update
+from megatron_hetero.execution.watch import Stopwatch
+from megatron_hetero.job import dtype_of
+from megatron_hetero.models.common.flops import peak_flops
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.trial import assumed_step, drawn_share
-from megatron_hetero.platform import Platform
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.watch import Stopwatch
-from megatron_hetero.training.config import Config, load_config
-from megatron_hetero.training.flops import peak_flops
-from megatron_hetero.training.gradients import reduce_gradients, scale_gradients
-from megatron_hetero.training.optimizer import set_learning_rates, update
-from megatron_hetero.training.resolved import dtype_of
+from megatron_hetero.training.mfu import step_flops
 from megatron_hetero.training.share import Share
-from megatron_hetero.training.step_flops import step_flops
-from megatron_hetero.training.step_loader import StepBatch
-from megatron_hetero.training.to_device import to_device
 
 MODELS = Path(__file__).parents[2] / "examples/models"
 RANK = 0

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import DirectionPlan, Exchange
-from megatron_hetero.layout_grammar import format_ranks
-from megatron_hetero.platform import on_device
+from megatron_hetero.distributed.platform import on_device
+from megatron_hetero.layout.grammar import format_ranks
 
 if TYPE_CHECKING:
-    from megatron_hetero.topology import Topology
+    from megatron_hetero.distributed.topology import Topology
 
 Index = slice | Tensor
 """Rows of a buffer: a run of them, which needs no copy to be sent or received, or int64 indices on the device."""

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron_hetero.checkpoint.keys import Entry
-from megatron_hetero.platform import Platform
+from megatron_hetero.checkpoint.format.keys import Entry
+from megatron_hetero.distributed.platform import Platform
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_hetero.checkpoint.folder import (
+from megatron_hetero.checkpoint.format.folder import (
     MANIFEST,
     chosen_in,
     read_manifest,
@@ -17,8 +17,8 @@ from megatron_hetero.checkpoint.folder import (
     whole,
     without_manifest,
 )
+from megatron_hetero.config.schema import CheckpointConfig
 from megatron_hetero.errors import UserError
-from megatron_hetero.training.config import CheckpointConfig
 
 
 def choose(config: CheckpointConfig, again: bool = False) -> tuple[Path | None, tuple[str, ...]]:

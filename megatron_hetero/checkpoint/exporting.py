@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_hetero.checkpoint.folder import chosen_in, damaged, is_ours, read_manifest, verify
-from megatron_hetero.checkpoint.keys import WEIGHTS, Entry, Shape, matrix
+from megatron_hetero.checkpoint.format.folder import chosen_in, damaged, is_ours, read_manifest, verify
+from megatron_hetero.checkpoint.format.keys import WEIGHTS, Entry, Shape, matrix
+from megatron_hetero.checkpoint.format.storage import INDEX, index_dtypes, index_shapes, open_index, read_entries
 from megatron_hetero.checkpoint.model_files import alone, differences, hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.checkpoint.storage import INDEX, index_dtypes, index_shapes, open_index, read_entries
 from megatron_hetero.data.two_folders import export_changes
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.folder_files import CONFIG
-from megatron_hetero.models.folder_writer import SHARD_BYTES, require_writable
+from megatron_hetero.files.paths import resolved
+from megatron_hetero.hf.folder_files import CONFIG
+from megatron_hetero.hf.folder_writer import SHARD_BYTES, require_writable
+from megatron_hetero.job import DTYPES
 from megatron_hetero.models.qwen2_5_vl.model_writer import companions_of, model_writer
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
-from megatron_hetero.paths import resolved
-from megatron_hetero.training.resolved import DTYPES
 
 STORED = "stored"
 

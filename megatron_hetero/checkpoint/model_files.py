@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.folder_files import CONFIG, PROCESSOR_FILES, TOKENIZER_FILES
-from megatron_hetero.user_files import read_bytes
+from megatron_hetero.files.opening import read_bytes
+from megatron_hetero.hf.folder_files import CONFIG, PROCESSOR_FILES, TOKENIZER_FILES
 
 Hashes = Mapping[str, Mapping[str, str]]
 """By setting, such as `model.hf_path`, and the name of a file in that folder: its SHA-256."""

@@ -11,7 +11,7 @@ from megatron_hetero.data.model_folder import TEXT_FILES, VISION_FILES, check_fo
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.folders import VISION_FOLDER, ModelFolders
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.module_names import ENCODER_NAME, TAKEN, VISION
+from megatron_hetero.names import ENCODER_NAME, TAKEN, VISION
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from typing import Any, get_args
 
 import yaml
 
-from megatron_hetero.checkpoint.folder import name_of, step_of
-from megatron_hetero.checkpoint.keys import RANDOM, Shape, expected_shapes
+from megatron_hetero.checkpoint.format.folder import name_of, step_of
+from megatron_hetero.checkpoint.format.keys import RANDOM, Shape, expected_shapes
+from megatron_hetero.checkpoint.format.record_fields import require_fields
 from megatron_hetero.checkpoint.model_files import Hashes, alone, differences
 from megatron_hetero.checkpoint.model_sources import ModelSources
-from megatron_hetero.checkpoint.record_fields import require_fields
+from megatron_hetero.config.schema import Overridable
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.errors import UserError, listed
-from megatron_hetero.models.folder_files import CONFIG
-from megatron_hetero.training.config import Overridable
-from megatron_hetero.user_files import read_text
+from megatron_hetero.files.opening import read_text
+from megatron_hetero.hf.folder_files import CONFIG
 
 FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)

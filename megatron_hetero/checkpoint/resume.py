@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_hetero.checkpoint.choice import choose, started_again
-from megatron_hetero.checkpoint.collective import on_every, on_first
 from megatron_hetero.checkpoint.model_files import hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import RunRecord, dataset_records, plain
 from megatron_hetero.checkpoint.shared_folder import FolderLock, require_shared
 from megatron_hetero.checkpoint.state import Resumed, TrainState, load
+from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.topology import Topology
-from megatron_hetero.training.config import Config, to_yaml
+from megatron_hetero.distributed.collective import on_every, on_first
+from megatron_hetero.distributed.topology import Topology
 
 
 def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resumed:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_hetero.checkpoint.background import HostCopies, in_background
-from megatron_hetero.checkpoint.collective import on_every
-from megatron_hetero.checkpoint.keys import Entry
+from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.state import HISTORY, History, Saved, TrainState, save
+from megatron_hetero.config.schema import Config
+from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.weight_files import all_finite
-from megatron_hetero.training.config import Config
+from megatron_hetero.hf.weight_files import all_finite
 
 Watched = Callable[[Callable[[], str]], AbstractContextManager[None]]
 SETTLED_S = 600.0

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_hetero.checkpoint.collective import FIRST, Working, on_every, on_first
 from megatron_hetero.checkpoint.contents import random_entries, read, renew_masters, written
-from megatron_hetero.checkpoint.folder import (
+from megatron_hetero.checkpoint.format.folder import (
     FileRecord,
     clean,
     damaged,
@@ -29,14 +28,15 @@ from megatron_hetero.checkpoint.folder import (
     wait_for,
     write_synced,
 )
-from megatron_hetero.checkpoint.keys import Entry
+from megatron_hetero.checkpoint.format.keys import Entry
+from megatron_hetero.checkpoint.format.storage import INDEX, index_shapes, open_index, read_entries, write_entries
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.checkpoint.storage import INDEX, index_shapes, open_index, read_entries, write_entries
+from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_first
+from megatron_hetero.distributed.megatron import random_states, set_random_states
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.errors import UserError
-from megatron_hetero.megatron_adapter import random_states, set_random_states
-from megatron_hetero.topology import Topology
-from megatron_hetero.training.modules import TrainedModule
 
 HISTORY = "metrics.jsonl"
 """The metrics of all steps up to the checkpoint's."""

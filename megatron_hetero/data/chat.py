@@ -11,7 +11,7 @@ from megatron_hetero.data.records import Record
 from megatron_hetero.data.time_limit import time_limit
 from megatron_hetero.data.validation import marks_of, split_at_marks
 from megatron_hetero.errors import UserError, in_short
-from megatron_hetero.module_names import VISION
+from megatron_hetero.names import VISION
 
 END_OF_TURN = "<|im_end|>"
 RENDERED_S = 5.0

@@ -22,6 +22,7 @@ _SAMPLES = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 # First column and row, and their steps, of the passes of an interlaced PNG (Adam7).
 _PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 _BLOCK = 1 << 20
+_BAND = 256
 # Of a JPEG: what begins a segment or ends the picture, and neither a byte 0xff of data nor a restart.
 _MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])")
 _START_OF_IMAGE, _END_OF_IMAGE = 0xD8, 0xD9
@@ -104,7 +105,13 @@ def _takes_more(image: Image.Image, file: IO[bytes]) -> bool:
     end = _end_of_jpeg(content)
     with Image.open(io.BytesIO(content[:end] + _MORE_DATA + content[end:]), formats=["JPEG"]) as longer:
         longer.load()
-        return longer.mode != image.mode or ImageChops.difference(longer, image).getbbox() is not None
+        return longer.mode != image.mode or _differ(longer, image)
+
+
+def _differ(one: Image.Image, other: Image.Image) -> bool:
+    """Whether a pixel of two pictures of one size differs, looked at band by band: they may be large."""
+    bands = ((0, top, one.width, min(top + _BAND, one.height)) for top in range(0, one.height, _BAND))
+    return any(ImageChops.difference(one.crop(band), other.crop(band)).getbbox() is not None for band in bands)
 
 
 def _end_of_jpeg(content: bytes) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron_hetero.json_files import FLAG, OBJECT, TEXT, Rule, Table, either, list_of, number, one_of, whole
+from megatron_hetero.files.json_objects import FLAG, OBJECT, TEXT, Rule, Table, either, list_of, number, one_of, whole
 
 TOKEN = whole(0, 2**27)
 _CHANNEL = number(-1000, 1000)

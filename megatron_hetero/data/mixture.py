@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.errors import UserError
-from megatron_hetero.module_names import VISION
+from megatron_hetero.names import VISION
 
 _RATE = re.compile(r"\d+(\.\d+)?")
 

@@ -22,6 +22,9 @@ from megatron_hetero.errors import UserError, in_short
 # 2 × PIL's own warning threshold: where PIL itself refuses to open a picture.
 MAX_IMAGE_PIXELS = 178_956_970
 
+BAND = 256
+"""Rows of a transparent picture that are converted at a time."""
+
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 """What is read, by Pillow's names, whatever a file's suffix says."""
 
@@ -73,7 +76,10 @@ def load_picture(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> 
         if ends_early(image, file):
             raise OSError("truncated: its data ends before its last pixel")
         rgb = _to_rgb(image)
-        return rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb
+        if orientation not in _UPRIGHT:
+            return rgb
+        image.close()  # Large pictures would be in memory three times.
+        return rgb.transpose(_UPRIGHT[orientation])
 
 
 @contextmanager
@@ -170,6 +176,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         raise ValueError("floating-point pixels have no defined range")
     if not image.has_transparency_data:
         return image.convert("RGB")
-    layers = image.convert("RGBA")
-    # White, as in Qwen's own preprocessing: the colour under transparent pixels is arbitrary.
-    return Image.alpha_composite(Image.new("RGBA", layers.size, "white"), layers).convert("RGB")
+    return _on_white(image)
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Over white, as in Qwen's own preprocessing: the colour under transparent pixels is arbitrary. Band by band: whole
+    layers of a large picture would take gigabytes.
+    """
+    page = Image.new("RGB", image.size)
+    for top in range(0, image.height, BAND):
+        band = image.crop((0, top, image.width, min(top + BAND, image.height))).convert("RGBA")
+        page.paste(Image.alpha_composite(Image.new("RGBA", band.size, "white"), band).convert("RGB"), (0, top))
+    return page

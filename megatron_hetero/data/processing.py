@@ -18,7 +18,7 @@ from megatron_hetero.data.records import Record
 from megatron_hetero.data.two_folders import open_tokenizer, with_token_ids
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.folders import VISION_FOLDER, ModelFolders, read_config
-from megatron_hetero.module_names import VISION
+from megatron_hetero.names import VISION
 
 START_OF_IMAGE, END_OF_IMAGE = "<|vision_start|>", "<|vision_end|>"
 # Boxes and object names are content, though the tokenizer lists their marks as special: grounding data writes them.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from megatron_hetero.errors import UserError, quoted
-from megatron_hetero.user_files import open_regular
+from megatron_hetero.files.opening import open_regular
 
 _FORMATS = "a JSON list of records, or JSONL with one record on each line"
 _BOM, _GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"

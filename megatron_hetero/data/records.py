@@ -16,7 +16,7 @@ import numpy as np
 from megatron_hetero.data.reading import read_records, record_place
 from megatron_hetero.data.validation import marks_of, validate_record
 from megatron_hetero.errors import UserError, quoted
-from megatron_hetero.module_names import VISION
+from megatron_hetero.names import VISION
 
 Role = Literal["system", "user", "assistant"]
 MOST_CHARACTERS = 4 * 2**20

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_hetero.data.model_folder import load_tokenizer
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.folder_files import PROCESSOR_FILES
+from megatron_hetero.hf.folder_files import PROCESSOR_FILES
 from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
 
 TOKENS = {

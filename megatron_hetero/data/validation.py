@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from megatron_hetero.errors import UserError, quoted
-from megatron_hetero.module_names import VISION
+from megatron_hetero.names import VISION
 
 IMAGE_PLACEHOLDER = "<image>"
 VIDEO_PLACEHOLDER = "<video>"

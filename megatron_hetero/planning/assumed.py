@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
+from megatron_hetero.config.schema import Config, PlanConfig
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout import Layout
-from megatron_hetero.models.balance import deal, deal_in_order
+from megatron_hetero.job import BatchShape, shards_activations
+from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.qwen2_5_vl.cost import encoding_cost
 from megatron_hetero.models.qwen2_5_vl.geometry import Grid
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, VisionShape
-from megatron_hetero.module_names import TEXT
-from megatron_hetero.training.config import Config, PlanConfig
-from megatron_hetero.training.encoder_shards import EncoderShards
-from megatron_hetero.training.resolved import BatchShape, shards_activations
-from megatron_hetero.training.token_shards import TokenShards
+from megatron_hetero.names import TEXT
+from megatron_hetero.sharding.balance import deal, deal_in_order
+from megatron_hetero.sharding.encoder_shards import EncoderShards
+from megatron_hetero.sharding.token_shards import TokenShards
 
 MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 22, 1 << 23
 """Of an assumed micro-batch, over all replicas; tokens of one of them."""

@@ -11,22 +11,9 @@ from functools import cached_property
 import numpy as np
 
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.communicators import Kind, communicators
-from megatron_hetero.layout import Layout
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.stages import Stage, cut_stages, stages_of_rank
-from megatron_hetero.planning.activations import StageBytes, encoder_stage, text_stage
-from megatron_hetero.planning.assumed import AssumedBatch
-from megatron_hetero.planning.lifetimes import RankBytes, peak_activations
-from megatron_hetero.planning.parameters import ParameterBytes, parameter_bytes, parameters_of
-from megatron_hetero.planning.shards import ModuleShards, Shard, encoder_shards, text_shards
-from megatron_hetero.planning.staging import CrossingLoans, loans_of, peak_staging
-from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
-from megatron_hetero.planning.work import durations, encoder_trains, text_passes
-from megatron_hetero.schedule.program import Role, Schedule
-from megatron_hetero.schedule.simulator import Key, Simulation, simulate
-from megatron_hetero.training.config import Config
-from megatron_hetero.training.resolved import (
+from megatron_hetero.config.schema import Config
+from megatron_hetero.distributed.communicators import Kind, communicators
+from megatron_hetero.job import (
     TEXT,
     BatchShape,
     checked,
@@ -37,6 +24,19 @@ from megatron_hetero.training.resolved import (
     stages_per_rank,
     transport_of,
 )
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.planning.assumed import AssumedBatch
+from megatron_hetero.planning.memory.activations import StageBytes, encoder_stage, text_stage
+from megatron_hetero.planning.memory.lifetimes import RankBytes, peak_activations
+from megatron_hetero.planning.memory.parameters import ParameterBytes, parameter_bytes, parameters_of
+from megatron_hetero.planning.memory.staging import CrossingLoans, loans_of, peak_staging
+from megatron_hetero.planning.shards import ModuleShards, Shard, encoder_shards, text_shards
+from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
+from megatron_hetero.planning.work import durations, encoder_trains, text_passes
+from megatron_hetero.schedule.program import Role, Schedule
+from megatron_hetero.schedule.simulator import Key, Simulation, simulate
+from megatron_hetero.sharding.stages import Stage, cut_stages, stages_of_rank
 
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary", "workspace")
 """Kinds of memory, in the order of the columns of `Plan.memory`."""

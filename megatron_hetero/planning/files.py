@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_hetero.config.schema import Config
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.weight_files import weight_files
-from megatron_hetero.training.config import Config
+from megatron_hetero.hf.weight_files import weight_files
 
 
 def require_files(config: Config) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout import Layout
-from megatron_hetero.models.stages import stages_of_rank
+from megatron_hetero.layout.layout import Layout
 from megatron_hetero.planning.estimate import Plan
 from megatron_hetero.planning.problems import shortened
 from megatron_hetero.schedule.drawing import (
@@ -23,6 +22,7 @@ from megatron_hetero.schedule.drawing import (
     write_picture,
 )
 from megatron_hetero.schedule.simulator import Span
+from megatron_hetero.sharding.stages import stages_of_rank
 
 MOST_ROWS = 24
 """Roles in the picture of the schedule."""

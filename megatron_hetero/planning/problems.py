@@ -8,9 +8,9 @@ from math import ceil, lcm
 
 import numpy as np
 
-from megatron_hetero.layout import Layout
-from megatron_hetero.layout_grammar import format_ranks
-from megatron_hetero.module_names import TEXT
+from megatron_hetero.layout.grammar import format_ranks
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.program import Role
 

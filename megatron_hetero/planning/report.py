@@ -8,9 +8,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_hetero.module_names import TEXT
+from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Boundary, Plan
-from megatron_hetero.planning.nccl_memory import kind_bytes, rank_bytes
+from megatron_hetero.planning.memory.nccl_memory import kind_bytes, rank_bytes
 from megatron_hetero.planning.problems import problems_of, shortened
 from megatron_hetero.schedule.drawing import timeline
 from megatron_hetero.schedule.simulator import role_label

@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hetero.batch.step_loader import MicroBatch, StepBatch
+from megatron_hetero.batch.step_plan import Images, MicroBatchPlan, PackShape
+from megatron_hetero.config.schema import Config
 from megatron_hetero.data.packing import IGNORED, PackedBatch
-from megatron_hetero.models.drawn import DrawnWeights
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.job import checked, dtype_of
+from megatron_hetero.models.common.drawn import DrawnWeights
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
-from megatron_hetero.module_names import TEXT
+from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
-from megatron_hetero.platform import Platform
-from megatron_hetero.training.config import Config
-from megatron_hetero.training.resolved import checked, dtype_of
 from megatron_hetero.training.share import Share
-from megatron_hetero.training.step_loader import MicroBatch, StepBatch
-from megatron_hetero.training.step_plan import Images, MicroBatchPlan, PackShape
 
 FAKE = "fake"
 """PyTorch's backend whose collectives do nothing."""

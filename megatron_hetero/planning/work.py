@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_hetero.models.qwen2_5_vl.geometry import image_geometry
-from megatron_hetero.models.stages import Stage
-from megatron_hetero.module_names import TEXT, parts_of
-from megatron_hetero.planning.assumed import AssumedBatch
-from megatron_hetero.schedule.simulator import Key
-from megatron_hetero.training.config import Config
-from megatron_hetero.training.flops import (
+from megatron_hetero.config.schema import Config
+from megatron_hetero.models.common.flops import (
     Passes,
     TextFlopShape,
     VisionFlopShape,
@@ -18,6 +13,11 @@ from megatron_hetero.training.flops import (
     text_flops,
     vision_flops,
 )
+from megatron_hetero.models.qwen2_5_vl.geometry import image_geometry
+from megatron_hetero.names import TEXT, parts_of
+from megatron_hetero.planning.assumed import AssumedBatch
+from megatron_hetero.schedule.simulator import Key
+from megatron_hetero.sharding.stages import Stage
 
 FORWARD = Passes(inputs=False, weights=False)
 

@@ -49,7 +49,7 @@ from functools import cached_property
 from itertools import pairwise, product
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout import Layout
+from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, Kind, run, start, wait
 from megatron_hetero.schedule.orders import Work, pipeline_order
 from megatron_hetero.schedule.program import Module, Role, Schedule, find_roles

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_hetero.communicators import Crossing, Direction, Link
-from megatron_hetero.layout_grammar import format_ranks
+from megatron_hetero.distributed.communicators import Crossing, Direction, Link
+from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
 

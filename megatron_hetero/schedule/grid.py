@@ -16,10 +16,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import cast, get_args
 
-from megatron_hetero.layout import Layout
+from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import NAME, Action
+from megatron_hetero.schedule.checks.replay import Point, replay, steps
 from megatron_hetero.schedule.program import Module, Role, Schedule, Style, find_roles
-from megatron_hetero.schedule.replay import Point, replay, steps
 
 EMPTY = "-"
 MARK = "<-- ERROR HERE"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megatron_hetero.layout import Layout
-from megatron_hetero.layout_grammar import format_ranks
+from megatron_hetero.layout.grammar import format_ranks
+from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, Kind
 
 Style = Literal["text", "waves", "recompute", "ahead"]
@@ -182,8 +182,8 @@ class Schedule:
         return in_flight + 1 + module.window + left
 
     def check(self) -> None:
-        """Replay the schedule and raise `ScheduleError` where it is wrong. See `megatron_hetero.schedule.check`."""
-        from megatron_hetero.schedule.check import check
+        """Replay the schedule and raise `ScheduleError` where it is wrong. See `megatron_hetero.schedule.checks.check`."""
+        from megatron_hetero.schedule.checks.check import check
 
         check(self)
 

@@ -8,8 +8,8 @@ from math import ceil
 from typing import Literal, get_args
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout import Layout
-from megatron_hetero.layout_grammar import did_you_mean
+from megatron_hetero.layout.grammar import did_you_mean
+from megatron_hetero.layout.layout import Layout
 
 ScheduleKind = Literal["auto", "waves", "recompute", "ahead"]
 

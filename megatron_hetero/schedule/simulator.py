@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.check import ScheduleError, live_activations
+from megatron_hetero.schedule.checks.check import ScheduleError, live_activations
+from megatron_hetero.schedule.checks.replay import replay
 from megatron_hetero.schedule.program import Role, Schedule
-from megatron_hetero.schedule.replay import replay
 from megatron_hetero.schedule.semantics import Needs
 
 Key = tuple[str, str, int]

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.checkpoint.collective import Working, on_first
+from megatron_hetero.distributed.collective import Working, on_first
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.folder_writer import Companions, require_writable
+from megatron_hetero.hf.folder_writer import Companions, require_writable
+from megatron_hetero.hf.weight_map import Piece, take_out
 from megatron_hetero.models.qwen2_5_vl.model_writer import model_writer
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
-from megatron_hetero.models.weight_map import Piece, take_out
-from megatron_hetero.topology import Topology
-from megatron_hetero.training.modules import TrainedModule
 
 WRITER = 0
 

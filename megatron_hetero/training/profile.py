@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError
-from megatron_hetero.platform import Platform
 
 
 class StepProfiler:

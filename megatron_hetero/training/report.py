@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Group
 from rich.table import Table
 
-from megatron_hetero.training.run import Run
-from megatron_hetero.training.step_loader import StepBatch
+from megatron_hetero.batch.step_loader import StepBatch
+from megatron_hetero.training.trainer import Run
 
 
 def describe(run: Run) -> Table:

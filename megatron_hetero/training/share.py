@@ -16,27 +16,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.checkpoint.collective import on_every, together
+from megatron_hetero.batch.step_loader import StepBatch
+from megatron_hetero.batch.step_plan import StepPlanner, image_encoder
+from megatron_hetero.batch.to_device import to_device
+from megatron_hetero.config.schema import Config
+from megatron_hetero.distributed.collective import on_every, together
+from megatron_hetero.distributed.megatron import prepare_globals, random_states, set_random_states
+from megatron_hetero.distributed.platform import Platform, on_device
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.engine.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients
+from megatron_hetero.engine.module import TrainedModule, build_module
+from megatron_hetero.engine.optimizer import build_optimizer, rate_of, set_learning_rates, update
 from megatron_hetero.errors import NotFiniteError, SharedError
-from megatron_hetero.megatron_adapter import prepare_globals, random_states, set_random_states
-from megatron_hetero.models.backend import spec_provider
-from megatron_hetero.models.balance import idle_share
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.weight_map import WeightSource
-from megatron_hetero.module_names import TEXT
-from megatron_hetero.platform import Platform, on_device
-from megatron_hetero.schedule.contract import RandomStates
-from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.schedule.runtime import Interpreter, ModuleOnRank
-from megatron_hetero.schedule.watch import Stopwatch, Watchdog
-from megatron_hetero.topology import Topology
-from megatron_hetero.training.config import Config
-from megatron_hetero.training.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients
-from megatron_hetero.training.metrics import StepMetrics
-from megatron_hetero.training.modules import TrainedModule, build_module
-from megatron_hetero.training.optimizer import build_optimizer, rate_of, set_learning_rates, update
-from megatron_hetero.training.profile import StepProfiler
-from megatron_hetero.training.resolved import (
+from megatron_hetero.execution.contract import RandomStates
+from megatron_hetero.execution.runtime import Interpreter, ModuleOnRank
+from megatron_hetero.execution.watch import Stopwatch, Watchdog
+from megatron_hetero.hf.weight_map import WeightSource
+from megatron_hetero.job import (
     BatchShape,
     checked,
     checked_schedule,
@@ -46,10 +42,14 @@ from megatron_hetero.training.resolved import (
     stages_per_rank,
     transport_of,
 )
-from megatron_hetero.training.step_flops import utilisation
-from megatron_hetero.training.step_loader import StepBatch
-from megatron_hetero.training.step_plan import StepPlanner, image_encoder
-from megatron_hetero.training.to_device import to_device
+from megatron_hetero.models.common.backend import spec_provider
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.names import TEXT
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.sharding.balance import idle_share
+from megatron_hetero.training.metrics import StepMetrics
+from megatron_hetero.training.mfu import utilisation
+from megatron_hetero.training.profile import StepProfiler
 
 
 @dataclass(frozen=True)

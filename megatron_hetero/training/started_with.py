@@ -13,12 +13,12 @@ import megatron_hetero
 from megatron_hetero.checkpoint.model_files import hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import plain
+from megatron_hetero.config.schema import Config, flat_settings, to_yaml
 from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.fingerprint import fingerprint
-from megatron_hetero.models.hf_folder import StoredWeights
-from megatron_hetero.platform import Platform
-from megatron_hetero.training.config import Config, flat_settings, to_yaml
+from megatron_hetero.hf.fingerprint import fingerprint
+from megatron_hetero.hf.stored_weights import StoredWeights
 
 OWN = ("log.dir",)
 """Settings that may differ: what a rank writes there nobody else reads."""

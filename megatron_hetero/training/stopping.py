@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from megatron_hetero.launch import forget_stop, is_lost_peer, leave, leave_interrupted, note_stop, rank
+from megatron_hetero.distributed.launch import forget_stop, is_lost_peer, leave, leave_interrupted, note_stop, rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """What a scheduler sends before it ends a job, Ctrl-C, and what a terminal that goes sends (the end of ssh)."""

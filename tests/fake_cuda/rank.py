@@ -11,13 +11,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.engine.optimizer import update
+from megatron_hetero.execution.watch import Stopwatch, Watchdog
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.trial import FAKE, assumed_step, drawn_share
-from megatron_hetero.platform import Platform
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.watch import Stopwatch, Watchdog
-from megatron_hetero.training.config import load_config
-from megatron_hetero.training.optimizer import update
 from megatron_hetero.training.share import Share
 from tests.fake_cuda.cases import Case
 from tests.fake_cuda.device import GPU, FakeGpu, Usage

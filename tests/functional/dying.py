@@ -18,22 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_vlm
-from megatron_hetero.launch import guarded, rank
-from megatron_hetero.schedule.watch import Stopwatch
+from megatron_hetero.distributed.launch import guarded, rank
+from megatron_hetero.execution.watch import Stopwatch
 
 CALLS = {
-    "start-up": ("megatron_hetero.platform", "Platform.init_process_group", 1),
-    "open": ("megatron_hetero.training.run", "open_mixture", 1),
-    "comparison": ("megatron_hetero.training.run", "require_agreement", 1),
+    "start-up": ("megatron_hetero.distributed.platform", "Platform.init_process_group", 1),
+    "open": ("megatron_hetero.training.trainer", "open_mixture", 1),
+    "comparison": ("megatron_hetero.training.trainer", "require_agreement", 1),
     "groups": ("torch.distributed", "new_group", 3),
-    "data": ("megatron_hetero.training.step_loader", "StepLoader.load", 2),
-    "gradient sums": ("megatron_hetero.training.run", "reduce_gradients", 2),
-    "update": ("megatron_hetero.training.run", "Run._update", 2),
+    "data": ("megatron_hetero.batch.step_loader", "StepLoader.load", 2),
+    "gradient sums": ("megatron_hetero.training.trainer", "reduce_gradients", 2),
+    "update": ("megatron_hetero.training.trainer", "Run._update", 2),
     "evaluation": ("megatron_hetero.training.share", "Share.added_over_ranks", 1),
     "save": ("megatron_hetero.checkpoint.state", "write_entries", 2),
-    "save, written": ("megatron_hetero.checkpoint.hashed_files", "_HashedStream.record", 2),
+    "save, written": ("megatron_hetero.checkpoint.format.hashed_files", "_HashedStream.record", 2),
     "export": ("megatron_hetero.training.export", "gather_parameters", 1),
-    "export, written": ("megatron_hetero.models.folder_writer", "FolderWriter.finish", 1),
+    "export, written": ("megatron_hetero.hf.folder_writer", "FolderWriter.finish", 1),
 }
 """Phases that are the n-th call of a function."""
 ACTIONS = {

@@ -6,10 +6,10 @@ import contextlib
 
 import torch.distributed as dist
 
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.errors import UserError
-from megatron_hetero.platform import CPU, Platform
-from megatron_hetero.training.config import load_config
-from megatron_hetero.training.run import Run
+from megatron_hetero.training.trainer import Run
 
 
 def refusal(flags: list[str]) -> str | None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pretrain_vlm
-from megatron_hetero.launch import guarded, rank
+from megatron_hetero.distributed.launch import guarded, rank
 
 
 def main(folder: str, *flags: str) -> None:

@@ -24,8 +24,8 @@ from megatron_hetero import (
     load_plan,
     plan_boundary,
 )
-from megatron_hetero.platform import CPU
-from megatron_hetero.schedule.watch import Watchdog
+from megatron_hetero.distributed.platform import CPU
+from megatron_hetero.execution.watch import Watchdog
 
 
 def trained(options: Options) -> tuple[list[float], list[str]]:

@@ -17,7 +17,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from megatron_hetero.launch import guarded, process_group, rank
+from megatron_hetero.distributed.launch import guarded, process_group, rank
 
 def main(argv):
     with process_group() as platform:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import pretrain_vlm
-from megatron_hetero.launch import guarded
+from megatron_hetero.distributed.launch import guarded
 from tests.functional.dying import arm
 from tests.functional.test_torchrun import CONFIG
 from tests.support.folders import ModelChoice, write_data, write_model

@@ -19,19 +19,21 @@ import torch.distributed as dist
 import yaml
 
 import pretrain_vlm
+from megatron_hetero.batch.sources import open_held_out, open_mixture, open_processor
 from megatron_hetero.checkpoint.choice import choose
-from megatron_hetero.checkpoint.folder import MANIFEST, record_file
+from megatron_hetero.checkpoint.format.folder import MANIFEST, record_file
 from megatron_hetero.checkpoint.model_sources import ModelSources
-from megatron_hetero.data import Processor, Record, Turn, inspect
+from megatron_hetero.cli import export
+from megatron_hetero.cli import inspect_data as inspect
+from megatron_hetero.config.flags import flag_rows
+from megatron_hetero.config.schema import Config, load_command
+from megatron_hetero.data import Processor, Record, Turn
+from megatron_hetero.environment.ranks import require_numbers
 from megatron_hetero.errors import UserError
+from megatron_hetero.evaluation import generate as evaluate
+from megatron_hetero.job import checked
 from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
-from megatron_hetero.rank_environment import require_numbers
-from megatron_hetero.tools import evaluate, export
-from megatron_hetero.training.config import Config, load_command
-from megatron_hetero.training.flags import flag_rows
 from megatron_hetero.training.metrics_history import evaluations_since
-from megatron_hetero.training.resolved import checked
-from megatron_hetero.training.sources import open_held_out, open_mixture, open_processor
 from tests.fuzz import good_input, words
 from tests.support.mutations import ODD, mutated_bytes, mutated_json, mutated_text, mutated_value
 
@@ -333,7 +335,7 @@ def _run_models(good: Path, rng: random.Random, case: Path) -> bool:
 def _run_imports(good: Path, rng: random.Random, case: Path) -> bool:
     names = ("config.json", "model.safetensors", "tokenizer.json")
     _mutated_model(good / "model", rng, case / "model", names)
-    tool = importlib.import_module("megatron_hetero.tools.import")
+    tool = importlib.import_module("megatron_hetero.cli.import")
     return _told(tool.main, [f"{case}/model", f"{case}/checkpoint"])
 
 

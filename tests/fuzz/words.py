@@ -27,13 +27,20 @@ TEMPLATES = (
     "{{ raise_exception('no') }}", "{% include '/etc/passwd' %}", "{{ messages }}",
 )  # fmt: skip
 TOOLS: dict[str, tuple[str, ...]] = {
-    "megatron_hetero.tools.export": ("--dtype", "--model", "--vision", "--encoder", "--shard-gb"),
-    "megatron_hetero.tools.import": ("--vision", "--encoder", "--fresh-projector", "--seed"),
-    "megatron_hetero.tools.evaluate": ("--annotations", "--images", "--limit", "--min-pixels", "--device", "--blank"),
-    "megatron_hetero.tools.make_demo": ("--train-pictures", "--heldout-questions", "--seed", "--force"),
-    "megatron_hetero.data.inspect": ("-n", "--config", "--data.datasets", "--model.hf_path", "--data.max_pixels"),
+    "megatron_hetero.cli.export": ("--dtype", "--model", "--vision", "--encoder", "--shard-gb"),
+    "megatron_hetero.cli.import": ("--vision", "--encoder", "--fresh-projector", "--seed"),
+    "megatron_hetero.evaluation.generate": (
+        "--annotations",
+        "--images",
+        "--limit",
+        "--min-pixels",
+        "--device",
+        "--blank",
+    ),
+    "megatron_hetero.cli.make_demo": ("--train-pictures", "--heldout-questions", "--seed", "--force"),
+    "megatron_hetero.cli.inspect_data": ("-n", "--config", "--data.datasets", "--model.hf_path", "--data.max_pixels"),
 }
-SMALL = {"megatron_hetero.tools.make_demo": ("--train-pictures", "4", "--heldout-questions", "4")}
+SMALL = {"megatron_hetero.cli.make_demo": ("--train-pictures", "4", "--heldout-questions", "4")}
 VALUES = (
     "", "0", "1", "-1", "3", "1e9", "1e400", "nan", "inf", "-inf", "true", "false", "null", "none", "x", "[]", "{}",
     "999999999999999999999", "0.5", "1_000", "0x10", "0400", "4:16", "/", ".", "~", "/dev/zero", "/dev/null", "\0",

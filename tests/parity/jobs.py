@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.engine.gradients import scale_gradients
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.training.config import load_config
 from megatron_hetero.training.export import assemble, gather_parameters
-from megatron_hetero.training.gradients import scale_gradients
-from megatron_hetero.training.run import Run
+from megatron_hetero.training.trainer import Run
 from tests.support.pool import platform
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from benchmarks.encoder import Encoder, encoder_shape
 from benchmarks.meter import total_bytes
+from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.models.qwen2_5_vl.geometry import Grid
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.platform import CPU, Platform
 
 
 def shape() -> VisionShape:

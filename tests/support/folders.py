@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from megatron_hetero.cli.demo.model import train_tokenizer, write_processor
 from megatron_hetero.models.qwen2_5_vl.folders import mrope_section
-from megatron_hetero.tools.demo_model import train_tokenizer, write_processor
 
 CORPUS = [
     "What is in the picture? A red disc on the left.",

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.communicators import AXES_OF_GROUPS, ENDS
-from megatron_hetero.layout import Layout
-from megatron_hetero.platform import CPU, Platform
-from megatron_hetero.topology import Topology, _check_message, _check_messages, _check_sum
+from megatron_hetero.distributed.communicators import AXES_OF_GROUPS, ENDS
+from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.distributed.topology import Topology, _check_message, _check_messages, _check_sum
+from megatron_hetero.layout.layout import Layout
 from tests.support.pool import world
 
 PLATFORM = Platform(CPU, "gloo")

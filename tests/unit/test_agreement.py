@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
-from megatron_hetero.agreement import MOST_SHOWN, Statement, judge, require_agreement
+from megatron_hetero.distributed.agreement import MOST_SHOWN, Statement, judge, require_agreement
 from megatron_hetero.errors import UserError
 
 FACTS = {"optimizer.lr": "0.1", "model.hf_path": "/model", "version of torch": "2.13"}

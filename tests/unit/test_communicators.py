@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_hetero.communicators import (
+from megatron_hetero.distributed.communicators import (
     AXES_OF_GROUPS,
     Axes,
     Crossing,
@@ -25,9 +25,9 @@ from megatron_hetero.communicators import (
     communicators,
     crossing_peers,
 )
-from megatron_hetero.layout import Layout
-from megatron_hetero.platform import CPU, Platform
-from megatron_hetero.topology import Topology
+from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.layout.layout import Layout
 
 EDGE = ("vision", "text")
 LARGEST = {

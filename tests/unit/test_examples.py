@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.layout import ModuleShape, resolve
+from megatron_hetero.cli.make_demo import DemoOptions, make_demo
+from megatron_hetero.config.schema import load_config, require_modules
+from megatron_hetero.layout.layout import ModuleShape, resolve
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import parameter_count
-from megatron_hetero.tools.make_demo import DemoOptions, make_demo
-from megatron_hetero.training.config import load_config, require_modules
-from megatron_hetero.training.run import checked
+from megatron_hetero.training.trainer import checked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS = {"3b": 8, "7b": 8, "32b": 16, "72b": 32}

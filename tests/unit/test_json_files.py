@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.json_files import (
+from megatron_hetero.files.json_objects import (
     DEEPEST,
     FLAG,
     OBJECT,

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-from megatron_hetero.layout import resolve
+from megatron_hetero.config.schema import load_command
+from megatron_hetero.layout.layout import resolve
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.training.config import load_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -16,7 +16,7 @@ HEAD = """
 import os, sys, threading, time
 import torch, torch.distributed as dist
 from megatron_hetero.errors import UserError
-from megatron_hetero.launch import guarded, process_group, rank, world_size
+from megatron_hetero.distributed.launch import guarded, process_group, rank, world_size
 """
 TORCHRUN = [
     "-m",

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout import AXES, Coordinate, Layout, ModuleShape, resolve, validate
-from megatron_hetero.layout_shape import problem_of
+from megatron_hetero.layout.degrees import problem_of
+from megatron_hetero.layout.layout import AXES, Coordinate, Layout, ModuleShape, resolve, validate
 
 VISION = ModuleShape("vision", 16, 16, 1280, 32, "encoder")
 TEXT = ModuleShape("text", 28, 4, 3584, 28, "text")

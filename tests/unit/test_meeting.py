@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from megatron_hetero.distributed.meeting import Patience, gather, join, meet
 from megatron_hetero.errors import UserError
-from megatron_hetero.meeting import Patience, gather, join, meet
 
 
 def start(place: dist.Store, rank: int, world_size: int, timeout_s: float = 10.0) -> int:

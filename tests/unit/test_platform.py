@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
+from megatron_hetero.distributed.platform import CPU, Platform, _CudaMeansCpu
 from megatron_hetero.errors import UserError
-from megatron_hetero.platform import CPU, Platform, _CudaMeansCpu
 
 PLATFORM = Platform(CPU, "gloo")
 
@@ -70,8 +70,8 @@ def test_inside_the_scope_cuda_means_the_cpu() -> None:
 MEGATRON = """
 import torch
 from megatron_hetero.errors import UserError
-from megatron_hetero.platform import CPU, Platform
-from megatron_hetero.megatron_adapter import MODEL_PARALLEL_STREAM, prepare_globals
+from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.distributed.megatron import MODEL_PARALLEL_STREAM, prepare_globals
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 platform = Platform(CPU, "gloo")
 for _ in range(2):

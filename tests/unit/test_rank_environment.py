@@ -6,8 +6,7 @@ import socket
 
 import pytest
 
-from megatron_hetero.errors import UserError
-from megatron_hetero.rank_environment import (
+from megatron_hetero.environment.ranks import (
     named_place,
     rank,
     require_interfaces,
@@ -15,6 +14,7 @@ from megatron_hetero.rank_environment import (
     require_numbers,
     require_torch_settings,
 )
+from megatron_hetero.errors import UserError
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 WRONG = [

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_hetero.config.schema import flag_table_markdown, load_config
 from megatron_hetero.data.validation import validate_record
-from megatron_hetero.training.config import flag_table_markdown, load_config
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

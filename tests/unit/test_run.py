@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from megatron_hetero.launch import STOPPED_FILE
+from megatron_hetero.distributed.launch import STOPPED_FILE
 from megatron_hetero.run import main
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 GUARDED = """
 import os, signal, sys, time
 from megatron_hetero.errors import UserError
-from megatron_hetero.launch import guarded, note_stop, rank
+from megatron_hetero.distributed.launch import guarded, note_stop, rank
 def main(argv):
 {body}
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.layout import resolve
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.layout.layout import resolve
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.training.config import load_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = ("disjoint.sbatch", "many_nodes.sbatch", "one_node.sbatch", "requeue.sbatch")

@@ -97,11 +97,11 @@ def test_names_that_a_locale_cannot_express_are_an_error_in_one_line() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "megatron_hetero.tools.make_demo {folder}/demo",
-        "megatron_hetero.tools.evaluate {folder}/model --annotations {folder}/data.jsonl",
-        "megatron_hetero.tools.export {folder}/checkpoint {folder}/out",
-        "megatron_hetero.tools.import {folder}/model {folder}/checkpoint",
-        "megatron_hetero.data.inspect --x",
+        "megatron_hetero.cli.make_demo {folder}/demo",
+        "megatron_hetero.evaluation.generate {folder}/model --annotations {folder}/data.jsonl",
+        "megatron_hetero.cli.export {folder}/checkpoint {folder}/out",
+        "megatron_hetero.cli.import {folder}/model {folder}/checkpoint",
+        "megatron_hetero.cli.inspect_data --x",
     ],
 )
 def test_ctrl_c_ends_a_command_in_one_line(command: str, tmp_path: Path) -> None:

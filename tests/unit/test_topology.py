@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_hetero.layout import Layout
+from megatron_hetero.layout.layout import Layout
 from tests.support.pool import Pool
 from tests.unit import jobs_topology as jobs
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_hetero.json_files import FLAG, TEXT, Rule, Table, either, list_of, number, one_of, whole
+from megatron_hetero.files.json_objects import FLAG, TEXT, Rule, Table, either, list_of, number, one_of, whole
 
 SIZE = whole(1, 2**24)
 LAYERS = whole(1, 10_000)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_hetero.checkpoint.folder import advice_to_export
+from megatron_hetero.checkpoint.format.folder import advice_to_export
 from megatron_hetero.errors import UserError, in_short
-from megatron_hetero.json_files import check, read_object, shown
+from megatron_hetero.files.json_objects import check, read_object, shown
 from megatron_hetero.models.qwen2_5_vl.config_rules import CONFIG
 
 VISION_FOLDER = "model.hf_path_vision"
@@ -103,7 +103,7 @@ def read_config(folder: Path, setting: str, families: Sequence[str] = (FAMILY,))
     path = folder / "config.json"
     if not folder.is_dir() or not path.is_file():
         found = f"the file {folder}" if folder.is_file() else f"no {path if folder.is_dir() else folder}"
-        make = "download one, or make a small one: python -m megatron_hetero.tools.make_demo DIR"
+        make = "download one, or make a small one: python -m megatron_hetero.cli.make_demo DIR"
         raise UserError(
             f"{setting}: found {found}, expected a transformers folder of Qwen2.5-VL with config.json and "
             f"safetensors weights; {advice_to_export(folder) or make}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_hetero.models.hf_folder import StoredWeights
+from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, VisionShape
 from megatron_hetero.models.qwen2_5_vl.weights import (
@@ -21,7 +21,7 @@ from megatron_hetero.models.qwen2_5_vl.weights import (
     folder_shapes,
     prefix_of,
 )
-from megatron_hetero.module_names import TEXT, VISION
+from megatron_hetero.names import TEXT, VISION
 
 ENCODER, PROJECTOR = "visual.", "visual.merger."
 """What names of the encoder's tensors begin with, and of those its projector's."""

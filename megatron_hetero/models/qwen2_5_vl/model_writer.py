@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_hetero.models.folder_files import ENCODERS
-from megatron_hetero.models.folder_writer import (
+from megatron_hetero.hf.folder_files import ENCODERS
+from megatron_hetero.hf.folder_writer import (
     NO_CHANGES,
     SHARD_BYTES,
     Companions,
@@ -22,7 +22,7 @@ from megatron_hetero.models.folder_writer import (
 )
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import encoder_shapes, folder_shapes, prefix_of
-from megatron_hetero.module_names import VISION
+from megatron_hetero.names import VISION
 
 
 def companions_of(folders: Mapping[str, Path], changes: Mapping[str, str | None] = NO_CHANGES) -> dict[str, Companions]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout import ModuleShape
+from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.models.qwen2_5_vl.folders import DEFAULT_SECTIONS, ModelFolders, check_vision, read_config
-from megatron_hetero.module_names import TEXT, VISION
+from megatron_hetero.names import TEXT, VISION
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from torch import Tensor
 
-from megatron_hetero.models.attention import AttentionPlan, rotary_frequencies
-from megatron_hetero.models.backend import layer_spec, padded, recompute_options, transformer_config
-from megatron_hetero.models.loss import vocab_parallel_cross_entropy, vocab_parallel_hits
+from megatron_hetero.distributed.platform import Platform, on_device
+from megatron_hetero.models.common.attention import AttentionPlan, rotary_frequencies
+from megatron_hetero.models.common.backend import layer_spec, padded, recompute_options, transformer_config
+from megatron_hetero.models.common.loss import vocab_parallel_cross_entropy, vocab_parallel_hits
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape
-from megatron_hetero.models.stages import Stage
-from megatron_hetero.platform import Platform, on_device
+from megatron_hetero.sharding.stages import Stage
 
 
 @dataclass(frozen=True)

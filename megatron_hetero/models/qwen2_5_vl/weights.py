@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
+from megatron_hetero.hf.weight_map import Interval, Piece, WeightMap, share, stack
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, TextShape, VisionShape
-from megatron_hetero.models.stages import LAYERS, Stage
-from megatron_hetero.models.weight_map import Interval, Piece, WeightMap, share, stack
-from megatron_hetero.module_names import TEXT, VISION, parts_of
+from megatron_hetero.names import TEXT, VISION, parts_of
+from megatron_hetero.sharding.stages import LAYERS, Stage
 
 TIED_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 """What a folder of a tied model may store a second time, and the tensor that it must equal."""

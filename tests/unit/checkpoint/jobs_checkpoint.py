@@ -19,18 +19,19 @@ import torch
 import torch.distributed as dist
 
 import pretrain_vlm
-from megatron_hetero.checkpoint import folder as folder_module
-from megatron_hetero.checkpoint import shared_folder, state, storage
+from megatron_hetero.checkpoint import shared_folder, state
 from megatron_hetero.checkpoint.contents import Entry
-from megatron_hetero.checkpoint.folder import MANIFEST, record_file, whole
+from megatron_hetero.checkpoint.format import folder as folder_module
+from megatron_hetero.checkpoint.format import storage
+from megatron_hetero.checkpoint.format.folder import MANIFEST, record_file, whole
+from megatron_hetero.checkpoint.format.storage import index_shapes, read_entries, read_index
 from megatron_hetero.checkpoint.saver import Saver
-from megatron_hetero.checkpoint.storage import index_shapes, read_entries, read_index
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError
-from megatron_hetero.platform import Platform
-from megatron_hetero.training.config import load_config
-from megatron_hetero.training.held_out import HeldOutEvaluation
-from megatron_hetero.training.run import Run
+from megatron_hetero.evaluation.held_out import HeldOutEvaluation
 from megatron_hetero.training.stopping import StopRequest, stop_requests
+from megatron_hetero.training.trainer import Run
 from tests.support.pool import platform
 from tests.unit.training.jobs_run import build, build_logged, stored
 

@@ -12,11 +12,11 @@ from unittest import mock
 import torch.distributed as dist
 
 import pretrain_vlm
-from megatron_hetero.checkpoint import collective
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.distributed import collective
 from megatron_hetero.errors import UserError
-from megatron_hetero.training.config import load_config
-from megatron_hetero.training.run import Run
 from megatron_hetero.training.stopping import StopRequest
+from megatron_hetero.training.trainer import Run
 from tests.support.pool import platform
 
 Harm = Callable[[int, Path], object]

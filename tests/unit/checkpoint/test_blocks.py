@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hetero.checkpoint.blocks import Block, cut, first_held
-from megatron_hetero.models.weight_map import Piece, lay_into, share, stack
+from megatron_hetero.checkpoint.format.blocks import Block, cut, first_held
+from megatron_hetero.hf.weight_map import Piece, lay_into, share, stack
 
 
 def test_a_flat_range_is_at_most_three_rectangles() -> None:

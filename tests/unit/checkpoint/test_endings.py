@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.checkpoint.folder import MANIFEST, unfinished, whole
-from megatron_hetero.models.export_mark import MARK
+from megatron_hetero.checkpoint.format.folder import MANIFEST, unfinished, whole
+from megatron_hetero.hf.export_mark import MARK
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_endings as jobs
 from tests.unit.checkpoint.jobs_checkpoint import flags, once
@@ -54,7 +54,7 @@ def test_a_trained_model_goes_elsewhere_where_its_place_is_taken(line: list[str]
 def test_a_checkpoint_has_the_model_where_its_place_is_taken(line: list[str], tmp_path: Path, pools: Pools) -> None:
     message = pools(2).run(jobs.program, line, 3, jobs.place_is_taken, tmp_path)[0][1]
     last = tmp_path / "checkpoints/step-00000004"
-    assert f"{last} has the trained model: `python -m megatron_hetero.tools.export {last} HF_DIR`" in message
+    assert f"{last} has the trained model: `python -m megatron_hetero.cli.export {last} HF_DIR`" in message
     assert not (tmp_path / "trained-model").exists() and list(whole(last.parent)) == [4]
 
 

@@ -21,20 +21,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_hetero.checkpoint.choice import choose
-from megatron_hetero.checkpoint.folder import MANIFEST
+from megatron_hetero.checkpoint.format.folder import MANIFEST
+from megatron_hetero.checkpoint.format.keys import Entry
+from megatron_hetero.checkpoint.format.storage import write_entries
 from megatron_hetero.checkpoint.importing import UNTRAINED, require_free
-from megatron_hetero.checkpoint.keys import Entry
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.checkpoint.storage import write_entries
+from megatron_hetero.cli import export
+from megatron_hetero.config.schema import CheckpointConfig
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.export_mark import MARK
-from megatron_hetero.models.folder_files import lock_of
-from megatron_hetero.models.hf_folder import StoredWeights
+from megatron_hetero.hf.export_mark import MARK
+from megatron_hetero.hf.folder_files import lock_of
+from megatron_hetero.hf.stored_weights import StoredWeights
+from megatron_hetero.hf.weight_files import INDEX, SINGLE
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
-from megatron_hetero.models.weight_files import INDEX, SINGLE
-from megatron_hetero.tools import export
-from megatron_hetero.training.config import CheckpointConfig
 from tests.support.folders import ModelChoice, write_model
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
@@ -47,7 +47,7 @@ from tests.unit.training.test_two_folders import write_language_model
 Pools = Callable[[int], Pool]
 Capture = pytest.CaptureFixture[str]
 
-importer = importlib.import_module("megatron_hetero.tools.import")  # a keyword, which no import statement takes
+importer = importlib.import_module("megatron_hetero.cli.import")  # a keyword, which no import statement takes
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +331,17 @@ def test_an_export_is_not_named_as_a_checkpoint(
     assert exported(checkpoints, checkpoints / "export") == 0
 
 
+def test_a_recorded_path_that_no_file_has(untouched: Untouched, tmp_path: Path, capsys: Capture) -> None:
+    checkpoint = shutil.copytree(untouched.folder / "checkpoints/step-00000004", tmp_path / "step-00000004")
+    record = json.loads((checkpoint / "run.json").read_text())
+    record["config"]["model"]["hf_path"] = "\ud800"
+    (checkpoint / "run.json").write_text(json.dumps(record))
+    seal(checkpoint)
+    refused(
+        capsys, exported(checkpoint, tmp_path / "export"), "model.hf_path: found '\\ud800' (with half of a character)"
+    )
+
+
 def test_two_imports_do_not_mix(folders: Path, tmp_path: Path, capsys: Capture) -> None:
     target = tmp_path / "imported" / UNTRAINED
     target.parent.mkdir()
@@ -507,7 +518,7 @@ def test_an_interruption_leaves_nothing(untouched: Untouched, folders: Path, tmp
     with mock.patch.object(StoredWeights, "whole", interrupted):
         assert imported(folders / "plain", tmp_path / "checkpoint") == 130
     with mock.patch(
-        "megatron_hetero.checkpoint.storage.create_read_items_for_chunk_list", side_effect=KeyboardInterrupt
+        "megatron_hetero.checkpoint.format.storage.create_read_items_for_chunk_list", side_effect=KeyboardInterrupt
     ):
         assert exported(untouched.folder / "checkpoints", tmp_path / "export") == 130
     assert capsys.readouterr().err == "interrupted; nothing is left half-written\n" * 2
@@ -536,7 +547,7 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
 
     sizes = {str(k): (2, 12 - k) for k in range(6)}
     entries = [Entry(key, size, (0, 0), torch.empty(size, device="meta")) for key, size in sizes.items()]
-    with mock.patch("megatron_hetero.checkpoint.storage.FILE_BYTES", 200):
+    with mock.patch("megatron_hetero.checkpoint.format.storage.FILE_BYTES", 200):
         write_entries(tmp_path, entries, None, value)
     found = jobs.tensors(tmp_path)
     assert all(torch.equal(found[key], torch.arange(24.0).view(2, 12)[:, int(key) :]) for key in sizes)
@@ -547,7 +558,7 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
 MEMORY = """
 import importlib, resource, sys
 from megatron_hetero.tools import export
-importer = importlib.import_module("megatron_hetero.tools.import")
+importer = importlib.import_module("megatron_hetero.cli.import")
 assert "torch" not in sys.modules, "the command line is read before anything slow is imported"
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 def there_and_back(model, target):

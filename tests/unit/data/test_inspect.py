@@ -12,7 +12,8 @@ import yaml
 from PIL import Image
 from rich.console import Console
 
-from megatron_hetero.data import Processor, Record, inspect
+from megatron_hetero.cli import inspect_data as inspect
+from megatron_hetero.data import Processor, Record
 
 
 @pytest.fixture

@@ -14,21 +14,21 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
 from benchmarks.meter import CollectiveMeter
-from megatron_hetero.layout import Layout
-from megatron_hetero.megatron_adapter import prepare_globals
-from megatron_hetero.models.attention import (
+from megatron_hetero.distributed.megatron import prepare_globals
+from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.distributed.topology import ModuleGroups, Topology
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.common.attention import (
     AttentionPlan,
     PackedSelfAttention,
     Segments,
     TorchAttention,
     attend_across,
 )
-from megatron_hetero.models.backend import TorchSpecProvider, layer_spec, transformer_config
-from megatron_hetero.models.context import contiguous_pieces, zigzag_pieces, zigzag_tokens
-from megatron_hetero.models.exchange import gather_keys, heads_for_tokens, padded_index, tokens_for_heads
-from megatron_hetero.models.loss import vocab_parallel_cross_entropy, vocab_parallel_hits
-from megatron_hetero.platform import CPU, Platform
-from megatron_hetero.topology import ModuleGroups, Topology
+from megatron_hetero.models.common.backend import TorchSpecProvider, layer_spec, transformer_config
+from megatron_hetero.models.common.exchange import gather_keys, heads_for_tokens, padded_index, tokens_for_heads
+from megatron_hetero.models.common.loss import vocab_parallel_cross_entropy, vocab_parallel_hits
+from megatron_hetero.sharding.context import contiguous_pieces, zigzag_pieces, zigzag_tokens
 from tests.support.pool import world
 
 PLATFORM = Platform(CPU, "gloo")

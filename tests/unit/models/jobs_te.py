@@ -10,12 +10,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
-from megatron_hetero.layout import Layout
-from megatron_hetero.megatron_adapter import prepare_globals
-from megatron_hetero.models.attention import AttentionPlan, Segments
-from megatron_hetero.models.backend import TorchSpecProvider, layer_spec, te_provider, transformer_config
-from megatron_hetero.platform import CPU, Platform
-from megatron_hetero.topology import ModuleGroups, Topology
+from megatron_hetero.distributed.megatron import prepare_globals
+from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.distributed.topology import ModuleGroups, Topology
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.common.attention import AttentionPlan, Segments
+from megatron_hetero.models.common.backend import TorchSpecProvider, layer_spec, te_provider, transformer_config
 from tests.unit.models.jobs_attention import deal
 
 PLATFORM = Platform(CPU, "gloo")

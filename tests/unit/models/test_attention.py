@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
-from megatron_hetero.models.attention import Segments, TorchAttention, rotate
-from megatron_hetero.models.context import Pieces, zigzag_pieces, zigzag_tokens
+from megatron_hetero.models.common.attention import Segments, TorchAttention, rotate
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.qwen2_5_vl.vision import rotary_table
+from megatron_hetero.sharding.context import Pieces, zigzag_pieces, zigzag_tokens
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.unit.models import jobs_attention as jobs

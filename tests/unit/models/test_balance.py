@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from megatron_hetero.models import balance
-from megatron_hetero.models.balance import deal, deal_in_order, idle_share, loads_of
 from megatron_hetero.models.qwen2_5_vl.cost import encoding_cost
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
+from megatron_hetero.sharding import balance
+from megatron_hetero.sharding.balance import deal, deal_in_order, idle_share, loads_of
 
 REPLICAS = 8
 SEEDS = range(200)

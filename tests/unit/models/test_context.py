@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.models.context import Pieces, chunk_bounds, contiguous_pieces, zigzag_pieces, zigzag_tokens
-from megatron_hetero.models.exchange import padded_index
+from megatron_hetero.models.common.exchange import padded_index
+from megatron_hetero.sharding.context import Pieces, chunk_bounds, contiguous_pieces, zigzag_pieces, zigzag_tokens
 
 PACKS = st.lists(st.integers(0, 20), max_size=6)
 MEMBERS = st.integers(1, 5)

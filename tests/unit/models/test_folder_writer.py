@@ -20,16 +20,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from megatron_hetero import file_lock
 from megatron_hetero.data import Processor
 from megatron_hetero.errors import UserError
-from megatron_hetero.models import folder_writer as writer_module
-from megatron_hetero.models.export_mark import MARK
-from megatron_hetero.models.folder_files import lock_of, partial_of
-from megatron_hetero.models.folder_writer import folder_writer, plan_shards, read_companions, require_writable
+from megatron_hetero.files import lock as file_lock
+from megatron_hetero.hf import folder_writer as writer_module
+from megatron_hetero.hf.export_mark import MARK
+from megatron_hetero.hf.folder_files import lock_of, partial_of
+from megatron_hetero.hf.folder_writer import folder_writer, plan_shards, read_companions, require_writable
+from megatron_hetero.hf.weight_files import INDEX, SINGLE
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
-from megatron_hetero.models.weight_files import INDEX, SINGLE
 from tests.support.folders import ModelChoice, write_model
 
 

@@ -20,9 +20,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_hetero.models.attention import TorchAttention
-from megatron_hetero.models.context import Pieces, contiguous_pieces, zigzag_pieces
-from megatron_hetero.models.kernels import (
+from megatron_hetero.models.common.attention import TorchAttention
+from megatron_hetero.models.common.kernels import (
     Kernel,
     bucketed,
     choose_kernel,
@@ -31,7 +30,8 @@ from megatron_hetero.models.kernels import (
     kernel_for,
     torch_flash,
 )
-from megatron_hetero.models.segments import Segments
+from megatron_hetero.models.common.segments import Segments
+from megatron_hetero.sharding.context import Pieces, contiguous_pieces, zigzag_pieces
 from tests.support.stand_ins.flash import aten_flash_attention_forward, flash_attn_varlen_func
 from tests.unit.models.jobs_attention import naive
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.backend import TorchSpecProvider, backend_notices, spec_provider
-from megatron_hetero.models.optional import (
+from megatron_hetero.models.common.backend import TorchSpecProvider, backend_notices, spec_provider
+from megatron_hetero.models.common.optional import (
     FLASH_ATTN,
     TRANSFORMER_ENGINE,
     Found,
@@ -20,7 +21,6 @@ from megatron_hetero.models.optional import (
     notices,
     unusable,
 )
-from megatron_hetero.platform import CPU, Platform
 
 ROOT = Path(__file__).parents[3]
 GPU = Platform(torch.device("cuda", 0), "nccl")

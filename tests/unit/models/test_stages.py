@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, TextShape, VisionShape
 from megatron_hetero.models.qwen2_5_vl.weights import EMBEDDING, HEAD, tied_parameter, weight_map
-from megatron_hetero.models.stages import LAYERS, Stage, cut_stages, even_split, stages_of_rank
+from megatron_hetero.sharding.stages import LAYERS, Stage, cut_stages, even_split, stages_of_rank
 
 splits = st.lists(st.integers(1, 5), min_size=1, max_size=6).map(tuple)
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_hetero.hf.weight_map import Piece, WeightMap, held, lay_into, share, stack, take_out
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, TextShape, VisionShape
 from megatron_hetero.models.qwen2_5_vl.weights import (
     canonical_name,
@@ -21,7 +22,6 @@ from megatron_hetero.models.qwen2_5_vl.weights import (
     stored_shapes,
     weight_map,
 )
-from megatron_hetero.models.weight_map import Piece, WeightMap, held, lay_into, share, stack, take_out
 from megatron_hetero.training.export import assemble
 
 KEY_OR_VALUE = re.compile(r"\.[kv]_proj\.")

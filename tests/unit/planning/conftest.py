@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2_5_VLConfig
 
+from megatron_hetero.config.schema import load_config
 from megatron_hetero.planning.estimate import Plan
-from megatron_hetero.training.config import load_config
 
 MakePlan = Callable[..., Plan]
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.boundary.communicator import _Buffers
-from megatron_hetero.planning.parameters import parameters_of
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.execution.runtime import _Execution
+from megatron_hetero.execution.watch import Stopwatch
+from megatron_hetero.planning.memory.parameters import parameters_of
 from megatron_hetero.planning.trial import assumed_step
-from megatron_hetero.platform import CPU, Platform
-from megatron_hetero.schedule.runtime import _Execution
-from megatron_hetero.schedule.watch import Stopwatch
-from megatron_hetero.training.config import load_config
-from megatron_hetero.training.run import Run
+from megatron_hetero.training.trainer import Run
 
 
 def measure(flags: list[str]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hetero.config.schema import load_config
 from megatron_hetero.planning.estimate import KINDS, Plan
-from megatron_hetero.training.config import load_config
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.communicators import communicators
-from megatron_hetero.layout import Layout
-from megatron_hetero.planning.nccl_memory import PEER_BYTES, RING_BYTES, kind_bytes, rank_bytes
-from megatron_hetero.planning.parameters import Parameter, buckets_of, parameter_bytes
-from megatron_hetero.planning.staging import BufferPool
+from megatron_hetero.distributed.communicators import communicators
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.planning.memory.nccl_memory import PEER_BYTES, RING_BYTES, kind_bytes, rank_bytes
+from megatron_hetero.planning.memory.parameters import Parameter, buckets_of, parameter_bytes
+from megatron_hetero.planning.memory.staging import BufferPool
 from megatron_hetero.planning.traffic import Indexed, traffic_of
 from tests.unit.planning.conftest import MakePlan
 

@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_hetero.cli.plan import show_plan
+from megatron_hetero.config.schema import DatasetConfig, load_command, load_config
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.weights import parameter_count
-from megatron_hetero.planning.command import show_plan
 from megatron_hetero.planning.estimate import KINDS
 from megatron_hetero.planning.files import require_files
 from megatron_hetero.planning.picture import draw_plan
 from megatron_hetero.planning.problems import problems_of, shortened
 from megatron_hetero.planning.report import size_text
-from megatron_hetero.training.config import DatasetConfig, load_command, load_config
 from tests.unit.planning.conftest import MakePlan
 
 ROOT = Path(__file__).parents[3]

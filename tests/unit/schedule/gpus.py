@@ -2,11 +2,11 @@
 
 Each rank has a list of what its host has issued: kernels of work, communication in the queue of a communicator, and
 waits of the compute queue for communication. Whatever may begin begins, whatever may end ends, in any order, until
-nothing changes. Nothing here is shared with `megatron_hetero.schedule.streams`.
+nothing changes. Nothing here is shared with `megatron_hetero.schedule.checks.streams`.
 
 A batch may leave things out: `absent` modules of micro-batches that have nothing for them, and `bare` messages of a
 crossing apart, which carry no row. Which start of a return comes in the middle of the backward, and which receive is
-put off, is what `megatron_hetero.schedule.runtime` does.
+put off, is what `megatron_hetero.execution.runtime` does.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from megatron_hetero.layout import Layout
+from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleKind, ScheduleSettings, sharing_encoders

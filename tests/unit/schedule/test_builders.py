@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.check import live_activations
+from megatron_hetero.schedule.checks.check import live_activations
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleKind, ScheduleSettings, default_settings
 from tests.unit.schedule.oracle import execute

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.communicators import DIRECTIONS, Crossing, Link, communicators
+from megatron_hetero.distributed.communicators import DIRECTIONS, Crossing, Link, communicators
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.check import ScheduleError, check
-from megatron_hetero.schedule.deadlock import find_cycle
+from megatron_hetero.schedule.checks.check import ScheduleError, check
+from megatron_hetero.schedule.checks.deadlock import find_cycle
+from megatron_hetero.schedule.checks.streams import Wiring, issues
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.semantics import needed_on_rank
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.schedule.streams import Wiring, issues
 from tests.unit.schedule.gpus import Gpus
 from tests.unit.schedule.shapes import layouts, schedules
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.tools.make_demo import DemoOptions, make_demo
+from megatron_hetero.cli.make_demo import DemoOptions, make_demo
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from megatron_hetero.errors import UserError
+from megatron_hetero.evaluation.generate import Answer, EvaluationResult, exact_match, main, result_table
 from megatron_hetero.models.qwen2_5_vl.folders import read_config
-from megatron_hetero.tools.evaluate import Answer, EvaluationResult, exact_match, main, result_table
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_a_checkpoint_is_no_model_yet(data: tuple[Path, Path], tmp_path: Path, c
     (tmp_path / "step-00000002/manifest.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "step-00000002"):
         assert main([str(folder), "--annotations", str(data[0])]) == 1
-        wanted = f"python -m megatron_hetero.tools.export {tmp_path}/step-00000002 DIR"
+        wanted = f"python -m megatron_hetero.cli.export {tmp_path}/step-00000002 DIR"
         assert wanted in capsys.readouterr().err
         with pytest.raises(UserError, match=re.escape(wanted)):
             read_config(folder, "model.hf_path")

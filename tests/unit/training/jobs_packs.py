@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megatron_hetero.layout import Layout
+from megatron_hetero.batch.step_plan import Balance, Images, MicroBatchPlan, PackShape, StepPlanner, image_encoder
+from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.qwen2_5_vl.geometry import Grid
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.training.step_plan import Balance, Images, MicroBatchPlan, PackShape, StepPlanner, image_encoder
-from megatron_hetero.training.token_shards import TokenShare
+from megatron_hetero.sharding.token_shards import TokenShare
 
 SHAPE = VisionShape(
     layers=2, hidden=16, heads=8, ffn=20, channels=3, patch=14, temporal_patch=2, merge=2, window=4,

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hetero.batch.step_plan import PackShape
 from megatron_hetero.boundary.communicator import BoundaryCommunicator, load_plan
 from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import DirectionPlan
-from megatron_hetero.layout import Layout
-from megatron_hetero.training.step_plan import PackShape
+from megatron_hetero.layout.layout import Layout
 from tests.support.pool import world
 from tests.unit.training.jobs_packs import (
     BATCHES,

@@ -15,14 +15,14 @@ from megatron.core import optimizer as megatron_optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.engine.gradients import scale_gradients
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
-from megatron_hetero.training.config import load_config
 from megatron_hetero.training.export import assemble, gather_parameters
-from megatron_hetero.training.gradients import scale_gradients
-from megatron_hetero.training.run import Run
+from megatron_hetero.training.trainer import Run
 from tests.support.pool import platform
 
 Arrays = dict[str, np.ndarray]

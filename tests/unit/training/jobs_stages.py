@@ -13,27 +13,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.layout import Layout
-from megatron_hetero.megatron_adapter import prepare_globals
-from megatron_hetero.models.attention import AttentionPlan, Segments
-from megatron_hetero.models.backend import TorchSpecProvider, te_provider
-from megatron_hetero.models.hf_folder import StoredWeights
+from megatron_hetero.config.schema import OptimizerConfig
+from megatron_hetero.distributed.megatron import prepare_globals
+from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.engine.gradients import reduce_gradients, scale_gradients
+from megatron_hetero.engine.module import TrainedModule, build_module, load_parameters
+from megatron_hetero.engine.optimizer import build_optimizer, set_learning_rates, update
+from megatron_hetero.hf.stored_weights import StoredWeights
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.common.attention import AttentionPlan, Segments
+from megatron_hetero.models.common.backend import TorchSpecProvider, te_provider
 from megatron_hetero.models.qwen2_5_vl.model_writer import companions_of
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.text import TextInput, TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionInput
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes, weight_map
-from megatron_hetero.models.stages import cut_stages, stages_of_rank
-from megatron_hetero.module_names import TEXT
-from megatron_hetero.platform import CPU, Platform
-from megatron_hetero.topology import Topology
-from megatron_hetero.training.config import OptimizerConfig
-from megatron_hetero.training.encoder_shards import EncoderShards
+from megatron_hetero.names import TEXT
+from megatron_hetero.sharding.encoder_shards import EncoderShards
+from megatron_hetero.sharding.stages import cut_stages, stages_of_rank
+from megatron_hetero.sharding.token_shards import TokenShards
 from megatron_hetero.training.export import assemble, export_model, gather_parameters
-from megatron_hetero.training.gradients import reduce_gradients, scale_gradients
-from megatron_hetero.training.modules import TrainedModule, build_module, load_parameters
-from megatron_hetero.training.optimizer import build_optimizer, set_learning_rates, update
-from megatron_hetero.training.token_shards import TokenShards
 
 Arrays = dict[str, np.ndarray]
 PLATFORM = Platform(CPU, "gloo")

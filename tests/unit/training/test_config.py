@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hetero.config.schema import Config, DatasetConfig, load_command, load_config, require_modules, to_yaml
 from megatron_hetero.errors import UserError
-from megatron_hetero.training.config import Config, DatasetConfig, load_command, load_config, require_modules, to_yaml
 
 MINIMAL = """
 model: {hf_path: model}

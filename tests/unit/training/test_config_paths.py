@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hetero.config.schema import Config, load_config
 from megatron_hetero.errors import UserError
-from megatron_hetero.training.config import Config, load_config
 
 
 def config(folder: Path, more: str = "") -> Config:
@@ -82,5 +82,5 @@ def test_the_default_may_be_a_link_to_itself(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "runs").symlink_to("runs")
     monkeypatch.chdir(tmp_path)
     line = "--model.hf_path m --data.registry.d.annotations a.json --data.datasets d"
-    with pytest.raises(UserError, match="log.dir: found .*runs, a link that leads to itself"):
+    with pytest.raises(UserError, match="log.dir: found .*runs.* .a link that leads to itself"):
         load_config(line.split())

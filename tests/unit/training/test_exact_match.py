@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.data.packing import IGNORED, PackedBatch
-from megatron_hetero.layout import Layout
-from megatron_hetero.training.exact_match import answer_counts, exact_match, supervised_samples
-from megatron_hetero.training.token_shards import TokenShards
+from megatron_hetero.evaluation.exact_match import answer_counts, exact_match, supervised_samples
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.sharding.token_shards import TokenShards
 
 LAYOUTS = ["dp:1@0", "cp:2@0-1", "cp:3@0-2", "sp:2@0-1", "tp:2,sp:2,cp:2@0-7", "cp:2,pp:2@0-3"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_hetero.training.config import Config, flag_table_markdown, load_config
-from megatron_hetero.training.flags import flag_rows
+from megatron_hetero.config.flags import flag_rows
+from megatron_hetero.config.schema import Config, flag_table_markdown, load_config
 
 FIELDS = """
 model.hf_path model.hf_path_vision model.fresh_projector model.dtype model.encoders.NAME.hf_path

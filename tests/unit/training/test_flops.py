@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_hetero.training.flops import (
+from megatron_hetero.models.common.flops import (
     Passes,
     TextFlopShape,
     VisionFlopShape,

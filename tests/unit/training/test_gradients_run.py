@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_hetero.training.gradients import GradientSummary, clip_factor
+from megatron_hetero.engine.gradients import GradientSummary, clip_factor
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle

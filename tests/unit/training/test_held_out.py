@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_hetero.training.held_out import evaluates
-from megatron_hetero.training.resolved import BatchShape
-from megatron_hetero.training.run import stretches
+from megatron_hetero.evaluation.held_out import evaluates
+from megatron_hetero.job import BatchShape
+from megatron_hetero.training.trainer import stretches
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.oracle import Oracle, TwoTowers
 from tests.support.pool import Pool

@@ -13,11 +13,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.layout import Layout, ModuleShape
-from megatron_hetero.layout_shape import divisors, problem_of
-from megatron_hetero.training.encoder_shards import EncoderShards
-from megatron_hetero.training.step_plan import PackShape
-from megatron_hetero.training.token_shards import TokenShards, TokenShare
+from megatron_hetero.batch.step_plan import PackShape
+from megatron_hetero.layout.degrees import divisors, problem_of
+from megatron_hetero.layout.layout import Layout, ModuleShape
+from megatron_hetero.sharding.encoder_shards import EncoderShards
+from megatron_hetero.sharding.token_shards import TokenShards, TokenShare
 from tests.unit.boundary.cases import PLACEMENTS, Placement
 from tests.unit.boundary.checks import check_everything
 from tests.unit.boundary.simulation import Boundary

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hetero.training.resolved import BatchShape
+from megatron_hetero.job import BatchShape
 from tests.support.folders import write_data
 from tests.support.pool import Pool
 from tests.unit.training import jobs_run as jobs

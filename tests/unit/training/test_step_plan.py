@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hetero.batch.step_plan import Images, MicroBatchPlan, PackShape
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout import Layout
-from megatron_hetero.models.context import zigzag_tokens
+from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.qwen2_5_vl.geometry import image_geometry
-from megatron_hetero.training.step_plan import Images, MicroBatchPlan, PackShape
+from megatron_hetero.sharding.context import zigzag_tokens
 from tests.unit.training.jobs_packs import (
     BATCHES,
     SHAPE,

@@ -13,7 +13,7 @@ from signal import SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 
-from megatron_hetero.launch import STOPPED_FILE
+from megatron_hetero.distributed.launch import STOPPED_FILE
 from megatron_hetero.training import stopping
 from megatron_hetero.training.stopping import SIGNALS, insists, stop_requests
 

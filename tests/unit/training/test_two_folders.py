@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from megatron_hetero.batch.sources import open_processor
+from megatron_hetero.config.schema import load_config
 from megatron_hetero.errors import UserError
+from megatron_hetero.job import checked
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name
-from megatron_hetero.training.config import load_config
-from megatron_hetero.training.resolved import checked
-from megatron_hetero.training.sources import open_processor
 from tests.support.folders import CORPUS, ModelChoice, randomise, train_tokenizer, write_model
 from tests.support.oracle import Oracle
 from tests.support.pool import Pool

@@ -1,0 +1,40 @@
+"""What a configuration reads from: its data sets and its model's processor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_hetero.config.schema import Config
+from megatron_hetero.data.mixture import Mixture, RegistryEntry
+from megatron_hetero.data.processing import EncoderSource, Processor
+
+
+def open_mixture(config: Config) -> Mixture:
+    """The data sets of `data.datasets`, loaded. Raises `UserError`."""
+    return _mixture(config, config.data.datasets, config.data.shuffle)
+
+
+def open_held_out(config: Config) -> dict[str, Mixture]:
+    """Each of the data sets of `eval.datasets`, loaded, in the order of its records. Raises `UserError`."""
+    return {name: _mixture(config, (name,), False) for name in config.eval.datasets}
+
+
+def _mixture(config: Config, datasets: Sequence[str], shuffle: bool) -> Mixture:
+    registry = {name: RegistryEntry(entry.annotations, entry.images) for name, entry in config.data.registry.items()}
+    return Mixture.parse(datasets, registry, shuffle, config.train.seed, config.model.encoder_names)
+
+
+def open_processor(config: Config) -> Processor:
+    """The tokenizer of `model.hf_path` and the image processor of each encoder. Raises `UserError`."""
+    further = {
+        name: EncoderSource(encoder.hf_path, encoder.token, encoder.min_pixels, encoder.max_pixels)
+        for name, encoder in config.model.encoders.items()
+    }
+    data = config.data
+    return Processor.from_folder(
+        config.model.hf_path,
+        data.min_pixels,
+        data.max_pixels,
+        encoders=further,
+        hf_path_vision=config.model.hf_path_vision,
+    )

@@ -1,0 +1,67 @@
+"""Micro-batches from the host to what the modules read on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_hetero.batch.step_loader import MicroBatch
+from megatron_hetero.boundary.communicator import load_plan
+from megatron_hetero.data.packing import IGNORED, PackedBatch
+from megatron_hetero.distributed.platform import Platform, on_device
+from megatron_hetero.execution.runtime import DeviceMicroBatch
+from megatron_hetero.models.common.attention import AttentionPlan, Segments
+from megatron_hetero.models.qwen2_5_vl.text import TextInput
+from megatron_hetero.models.qwen2_5_vl.vision import VisionInput
+from megatron_hetero.names import TEXT
+from megatron_hetero.sharding.encoder_shards import EncoderShare
+from megatron_hetero.sharding.token_shards import TokenShare
+
+PADDING_TOKEN = 0
+"""What shards are filled with: any token will do, since nothing attends to it and it predicts nothing."""
+
+
+def to_device(batch: MicroBatch, platform: Platform, dtype: torch.dtype) -> DeviceMicroBatch:
+    """Move one micro-batch; pixels arrive in `dtype`."""
+    plan, inputs = batch.plan, {}
+    for name, share in plan.encoders.items():
+        pixels = _move(batch.pixels[name], platform).to(dtype) if name in batch.pixels else None
+        inputs[name] = _vision_input(share, pixels, platform)
+    if plan.text is not None and batch.pack is not None:
+        inputs[TEXT] = _text_input(batch.pack, plan.text, platform)
+    return DeviceMicroBatch(inputs, {name: load_plan(part, platform.device) for name, part in plan.boundaries.items()})
+
+
+def _vision_input(share: EncoderShare, pixels: Tensor | None, platform: Platform) -> VisionInput:
+    attention = AttentionPlan(
+        full=Segments.of_pieces(share.pieces, platform.device, share.cp_lengths),
+        sp_lengths=share.sp_lengths,
+        cp_lengths=share.cp_lengths,
+        windows=Segments.of(share.windows, platform.device),
+    )
+    return VisionInput(pixels, _move(share.positions, platform), attention, share.padding)
+
+
+def _text_input(pack: PackedBatch, share: TokenShare, platform: Platform) -> TextInput:
+    """The tokens of this rank's shard, with the labels that belong to them."""
+    labels = pack.labels[share.tokens]
+    supervised = np.flatnonzero(labels != IGNORED)
+    padding = share.padded - len(share.tokens)
+    return TextInput(
+        tokens=_move(np.pad(pack.input_ids[share.tokens], (0, padding), constant_values=PADDING_TOKEN), platform),
+        positions=_move(pack.position_ids[:, share.tokens], platform),
+        supervised=_move(supervised, platform),
+        targets=_move(labels[supervised], platform),
+        rows_at=_move(share.rows_at, platform),
+        attention=AttentionPlan(
+            full=Segments.of_pieces(share.pieces, platform.device, share.cp_lengths),
+            sp_lengths=share.sp_lengths,
+            cp_lengths=share.cp_lengths,
+        ),
+    )
+
+
+def _move(values: np.ndarray | Tensor, platform: Platform) -> Tensor:
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    return on_device(tensor, platform.device)

@@ -1,0 +1,63 @@
+"""The tensors of a checkpoint, in terms of the model alone, so that every layout can read what any other wrote.
+
+For each tensor NAME of the model's `transformers` folder (those of further encoders with their prefix):
+
+    weights/NAME                          fp32 where it is trained (the master weights), else in the model's type; as in
+                                          its folder where weights were imported
+    exp_avg/NAME, exp_avg_sq/NAME         AdamW's moments, fp32, where it is trained
+    step/NAME                             the number of AdamW's updates of it, [1]
+
+and for each rank `random/RANK/...`, states of random generators. Padding is not stored, replicas and copies of tied
+weights once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from megatron_hetero.models.qwen2_5_vl.weights import group_of, prefix_of
+from megatron_hetero.names import TEXT
+
+WEIGHTS, STEP, RANDOM = "weights", "step", "random"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A rectangle of the tensor `key`, of shape `size`: it begins at `offsets`, and its values are (or go) in
+    `values`, a view.
+    """
+
+    key: str
+    size: Shape
+    offsets: Shape
+    values: Tensor
+
+
+def matrix(shape: Shape) -> Shape:
+    """A stored tensor's shape as checkpoints have it: of at most two dims."""
+    return shape if len(shape) <= 2 else (shape[0], prod(shape[1:]))
+
+
+def expected_shapes(shapes: Mapping[str, Shape], freeze: Collection[str], adamw: bool) -> dict[str, Shape]:
+    """Every tensor of a checkpoint of a model with the stored `shapes`, but for random states."""
+    trained = {name: shape for name, shape in shapes.items() if adamw and part_of(name, shapes) not in freeze}
+    expected = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
+    expected |= {f"{kind}/{name}": matrix(shape) for kind in MOMENTS for name, shape in trained.items()}
+    return expected | {f"{STEP}/{name}": (1,) for name in trained}
+
+
+def part_of(stored: str, shapes: Mapping[str, Shape]) -> str:
+    """The part of the model (as `model.freeze` names them) of a stored tensor."""
+    before, mark, within = stored.partition("visual.")
+    if not mark or stored not in shapes:
+        return TEXT
+    encoder = before.rstrip(".") or "vision"
+    assert stored.startswith(prefix_of(encoder)), f"{stored} is not a tensor of encoder {encoder}"
+    return group_of(encoder, within)

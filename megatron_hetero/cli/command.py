@@ -1,0 +1,67 @@
+"""What the tools for checkpoints have in common: flags for folders, and a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_hetero.errors import UserError, quoted
+from megatron_hetero.files.paths import unusable
+
+if TYPE_CHECKING:
+    from megatron_hetero.checkpoint.exporting import Advance
+
+
+def a_path(text: str) -> Path:
+    """A path that a file can have, for `argparse`."""
+    why = "nothing" if not text else "a NUL character" if "\0" in text else unusable(Path(text).absolute())
+    if why is not None:
+        raise argparse.ArgumentTypeError(f"expected a path that a file can have, found {quoted(text)} ({why})")
+    return Path(text)
+
+
+def add_encoders(parser: argparse.ArgumentParser, text: str) -> None:
+    """Give the command line `--encoder NAME=DIR`, with its help."""
+    parser.add_argument("--encoder", type=_named_folder, action="append", default=[], metavar="NAME=DIR", help=text)
+
+
+def _named_folder(text: str) -> tuple[str, Path]:
+    """`NAME=DIR` as a name and a folder, for `argparse`."""
+    name, equals, folder = text.partition("=")
+    if not name or not equals or not folder:
+        raise argparse.ArgumentTypeError(f"expected NAME=DIR, found {text}")
+    return name, a_path(folder)
+
+
+def by_name(given: Sequence[tuple[str, Path]]) -> dict[str, Path]:
+    """The folders of `--encoder`. Raises `UserError` where one is given twice."""
+    folders = dict(given)
+    if len(folders) < len(given):
+        names = ", ".join(name for name, _ in given)
+        raise UserError.at("--encoder", found=names, expected="each name once", fix="remove the repetition")
+    return folders
+
+
+@contextmanager
+def progress() -> Iterator[Advance]:
+    """A bar on a terminal, nothing elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda what, done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as shown:
+        tasks = {}
+
+        def advance(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = shown.add_task(what, total=total)
+            shown.update(tasks[what], completed=done)
+
+        yield advance

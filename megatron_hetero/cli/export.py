@@ -1,0 +1,80 @@
+"""A checkpoint as a `transformers` folder, without a GPU or torchrun.
+
+    python -m megatron_hetero.cli.export CHECKPOINT HF_DIR [--dtype float32|bfloat16|stored]
+
+The checkpoint is checked file by file first. One shard of the model at a time is in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+from rich.filesize import decimal
+
+from megatron_hetero.cli.command import a_path, add_encoders, by_name, progress
+from megatron_hetero.distributed.launch import ended
+from megatron_hetero.terminal import Parser
+
+# What reads checkpoints is imported where it is used: it brings torch, which takes seconds that `--help` need not wait
+# for, and which Ctrl-C may interrupt.
+
+
+def export(options: argparse.Namespace) -> str:
+    """What the command line asks for; returns what was done. Raises `UserError`."""
+    from megatron_hetero.checkpoint.exporting import OpenCheckpoint, export_checkpoint
+    from megatron_hetero.checkpoint.model_sources import ModelSources
+
+    start, target, encoders = time.perf_counter(), options.hf_dir.absolute(), by_name(options.encoder)
+    with progress() as advance:
+        checkpoint = OpenCheckpoint.open(options.checkpoint, advance)
+        sources = ModelSources.recorded(checkpoint.record.config).moved(options.model, options.vision, encoders)
+        limit = round(options.shard_gb * 10**9)
+        done = export_checkpoint(checkpoint, target, sources, options.dtype, limit, advance)
+    newest = f", the newest in {options.checkpoint}" if checkpoint.folder != options.checkpoint else ""
+    return (
+        f"wrote {options.hf_dir}: {done.tensors} tensors, {decimal(done.size)}, {' and '.join(done.dtypes)}, "
+        f"in {time.perf_counter() - start:.1f} s, from {checkpoint.folder}{newest}"
+    )
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected more than 0, found {text}")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m megatron_hetero.cli.export",
+        description="Write the model of a checkpoint in transformers format.",
+    )
+    parser.add_argument(
+        "checkpoint", type=a_path, metavar="CHECKPOINT", help="its folder, or one of checkpoints: newest"
+    )
+    parser.add_argument(
+        "hf_dir", type=a_path, metavar="HF_DIR", help="where to write: new, empty, or an earlier export"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "stored"),
+        help="type of the weights (default: model.dtype of the run); stored: each as the checkpoint has it",
+    )
+    parser.add_argument("--model", type=a_path, metavar="DIR", help="where the folder of model.hf_path is now")
+    parser.add_argument("--vision", type=a_path, metavar="DIR", help="where that of model.hf_path_vision is now")
+    add_encoders(parser, "where that of model.encoders.NAME.hf_path is now")
+    parser.add_argument(
+        "--shard-gb", type=_positive, default=5.0, metavar="GB", help="largest file of weights, in 10^9 bytes (5)"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return ended(lambda: export(_parser().parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,109 @@
+"""Shows what the model is trained on: ``python -m megatron_hetero.cli.inspect_data --config FILE -n 5``.
+
+For each of the first samples: the rendered text with the supervised tokens coloured and set in ⟦ ⟧, image sizes and
+grids. All flags of training are understood, so a run can be inspected by its own command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.markup import escape
+from rich.text import Text
+
+from megatron_hetero.data import pictures
+from megatron_hetero.data.processing import Processor, TokenizedSample
+from megatron_hetero.distributed.launch import ended
+from megatron_hetero.errors import printable
+from megatron_hetero.terminal import Parser, console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_hetero.config.schema import Config
+
+_SUPERVISED = "bold green"
+_SUPERVISED_MARKS = ("⟦", "⟧")
+
+
+def rendered(processor: Processor, sample: TokenizedSample) -> Text:
+    """The sample's text as the model reads it; supervised stretches are marked, an image's tokens counted."""
+    text = Text()
+    keys = zip(sample.supervised.tolist(), np.isin(sample.input_ids, processor.row_tokens).tolist(), strict=True)
+    position = 0
+    for (supervised, is_image), run in groupby(keys):
+        size = sum(1 for _ in run)
+        ids = sample.input_ids[position : position + size].tolist()
+        position += size
+        if is_image:
+            text.append(f"{processor.tokenizer.decode(ids[:1])}×{size}", "cyan")
+        elif supervised:
+            text.append(printable(processor.tokenizer.decode(ids), but="\n\t").join(_SUPERVISED_MARKS), _SUPERVISED)
+        else:
+            text.append(printable(processor.tokenizer.decode(ids), but="\n\t"))
+    return text
+
+
+def show_sample(console: Console, processor: Processor, sample: TokenizedSample, max_seq_length: int | None) -> None:
+    """Prints one sample."""
+    record = sample.record
+    note = " — longer than data.max_seq_length" if max_seq_length and len(sample) > max_seq_length else ""
+    # Not a rule: it would cut long paths.
+    console.print(Text(printable(f"── {record.where} ({record.dataset})"), "bold"), soft_wrap=True)
+    console.print(rendered(processor, sample), soft_wrap=True)
+    console.print(f"tokens: {len(sample)}, supervised: {int(sample.supervised.sum())}{note}", highlight=False)
+    for k, grid in enumerate(sample.grids.tolist()):
+        reader = processor.readers[record.encoders[k]]
+        width, height = pictures.picture_size(record.image_path(k), record.where, reader.max_image_pixels)
+        to = f" for {record.encoders[k]}" if len(processor.readers) > 1 else ""
+        line = f"image {k}{to}: {record.images[k]}, {width}×{height} px → "
+        size = f"{grid[2] * reader.patch_size}×{grid[1] * reader.patch_size} px"
+        text = f"{printable(line)}{size}, grid {tuple(grid)} (t, h, w), {sample.rows[k]} tokens"
+        console.print(Text(text), soft_wrap=True)
+
+
+def show(config: Config, count: int, console: Console) -> None:
+    """Prints the first ``count`` samples that a run with this configuration reads."""
+    from megatron_hetero.batch.sources import open_mixture, open_processor
+
+    mixture, processor = open_mixture(config), open_processor(config)
+    for i in range(count):
+        show_sample(console, processor, processor.tokenize(mixture[i]), config.data.max_seq_length)
+    sources = ", ".join(f"{share} ({len(annotations)} records)" for annotations, share in mixture.parts)
+    console.print(escape(f"{len(mixture)} samples per epoch from {sources}"), highlight=False, soft_wrap=True)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, found {text}")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m megatron_hetero.cli.inspect_data",
+        description="Print samples as the model is trained on them. All flags of training are accepted.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", type=_count, default=5, metavar="COUNT", help="how many samples to print (default 5)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    return ended(lambda: _inspect(*_parser().parse_known_args(argv)))
+
+
+def _inspect(options: argparse.Namespace, flags: list[str]) -> None:
+    from megatron_hetero.config.schema import load_config
+
+    show(load_config(flags), options.n, console())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

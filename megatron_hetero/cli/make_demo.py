@@ -1,0 +1,192 @@
+"""Make everything that a first training run needs: a small model, drawn pictures with questions, a configuration.
+
+python -m megatron_hetero.cli.make_demo DIR [--seed N] [--train-pictures N] [--heldout-questions N] [--force]
+
+DIR/model/               Qwen2.5-VL in `transformers` format with random weights, tokenizer and image processor
+DIR/data/train.jsonl     questions about pictures, LLaVA-style
+DIR/data/heldout.jsonl   questions about combinations of properties that training never shows
+DIR/data/images/*.png
+DIR/config.yaml          the configuration of the run
+DIR/demo.json            the options it was made with
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_hetero.cli.command import a_path
+from megatron_hetero.cli.demo.config import run_config
+from megatron_hetero.cli.demo.model import SYSTEM_PROMPT, ModelShape, write_model
+from megatron_hetero.cli.demo.pictures import draw
+from megatron_hetero.cli.demo.records import Sample, held_out_samples, training_samples
+from megatron_hetero.distributed.launch import ended
+from megatron_hetero.errors import UserError
+from megatron_hetero.terminal import Parser
+
+# Moved into place in this order: the marker comes last, so a folder that has it is complete.
+MARKER = "demo.json"
+PARTS = ("model", "data", "config.yaml", MARKER)
+# To be raised when the same options come to mean other bytes.
+FORMAT = 1
+WORK = ".making-"
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What decides every byte of the demo."""
+
+    seed: int = 0
+    train_pictures: int = 8000
+    heldout_questions: int = 320
+    shape: ModelShape = field(default_factory=ModelShape)
+
+    def __post_init__(self) -> None:
+        for name, least in {"seed": 0, "train_pictures": 1, "heldout_questions": 1}.items():
+            if (value := getattr(self, name)) < least:
+                flag = "--" + name.replace("_", "-")
+                raise UserError.at(flag, found=str(value), expected=f"{least} or more", fix=f"raise {flag}")
+
+    def to_json(self) -> str:
+        """The text of the marker file."""
+        return json.dumps({"format": FORMAT} | asdict(self), indent=2) + "\n"
+
+
+def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool = False) -> bool:
+    """Writes the demo into `folder`, all of it or nothing.
+
+    Args:
+        folder: new, empty, or holding this demo already.
+        options: seed and sizes.
+        force: replace what this tool writes in a folder that holds other things; the rest of it is left alone.
+
+    Returns:
+        False if the folder held the very same demo already and nothing was written.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    options = options or DemoOptions()
+    if not force and _holds(folder, options):
+        return False
+    if not force:
+        _refuse_other_content(folder)
+    try:
+        _write_all(folder, options)
+    except OSError as error:
+        raise UserError.at(
+            folder, found=str(error), expected="a folder that can be written", fix="choose another DIR, or make space"
+        ) from error
+    return True
+
+
+def _holds(folder: Path, options: DemoOptions) -> bool:
+    complete = all((folder / part).exists() for part in PARTS)
+    return complete and (folder / MARKER).read_text(encoding="utf-8") == options.to_json()
+
+
+def _refuse_other_content(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise UserError.at(folder, found="a file", expected="a folder", fix="choose another DIR")
+    names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    others = [name for name in names if not name.startswith(WORK)]
+    if others:
+        raise UserError.at(
+            folder,
+            found=f"{', '.join(others[:5])}{', ...' if len(others) > 5 else ''}",
+            expected="a new or empty folder, or one with the demo of the same options",
+            because=f"{', '.join(PARTS)} would be replaced",
+            fix="choose another DIR, or add --force to replace just those",
+        )
+
+
+def _write_all(folder: Path, options: DemoOptions) -> None:
+    """Writes beside the destination and then moves, so that a run cut short leaves no half of a demo."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as name:
+        made = Path(name)
+        _write_parts(made, options)
+        (folder / MARKER).unlink(missing_ok=True)
+        for part in PARTS:
+            _remove(folder / part)
+            (made / part).rename(folder / part)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write_parts(folder: Path, options: DemoOptions) -> None:
+    train = training_samples(options.train_pictures, options.seed)
+    held_out = held_out_samples(options.heldout_questions, options.seed)
+    data = folder / "data"
+    (data / "images").mkdir(parents=True)
+    _write_samples(data, "train", train)
+    _write_samples(data, "heldout", held_out)
+    write_model(folder / "model", _corpus(train), options.shape, options.seed)
+    (folder / "config.yaml").write_text(_config_text(options), encoding="utf-8")
+    (folder / MARKER).write_text(options.to_json(), encoding="utf-8")
+
+
+def _write_samples(data: Path, split: str, samples: Sequence[Sample]) -> None:
+    with open(data / f"{split}.jsonl", "w", encoding="utf-8") as file:
+        for k, sample in enumerate(samples):
+            name = f"{split}-{k:05d}"
+            file.write(json.dumps(sample.record(name)) + "\n")
+            for picture, scene in zip(sample.files(name), sample.scenes, strict=True):
+                draw(scene).save(data / "images" / picture)
+
+
+def _corpus(samples: Iterable[Sample]) -> list[str]:
+    """All text that the tokenizer will meet."""
+    return [SYSTEM_PROMPT, "system user assistant"] + [text for s in samples for text in (s.question, s.answer)]
+
+
+def _config_text(options: DemoOptions) -> str:
+    head = "# The demo's run. Paths are relative to this file.\n"
+    return head + yaml.safe_dump(run_config(options.seed), sort_keys=False, default_flow_style=None, width=100)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m megatron_hetero.cli.make_demo",
+        description="Make a small Qwen2.5-VL with random weights, drawn pictures with questions, and a configuration.",
+    )
+    default, shape = DemoOptions(), ModelShape()
+    parser.add_argument("folder", type=a_path, metavar="DIR", help="where to write: a new or empty folder")
+    parser.add_argument("--seed", type=int, default=default.seed, help="decides weights, pictures and questions")
+    parser.add_argument("--train-pictures", type=int, default=default.train_pictures, help="pictures to train on")
+    parser.add_argument("--heldout-questions", type=int, default=default.heldout_questions, help="questions held out")
+    for name, value in asdict(shape).items():
+        if isinstance(value, int):
+            flag = "--" + name.replace("_", "-")
+            parser.add_argument(flag, type=int, default=value, help=f"size of the model (default {value})")
+    parser.add_argument("--force", action="store_true", help=f"replace {', '.join(PARTS)} in DIR, nothing else")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return ended(lambda: _make(vars(_parser().parse_args(arguments))))
+
+
+def _make(given: dict[str, Any]) -> str:
+    folder, force = given.pop("folder"), given.pop("force")
+    sizes = {name: given.pop(name) for name in asdict(ModelShape()) if name in given}
+    written = make_demo(folder, DemoOptions(**given, shape=ModelShape(**sizes)), force=force)
+    return f"{'wrote' if written else 'the same demo is already in'} {folder}; next: --config {folder / 'config.yaml'}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

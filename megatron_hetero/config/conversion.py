@@ -1,0 +1,154 @@
+"""Turns what a YAML file or the command line says into a value of the type that a field has.
+
+YAML and flags take the same path. Flags bring text, so numbers and booleans may be written as text.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import reprlib
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from megatron_hetero.files.paths import is_loop, unusable
+from megatron_hetero.layout.grammar import did_you_mean
+
+
+class ConversionError(Exception):
+    """What was found and what was expected of a value."""
+
+    def __init__(self, found: str, expected: str) -> None:
+        super().__init__(found)
+        self.found, self.expected = found, expected
+
+
+def convert(value: object, kind: Any, base: Path) -> Any:
+    """`value` as a `kind`.
+
+    Args:
+        value: what YAML gives: text, a number, a boolean, None or a list of these.
+        kind: str, int, float, bool, Path, a Literal of texts, one of these or None, a tuple of one of these, or a
+            Literal and what any other value is.
+        base: the folder that relative paths start from.
+
+    Raises:
+        ConversionError: the value does not fit.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        if NoneType in args and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
+            return None
+        *words, other = (arg for arg in args if arg is not NoneType)
+        return _word_or(value, [word for kind in words for word in get_args(kind)], other, base)
+    if origin is Literal:
+        return _choice(value, args)
+    if origin is tuple:
+        return _items(value, args, kind, base)
+    if kind is Path:
+        return _path(value, base)
+    return _SCALARS[kind](value)
+
+
+def describe(kind: Any) -> str:
+    """The values that a type takes, in a user's words."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return " or ".join("none" if arg is NoneType else describe(arg) for arg in args)
+    if origin is Literal:
+        return "|".join(args)
+    if origin is tuple:
+        return f"list of {describe(args[0])}" if args[-1] is Ellipsis else f"{len(args)} {describe(args[0])}s"
+    return {str: "text", int: "integer", float: "number", bool: "true|false", Path: "path"}[kind]
+
+
+def show(value: object) -> str:
+    """A value as an error message quotes it, with its type."""
+    if value is None:
+        return "nothing"
+    names = {bool: "the boolean", int: "the integer", float: "the number", str: "the text", list: "the list"}
+    # Of lists and mappings the first items: aliases of YAML make a few lines as long as they like.
+    text = str(value).lower() if isinstance(value, bool) else value if isinstance(value, str) else reprlib.repr(value)
+    return f"{names.get(type(value), f'a {type(value).__name__}')} `{text[:80]}`"
+
+
+def _word_or(value: object, words: list[str], other: Any, base: Path) -> Any:
+    """One of the `words`, or what `other` makes of the value."""
+    if value in words:
+        return value
+    try:
+        return convert(value, other, base)
+    except ConversionError as error:
+        raise ConversionError(error.found, " or ".join(filter(None, [", ".join(words), error.expected]))) from None
+
+
+def _choice(value: object, options: tuple[str, ...]) -> str:
+    if value in options:
+        return str(value)
+    hint = did_you_mean(value, options) if isinstance(value, str) else ""
+    raise ConversionError(f"{show(value)}{hint}", f"one of {', '.join(options)}")
+
+
+def _items(value: object, args: tuple[Any, ...], kind: Any, base: Path) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ConversionError(show(value), f"a {describe(kind)}" if args[-1] is Ellipsis else describe(kind))
+    if args[-1] is not Ellipsis and len(value) != len(args):
+        raise ConversionError(f"{len(value)} values", f"{len(args)}")
+    return tuple(convert(item, args[0], base) for item in value)
+
+
+def _path(value: object, base: Path) -> Path:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ConversionError(show(value), "a path")
+    try:
+        home = Path(value).expanduser()
+    except RuntimeError:
+        raise ConversionError(show(value), "a path whose home folder exists") from None
+    # Links stay as the user wrote them, so that messages name a path that the user knows.
+    path = Path(os.path.abspath(base / home))
+    if (why := unusable(path)) is not None:
+        raise ConversionError(f"{show(value)}, {why}", "a path that a file can have")
+    if is_loop(path):
+        raise ConversionError(f"{show(value)}, a link that leads to itself", "a path that leads somewhere")
+    return path
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ConversionError(show(value), "text")
+    return value
+
+
+def _boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise ConversionError(show(value), "true or false")
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9][0-9_]{0,18}", value):
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) < 2**63:
+            return value
+        raise ConversionError(show(value), "an integer of 64 bits")
+    raise ConversionError(show(value), "an integer")
+
+
+def _number(value: object) -> float:
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    raise ConversionError(show(value), "a finite number")
+
+
+_SCALARS: dict[Any, Callable[[object], Any]] = {str: _text, bool: _boolean, int: _integer, float: _number}

@@ -1,0 +1,228 @@
+"""The command line: a flag is the path of a setting, ``--train.iters 20``, ``--data.registry.NAME.images DIR``.
+
+Lists take several values (``--data.datasets a b%50``). ``--MODULE-parallel X`` is short for
+``--parallel.MODULE X``. Relative paths start from the current directory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, get_origin
+
+from rich.console import Console
+from rich.text import Text
+
+from megatron_hetero.config.conversion import describe
+from megatron_hetero.config.load import Setting, Tree, children, is_leaf, item_type, shown_name, step
+from megatron_hetero.environment.ranks import LAUNCHER
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean
+
+
+class PlanRequest(NamedTuple):
+    """That a plan is wanted in place of training: for how many ranks, the file of its picture, if any, and whether the
+    files that training reads are looked for.
+    """
+
+    world_size: int = 1
+    picture: Path | None = None
+    files: bool = False
+
+
+class CommandLine(NamedTuple):
+    """What the command line says: the settings, the configuration file if any, whether help is wanted, and the plan if
+    one is.
+    """
+
+    settings: Tree
+    config: Path | None
+    help: bool
+    plan: PlanRequest | None = None
+
+
+PLAN_FLAGS = {
+    "--plan": (
+        "no value",
+        "off",
+        "Print what training would take instead: parameters, traffic, memory, schedule.",
+    ),
+    "--world-size": ("integer", "1", "Number of ranks that `--plan` is for."),
+    "--plan-files": ("no value", "off", "Refuse a plan where weights, annotations or image folders are not there."),
+    "--plan-svg": ("path", "none", "Draw topology and schedule of the plan too, to a file that ends in .svg or .png."),
+}
+"""Flags without a setting: values, default and meaning."""
+
+
+def read_flags(argv: Sequence[str], root: type) -> CommandLine:
+    """The command line for the dataclass `root`.
+
+    Raises:
+        UserError: a flag is unknown, given twice, or has too few or too many values.
+    """
+    tree: Tree = {}
+    config, planned = None, {}
+    for flag, values in _flags(argv):
+        if flag in ("--help", "-h"):
+            return CommandLine({}, None, True)
+        if flag == "--config":
+            config = Path(_one(flag, values))
+        elif flag in PLAN_FLAGS:
+            planned[flag] = values
+        else:
+            _insert(tree, flag, values, root)
+    return CommandLine(tree, config, False, _plan_request(planned))
+
+
+def _plan_request(given: Mapping[str, list[str]]) -> PlanRequest | None:
+    """The plan that `PLAN_FLAGS` ask for. Raises `UserError`."""
+    for flag in ("--plan", "--plan-files"):
+        if values := given.get(flag):
+            raise UserError.at(flag, found=f"`{values[0]}`", expected="no value", fix=f"write {flag} alone")
+    if "--plan" not in given:
+        for flag in given:
+            raise without_plan(flag)
+        return None
+    picture = Path(_one("--plan-svg", given["--plan-svg"])).absolute() if "--plan-svg" in given else None
+    return PlanRequest(_world_size(given.get("--world-size", ["1"])), picture, "--plan-files" in given)
+
+
+def without_plan(flag: str) -> UserError:
+    """For a flag that only a plan uses, on a command line that asks for none."""
+    why, fix = "only a plan uses it", "add --plan to plan, or remove it to train"
+    if flag == "--world-size":
+        why = "training runs on the ranks that torchrun starts"
+        fix = f"add --plan, or start training with {LAUNCHER} --nproc-per-node"
+    return UserError.at(flag, found="it without --plan", expected="both", because=why, fix=fix)
+
+
+def _world_size(values: list[str]) -> int:
+    text = _one("--world-size", values)
+    if not re.fullmatch("[0-9]+", text) or not 1 <= int(text) <= MOST_PLANNED:
+        expected = f"a number of ranks from 1 to {MOST_PLANNED}"
+        raise UserError.at("--world-size", found=f"`{text}`", expected=expected, fix="write --world-size 8")
+    return int(text)
+
+
+def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with its values."""
+    found: dict[str, list[str]] = {}
+    flag = ""
+    for word in argv:
+        if word.startswith("--") or word == "-h":
+            flag, equals, value = word.partition("=")
+            if flag in found:
+                why = "only one can win"
+                raise UserError.at(flag, found="it twice", expected="it once", because=why, fix="remove one")
+            found[flag] = [value] if equals else []
+        elif not flag:
+            expected = "a flag such as --config FILE"
+            raise UserError.at("command line", found=f"`{word}`", expected=expected, fix="see --help")
+        else:
+            found[flag].append(word)
+    yield from found.items()
+
+
+def _one(flag: str, values: list[str]) -> str:
+    if len(values) != 1:
+        found = f"{len(values)} values ({' '.join(values)})" if values else "no value"
+        raise UserError.at(flag, found=found, expected="one", fix=f"write {flag} VALUE")
+    return values[0]
+
+
+def _insert(tree: Tree, flag: str, values: list[str], root: type) -> None:
+    short = re.fullmatch(r"--([^.]+)-parallel", flag)
+    path = ("parallel", short[1]) if short else tuple(flag.removeprefix("--").split("."))
+    kind: Any = root
+    for i, name in enumerate(path):
+        if is_leaf(kind) or not name:
+            raise _no_such_flag(flag, root)
+        kind = step(kind, name, path[:i], _hint(flag, root) if i == 0 else flag)
+    if not is_leaf(kind):
+        raise _no_such_flag(flag, root)
+    *parents, last = path
+    for name in parents:
+        tree = tree.setdefault(name, {})
+    if last in tree:
+        raise UserError.at(flag, found=f"a second flag for {'.'.join(path)}", expected="one", fix="remove one")
+    value = values if get_origin(kind) is tuple else _one(flag, values)
+    tree[last] = Setting(value, flag, Path.cwd())
+
+
+def _hint(flag: str, root: type) -> str:
+    """The flag, with the full name of one that was perhaps meant, for flags whose section is unknown."""
+    return f"{flag}{did_you_mean(flag, [row.flag for row in flag_rows(root)])}"
+
+
+def _no_such_flag(flag: str, root: type) -> UserError:
+    below = [row.flag for row in flag_rows(root) if row.flag.startswith(f"{flag}.")]
+    guess = f" (it has {', '.join(below)})" if below else did_you_mean(flag, [row.flag for row in flag_rows(root)])
+    found = f"a flag that does not exist{guess}"
+    return UserError.at(flag, found=found, expected="--SECTION.FIELD", fix="see --help")
+
+
+# --------------------------------------------------------------------------------------- documentation
+
+
+class FlagRow(NamedTuple):
+    """One flag as `--help` and the README show it."""
+
+    flag: str
+    values: str
+    default: str
+    text: str
+
+
+@lru_cache
+def flag_rows(root: type) -> tuple[FlagRow, ...]:
+    """Every flag, in the order of the configuration."""
+    config = FlagRow("--config", "path", "none", "YAML file with settings; flags win over it.")
+    return config, *(FlagRow(flag, *shown) for flag, shown in PLAN_FLAGS.items()), *_rows(root, "--")
+
+
+def print_help(root: type) -> None:
+    """Prints every flag with its values, default and meaning."""
+    console = Console(highlight=False)
+    console.print("Flags win over the YAML file, the file wins over the defaults.\n", soft_wrap=True)
+    for row in flag_rows(root):
+        text = f"  [{row.values}]  (default: {row.default})\n    {row.text}"
+        console.print(Text.assemble((row.flag, "bold"), text), soft_wrap=True)
+
+
+def markdown_table(root: type) -> str:
+    """The flags as a table in Markdown."""
+    lines = ["| flag | values | default | meaning |", "|---|---|---|---|"]
+    for row in flag_rows(root):
+        flag, values, default, text = (cell.replace("|", "\\|") for cell in row)
+        lines.append(f"| `{flag}` | {values} | `{default}` | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def _rows(kind: Any, prefix: str) -> Iterator[FlagRow]:
+    types = children(kind) or {}
+    for f in fields(kind):
+        name = shown_name(f)
+        inner, text, default = types[name], f.metadata.get("help", ""), _default(f)
+        if is_dataclass(inner):
+            yield from _rows(inner, f"{prefix}{name}.")
+        elif is_leaf(inner):
+            yield FlagRow(f"{prefix}{name}", describe(inner), default, text)
+        elif name == "parallel":
+            yield FlagRow("--MODULE-parallel", "layout", default, text)
+        elif is_dataclass(item := item_type(inner)):
+            yield from _rows(item, f"{prefix}{name}.NAME.")
+        else:
+            yield FlagRow(f"{prefix}{name}.MODULE", describe(item), default, text)
+
+
+def _default(f: Any) -> str:
+    if shown := f.metadata.get("shown"):
+        return shown
+    if f.default is MISSING:
+        return "required"
+    if isinstance(f.default, bool) or f.default is None:
+        return str(f.default).lower()
+    return (" ".join(map(str, f.default)) or "none") if isinstance(f.default, tuple) else str(f.default)

@@ -1,0 +1,1 @@
+"""Ranks and process groups: how they start, meet, agree and fail together."""

@@ -1,0 +1,215 @@
+"""Which communicators a topology has, and which calls make them. Pure; `Topology.build` makes them.
+
+On NCCL a communicator is one queue: what is put into it runs one after the other, and a receive that was posted early
+holds up all that follows it. So a communicator has one use and, where things are posted early, one direction:
+
+    use                    ranks                                          communicates
+    axes of a module       a group of the layout along `tp`, `sp`, `cp`   inside layers, in step with the computation
+                           along `sp`, `cp` and `dp`                      gradients and parameters, at the end of a step
+                           first and last stage                           gradients of a tied embedding
+    link of a pipeline     two: a stage and the one it sends to           activations, or gradients, one way
+    boundary               the encoder's last stage and the text's first  rows, or their gradients, one way
+
+Uses that are in step with the computation share a communicator where their groups are the same: a rank does one after
+the other anyway. Links and boundaries share with nobody.
+
+Groups that have no rank in common are made together, by one call that every rank makes (`ncclCommSplit`, a colour for
+each group). They are one *kind* here, so that the number of calls does not grow with the number of ranks or with
+degrees: at most five for the axes of a module, three for each direction of a pipeline, one for each direction of a
+boundary. A group of one rank needs no communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from megatron_hetero.layout.layout import Layout
+
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+Ranks = tuple[int, ...]
+
+GRADIENT_AXES = ("sp", "cp", "dp")
+"""Ranks that hold the same parameters and different tokens."""
+
+ENDS = ("first and last pp",)
+"""The pairs of ranks of the first and the last stage that differ in nothing else."""
+
+AXES_OF_GROUPS: tuple[tuple[str, ...], ...] = (("tp",), ("sp",), ("cp",), GRADIENT_AXES)
+"""Along what every module communicates."""
+
+
+class Axes(NamedTuple):
+    """Communication of a module along axes of its layout, or between `ENDS`."""
+
+    module: str
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.module} {','.join(self.axes)}"
+
+
+class Link(NamedTuple):
+    """What the ranks at pipeline coordinate `sender` of a module send to the next stage (`forward`) or the one before.
+
+    With virtual stages the last coordinate's next one is the first.
+    """
+
+    module: str
+    direction: Direction
+    sender: int
+
+    def __str__(self) -> str:
+        return f"{self.module} {self.direction} from stage {self.sender}"
+
+
+class Crossing(NamedTuple):
+    """Rows from `source` to `destination` (`forward`), or their gradients back."""
+
+    source: str
+    destination: str
+    direction: Direction
+
+    def __str__(self) -> str:
+        ends = (self.source, self.destination) if self.direction == "forward" else (self.destination, self.source)
+        return ">".join(ends)
+
+
+Use = Axes | Link | Crossing
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Communicators that one call makes, and which groups of ranks use them for what.
+
+    Groups are of at least two ranks, ascending. Several uses are in step with the computation and have the same groups,
+    or they are links of one direction that have no rank in common.
+    """
+
+    members: tuple[tuple[Use, tuple[Ranks, ...]], ...]
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """What the communicators are used for."""
+        return tuple(use for use, _ in self.members)
+
+    @cached_property
+    def groups(self) -> tuple[Ranks, ...]:
+        """The ranks of each communicator; no rank is in two of them."""
+        return tuple(dict.fromkeys(ranks for _, groups in self.members for ranks in groups))
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether all uses are in step with the computation."""
+        return all(isinstance(use, Axes) for use in self.uses)
+
+    def uses_of(self, rank: int) -> tuple[Use, ...]:
+        """What `rank` uses its communicator of this kind for; nothing where it has none."""
+        return tuple(use for use, groups in self.members if group_of(groups, rank) is not None)
+
+    def __str__(self) -> str:
+        if isinstance(first := self.uses[0], Link):
+            senders = ", ".join(str(use.sender) for use in self.uses if isinstance(use, Link))
+            return f"{first.module} {first.direction} from stages {senders}"
+        return ", ".join(map(str, self.uses))
+
+
+def group_of(groups: Sequence[Ranks], rank: int) -> Ranks | None:
+    """The one of `groups` that `rank` is in, if any."""
+    return next((ranks for ranks in groups if rank in ranks), None)
+
+
+def communicators(
+    layouts: Mapping[str, Layout],
+    *,
+    edges: Collection[tuple[str, str]] = (),
+    tied: Collection[str] = (),
+    interleaved: Collection[str] = (),
+) -> tuple[Kind, ...]:
+    """All communicators of the device besides that of the world, in the order in which they are made.
+
+    Args:
+        layouts: of the modules, by name.
+        edges: (from, to), the boundaries between modules.
+        tied: modules whose first and last stage hold copies of one parameter.
+        interleaved: modules with virtual stages.
+    """
+    kinds = (
+        *_axis_kinds(layouts, tied),
+        *(kind for name, layout in layouts.items() for kind in _link_kinds(name, layout, name in interleaved)),
+        *(_crossing_kind(layouts, *edge, direction) for edge in edges for direction in DIRECTIONS),
+    )
+    return tuple(kind for kind in kinds if kind.groups)
+
+
+def replica_groups(layout: Layout) -> tuple[Ranks, ...]:
+    """The ranks of each replica of a module, in its first stage: they share the data that one of them decodes."""
+    return layout.stage(0).groups("tp", "sp", "cp")
+
+
+def boundary_ranks(source: Layout, destination: Layout) -> Ranks:
+    """The ranks that a boundary concerns, ascending: the source's last stage and the destination's first."""
+    return tuple(sorted({*source.stage(source.pp - 1).ranks, *destination.stage(0).ranks}))
+
+
+def crossing_peers(source: Layout, destination: Layout, direction: Direction, rank: int) -> tuple[Ranks, Ranks]:
+    """The ranks of a boundary that `rank` may ever send to, and receive from, in one direction; ascending.
+
+    Rows go from any rank of one side to any of the other, and inside a replica where its ranks hold the same rows.
+    """
+    sides = source.stage(source.pp - 1), destination.stage(0)
+    senders, receivers = sides if direction == "forward" else sides[::-1]
+    beside = {r for side in sides if rank in side for r in side.group_of(rank, "tp", "sp", "cp")}
+    to = beside.union(receivers.ranks if rank in senders else ())
+    back = beside.union(senders.ranks if rank in receivers else ())
+    return tuple(sorted(to - {rank})), tuple(sorted(back - {rank}))
+
+
+def groups_of(layout: Layout, axes: tuple[str, ...]) -> tuple[Ranks, ...]:
+    """The groups of ranks along `axes`; for `ENDS` some ranks may be in none."""
+    if axes != ENDS:
+        return layout.groups(*axes)
+    return tuple((ranks[0], ranks[-1]) for ranks in layout.groups("pp")) if layout.pp > 1 else ()
+
+
+def _axis_kinds(layouts: Mapping[str, Layout], tied: Collection[str]) -> Iterator[Kind]:
+    found: dict[tuple[Ranks, ...], list[Use]] = {}
+    for name, layout in layouts.items():
+        for axes in (*AXES_OF_GROUPS, *([ENDS] if name in tied else [])):
+            groups = tuple(ranks for ranks in groups_of(layout, axes) if len(ranks) > 1)
+            if groups:
+                found.setdefault(groups, []).append(Axes(name, axes))
+    return (Kind(tuple((use, groups) for use in uses)) for groups, uses in found.items())
+
+
+def _link_kinds(name: str, layout: Layout, interleaved: bool) -> Iterator[Kind]:
+    """Two kinds for each direction, from even and from odd stages; three where an odd ring of stages closes."""
+    for direction in DIRECTIONS:
+        kinds: list[list[tuple[int, int]]] = []
+        for link in _links(layout.pp, direction, interleaved):
+            free = next((kind for kind in kinds if not {i for other in kind for i in other}.intersection(link)), None)
+            if free is None:
+                kinds.append(free := [])
+            free.append(link)
+        for kind in kinds:
+            yield Kind(tuple((Link(name, direction, link[0]), _pairs(layout, *link)) for link in kind))
+
+
+def _links(pp: int, direction: Direction, interleaved: bool) -> Sequence[tuple[int, int]]:
+    """(sending, receiving) pipeline coordinates."""
+    by = 1 if direction == "forward" else -1
+    links = [(sender, sender + by) for sender in range(pp) if 0 <= sender + by < pp]
+    return [*links, ((pp - 1, 0) if by == 1 else (0, pp - 1))] if interleaved and pp > 1 else links
+
+
+def _pairs(layout: Layout, sender: int, receiver: int) -> tuple[Ranks, ...]:
+    ends = zip(layout.stage(sender).ranks, layout.stage(receiver).ranks, strict=True)
+    return tuple((min(pair), max(pair)) for pair in ends)
+
+
+def _crossing_kind(layouts: Mapping[str, Layout], source: str, destination: str, direction: Direction) -> Kind:
+    ranks = boundary_ranks(layouts[source], layouts[destination])
+    return Kind(((Crossing(source, destination, direction), (ranks,) if len(ranks) > 1 else ()),))

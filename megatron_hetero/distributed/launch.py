@@ -1,0 +1,245 @@
+"""Start and end of a process under torchrun (or alone): the default process group, and errors told once.
+
+However a run ends, one rank says why and all ranks go: a rank that fails exits without waiting for anyone, and
+torchrun stops the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_hetero.environment.cuda import group_timeout, prepare_environment
+from megatron_hetero.environment.ranks import (
+    has_agent_store,
+    host_number,
+    local_rank,
+    meeting_address,
+    rank,
+    require_interfaces,
+    require_meeting_place,
+    require_numbers,
+    require_torch_settings,
+    world_size,
+)
+from megatron_hetero.errors import UserError
+from megatron_hetero.terminal import open_closed_outputs, told_output
+
+# torch is imported where it is needed: until a program has set its signal handlers, any signal ends it.
+if TYPE_CHECKING:
+    from megatron_hetero.distributed.platform import Platform
+
+__all__ = ["FINAL", "INTERRUPTED", "STOPPED_FILE", "ended", "guarded", "leave", "process_group", "rank", "world_size"]
+
+INTERRUPTED = 130
+STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
+"""The environment variable with which our launcher asks for a note that the ranks stopped as they were asked to."""
+FINAL = "final"
+"""In the word that a rank leaves for torchrun: whether it would fail in the same way if it were started again."""
+_PR_SET_PDEATHSIG = 1
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "Socket closed",
+    "Connection was likely closed",  # of the store
+    # NCCL: c10d/NCCLUtils.cpp, and ncclGetErrorString. ncclSystemError may be this rank's own.
+    "NCCL communicator was aborted",
+    "ncclRemoteError",
+    "remote process exited or there was a network error",
+)
+
+
+@contextlib.contextmanager
+def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0) -> Iterator[Platform]:
+    """The platform of this process, with the default process group inside the context.
+
+    `timeout_s`: what the interpreter is given, seconds after which its watchdog ends a process. The process groups' own
+    time-out is longer (`group_timeout`). `start_s`: seconds within which all ranks must come; who is missing is said
+    before. Raises `UserError` where they do not, where the environment does not say how to find them, or where this
+    rank has no device.
+    """
+    alone = "RANK" not in os.environ
+    require_numbers() if alone else require_meeting_place()
+    require_torch_settings()
+    require_interfaces()
+    prepare_environment()
+    import torch.distributed as dist
+
+    from megatron_hetero.distributed.meeting import meet
+    from megatron_hetero.distributed.platform import Platform
+
+    timeout = group_timeout(timeout_s)
+    platform = replace(Platform.detect(local_rank()), timeout=timeout)
+    store = dist.HashStore() if alone else meet(start_s)
+    platform.init_process_group(store=store, rank=rank(), world_size=world_size(), timeout=timeout)
+    yield platform
+    # Only after success: a group that lost a member may hang when it is torn down, and `guarded` leaves without it.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
+    """Run `main`. Whatever goes wrong is told on one rank and ends the process at once.
+
+    Exit status: 1 for an error, 130 for Ctrl-C. Where torchrun is killed, its ranks end too (on Linux).
+    """
+    _end_with_torchrun()
+    open_closed_outputs()
+    prepare_environment()
+    try:
+        _run(main, argv)
+    except KeyboardInterrupt:
+        leave_interrupted()
+
+
+def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
+    """Run `main`, and leave where it fails."""
+    try:
+        require_numbers()
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere if _repeats_help(argv) else sys.stdout),
+            told_output(),
+        ):
+            main(argv)
+    except SystemExit as end:
+        if end.code:
+            _leave_word(f"exit status {end.code}", final=True)
+        raise
+    except KeyboardInterrupt:
+        raise
+    except UserError as error:
+        # What one rank found, the others mostly found too: they give the first one time to tell it.
+        told = rank() > 0 and _told_elsewhere(2.0 + 0.5 * (rank() % 16))
+        leave("" if told else f"error: {error}", 1, final=True)
+    except BaseException as error:
+        if not is_lost_peer(error):
+            leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
+        # Somebody else's error; torchrun ends this process before it speaks.
+        told = _told_elsewhere(10.0 + 0.5 * (rank() % 16))
+        leave("" if told else f"rank {rank()} lost another rank, whose error is the cause: {_in_short(error)}", 1)
+
+
+def ended(work: Callable[[], str | None]) -> int:
+    """The exit status of a command that is no rank, and the one message that it ends with: what `work` returns, if
+    anything; 1 for an error, 130 for Ctrl-C.
+    """
+    open_closed_outputs()
+    try:
+        with told_output():
+            if text := work():
+                print(text)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing is left half-written", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _told_elsewhere(patience_s: float) -> bool:
+    """Wait for torchrun to end this rank, or for the torchrun of rank 0, on another host, to end. It does where one of
+    its ranks has told an error; on this host nobody sees that. Returns whether it did.
+    """
+    end = time.monotonic() + patience_s
+    watched = host_number() > 0 and has_agent_store()
+    while (left := end - time.monotonic()) > 0:
+        if watched and _has_ended(*meeting_address()):
+            return True
+        # Soon: NCCL looks for the same store every second, and says at length that it is gone.
+        time.sleep(min(0.1, left))
+    return False
+
+
+def _has_ended(address: str, port: int) -> bool:
+    """Whether a host that is up says that nobody listens at a port."""
+    try:
+        socket.create_connection((address, port), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _in_short(error: BaseException) -> str:
+    """Its first line, and what was noted of where it came."""
+    return "\n".join((f"{type(error).__name__}: {error}".splitlines()[0], *getattr(error, "__notes__", ())))
+
+
+def _end_with_torchrun() -> None:
+    """Have the kernel kill this rank when the torchrun that started it dies: nobody else would, and the rank would go
+    on beside one that is started later. SIGTERM would not do: it may only be noted.
+    """
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:  # It died before the kernel was asked.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether it says no more than that another rank has gone."""
+    return any(sign in str(error) for sign in _LOST_PEER)
+
+
+def leave_interrupted() -> None:
+    """End the process at once, with the exit status of Ctrl-C."""
+    leave("interrupted; nothing more is written" if rank() == 0 else "", INTERRUPTED)
+
+
+def _repeats_help(argv: Sequence[str]) -> bool:
+    """Whether this rank would print the help text that rank 0 prints."""
+    return rank() != 0 and "--help" in argv
+
+
+def note_stop() -> None:
+    """Tell our launcher, if it is ours, that this rank ends well before the last step, as it was asked to."""
+    if path := os.environ.get(STOPPED_FILE):
+        Path(path).touch()
+
+
+def forget_stop() -> None:
+    """Take back what `note_stop` told."""
+    if path := os.environ.get(STOPPED_FILE):
+        Path(path).unlink(missing_ok=True)
+
+
+def leave(message: str, status: int, *, final: bool = False) -> None:
+    """Say `message` and exit without waiting for threads or for other ranks. `final`: our launcher does not start the
+    ranks again.
+    """
+    if status:
+        _leave_word(message, final)
+    with contextlib.suppress(OSError, ValueError):  # Where they cannot be written, the status says so.
+        if message:
+            print(message, file=sys.stderr)
+        sys.stderr.flush()
+        sys.stdout.flush()
+    os._exit(status)
+
+
+def _leave_word(message: str, final: bool) -> None:
+    """Leave what was said where torchrun looks for it (torch.distributed.elastic.multiprocessing.errors): it then knows
+    that this rank has told why it ends.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # What torchrun prints itself in the place of a traceback; the message has been printed.
+        callstack, now = "see above what this rank has said", str(int(time.time()))
+        extra = {"py_callstack": callstack, "timestamp": now, FINAL: final}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")

@@ -1,0 +1,201 @@
+"""CUDA with NCCL, or a CPU with gloo: the only file that knows which.
+
+A `Platform` is a value that is passed on. On a CPU, Megatron-Core needs help in a few places where
+it takes CUDA for granted; `Platform.prepare_megatron` and `Platform.megatron_scope` give it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from megatron_hetero.distributed.communicators import group_of
+from megatron_hetero.environment.cuda import prepare_environment
+from megatron_hetero.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device, without waiting for it: through pinned memory, or as it is on a CPU."""
+    if device.type != "cuda":
+        return tensor
+    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The device of this process, and the backends that collectives use: of the device's tensors, and of the host's.
+
+    `timeout`: of collectives; None leaves it to PyTorch.
+    """
+
+    device: torch.device
+    backend: str
+    host_backend: str = "gloo"
+    timeout: timedelta | None = None
+
+    @classmethod
+    def detect(cls, local_rank: int = 0) -> Platform:
+        """CUDA where a GPU is visible, the CPU elsewhere. Raises `UserError` where this rank of the host has no GPU."""
+        if not torch.cuda.is_available():
+            return cls(CPU, "gloo")
+        if local_rank >= (devices := torch.cuda.device_count()):
+            raise UserError.at(
+                f"rank {local_rank} of this host (environment variable LOCAL_RANK)",
+                found=f"{devices} GPU{'s' * (devices != 1)} on it",
+                expected="one for each rank",
+                fix=f"start {devices} ranks there (--nproc-per-node {devices}), or look at CUDA_VISIBLE_DEVICES",
+            )
+        return cls(torch.device("cuda", local_rank), "nccl")
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether tensors live on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def device_name(self) -> str:
+        """The marketing name of the accelerator, or `cpu`."""
+        return torch.cuda.get_device_name(self.device) if self.is_cuda else "cpu"
+
+    @property
+    def prefers_all_reduce(self) -> bool:
+        """Whether an all-reduce is faster than a reduce-scatter of the same tensor, as it is with gloo."""
+        return self.backend == "gloo"
+
+    def init_process_group(self, **options: Any) -> None:
+        """`torch.distributed.init_process_group` for this platform."""
+        if self.is_cuda:
+            torch.cuda.set_device(self.device)
+            # Eager, so that groups are splits. The wrapper of debug level DETAIL cannot be split (PyTorch 2.11): with
+            # it, communicators are made one by one, at first use.
+            if dist.get_debug_level() != dist.DebugLevel.DETAIL:
+                options["device_id"] = self.device
+        dist.init_process_group(self.backend, **options)
+
+    def split(self, groups: Sequence[tuple[int, ...]], what: str) -> Any:
+        """Make the process groups of `groups`, which have no rank in common, for tensors of the device.
+
+        Every rank of the world calls it, with the same groups. Returns the one that this rank is in, or None.
+        `what` names them in traces and debuggers.
+        """
+        if dist.group.WORLD.bound_device_id is not None:  # pyright: ignore[reportOptionalMemberAccess]
+            # One `ncclCommSplit` of all ranks. `new_group` would make one for each group, on all ranks too.
+            return dist.split_group(split_ranks=list(map(list, groups)), timeout=self.timeout, group_desc=what)
+        return self._own_group(groups, self.backend, what)
+
+    def split_hosts(self, groups: Sequence[tuple[int, ...]], what: str) -> Any:
+        """The same for tensors in the memory of the host."""
+        return self._own_group(groups, self.host_backend, what)
+
+    def host_group(self, what: str) -> Any:
+        """A process group of all ranks for tensors in the memory of the host. Every rank calls it."""
+        return dist.new_group(backend=self.host_backend, timeout=self.timeout, group_desc=what)
+
+    def _own_group(self, groups: Sequence[tuple[int, ...]], backend: str, what: str) -> Any:
+        """Make only this rank's group, with its other members.
+
+        Where other ranks must take part in making a group (without `use_local_synchronization`), those outside split
+        the communicator of the world if that is NCCL's, and those inside do not if the group is gloo's: a hang.
+        """
+        rank = dist.get_rank()
+        own = group_of(groups, rank)
+        # Members name their group by its ranks and the number of groups that they have, so that all ranks must have as
+        # many: those without one make one by themselves.
+        made = dist.new_group(
+            list(own or (rank,)),
+            backend=backend,
+            timeout=self.timeout,
+            use_local_synchronization=True,
+            group_desc=what,
+        )
+        return None if own is None else made
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was asked."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def peak_memory_bytes(self) -> int:
+        """The highest memory so far: allocated by tensors on a GPU, resident in the process on a CPU."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """The states of PyTorch's generators, uint8 [bytes] on the host, by name."""
+        states = {"torch": torch.get_rng_state()}
+        return states | {"cuda": torch.cuda.get_rng_state(self.device)} if self.is_cuda else states
+
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `random_states` gave."""
+        torch.set_rng_state(states["torch"])
+        if self.is_cuda:
+            torch.cuda.set_rng_state(states["cuda"], self.device)
+
+    def prepare_megatron(self) -> None:
+        """Make the places of Megatron-Core that take CUDA for granted work on this platform. Idempotent."""
+        prepare_environment()  # A no-op where the process group is ours.
+        if self.is_cuda:
+            return
+        import megatron.core.tensor_parallel.random as megatron_random
+
+        torch.cuda.current_device = lambda: CPU  # type: ignore[assignment]
+        megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+        megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+        megatron_random._CUDA_RNG_STATE_TRACKER = _cpu_rng_tracker(megatron_random.CudaRNGStatesTracker)
+        megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+
+    @contextlib.contextmanager
+    def megatron_scope(self) -> Iterator[None]:
+        """Inside, Megatron code with a literal `device="cuda"` runs on this platform's device."""
+        if self.is_cuda:
+            yield
+        else:
+            with _CudaMeansCpu():
+                yield
+
+
+def _cpu_rng_tracker(base: type) -> Any:
+    class CpuRNGStatesTracker(base):
+        """Megatron's tracker of random states, on the generator of the CPU."""
+
+        def add(self, name: str, seed: int) -> None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                self.states_[name] = torch.get_rng_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    return CpuRNGStatesTracker()
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Sends `device="cuda"` to the CPU, and lets `Tensor.type()` say what Megatron's optimizers check for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(args[0]).replace("torch.", "torch.cuda.")
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if torch.device(kwargs.get("device") or CPU).type == "cuda":
+            kwargs["device"] = CPU
+        return func(*args, **kwargs)

@@ -1,0 +1,306 @@
+"""All modules' layouts bound to a world of ranks, with the process groups that they need.
+
+Which groups there are, and which of them are made together, is in `communicators`. They are made eagerly, by every
+rank, in one order, and each is checked once: by a sum of known values, or a known value that is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_hetero.distributed.communicators import (
+    DIRECTIONS,
+    ENDS,
+    Axes,
+    Crossing,
+    Direction,
+    Kind,
+    Link,
+    Ranks,
+    Use,
+    boundary_ranks,
+    communicators,
+    crossing_peers,
+    group_of,
+    replica_groups,
+)
+from megatron_hetero.distributed.local_group import LocalGroup
+from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.layout.layout import Layout
+
+Links = Mapping[tuple[Direction, int], dist.ProcessGroup]
+"""Of a pipeline, for one rank: by direction and the pipeline coordinate that sends, the group of the two ranks."""
+
+
+class BoundaryGroups(NamedTuple):
+    """The two process groups of a boundary, of the same ranks: rows go one way, their gradients back."""
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+
+
+@dataclass(init=False, repr=False)
+class ModuleGroups(ProcessGroupCollection):
+    """Megatron's collection of process groups, with the two axes of its context-parallel group `cp` by themselves.
+
+    `sp` is the axis `sp`, `context` the axis `cp`: among ranks `sp` varies faster, so that member i of `cp` is member
+    i mod sp of its `sp` group and member i // sp of its `context` group.
+    """
+
+    sp: dist.ProcessGroup = field(init=False)
+    context: dist.ProcessGroup = field(init=False)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Layouts, this process's rank and its process groups.
+
+    `layouts` maps module to layout; `world` spans all ranks on the device's backend, `host` spans them on the hosts for
+    integers and messages that never leave the host, and is not `world`, so that another thread can use it meanwhile.
+    `files` is one more such group, for what writes and reads checkpoints.
+    `host_replicas`: for each module that decodes data, host groups of its replicas' ranks, for that other thread too.
+    `boundaries`: for each pair of modules (from, to) the ranks of the first's last stage and the second's first stage.
+    Where this rank has no part in a group, it is missing.
+    `pipelines`: for each of this rank's modules with stages its links to the stages beside it.
+    """
+
+    platform: Platform
+    rank: int
+    world_size: int
+    layouts: Mapping[str, Layout]
+    world: dist.ProcessGroup
+    host: dist.ProcessGroup
+    files: dist.ProcessGroup
+    host_replicas: Mapping[str, dist.ProcessGroup]
+    boundaries: Mapping[tuple[str, str], BoundaryGroups]
+    pipelines: Mapping[str, Links]
+    _groups: Mapping[Axes, dist.ProcessGroup]
+
+    @classmethod
+    def build(
+        cls,
+        layouts: Mapping[str, Layout],
+        platform: Platform,
+        *,
+        decoding: Collection[str] = (),
+        edges: Collection[tuple[str, str]] = (),
+        tied: Collection[str] = (),
+        interleaved: Collection[str] = (),
+        check: bool = True,
+    ) -> Topology:
+        """Create all groups on the initialised default process group, and check them.
+
+        Args:
+            layouts: of the modules, by name.
+            platform: where tensors are, and what their collectives use.
+            decoding: modules whose replicas share decoded data.
+            edges: (from, to), the boundaries between modules.
+            tied: modules whose first and last stage hold copies of one parameter.
+            interleaved: modules with virtual stages.
+            check: whether each group is checked, which also connects its ranks: on NCCL schedules rest on that. Not
+                possible where the backend does not communicate.
+
+        Raises:
+            RuntimeError: a group does not reduce to the value that its ranks imply.
+        """
+        rank, world = dist.get_rank(), dist.group.WORLD
+        assert world is not None, "the default process group is initialised"
+        everybody = tuple(range(dist.get_world_size()))
+        # Hosts first: the groups of some of them are named by how many groups a rank has.
+        host, files = platform.host_group("host"), platform.host_group("files")
+        replicas = {name: replica_groups(layouts[name]) for name in layouts if name in decoding}
+        hosts = _host_groups(replicas, everybody, host, platform)
+        kinds = communicators(layouts, edges=edges, tied=tied, interleaved=interleaved)
+        groups = {kind: _make(kind, everybody, platform) for kind in kinds}
+        mine = {kind: group for kind, group in groups.items() if group is not None}
+        if check:
+            _check_all(hosts, files, everybody, rank)
+            _check_sum(world, everybody, rank, platform.device)
+            for kind, group in mine.items():
+                _check_kind(kind, group, layouts, rank, platform.device)
+        by_use = {use: group for kind, group in mine.items() for use in kind.uses_of(rank)}
+        held = {name for name, layout in layouts.items() if rank in layout}
+        return cls(
+            platform,
+            rank,
+            len(everybody),
+            MappingProxyType(dict(layouts)),
+            world,
+            host,
+            files,
+            {name: hosts[groups] for name, groups in replicas.items() if group_of(groups, rank) is not None},
+            _boundaries(by_use, layouts, edges, rank),
+            {name: _links(by_use, name) for name in layouts if name in held and layouts[name].pp > 1},
+            MappingProxyType({use: group for use, group in by_use.items() if isinstance(use, Axes)}),
+        )
+
+    def group(self, module: str, *axes: str) -> dist.ProcessGroup:
+        """The group of this rank along `axes` of `module`'s layout, or between `ENDS`.
+
+        It has a communicator where these are the ranks along one of `tp`, `sp`, `cp` or along `sp`, `cp` and `dp`
+        together; other groups know their ranks only. `KeyError` where the rank is not in the module.
+        """
+        if (use := Axes(module, axes)) in self._groups:
+            return self._groups[use]
+        if axes == ENDS or module not in self.layouts or self.rank not in self.layouts[module]:
+            raise KeyError(f"no group along {', '.join(axes) or 'no axis'} of `{module}` on rank {self.rank}")
+        ranks = self.layouts[module].group_of(self.rank, *axes)
+        alike = (group for use, group in self._groups.items() if use.module == module and _ranks(group) == ranks)
+        return next(alike, None) or LocalGroup(ranks, self.rank, f"group along {', '.join(axes)} of `{module}`")
+
+    def collection(self, module: str) -> ModuleGroups:
+        """The process groups of `module`, as this rank sees them and as Megatron wants them."""
+        group, alone = (lambda *axes: self.group(module, *axes)), self.group(module)
+        # There are no experts: their groups are the dense ones where Megatron wants one, or this rank alone.
+        return ModuleGroups(
+            tp=group("tp"),
+            sp=group("sp"),
+            context=group("cp"),
+            cp=group("sp", "cp"),
+            dp=group("dp"),
+            pp=group("pp"),
+            dp_cp=group("sp", "cp", "dp"),
+            mp=group("tp", "pp"),
+            tp_cp=group("tp", "sp", "cp"),
+            tp_ep_pp=group("tp", "pp"),
+            expt_dp=group("sp", "cp", "dp"),
+            intra_dist_opt=group("tp", "sp", "cp", "dp", "pp"),
+            ep=alone,
+            embd=self._groups.get(Axes(module, ENDS)),
+            pos_embd=None,
+        )
+
+
+def _ranks(group: dist.ProcessGroup) -> Ranks:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _host_groups(
+    replicas: Mapping[str, tuple[Ranks, ...]], everybody: Ranks, host: dist.ProcessGroup, platform: Platform
+) -> dict[tuple[Ranks, ...], Any]:
+    """By groups of ranks, the host group of this rank in them: of all ranks, and of each module's replicas."""
+    _level(host, platform)
+    found: dict[tuple[Ranks, ...], Any] = {(everybody,): host}
+    for name, groups in replicas.items():
+        if groups not in found:  # Asked by all ranks alike, those outside the module too.
+            found[groups] = platform.split_hosts(groups, f"hosts of replicas of {name}")
+    return found
+
+
+def _level(host: dist.ProcessGroup, platform: Platform) -> None:
+    """Give all ranks as many process groups, counted from what they have: members of a group that is made without the
+    other ranks name it by how many they have. A program may have made others before.
+    """
+    counts: list[Any] = [None] * host.size()
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=host)
+    for _ in range(counts[host.rank()], max(counts)):
+        platform.split_hosts((), "filler")
+
+
+def _make(kind: Kind, everybody: Ranks, platform: Platform) -> dist.ProcessGroup | None:
+    """The communicator of this rank, None where it has none of that kind."""
+    if kind.groups == (everybody,) and kind.is_synchronous:
+        return dist.group.WORLD
+    return platform.split(kind.groups, str(kind))
+
+
+def _boundaries(
+    by_use: Mapping[Use, dist.ProcessGroup],
+    layouts: Mapping[str, Layout],
+    edges: Collection[tuple[str, str]],
+    rank: int,
+) -> dict[tuple[str, str], BoundaryGroups]:
+    found = {}
+    for edge in edges:
+        ranks = boundary_ranks(layouts[edge[0]], layouts[edge[1]])
+        if rank in ranks:
+            alone = None if len(ranks) > 1 else LocalGroup(ranks, rank, f"boundary {edge[0]}>{edge[1]}")
+            found[edge] = BoundaryGroups(*(alone or by_use[Crossing(*edge, direction)] for direction in DIRECTIONS))
+    return found
+
+
+def _links(by_use: Mapping[Use, dist.ProcessGroup], module: str) -> Links:
+    links = {use: group for use, group in by_use.items() if isinstance(use, Link) and use.module == module}
+    return MappingProxyType({(use.direction, use.sender): group for use, group in links.items()})
+
+
+# ---------------------------------------------------------------------------------------- the self-check
+
+
+def _check_all(hosts: Mapping[tuple[Ranks, ...], Any], files: Any, everybody: Ranks, rank: int) -> None:
+    """Check the groups of hosts."""
+    _check_sum(files, everybody, rank, CPU)
+    for groups, group in hosts.items():
+        ranks = group_of(groups, rank)
+        if ranks is not None:
+            _check_sum(group, ranks, rank, CPU)
+
+
+def _check_kind(
+    kind: Kind, group: dist.ProcessGroup, layouts: Mapping[str, Layout], rank: int, device: torch.device
+) -> None:
+    """Check a communicator by what it is for.
+
+    NCCL connects two ranks when they first send each other something, and their hosts wait for each other meanwhile: it
+    would hang where one of them has other things to do first. So all that may ever exchange messages do so here.
+    """
+    for use in kind.uses_of(rank):
+        if isinstance(use, Link):
+            _check_message(group, rank, layouts[use.module].coordinate(rank).pp == use.sender, device)
+        elif isinstance(use, Crossing):
+            peers = crossing_peers(layouts[use.source], layouts[use.destination], use.direction, rank)
+            _check_messages(group, boundary_ranks(layouts[use.source], layouts[use.destination]), rank, *peers, device)
+    if kind.is_synchronous:
+        ranks = group_of(kind.groups, rank)
+        assert ranks is not None, "its own kinds only"
+        _check_sum(group, ranks, rank, device)
+        if any(isinstance(use, Axes) and use.axes == ("sp",) for use in kind.uses):  # It exchanges heads for tokens.
+            others = tuple(r for r in ranks if r != rank)
+            _check_messages(group, ranks, rank, others, others, device)
+
+
+def _check_sum(group: dist.ProcessGroup, ranks: Ranks, rank: int, device: torch.device) -> None:
+    """Add up a known value."""
+    total = torch.tensor([rank + 1], dtype=torch.int64, device=device)
+    dist.all_reduce(total, group=group)
+    _require(ranks, rank, f"sum {total.item()}", f"sum {sum(r + 1 for r in ranks)}", group)
+
+
+def _check_message(group: dist.ProcessGroup, rank: int, sends: bool, device: torch.device) -> None:
+    """Send a known value one way, by the call that a pipeline makes: PyTorch may keep a communicator for that alone."""
+    ranks = _ranks(group)
+    (peer,) = (r for r in ranks if r != rank)
+    value = torch.tensor([rank if sends else -1], dtype=torch.int64, device=device)
+    if sends:
+        dist.send(value, peer, group=group)
+    else:
+        dist.recv(value, peer, group=group)
+    _require(ranks, rank, f"message {value.item()}", f"message {rank if sends else peer}", group)
+
+
+def _check_messages(
+    group: dist.ProcessGroup, ranks: Ranks, rank: int, to: Ranks, back: Ranks, device: torch.device
+) -> None:
+    """Send a known value `to` ranks, and receive one of each that comes `back`."""
+    _require(ranks, rank, f"ranks {_ranks(group)}", f"ranks {ranks}", group)
+    mine = torch.full((len(to),), rank, dtype=torch.int64, device=device)
+    values = torch.full((len(back),), -1, dtype=torch.int64, device=device)
+    counts = ([int(r in peers) for r in ranks] for peers in (back, to))
+    dist.all_to_all_single(values, mine, *counts, group=group)
+    _require(ranks, rank, f"messages {values.tolist()}", f"messages {list(back)}", group)
+
+
+def _require(ranks: Ranks, rank: int, found: str, expected: str, group: dist.ProcessGroup) -> None:
+    if found != expected or dist.get_rank(group) != ranks.index(rank):
+        raise RuntimeError(
+            f"process group of ranks {ranks}: found {found} and position {dist.get_rank(group)}, "
+            f"expected {expected} and {ranks.index(rank)} on rank {rank}; the groups were created in different "
+            "orders, or the ranks run different versions of the program"
+        )

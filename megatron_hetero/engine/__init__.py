@@ -1,0 +1,1 @@
+"""A module as it is trained: weights, gradients, optimizer, learning rate."""

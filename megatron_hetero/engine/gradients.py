@@ -1,0 +1,257 @@
+"""The one rule for gradients, in its one place.
+
+Every rank has back-propagated the *sum* of its own tokens' losses. For each module:
+
+  1. pieces of parameters that several tp ranks hold, and whose gradients are parts (parameters used on sequence-sharded
+     activations; replicated key/value heads), are summed over `tp`;
+  2. everything is summed over the module's data- and context-parallel ranks (with the distributed optimizer each rank
+     uses its own share of the sums);
+  3. an embedding that the last pipeline stage holds a copy of, for the head that is tied to it, is summed over the two.
+     Last, so that the two sums are of the same bits, and stay so whatever the order in which 2 adds up;
+  4. squares are added up over all modules and ranks, each element of each parameter counted once;
+  5. all gradients are scaled by 1/N and by the clipping factor, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hetero.distributed.platform import on_device
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.engine.module import TrainedModule
+from megatron_hetero.hf.weight_map import Held, Piece
+
+
+@dataclass(frozen=True)
+class GradientSummary:
+    """What every rank knows of a step before the update.
+
+    `loss_sum`: sum of token losses of the global batch. `norms`: gradient norm of each trained module of that sum.
+    `faults`: (module or "loss", rank) wherever something was NaN or infinite before ranks were mixed.
+    """
+
+    loss_sum: float
+    norms: dict[str, float]
+    faults: tuple[tuple[str, int], ...]
+
+    @property
+    def norm(self) -> float:
+        """The norm over all modules together."""
+        return math.sqrt(sum(norm**2 for norm in self.norms.values()))
+
+
+def reduce_gradients(
+    modules: Sequence[TrainedModule],
+    loss_sum: Tensor,
+    loss_counts_here: bool,
+    optimizers: Sequence[Any],
+    topology: Topology,
+) -> GradientSummary:
+    """Steps 1 to 4. `loss_sum`: the fp32 sum of this rank's token losses; it counts where `loss_counts_here`.
+
+    `modules`: those that this rank has a part of, in the order of the topology; every rank calls it.
+    """
+    trained = {m.name: (m, o) for m, o in zip(modules, optimizers, strict=True) if m.ddp is not None}
+    finite = {name: _is_finite(module) for name, (module, _) in trained.items()}
+    for module, _ in trained.values():
+        _sum_parts_over_tp(module)
+    for module, _ in trained.values():
+        module.ddp.finish_grad_sync(force_all_reduce=topology.platform.prefers_all_reduce)  # pyright: ignore
+    for module, optimizer in trained.values():
+        _sum_tied_over_stages(module, optimizer)
+    squares = {name: _squares(*pair) for name, pair in trained.items()}
+    told = {name: torch.stack([torch.ones_like(s), finite[name], s]) for name, s in squares.items()}
+    absent = torch.zeros(len(_Column), dtype=torch.float64, device=loss_sum.device)
+    counts = torch.full_like(loss_sum, float(loss_counts_here), dtype=torch.float64)
+    mine = [torch.stack([loss_sum.double(), counts]), *(told.get(name, absent) for name in topology.layouts)]
+    return _summarise(_gather_rows(torch.cat(mine), topology), list(topology.layouts))
+
+
+def scale_gradients(modules: Iterable[TrainedModule], factor: float) -> None:
+    """Step 5."""
+    for module in modules:
+        if module.ddp is not None:
+            module.ddp.scale_gradients(factor)
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients of `norm` are scaled by so that their norm is at most `limit`; 0 means no limit."""
+    return 1.0 if limit <= 0 or norm <= limit else limit / (norm + 1e-6)
+
+
+class _Column(IntEnum):
+    """What a rank tells of a module. All zero where it trains nothing of it."""
+
+    TRAINED = 0
+    FINITE = 1
+    SQUARES = 2
+
+
+def _summarise(table: Tensor, names: list[str]) -> GradientSummary:
+    """`table`: a row for each rank, of its loss, whether that counts, and the columns of each module."""
+    loss, counts = table[:, 0], table[:, 1]
+    of_modules = table[:, 2:].view(len(table), len(names), len(_Column))
+    trained, finite, squares = of_modules.unbind(2)
+    faults = [("loss", rank) for rank in range(len(table)) if not math.isfinite(loss[rank])]
+    for i, name in enumerate(names):
+        faults += [(name, rank) for rank in range(len(table)) if trained[rank, i] and not finite[rank, i]]
+    norms = {
+        name: math.sqrt(max(0.0, squares[:, i].sum().item())) for i, name in enumerate(names) if trained[:, i].any()
+    }
+    return GradientSummary(float((loss * counts).sum()), {} if faults else norms, tuple(faults))
+
+
+def _gather_rows(mine: Tensor, topology: Topology) -> Tensor:
+    """[columns] of each rank to [ranks, columns] on the host, on every rank."""
+    table = mine.new_empty(topology.world_size * len(mine))
+    dist.all_gather_into_tensor(table, mine, group=topology.world)
+    return table.view(topology.world_size, -1).cpu()
+
+
+def _is_finite(module: TrainedModule) -> Tensor:
+    # The extremes of a buffer are finite where all of it is; NaN counts as both. Many times as fast as a norm.
+    extremes = [end for b in module.ddp.buffers for end in torch.aminmax(b.grad_data)]  # pyright: ignore
+    return torch.stack(extremes).isfinite().all().double()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Step 1
+# ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _sum_parts_over_tp(module: TrainedModule) -> None:
+    """One all-reduce over `tp` of all pieces whose gradients are parts. A piece that a rank holds twice is added up as
+    well.
+    """
+    own, slots, size = _parts(module)
+    if not slots:
+        return
+    buffer = torch.zeros(size, device=own[0][0].main_grad.device)
+    gradients = [parameter.main_grad[piece.place] for parameter, piece in own]
+    views = [buffer.narrow(0, slots[piece.rectangle], g.numel()) for (_, piece), g in zip(own, gradients, strict=True)]
+    for view, gradient in zip(views, gradients, strict=True):
+        view.add_(gradient.flatten())
+    dist.all_reduce(buffer, group=module.groups.tp)
+    for view, gradient in zip(views, gradients, strict=True):
+        gradient.copy_(view.view_as(gradient))
+
+
+def _parts(module: TrainedModule) -> tuple[list[tuple[Any, Piece]], dict[tuple[Any, ...], int], int]:
+    """This rank's (parameter, piece) whose gradients are parts; where the piece of any rank begins in a buffer; its
+    size.
+    """
+    own: list[tuple[Any, Piece]] = []
+    slots: dict[tuple[Any, ...], int] = {}
+    end = 0
+    if module.groups.tp.size() == 1:
+        return own, slots, end
+    for name, parameter in module.parameters.items():
+        if not parameter.requires_grad:
+            continue
+        on_shards = bool(getattr(parameter, "sequence_parallel", False))
+        for own_map, how in zip(module.maps, module.held, strict=True):
+            pieces = _partial_pieces(own_map[name], how[name], on_shards)
+            own += [(parameter, piece) for piece in pieces if own_map is module.own_map]
+            for piece in pieces:
+                if piece.rectangle not in slots:
+                    slots[piece.rectangle] = end
+                    end += parameter[piece.place].numel()  # pieces of a rectangle are alike on all ranks
+    return own, slots, end
+
+
+def _partial_pieces(pieces: Sequence[Piece], how: Held, on_shards: bool) -> list[Piece]:
+    if not how.sharded:
+        return list(pieces) if on_shards else []
+    return [piece for piece, copies in zip(pieces, how.copies, strict=True) if copies > 1]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Step 3
+# ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _sum_tied_over_stages(module: TrainedModule, optimizer: Any) -> None:
+    if module.tied is None:
+        return
+    parameter: Any = module.parameters[module.tied]
+    if parameter.requires_grad:
+        # With the distributed optimizer both copies are cut alike, see `shared_embedding` where modules are built.
+        start, stop = _owned_range(optimizer, parameter)
+        assert module.groups.embd is not None, "the topology was built with this module among `tied`"
+        dist.all_reduce(parameter.main_grad.view(-1)[start:stop], group=module.groups.embd)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Step 4
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _squares(module: TrainedModule, optimizer: Any) -> Tensor:
+    """The sum of squares of this rank's share of the module's gradients, fp64 scalar; shares of all ranks add up to
+    the whole.
+    """
+    replicas = 1 if _is_distributed(optimizer) else module.groups.dp_cp.size()
+    counted = [
+        part
+        for name, parameter in module.parameters.items()
+        if parameter.requires_grad and name != module.tied_copy
+        for part in _counted_parts(parameter, module, name, _owned_range(optimizer, parameter))
+        if part[0].numel()
+    ]
+    device = module.ddp.buffers[0].grad_data.device  # pyright: ignore
+    if not counted:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # All norms at once: a model has hundreds of parameters.
+    norms = torch.stack(torch._foreach_norm([part for part, _ in counted])).double()
+    shares = torch.tensor([share / replicas for _, share in counted], dtype=torch.float64)
+    return torch.dot(norms.square(), on_device(shares, device))
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    return hasattr(_inner(optimizer), "_get_model_param_range_map")
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
+
+
+def _owned_range(optimizer: Any, parameter: Tensor) -> tuple[int, int]:
+    """The flat range of the parameter whose reduced gradient this rank holds: all of it without the distributed
+    optimizer.
+    """
+    if not _is_distributed(optimizer):
+        return 0, parameter.numel()
+    inner = _inner(optimizer)
+    if parameter not in inner.model_param_gbuf_map:
+        return 0, 0
+    owned = inner._get_model_param_range_map(parameter)["param"]
+    return owned.start, owned.end
+
+
+def _counted_parts(
+    parameter: Any, module: TrainedModule, name: str, owned: tuple[int, int]
+) -> Iterator[tuple[Tensor, float]]:
+    """Flat parts of the gradient of a parameter, as far as it is `owned`, and what share of their squares counts: of
+    what several ranks hold, one share on each.
+    """
+    flat, how = parameter.main_grad.view(-1), module.own_held[name]
+    whole = flat[owned[0] : owned[1]]
+    if not how.replicated_pieces:
+        yield whole, 1 / how.copies[0]
+        return
+    yield whole, 1.0
+    width = parameter[0].numel()
+    for piece, copies in zip(module.own_map[name], how.copies, strict=True):
+        if copies > 1:
+            start, stop = piece.at * width, (piece.at + piece.rows[1] - piece.rows[0]) * width
+            yield flat[max(owned[0], start) : max(max(owned[0], start), min(owned[1], stop))], 1 / copies - 1

@@ -1,0 +1,189 @@
+"""A module of the model as it is trained: weights, data-parallel buffers, optimizer, and what it holds in common with
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, lay_into
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.qwen2_5_vl.text import TextModel
+from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
+from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, group_of, tied_parameter, weight_map
+from megatron_hetero.names import TEXT
+from megatron_hetero.sharding.stages import Stage, cut_stages, stages_of_rank
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedModule:
+    """One module on this rank.
+
+    `stages`: the pipeline stages that this rank holds, and `chunks`: the model of each of them. `maps`, `held`: for
+    each rank of its tensor-parallel group the weight map, and how often that group holds each parameter. `ddp` is None
+    where every parameter is frozen. `tied`: the parameter of which another stage holds a copy, if any. Parameters are
+    named as in the whole module.
+    """
+
+    name: str
+    stages: tuple[Stage, ...]
+    chunks: tuple[Any, ...]
+    groups: ProcessGroupCollection
+    maps: tuple[WeightMap, ...]
+    held: tuple[Mapping[str, Held], ...]
+    ddp: DistributedDataParallel | None
+    tied: str | None
+
+    @property
+    def model(self) -> Any:
+        """The model of a rank that holds one stage."""
+        (model,) = self.chunks
+        return model
+
+    @cached_property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """This rank's parameters by name."""
+        of_stages = zip(self.chunks, self.stages, strict=True)
+        return {name: p for model, stage in of_stages for name, p in named_parameters(model, stage).items()}
+
+    @property
+    def tied_copy(self) -> str | None:
+        """The parameter of this rank that counts on another stage, if any: the head of a tied model."""
+        return None if any(stage.is_first for stage in self.stages) else self.tied
+
+    @property
+    def own_map(self) -> WeightMap:
+        """The weight map of this rank."""
+        return self.maps[self.groups.tp.rank()]
+
+    @property
+    def own_held(self) -> Mapping[str, Held]:
+        """How often the tensor-parallel group holds each of this rank's parameters."""
+        return self.held[self.groups.tp.rank()]
+
+    @property
+    def parameters_per_rank(self) -> int:
+        """Elements of the parameters that this rank holds."""
+        return sum(p.numel() for p in self.parameters.values())
+
+
+def build_module(
+    name: str,
+    shapes: Qwen25VLShapes,
+    topology: Topology,
+    provider: BackendSpecProvider,
+    *,
+    dtype: torch.dtype,
+    sequence_parallel: bool,
+    recompute: str,
+    freeze: Collection[str],
+    distributed_optimizer: bool,
+    weights: WeightSource,
+    split: Sequence[int] | None = None,
+    stages_per_rank: int = 1,
+) -> TrainedModule:
+    """Build this rank's part of `name`: in its layout the stages that it holds, their weights read, what is to be
+    frozen frozen, and with gradient buffers. `split`: layers of each stage, even where left out.
+
+    Raises `UserError` for a split that does not fit.
+    """
+    groups, layers, pp = topology.collection(name), shapes[name].layers, topology.layouts[name].pp
+    tp, tp_rank = groups.tp.size(), groups.tp.rank()
+    every = cut_stages(layers, pp, per_rank=stages_per_rank, split=split, module=name)
+    stages = stages_of_rank(every, groups.pp.rank(), pp)
+    chunks, copies = [], TIED_COPIES if shapes.text.tied else {}
+    kind: type = TextModel if name == TEXT else VisionModel
+    for stage in stages:
+        model = kind(
+            shapes[name],
+            groups,
+            topology.platform,
+            provider,
+            dtype=dtype,
+            sequence_parallel=sequence_parallel,
+            recompute=recompute,
+            stage=stage,
+        )
+        load_parameters(model, weight_map(name, shapes, tp_rank, tp, stage), weights, stage, copies)
+        _freeze(name, model, freeze)
+        chunks.append(model)
+    tied = _mark_tied(name, shapes, stages, chunks)
+    maps = tuple(_map_of_stages(name, shapes, rank, tp, stages) for rank in range(tp))
+    ddp = _data_parallel(chunks, groups, distributed_optimizer)
+    return TrainedModule(name, stages, tuple(chunks), groups, maps, held(maps), ddp, tied)
+
+
+def named_parameters(model: torch.nn.Module, stage: Stage | None) -> dict[str, torch.nn.Parameter]:
+    """The parameters of one stage (or a whole module, None) by the names that they have in the whole module."""
+    return {name if stage is None else stage.global_name(name): p for name, p in model.named_parameters()}
+
+
+def load_parameters(
+    model: torch.nn.Module,
+    own_map: WeightMap,
+    weights: WeightSource,
+    stage: Stage | None = None,
+    copies: Mapping[str, str] = TIED_COPIES,
+) -> None:
+    """Read each parameter's own slices. Every parameter must be in the map, and the other way round.
+
+    `copies`: what the folder may store a second time, and the tensor of which it is a copy.
+    """
+    parameters = named_parameters(model, stage)
+    missing, unexpected = parameters.keys() - own_map.keys(), own_map.keys() - parameters.keys()
+    assert not missing and not unexpected, f"weight map: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
+    for name, pieces in own_map.items():
+        lay_into(parameters[name], pieces, [weights.read(piece) for piece in pieces])
+    _require_equal_copies(own_map, weights, copies)
+
+
+def _map_of_stages(name: str, shapes: Qwen25VLShapes, tp_rank: int, tp: int, stages: Sequence[Stage]) -> WeightMap:
+    of_stages = [weight_map(name, shapes, tp_rank, tp, stage) for stage in stages]
+    return {parameter: pieces for of_stage in of_stages for parameter, pieces in of_stage.items()}
+
+
+def _mark_tied(name: str, shapes: Qwen25VLShapes, stages: Sequence[Stage], chunks: Sequence[Any]) -> str | None:
+    """The parameter of these stages of which another rank holds a copy, marked for Megatron."""
+    for stage, model in zip(stages, chunks, strict=True):
+        tied = tied_parameter(name, shapes, stage)
+        if tied is not None:
+            # A bucket of its own: the distributed optimizer then cuts both copies alike, so that the ranks that hold
+            # the same elements of both are those that differ in `pp` alone.
+            named_parameters(model, stage)[tied].shared_embedding = True  # pyright: ignore[reportAttributeAccessIssue]
+            return tied
+    return None
+
+
+def _require_equal_copies(own_map: WeightMap, weights: WeightSource, copies: Mapping[str, str]) -> None:
+    """Check what a folder of a tied model stores twice, in the rows that this rank holds. Raises `UserError`."""
+    pieces = {piece for of_parameter in own_map.values() for piece in of_parameter}
+    used = {piece.name for piece in pieces}
+    for copy, original in copies.items():
+        if copy not in used and copy in weights.shapes and original in used:
+            weights.require_copy(copy, original, [piece for piece in pieces if piece.name == original])
+
+
+def _freeze(module: str, model: torch.nn.Module, freeze: Collection[str]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(group_of(module, name) not in freeze)
+
+
+def _data_parallel(
+    chunks: Sequence[Any], groups: ProcessGroupCollection, distributed_optimizer: bool
+) -> DistributedDataParallel | None:
+    model = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
+    if not any(p.requires_grad for p in model.parameters()):
+        return None
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False
+    )
+    return DistributedDataParallel(chunks[0].config, config, model, pg_collection=groups)

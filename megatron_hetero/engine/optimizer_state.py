@@ -1,0 +1,52 @@
+"""What Megatron's optimizers keep of a parameter on this rank: the only file of this package that looks inside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from megatron_hetero.checkpoint.format.keys import MOMENTS
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Elements [start, stop) of a flattened parameter whose fp32 weights (`master`, [stop - start]) and AdamW state an
+    optimizer keeps here. `inner`: the optimizer of PyTorch that has the state, None without any (SGD).
+    """
+
+    start: int
+    stop: int
+    master: Tensor
+    inner: Any = None
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Moments fp32 [stop - start], and `step`, a number; empty before the first update."""
+        return self.inner.state[self.master] if self.inner is not None and self.master in self.inner.state else {}
+
+    def make_state(self) -> dict[str, Tensor]:
+        """Moments and step of zero, as before the first update; what is there is replaced."""
+        step = torch.zeros((), dtype=torch.float32, device=self.master.device)
+        # A step of its own for each parameter: a common one would count once for each of them.
+        zeros = {name: torch.zeros_like(self.master.detach()) for name in MOMENTS}
+        self.inner.state[self.master] = {"step": step, **zeros}
+        return self.inner.state[self.master]
+
+
+def shard_of(optimizer: Any, parameter: torch.nn.Parameter) -> Shard | None:
+    """What `optimizer` (of one module) keeps of `parameter` on this rank, None where that is nothing."""
+    if not parameter.requires_grad:
+        return None
+    for part in optimizer.chained_optimizers:
+        if not isinstance(part, DistributedOptimizer):
+            master = getattr(parameter, "main_param", parameter)
+            return Shard(0, parameter.numel(), master.detach().view(-1))
+        if parameter in part.model_param_group_index_map:
+            group, place = part.model_param_group_index_map[parameter]
+            own = part._get_model_param_range_map(parameter)["param"]
+            return Shard(own.start, own.end, part.optimizer.param_groups[group]["params"][place], part.optimizer)
+    return None

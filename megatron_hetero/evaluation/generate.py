@@ -1,0 +1,340 @@
+"""Greedy answers of a `transformers` folder, compared with a data set's: the exact-match rate.
+
+    python -m megatron_hetero.evaluation.generate HF_DIR --annotations FILE --images DIR [--limit N] [--blank]
+
+The model runs in plain `transformers`, not in the layers it was trained with: the rate also says whether the export
+is right. `--blank` hides the pictures, which shows what can be had by guessing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+from rich.table import Table
+from rich.text import Text
+
+from megatron_hetero.cli.command import a_path
+from megatron_hetero.data import pictures
+from megatron_hetero.data.chat import END_OF_TURN, render_prompt
+from megatron_hetero.data.processing import Processor
+from megatron_hetero.data.records import Annotations, Record
+from megatron_hetero.data.validation import IMAGE_PLACEHOLDER
+from megatron_hetero.distributed.launch import ended
+from megatron_hetero.errors import UserError, in_short, listed, printable
+from megatron_hetero.files.json_objects import read_object
+from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.terminal import Parser, console
+
+# torch is imported where it is used: it takes seconds that `--help` need not wait for, and which Ctrl-C may interrupt.
+if TYPE_CHECKING:
+    import torch
+
+IMAGE_PAD = "<|image_pad|>"
+GREY = (128, 128, 128)
+# Questions that occur often get a line of their own in the table.
+MOST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question with the answer of the data set and that of the model, both without surrounding white space."""
+
+    question: str
+    expected: str
+    given: str
+
+    @property
+    def correct(self) -> bool:
+        """Whether the two answers are the same text."""
+        return self.expected == self.given
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """All answers, in the order of the annotations."""
+
+    answers: tuple[Answer, ...]
+    blank: bool = False
+
+    @property
+    def questions(self) -> int:
+        """How many questions were asked."""
+        return len(self.answers)
+
+    @property
+    def correct(self) -> int:
+        """How many answers were the same text as the data set's."""
+        return sum(answer.correct for answer in self.answers)
+
+    @property
+    def rate(self) -> float:
+        """The share of correct answers, 0 to 1."""
+        return self.correct / self.questions
+
+    def by_question(self) -> dict[str, EvaluationResult]:
+        """The answers to each wording of a question, the most frequent wording first."""
+        groups: dict[str, list[Answer]] = {}
+        for answer in self.answers:
+            groups.setdefault(answer.question, []).append(answer)
+        ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+        return {question: EvaluationResult(tuple(group), self.blank) for question, group in ordered}
+
+    def __str__(self) -> str:
+        pictures_were = "blanked" if self.blank else "shown"
+        return f"{100 * self.rate:.1f} % exact match ({self.correct} of {self.questions}, pictures {pictures_were})"
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """The first question of a record, rendered up to where the model goes on."""
+
+    question: str
+    expected: str
+    text: str
+    pixel_values: torch.Tensor | None
+    grids: torch.Tensor | None
+
+
+def exact_match(
+    hf_dir: Path,
+    annotations: Path,
+    images: Path | None,
+    *,
+    limit: int | None = None,
+    blank: bool = False,
+    max_new_tokens: int = 8,
+    batch_size: int = 16,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    device: str = "cpu",
+) -> EvaluationResult:
+    """Answers the first question of every record greedily.
+
+    Args:
+        hf_dir: a Qwen2.5-VL folder in `transformers` format; nothing is downloaded and no code of the folder runs.
+        annotations: LLaVA-style JSON or JSONL.
+        images: folder that image paths are relative to; None for text-only data.
+        limit: answer only the first so many records; None answers all.
+        blank: show uniform grey pictures of the same sizes instead.
+        max_new_tokens: longest answer.
+        batch_size: questions per call of `generate`.
+        min_pixels: as `data.min_pixels` in training; None takes the folder's.
+        max_pixels: as `data.max_pixels` in training; None takes the folder's.
+        device: where the model runs.
+
+    Raises:
+        UserError: a folder, file, record or picture is missing or broken.
+    """
+    processor = Processor.from_folder(hf_dir, min_pixels, max_pixels)
+    tokenizer, image_processor = processor.tokenizer, processor.vision.image_processor
+    # Questions of one batch are padded; by what is masked.
+    tokenizer.pad_token = tokenizer.pad_token or END_OF_TURN
+    _require_whole(hf_dir)
+    model = _load_model(hf_dir, tokenizer, device)
+    records = islice(Annotations.load("evaluation", annotations, images), limit)
+    prompts = (_prompt(record, tokenizer, image_processor, blank) for record in records)
+    answers = [
+        answer for batch in _batches(prompts, batch_size) for answer in _answer(model, tokenizer, batch, max_new_tokens)
+    ]
+    return EvaluationResult(tuple(answers), blank)
+
+
+def _require_whole(hf_dir: Path) -> None:
+    """Check that the folder's weights are all those of the model that it says it is, and are values: transformers would
+    draw what is missing, and take the codes of quantised weights for values. Raises `UserError`.
+    """
+    from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
+
+    folders = ModelFolders.read(hf_dir)
+    open_modules(folders, Qwen25VLShapes.of(folders), seed=0)
+
+
+def _load_model(hf_dir: Path, tokenizer: Any, device: str) -> Any:
+    import torch
+    from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration
+
+    from megatron_hetero.hf.weight_files import all_finite
+
+    # Whatever else the folder's generation_config.json asks for (samples, beams, penalties, forced tokens) is left out.
+    greedy = GenerationConfig(
+        do_sample=False, eos_token_id=_ends(hf_dir, tokenizer), pad_token_id=tokenizer.pad_token_id
+    )
+    try:
+        loaded: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            hf_dir, local_files_only=True, use_safetensors=True, generation_config=greedy, output_loading_info=True
+        )
+        model, info = loaded
+        if drawn := sorted(info["missing_keys"]):
+            raise ValueError(f"transformers finds no weights for {listed(drawn)}")
+    except Exception as error:  # safetensors, json and transformers raise exceptions of their own
+        raise UserError.at(
+            hf_dir,
+            found=f"weights that do not load ({in_short(error)})",
+            expected="a Qwen2.5-VL model with safetensors weights",
+            fix="export the model again",
+        ) from error
+    strange = [name for name, parameter in model.named_parameters() if not all_finite(parameter.detach())]
+    if strange:
+        raise UserError.at(
+            hf_dir,
+            found=f"NaN or infinity in {len(strange)} tensors: {listed(strange)}",
+            expected="numbers",
+            because="no answer can come of them",
+            fix="export an earlier step of the run",
+        )
+    try:
+        if torch.device(device).type == "meta":
+            raise RuntimeError("tensors without values")
+        return model.to(device).eval()
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        found = str(error).splitlines()[0]
+        fix = "choose another, such as cpu or cuda:0"
+        raise UserError.at(f"--device {device}", found=found, expected="a device of this machine", fix=fix) from None
+
+
+def _ends(hf_dir: Path, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: those that the folder's generation_config.json names, and that of the template."""
+    file = hf_dir / "generation_config.json"
+    named = read_object(file).get("eos_token_id") if file.is_file() else None
+    ends = named if isinstance(named, list) else [] if named is None else [named]
+    return list(dict.fromkeys([*ends, tokenizer.convert_tokens_to_ids(END_OF_TURN)]))
+
+
+def _batches(prompts: Iterator[_Prompt], size: int) -> Iterator[list[_Prompt]]:
+    while batch := list(islice(prompts, size)):
+        yield batch
+
+
+def _prompt(record: Record, tokenizer: Any, image_processor: Any, blank: bool) -> _Prompt:
+    record.require_readable()
+    first = next(k for k, turn in enumerate(record.turns) if turn.role == "assistant")
+    asked = "\n".join(turn.text for turn in record.turns[:first] if turn.role == "user")
+    rendered = render_prompt(tokenizer, record, first)
+    pixels, grids = _patches(record, asked.count(IMAGE_PLACEHOLDER), image_processor, blank)
+    tokens = [] if grids is None else (grids.prod(dim=1) // image_processor.merge_size**2).tolist()
+    rendered = _expand(rendered, tokens, record)
+    question = asked.replace(IMAGE_PLACEHOLDER, "").strip()
+    return _Prompt(question, record.turns[first].text.strip(), rendered, pixels, grids)
+
+
+def _patches(
+    record: Record, shown: int, image_processor: Any, blank: bool
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    if not shown:
+        return None, None
+    images = [pictures.load_picture(record.image_path(k), record.where) for k in range(shown)]
+    if blank:
+        images = [Image.new("RGB", image.size, GREY) for image in images]
+    inputs = image_processor(images=images, return_tensors="pt")
+    return inputs["pixel_values"], inputs["image_grid_thw"]
+
+
+def _expand(text: str, tokens: Sequence[int], record: Record) -> str:
+    """The text with each image placeholder repeated once per merged patch. Raises `UserError`."""
+    before, *rest = text.split(IMAGE_PAD)
+    if len(rest) != len(tokens):
+        raise UserError.at(
+            f"{record.where}: chat template of the model",
+            found=f"{len(rest)} image tokens in the rendered question",
+            expected=f"{len(tokens)}, one for each image",
+            fix="use the chat template of Qwen2.5-VL",
+        )
+    return before + "".join(IMAGE_PAD * n + after for n, after in zip(tokens, rest, strict=True))
+
+
+def _answer(model: Any, tokenizer: Any, batch: list[_Prompt], max_new_tokens: int) -> list[Answer]:
+    import torch
+
+    # Padding goes to the left, so that every answer begins at the same place.
+    inputs = tokenizer(
+        [prompt.text for prompt in batch],
+        add_special_tokens=False,
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
+    )
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()
+    pixels = [prompt.pixel_values for prompt in batch if prompt.pixel_values is not None]
+    if pixels:
+        inputs["pixel_values"] = torch.cat(pixels).to(model.dtype)
+        inputs["image_grid_thw"] = torch.cat([prompt.grids for prompt in batch if prompt.grids is not None])
+    with torch.no_grad():
+        output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens)
+    texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [Answer(p.question, p.expected, text.strip()) for p, text in zip(batch, texts, strict=True)]
+
+
+def result_table(result: EvaluationResult) -> Table:
+    """One line per wording of a question, and the total."""
+    table = Table(title=f"Exact match, pictures {'blanked' if result.blank else 'shown'}")
+    table.add_column("question", overflow="fold")
+    for name in ("correct", "asked", "rate"):
+        table.add_column(name, justify="right")
+    groups = result.by_question()
+    for question, group in islice(groups.items(), MOST_LINES):
+        table.add_row(Text(printable(question, but="\n\t")), *_cells(group))
+    rest = tuple(answer for group in islice(groups.values(), MOST_LINES, None) for answer in group.answers)
+    if rest:
+        table.add_row(f"({len(groups) - MOST_LINES} other questions)", *_cells(EvaluationResult(rest, result.blank)))
+    table.add_section()
+    table.add_row("all", *_cells(result))
+    return table
+
+
+def _cells(result: EvaluationResult) -> tuple[str, str, str]:
+    return str(result.correct), str(result.questions), f"{100 * result.rate:.1f} %"
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m megatron_hetero.evaluation.generate",
+        description="Answer a data set's questions greedily with plain transformers and print the exact-match rate.",
+    )
+    parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="Qwen2.5-VL folder in transformers format")
+    parser.add_argument("--annotations", type=a_path, required=True, help="LLaVA-style JSON or JSONL")
+    parser.add_argument("--images", type=a_path, help="folder that image paths are relative to")
+    parser.add_argument("--limit", type=_positive, help="answer only the first so many records")
+    parser.add_argument("--blank", action="store_true", help="show uniform grey pictures of the same sizes instead")
+    parser.add_argument("--max-new-tokens", type=_positive, default=8, help="longest answer (default 8)")
+    parser.add_argument("--batch-size", type=_positive, default=16, help="questions answered at once (default 16)")
+    parser.add_argument("--min-pixels", type=_positive, help="as data.min_pixels in training (default: the folder's)")
+    parser.add_argument("--max-pixels", type=_positive, help="as data.max_pixels in training (default: the folder's)")
+    parser.add_argument("--device", default="cpu", help="where the model runs (default cpu)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return ended(lambda: _evaluate(vars(_parser().parse_args(arguments))))
+
+
+def _evaluate(options: dict[str, Any]) -> None:
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    if options["images"] is not None and not options["images"].is_dir():
+        expected, fix = (
+            "the folder that image paths are relative to",
+            "correct the path, or leave it out",
+        )
+        raise UserError.at("--images", found=f"{options['images']}, which is no folder", expected=expected, fix=fix)
+    result = exact_match(options.pop("hf_dir"), options.pop("annotations"), options.pop("images"), **options)
+    console().print(result_table(result))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

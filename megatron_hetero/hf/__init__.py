@@ -1,0 +1,1 @@
+"""Folders in `transformers` format: their weights, read by slices and written by shards, and the map to parameters."""

@@ -1,0 +1,168 @@
+"""Read the weights of a `transformers` folder: safetensors only, strictly, a slice at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_hetero.errors import UserError, listed
+from megatron_hetero.hf.weight_files import (
+    INDEX,
+    all_finite,
+    count_not_finite,
+    open_file,
+    readable,
+    weight_files,
+)
+from megatron_hetero.hf.weight_map import Piece
+
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass
+class StoredWeights:
+    """The tensors of a folder, opened lazily. `shapes` maps canonical name to shape; `fresh` are tensors that stand in
+    the place of the folder's.
+    """
+
+    folder: Path
+    canonical: Callable[[str], str]
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    fresh: Mapping[str, Tensor] = field(default_factory=dict)
+    _types: dict[str, str] = field(default_factory=dict)
+    _where: dict[str, tuple[Path, str]] = field(default_factory=dict)
+    _open: dict[Path, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path, canonical: Callable[[str], str] = lambda name: name) -> StoredWeights:
+        """Open every file that the folder's index names. `canonical` maps stored names to the names used here.
+
+        Raises `UserError` for a missing, truncated or unreadable file, and for a name stored twice.
+        """
+        weights = cls(folder, canonical)
+        for path, expected in sorted(weight_files(folder).items()):
+            weights._add(path, expected)
+        return weights
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of weights."""
+        return tuple(self._open)
+
+    def _add(self, path: Path, expected: set[str] | None) -> None:
+        handle = self._open[path] = open_file(path)
+        found = set(handle.keys())
+        if expected is not None and not expected <= found:
+            raise UserError(
+                f"{path}: found no tensor {listed(expected - found)}, expected it because {INDEX} says that it "
+                f"is here; download the folder again"
+            )
+        for stored in found:
+            name = self.canonical(stored)
+            if name in self._where:
+                raise UserError(
+                    f"{path}: found {name} a second time, expected it once; remove stale files from the folder"
+                )
+            tensor = handle.get_slice(stored)
+            self._where[name] = (path, stored)
+            self.shapes[name], self._types[name] = tuple(tensor.get_shape()), tensor.get_dtype()
+
+    def require(self, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
+        """Check that the folder holds exactly the `expected` tensors in their shapes, in types that weights are trained
+        from. Raises `UserError` listing all faults.
+        """
+        missing = expected.keys() - self.shapes.keys()
+        extra = self.shapes.keys() - expected.keys() - optional
+        wrong = {n for n, shape in expected.items() if n in self.shapes and self.shapes[n] != shape}
+        faults = [f"{len(missing)} missing: {listed(missing)}"] if missing else []
+        faults += [f"{len(extra)} unexpected: {listed(extra)}"] if extra else []
+        faults += [
+            f"{len(wrong)} of another shape: "
+            + listed({f"{n} is {self.shapes[n]}, not {expected[n]}" for n in wrong})
+        ] if wrong else []  # fmt: skip
+        if faults:
+            raise UserError(
+                f"{self.folder}: found weights that do not fit its config.json ({'; '.join(faults)}), expected "
+                f"exactly the "
+                f"{len(expected)} tensors of the model; config.json and weights must come from the same model"
+            )
+        self._require_types(expected)
+
+    def _require_types(self, names: Iterable[str]) -> None:
+        strange = {name: self._types[name] for name in names if self._types[name] not in _STORED}
+        if strange:
+            raise UserError.at(
+                self.folder,
+                found=f"{len(strange)} tensors of other types: "
+                + listed({f"{name} is {kind}" for name, kind in strange.items()}),
+                expected=f"{', '.join(_STORED)}",
+                because="weights of other types, as quantised models have them, are not those of the model alone",
+                fix="take a folder that is not quantised, or save the model again in bfloat16",
+            )
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type that a required tensor is stored in."""
+        return self.fresh[name].dtype if name in self.fresh else _STORED[self._types[name]]
+
+    def whole(self, name: str) -> Tensor:
+        """A whole tensor as stored. Nothing of it stays in memory once it is given up."""
+        if name in self.fresh:
+            return self.fresh[name]
+        path, stored = self._where[name]
+        # A handle of its own: what a handle has mapped counts as this process's until it is closed.
+        with readable(path, stored), safe_open(path, framework="pt", device="cpu") as handle:
+            values = handle.get_tensor(stored)
+        self._require_finite(name, values)
+        return values
+
+    def require_copy(self, copy: str, original: str, pieces: Iterable[Piece]) -> None:
+        """Check that what a folder of a tied model stores twice, as `copy` and `original`, is the same in these
+        `pieces` of the latter. Raises `UserError`.
+        """
+        alike = self.shapes[copy] == self.shapes[original] and self._types[copy] == self._types[original]
+        same = alike and all(torch.equal(self.read(piece), self.read(replace(piece, name=copy))) for piece in pieces)
+        if not same:
+            raise UserError(
+                f"{self.folder}: found a {copy} that differs from {original}, expected equal ones, because "
+                "config.json says that they are tied (tie_word_embeddings) and one of them would be lost; set "
+                f"tie_word_embeddings to false in config.json, or remove {copy} from the weights"
+            )
+
+    def read(self, piece: Piece) -> Tensor:
+        """The values of one piece, as stored: 1-D where the stored tensor is, else 2-D. Raises `UserError` where one of
+        them is no number.
+        """
+        if piece.name in self.fresh:
+            return self.fresh[piece.name][piece.source if piece.columns else piece.source[0]]
+        columns = () if piece.columns is None else (slice(*piece.columns),)
+        values = self._slice(piece.name, (slice(*piece.rows), *columns))
+        self._require_finite(piece.name, values)
+        return values.flatten(1) if values.dim() > 2 else values
+
+    def _slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        path, stored = self._where[name]
+        with readable(path, stored):
+            return self._open[path].get_slice(stored)[part]
+
+    def _require_finite(self, name: str, values: Tensor) -> None:
+        """Check `values`, which were read of a tensor: they are in the cache now. Only of one that has others the rest
+        is read too, so that all ranks count the same.
+        """
+        if all_finite(values):
+            return
+        wrong = count_not_finite(lambda rows: self._slice(name, (rows,)), self.shapes[name][0])
+        path, stored = self._where[name]
+        raise UserError.at(
+            f"{path}: tensor {stored}",
+            found=f"{wrong} of {prod(self.shapes[name])} values NaN or infinite",
+            expected="numbers",
+            because="the model would compute nothing else with them",
+            fix="download the file again; where a training left them, take the weights of an earlier step of it",
+        )

@@ -1,0 +1,187 @@
+"""What a configuration comes to in a world of ranks: shapes, layouts, the batch, the schedule, all checked against each
+other. Pure, and quick to import: neither Megatron-Core nor a process group is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_hetero.config.schema import Config, require_modules
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout.layout import Layout, resolve
+from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.names import TEXT, parts_of
+from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings
+from megatron_hetero.sharding.stages import cut_stages
+
+MOST_TURNS = 1 << 15
+"""Of all stages in a step, one for each micro-batch: its schedule is written out and checked before it begins."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The types that `model.dtype` names."""
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How a step's samples are shared out: `replicas` of the text module, each with `micro_batches` of `samples`.
+
+    `end`: where the stream of samples ends; the last steps may then have fewer, or none. None: it has no end.
+    """
+
+    replicas: int
+    micro_batches: int
+    samples: int
+    end: int | None = None
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of one step: the global batch."""
+        return self.replicas * self.micro_batches * self.samples
+
+    def numbers(self, step: int, replica: int, micro_batch: int) -> range:
+        """Samples of the stream (from 0) that a replica trains in a micro-batch of `step` (from 1)."""
+        first = (step - 1) * self.step_samples + (micro_batch * self.replicas + replica) * self.samples
+        return range(first, first + self.samples) if self.end is None else range(self.end)[first : first + self.samples]
+
+    def count(self, step: int) -> int:
+        """Samples of `step`, of all replicas."""
+        if self.end is None:
+            return self.step_samples
+        return len(range(self.end)[(step - 1) * self.step_samples : step * self.step_samples])
+
+    def once(self, samples: int) -> BatchShape:
+        """How a stream of so many samples is shared out that is read once, in at most as many micro-batches a step."""
+        needed = max(1, -(-samples // (self.replicas * self.samples)))
+        return replace(self, micro_batches=min(self.micro_batches, needed), end=samples)
+
+
+def dtype_of(config: Config) -> torch.dtype:
+    """`model.dtype` as torch has it."""
+    return DTYPES[config.model.dtype]
+
+
+def transport_of(config: Config) -> torch.dtype:
+    """What rows are sent as."""
+    return torch.bfloat16 if config.boundary.transport == "bfloat16" else dtype_of(config)
+
+
+def shards_activations(config: Config, name: str, layout: Layout) -> bool:
+    """Whether a module's activations are split along the sequence over its tp ranks."""
+    return config.model.sequence_parallel.get(name, True) and layout.tp > 1
+
+
+def folders_of(config: Config) -> ModelFolders:
+    """Where the modules of the model come from. Raises `UserError`."""
+    model = config.model
+    return ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
+
+
+def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, Layout], BatchShape]:
+    """The shapes of the model, the layouts that fit it and the world, and how the batch is shared out. Raises
+    `UserError`.
+    """
+    further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
+    shapes = Qwen25VLShapes.of(folders_of(config), further)
+    require_modules(config, shapes.modules)
+    layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
+    batch = _batch_shape(config, layouts[TEXT])
+    require_turns(config, layouts, batch)
+    resolve_settings(_schedule_settings(config), layouts, batch.micro_batches)
+    _require_micro_batches(config, batch.micro_batches)
+    for name, layout in layouts.items():
+        per_rank = stages_per_rank(config, name)
+        cut_stages(
+            shapes[name].layers,
+            layout.pp,
+            per_rank=per_rank,
+            split=config.parallel_layers.get(name),
+            module=name,
+        )
+    return shapes, layouts, batch
+
+
+def _require_micro_batches(config: Config, micro_batches: int) -> None:
+    """Check that settings of the schedule speak of no more micro-batches than a replica has in a step."""
+    for name in ("waves", "run_ahead"):
+        value = getattr(config.schedule, name)
+        if value is not None and value > micro_batches:
+            raise UserError.at(
+                f"schedule.{name} (--schedule.{name})",
+                found=str(value),
+                expected=f"at most {micro_batches}",
+                because="a replica of the text module has no more micro-batches in a step",
+                fix=f"lower it to {micro_batches}, or raise train.global_batch_size",
+            )
+
+
+def checked_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:
+    """The schedule of a step, checked. Raises `UserError` where settings and layouts do not fit."""
+    frozen = [name for name in config.model.encoder_names if set(parts_of(name)) <= set(config.model.freeze)]
+    return _checked_schedule(config, layouts, batch, frozen)
+
+
+def evaluation_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:
+    """The schedule of a batch that is evaluated: that of a step without any backward pass. Raises `UserError`."""
+    return _checked_schedule(config, layouts, batch, list(layouts))
+
+
+def _checked_schedule(
+    config: Config, layouts: Mapping[str, Layout], batch: BatchShape, forward_only: Collection[str]
+) -> Schedule:
+    schedule = build_schedule(layouts, batch.micro_batches, _schedule_settings(config), forward_only=forward_only)
+    schedule.check()
+    return schedule
+
+
+def communication(config: Config, shapes: Qwen25VLShapes) -> dict[str, Any]:
+    """What decides on the communicators besides the layouts: keywords of `communicators` and `Topology.build`."""
+    return {
+        "edges": [(name, TEXT) for name in config.model.encoder_names],
+        "tied": [TEXT] if shapes.text.tied else [],
+        "interleaved": [TEXT] if stages_per_rank(config, TEXT) > 1 else [],
+    }
+
+
+def stages_per_rank(config: Config, name: str) -> int:
+    """Pipeline stages of a module on each of its ranks."""
+    return config.schedule.virtual_stages if name == TEXT else 1
+
+
+def require_turns(
+    config: Config, layouts: Mapping[str, Layout], batch: BatchShape, most_turns: int = MOST_TURNS
+) -> None:
+    """Check that the schedule of a step is one that can be written out. Raises `UserError`."""
+    stages = sum(layout.pp * stages_per_rank(config, name) for name, layout in layouts.items())
+    most = max(1, most_turns // stages)
+    if batch.micro_batches > most:
+        fitting = batch.replicas * batch.samples * most
+        raise UserError.at(
+            "train.global_batch_size (--train.global_batch_size)",
+            found=f"{config.train.global_batch_size}, {batch.micro_batches} micro-batches of each replica",
+            expected=f"{fitting} or less, {most} micro-batches",
+            because=f"the turns of all {stages} stages in a step are planned, one by one",
+            fix=f"raise train.micro_batch_size or dp of text, or try --train.global_batch_size {fitting}",
+        )
+
+
+def _schedule_settings(config: Config) -> ScheduleSettings:
+    chosen = config.schedule
+    return ScheduleSettings(chosen.kind, chosen.waves, chosen.run_ahead, chosen.virtual_stages)
+
+
+def _batch_shape(config: Config, text: Layout) -> BatchShape:
+    total, micro = config.train.global_batch_size, config.train.micro_batch_size
+    if total % (text.dp * micro):
+        share = text.dp * micro
+        raise UserError(
+            f"train.global_batch_size (--train.global_batch_size): found {total}, expected a multiple of "
+            f"{share}, because {text.dp} replicas of the text module train micro-batches of {micro}; "
+            f"try --train.global_batch_size {-(-total // share) * share}"
+        )
+    return BatchShape(text.dp, total // (text.dp * micro), micro)

@@ -1,0 +1,1 @@
+"""Layouts: a degree for each axis of parallelism and the ranks of a module. Pure."""

@@ -1,0 +1,119 @@
+"""The text of layouts, such as ``tp:4,dp:2@0-3,8-11``, read into degrees and ranks.
+
+The grammar, in which blanks and the order of the axes mean nothing:
+
+    layout  = degrees [ "@" ranks ]
+    degrees = axis ":" degree { "," axis ":" degree }       axis  = tp | sp | cp | dp | pp
+    ranks   = range { "," range }                           range = first "-" last | rank
+
+Only the text is judged here; whether the degrees fit the ranks is judged in `megatron_hetero.layout.layout`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+AXES = ("tp", "sp", "cp", "dp", "pp")
+"""The axes, from the one that varies fastest among a layout's ranks to the slowest."""
+
+MOST_PLANNED = 20_000
+"""Ranks of the largest world that is planned, or advised."""
+_MOST_RANKS = 1 << 20
+"""No world is larger; a mistyped range must not fill the memory."""
+
+
+class GrammarError(Exception):
+    """What is wrong with a text: what was found, what was expected and why; and the axis, where there is one."""
+
+    def __init__(self, found: str, expected: str, why: str, axis: str = "") -> None:
+        super().__init__(found)
+        self.found, self.expected, self.why, self.axis = found, expected, why, axis
+
+
+def read(text: str) -> tuple[dict[str, int], tuple[int, ...] | None]:
+    """The degrees that `text` gives, by axis, and its ranks, None where it gives none.
+
+    Raises:
+        GrammarError: the text breaks the grammar.
+    """
+    degrees_text, at, ranks_text = re.sub(r"\s", "", text).partition("@")
+    degrees: dict[str, int] = {}
+    for item in degrees_text.split(","):
+        axis, degree = _read_degree(item)
+        if axis in degrees:
+            why = "an axis has one degree"
+            raise GrammarError(f"{axis} twice ({axis}:{degrees[axis]} and {item})", "each axis once", why, axis)
+        degrees[axis] = degree
+    return degrees, _read_ranks(ranks_text) if at else None
+
+
+def salvage(text: str) -> tuple[dict[str, int], tuple[int, ...]]:
+    """What can be understood of a text that breaks the grammar; degrees and ranks may be empty."""
+    degrees_text, _, ranks_text = re.sub(r"\s", "", text).partition("@")
+    degrees: dict[str, int] = {}
+    for name, degree in re.findall(r"([A-Za-z]+)\D?(\d{1,7})", degrees_text):
+        axis = next(iter(get_close_matches(name.lower(), AXES, n=1)), None)
+        if axis and int(degree):
+            degrees.setdefault(axis, int(degree))
+    ranks: set[int] = set()
+    for item in ranks_text.split(","):
+        if (ends := _ends(item)) and abs(ends[1] - ends[0]) < _MOST_RANKS:
+            ranks.update(range(min(ends), max(ends) + 1))
+    return degrees, tuple(sorted(ranks))
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ascending ranks as ranges: ``0-3,8`` for 0, 1, 2, 3, 8."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean `tp`?)`` where a known name resembles `name`, else nothing."""
+    close = get_close_matches(name.lower(), list(known), n=1)
+    return f" (did you mean `{close[0]}`?)" if close else ""
+
+
+def _read_degree(item: str) -> tuple[str, int]:
+    axis, colon, degree = item.partition(":")
+    if not colon:
+        raise GrammarError(f"`{item}`", "axis:degree, such as tp:4", "a layout is a list of axes with their degrees")
+    if axis not in AXES:
+        found = f"axis `{axis}`{did_you_mean(axis, AXES)}"
+        raise GrammarError(found, f"one of {', '.join(AXES)}", "there are no other axes", axis)
+    if not re.fullmatch(r"[0-9]{1,7}", degree) or int(degree) < 1:
+        why = "a degree is a number of ranks"
+        raise GrammarError(f"degree `{degree}` for {axis}", "an integer of 1 or more", why, axis)
+    return axis, int(degree)
+
+
+def _read_ranks(text: str) -> tuple[int, ...]:
+    ranks: list[int] = []
+    for item in text.split(","):
+        ends = _ends(item)
+        if ends is None:
+            raise GrammarError(
+                f"ranks `{item}`", "first-last or one rank, such as 0-3 or 8", "ranks are integers from 0"
+            )
+        first, last = ends
+        if last < first:
+            raise GrammarError(f"ranks `{item}`", "the lower rank first", "ranges ascend")
+        if last >= _MOST_RANKS:
+            raise GrammarError(f"ranks `{item}`", f"ranks below {_MOST_RANKS}", "no world is that large")
+        if ranks and first <= ranks[-1]:
+            why = "process groups number their members in ascending order"
+            raise GrammarError(f"ranks `{item}` after rank {ranks[-1]}", "each rank once, ascending", why)
+        ranks.extend(range(first, last + 1))
+    return tuple(ranks)
+
+
+def _ends(item: str) -> tuple[int, int] | None:
+    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
+    return (int(match[1]), int(match[2] or match[1])) if match else None

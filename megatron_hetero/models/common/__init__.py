@@ -1,0 +1,1 @@
+"""What model families share: attention, layers, loss, and their cost."""

@@ -1,0 +1,219 @@
+"""Self-attention over packed sequences, for every module and axis.
+
+Shape suffixes: n tokens of this rank without padding, S tokens with padding, H heads of this rank, D elements per head,
+K keys that this rank's queries see.
+
+`PackedSelfAttention` is Megatron's `SelfAttention` with a `forward` of its own: rotary embedding by a table with one
+entry per token (Megatron's own handles neither 2-D nor multimodal positions of packed samples), padding that never
+enters attention, and the exchanges of `megatron_hetero.models.common.exchange` under `sp` and `cp`. A sequence is dealt to the
+members of `cp` first, the tokens of each of them to the members of `sp`:
+
+    own tokens, own heads    -- sp: heads for tokens -->    the cp member's tokens, 1 / sp of the heads
+                             -- cp: gather keys ------->    and the keys and values that these tokens see
+                             -- attention, on pieces -->
+                             -- sp: tokens for heads -->    own tokens, own heads
+
+A forward pass takes two all-to-alls where sp > 1 and one all-gather where cp > 1; the backward pass two all-to-alls and
+one reduce-scatter. Layers that attend inside windows take none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_hetero.distributed.platform import on_device
+from megatron_hetero.distributed.topology import ModuleGroups
+from megatron_hetero.models.common.exchange import gather_keys, heads_for_tokens, tokens_for_heads
+from megatron_hetero.models.common.kernels import HALF, Kernel, kernel_for
+from megatron_hetero.models.common.segments import Segments
+
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What Megatron's layers carry as `packed_seq_params` to `PackedSelfAttention`.
+
+    `full` are the pieces of this rank's context-parallel member. `sp_lengths`: tokens without padding of each `sp`
+    member of that one, `cp_lengths`: tokens of each `cp` member. `windows` are the sequences of this rank's own shard,
+    for layers that attend locally.
+    """
+
+    full: Segments
+    sp_lengths: tuple[int, ...]
+    cp_lengths: tuple[int, ...]
+    windows: Segments | None = None
+
+
+@lru_cache(maxsize=16)
+def rotary_frequencies(theta: float, dim: int, device: torch.device) -> Tensor:
+    """theta^(-2i / dim) for i below dim / 2, fp32. Computed on the host as `transformers` does, and moved once."""
+    return on_device(1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), device)
+
+
+def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:
+    """Rotary embedding with a table of cosines and sines per token, computed in fp32.
+
+    Source: Su et al. 2021, arXiv 2104.09864, in the half-split form of GPT-NeoX.
+    """
+    cos, sin = table_2nD[0].unsqueeze(-2), table_2nD[1].unsqueeze(-2)
+    x = x_nHD.float()
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x_nHD.dtype)
+
+
+class TorchAttention(torch.nn.Module):
+    """Core attention by one of `megatron_hetero.models.common.kernels`, a Megatron `core_attention`.
+
+    It takes any number of heads, so it can stand behind an exchange of heads for tokens. `kernel`: which one; None
+    takes the one for the device and dtype of the queries.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        kernel: Kernel | None = None,
+        **_: Any,
+    ):
+        super().__init__()
+        self.causal = attn_mask_type in CAUSAL
+        self.scale = softmax_scale
+        self.kernel = kernel
+
+    def forward(
+        self, q_nHD: Tensor, k_KHD: Tensor, v_KHD: Tensor, attention_mask: None = None, *, packed_seq_params: Segments,
+        **_: Any,
+    ) -> Tensor:  # fmt: skip
+        """Attention inside each piece of `packed_seq_params`; returns [n, H * D]."""
+        kernel = self.kernel or kernel_for(q_nHD.device, q_nHD.dtype, q_nHD.shape[2])
+        return kernel(q_nHD, k_KHD, v_KHD, packed_seq_params, causal=self.causal, scale=self.scale).flatten(1)
+
+
+def core_attention(offered: Any, dtype: torch.dtype, *, exchanges: bool) -> Any:
+    """`offered` (Transformer Engine's attention, say) where it computes what a layer asks for, else `TorchAttention`.
+
+    `exchanges`: whether heads or keys come from other ranks. Transformer Engine wants the number of heads that its
+    module was built for (`DotProductAttention.forward` asserts it), and aligns causal masks at the first query and key
+    as Megatron calls it on packed sequences. Nor has it a kernel for packed sequences in fp32.
+    """
+    return offered if dtype in HALF and not exchanges else TorchAttention
+
+
+class PackedSelfAttention(SelfAttention):
+    """Megatron's self-attention with the `forward` described at the head of this file.
+
+    `windowed`: attend inside `AttentionPlan.windows` of this member's own shard, without communication.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
+        pg_collection: ModuleGroups | None = None,
+        windowed: bool = False,
+    ):
+        assert pg_collection is not None
+        sp, context = pg_collection.sp, pg_collection.context
+        exchanges = not windowed and (sp.size() > 1 or context.size() > 1)
+        submodules = replace(
+            submodules,
+            core_attention=core_attention(submodules.core_attention, config.params_dtype, exchanges=exchanges),
+        )
+        super().__init__(
+            config=config,
+            submodules=submodules,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            # The exchanges are ours: core attention sees its queries with all their keys, without context parallelism.
+            pg_collection=_without_context(pg_collection),
+        )
+        self.windowed, self.exchanges = windowed, exchanges
+        self.sp_group, self.context_group = sp, context
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden_states: Tensor,
+        attention_mask: None = None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: AttentionPlan,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention on `hidden_states` [S, 1, hidden] ([S / tp, 1, hidden] with sequence-parallel activations).
+
+        `rotary_pos_emb`: [2, n, D] cosines and sines. Returns the output in the shape of the input, and the bias that
+        the layer adds.
+        """
+        plan, table_2nD = packed_seq_params, rotary_pos_emb
+        tokens = table_2nD.shape[1]
+        qkv: Any = self.get_query_key_value_tensors(hidden_states)
+        q, k, v = (x.squeeze(1)[:tokens] for x in qkv)
+        padding = self._padded_length(hidden_states) - tokens
+        q, k = rotate(q, table_2nD), rotate(k, table_2nD)
+        if not self.exchanges:
+            v = v.contiguous()  # A view of the projection would keep all of it for the backward pass.
+        if self.windowed:
+            out = self._attend(q, k, v, plan.windows)
+        else:
+            out = attend_across(self._attend, q, k, v, plan, self.sp_group, self.context_group)
+        return self.linear_proj(F.pad(out, (0, 0, 0, padding)).unsqueeze(1))
+
+    def _padded_length(self, hidden_states: Tensor) -> int:
+        return hidden_states.shape[0] * (self.tp_group.size() if self.config.sequence_parallel else 1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
+        if not len(q):
+            # No kernel accepts that. Gradients (of zero) flow, so that the backward pass takes part in all exchanges.
+            return q.flatten(1) + (k[:0].sum() + v[:0].sum())
+        return self.core_attention(  # pyright: ignore[reportCallIssue]
+            q, k, v, None, attn_mask_type=self.attn_mask_type, packed_seq_params=segments
+        ).flatten(1)  # fmt: skip
+
+
+def attend_across(
+    attend: Callable[[Tensor, Tensor, Tensor, Segments], Tensor],
+    q_nHD: Tensor,
+    k_nHD: Tensor,
+    v_nHD: Tensor,
+    plan: AttentionPlan,
+    sp: dist.ProcessGroup,
+    context: dist.ProcessGroup,
+) -> Tensor:
+    """`attend` on `plan.full`, between the exchanges at the head of this file: [n, H * D].
+
+    `sp`, `context`: this rank's groups along the axes `sp` and `cp`. A group of one exchanges nothing.
+    """
+    q, k, v = q_nHD, k_nHD, v_nHD
+    if sp.size() > 1:
+        q, k, v = heads_for_tokens(q, k, v, plan.sp_lengths, sp)
+    if context.size() > 1:
+        assert plan.full.key_index is not None, "pieces of one member alone, under cp"
+        k, v = gather_keys(k, v, plan.cp_lengths, plan.full.key_index, context)
+    out = attend(q, k, v, plan.full)
+    return tokens_for_heads(out, plan.sp_lengths, sp) if sp.size() > 1 else out
+
+
+def _without_context(groups: ModuleGroups) -> ProcessGroupCollection:
+    alone = copy.copy(groups)
+    alone.cp = alone.sp = alone.context = groups.ep
+    return alone

@@ -1,0 +1,187 @@
+"""Which layers modules are built from: Transformer Engine's where it is installed, else ours on plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.common.attention import PackedSelfAttention, TorchAttention
+from megatron_hetero.models.common.kernels import cuda_capability
+from megatron_hetero.models.common.optional import FLASH_ATTN, TRANSFORMER_ENGINE, Found, find, notices, unusable
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in fp32, that knows sequence
+    parallelism.
+
+    Megatron's own `WrappedTorchNorm` refuses sequence-parallel activations; all that they need is the mark on the
+    weight.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim of `x`."""
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class TorchSpecProvider(LocalSpecProvider):
+    """Megatron's own linears with our attention and norm: runs on any device."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """Our `RMSNorm`."""
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        """Our `TorchAttention`."""
+        return TorchAttention
+
+
+def spec_provider(choice: str, platform: Platform, found: Found | None = None) -> BackendSpecProvider:
+    """The provider for `model.backend`: `torch`, `te` (Transformer Engine), or `auto` (that one on CUDA, where it is
+    installed in a version that is known to work).
+
+    `found`: the Transformer Engine that is installed; looked for where None. Raises `UserError` where `te` is asked for
+    and cannot be had.
+    """
+    if choice == "torch" or (choice == "auto" and not platform.is_cuda):
+        return TorchSpecProvider()
+    why = unusable(TRANSFORMER_ENGINE, found or find(TRANSFORMER_ENGINE)) if platform.is_cuda else ""
+    if choice == "te" and (why or not platform.is_cuda):
+        raise _no_transformer_engine(why, platform)
+    return TorchSpecProvider() if why else te_provider(cuda_capability(platform.device))
+
+
+def te_provider(capability: tuple[int, int]) -> BackendSpecProvider:
+    """Transformer Engine's linears and norms, and its attention on GPUs of a `capability` where it has a kernel of its
+    own for packed sequences.
+
+    That is cuDNN's, on Hopper and the Blackwell of data centres (`nvte_get_fused_attn_backend` in
+    transformer_engine/common/fused_attn/fused_attn.cpp, `get_attention_backend` in pytorch/attention/
+    dot_product_attention/utils.py, both at v2.9). Elsewhere it would call flash-attn, which ours does too.
+    """
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    class TransformerEngineSpecs(TESpecProvider):
+        def core_attention(self) -> type:
+            return super().core_attention() if capability[0] in (9, 10) else TorchAttention
+
+    return TransformerEngineSpecs()
+
+
+def backend_notices(choice: str, platform: Platform) -> list[str]:
+    """A line for each optional package that is installed on this CUDA machine and yet not used, with the reason."""
+    if not platform.is_cuda:
+        return []
+    packages = [FLASH_ATTN] + [TRANSFORMER_ENGINE] * (choice != "torch")
+    return notices([(package, find(package)) for package in packages])
+
+
+def _no_transformer_engine(why: str, platform: Platform) -> UserError:
+    expected = f"Transformer Engine{TRANSFORMER_ENGINE.versions} on CUDA"
+    if not platform.is_cuda:
+        found, fix = f"te on the device {platform.device.type}", "use --model.backend torch"
+        return UserError.at("model.backend", found=found, expected=expected, because="it needs a GPU", fix=fix)
+    return UserError.at(
+        "model.backend",
+        found=f"te, but {TRANSFORMER_ENGINE.module} {why}",
+        expected=expected,
+        fix="install it as docs/installation.md says, or use --model.backend torch",
+    )
+
+
+class StageLayer(TransformerLayer):
+    """A transformer layer of a pipeline stage that knows its number in the whole model.
+
+    Megatron derives it from the pipeline rank, for the splits that it knows; here stages are built from any range of
+    layers, with `before` layers in the stages before.
+    """
+
+    def __init__(self, *args: Any, layer_number: int = 1, before: int = 0, **options: Any):
+        super().__init__(*args, layer_number=layer_number + before, **options)
+
+
+def layer_spec(
+    provider: BackendSpecProvider, mask: AttnMaskType, *, windowed: bool = False, before: int = 0
+) -> ModuleSpec:
+    """One pre-norm transformer layer: norm, packed self-attention, norm, MLP. `before`: see `StageLayer`."""
+    norm = provider.layer_norm(rms_norm=True)
+    column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
+    return ModuleSpec(
+        module=StageLayer,
+        params={"before": before},
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=PackedSelfAttention,
+                params={"attn_mask_type": mask, "windowed": windowed},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=column, core_attention=provider.core_attention(), linear_proj=row
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+        ),
+    )
+
+
+def transformer_config(platform: Platform, **shape: Any) -> TransformerConfig:
+    """Megatron's configuration of a module whose weights will be loaded: no initialisation, no dropout, fp32 softmax.
+
+    `shape` are fields of `TransformerConfig`; fusions are on where the device has them.
+    """
+    bf16 = shape.pop("params_dtype") == torch.bfloat16
+    return TransformerConfig(
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bf16=bf16,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=platform.is_cuda,
+        bias_dropout_fusion=platform.is_cuda,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=not platform.is_cuda,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        **shape,
+    )
+
+
+def padded(size: int, tp: int) -> int:
+    """`size` rounded up to a multiple of tp, so that it can be split. What pads is zero and keeps a gradient of
+    zero.
+    """
+    return -(-size // tp) * tp
+
+
+def recompute_options(mode: str) -> dict[str, Any]:
+    """Megatron's settings for `model.recompute`: `full` keeps only the input of each layer, `none` keeps everything."""
+    if mode == "none":
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -1,0 +1,38 @@
+"""Weights that are drawn where they are needed, for measurements of models that no folder holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_hetero.hf.weight_map import Piece
+from megatron_hetero.models.qwen2_5_vl.fresh import STD
+
+
+@dataclass(frozen=True)
+class DrawnWeights:
+    """A source of weights of `shapes`: normal ones, biases of 0, norms of 1, of `dtype` on `device`.
+
+    Pieces are drawn when they are read, so that ranks which hold the same piece hold different values: good for what
+    one rank computes, not for a model.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+    device: torch.device
+
+    def read(self, piece: Piece) -> Tensor:
+        """The values of one piece: 1-D where the tensor is, else 2-D."""
+        rows, shape = piece.rows[1] - piece.rows[0], self.shapes[piece.name]
+        if len(shape) == 1:
+            value = 0.0 if piece.name.endswith(".bias") else 1.0
+            return torch.full((rows,), value, dtype=self.dtype, device=self.device)
+        whole = torch.Size(shape[1:]).numel()
+        columns = whole if piece.columns is None else piece.columns[1] - piece.columns[0]
+        return torch.empty(rows, columns, dtype=self.dtype, device=self.device).normal_(std=STD)
+
+    def require_copy(self, copy: str, original: str, pieces: Iterable[Piece]) -> None:
+        """Nothing is stored twice here."""

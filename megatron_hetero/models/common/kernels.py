@@ -1,0 +1,171 @@
+"""What computes attention inside the pieces of a pack, and which of it runs where.
+
+Shape suffixes: n tokens of queries, K of keys, H heads of this rank, h of them for keys and values (a divisor of H),
+D elements per head.
+
+    flash_attn   one launch for all pieces, by the package flash-attn
+    torch_flash  one launch for all pieces, by the flash kernel that PyTorch brings
+    bucketed     one call of PyTorch's fused attention for all pieces of one shape, on any device and in any precision
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_hetero.models.common.optional import FLASH_ATTN, find, unusable
+from megatron_hetero.models.common.segments import Bucket, Segments
+
+HALF = (torch.bfloat16, torch.float16)
+# Limits of the flash kernel in PyTorch and in flash-attn 2: aten/src/ATen/native/transformers/cuda/flash_attn/
+# flash_api.cpp, `mha_varlen_fwd`.
+FLASH_CAPABILITY = (8, 0)
+FLASH_HEAD_DIM = 256
+FLASH_HEAD_MULTIPLE = 8
+
+KernelName = Literal["flash_attn", "torch_flash", "bucketed"]
+
+
+class Kernel(Protocol):
+    """Attention inside each piece of `segments`, [n, H, D]. Causal pieces end with their last query and last key.
+
+    `scale`: of the scores; 1 / sqrt(D) where None.
+    """
+
+    def __call__(
+        self, q_nHD: Tensor, k_KhD: Tensor, v_KhD: Tensor, segments: Segments, *, causal: bool, scale: float | None
+    ) -> Tensor: ...  # fmt: skip
+
+
+def choose_kernel(
+    device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], has_flash_attn: bool
+) -> KernelName:
+    """Which kernel runs on a type of `device`, of the CUDA `capability` where it is a GPU."""
+    fits = device == "cuda" and dtype in HALF and head_dim <= FLASH_HEAD_DIM and capability >= FLASH_CAPABILITY
+    if not fits:
+        return "bucketed"
+    return "flash_attn" if has_flash_attn else "torch_flash"
+
+
+@lru_cache
+def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The kernel for tensors on this device."""
+    if device.type != "cuda":
+        return bucketed
+    has_flash_attn = not unusable(FLASH_ATTN, find(FLASH_ATTN))
+    name = choose_kernel(device.type, dtype, head_dim, cuda_capability(device), has_flash_attn)
+    if name == "flash_attn":
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+        return partial(flash_attn, function=flash_attn_varlen_func)
+    return torch_flash if name == "torch_flash" else bucketed
+
+
+def cuda_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU. Tensors on CUDA that only pretend (`FakeTensorMode`) are on a GPU of the oldest kind
+    that has all kernels.
+    """
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else FLASH_CAPABILITY
+
+
+def torch_flash(
+    q_nHD: Tensor,
+    k_KhD: Tensor,
+    v_KhD: Tensor,
+    segments: Segments,
+    *,
+    causal: bool,
+    scale: float | None,
+    op: Callable[..., Any] | None = None,
+) -> Tensor:
+    """By `op`, PyTorch's `_flash_attention_forward`, which `torch.nn.attention.varlen` rests on. That wrapper changed
+    between the supported versions of torch, the operator takes the same arguments in all of them.
+
+    It takes fewer heads for keys and values, in the backward pass too (their gradients are summed over the query heads
+    that share them), wants int32 offsets, elements of a head side by side and a multiple of 8 of them, and aligns
+    causal pieces at the last query and key: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
+    `mha_varlen_fwd` and `mha_varlen_bwd`; mask.h beside it, `Mask::apply_mask`.
+    """
+    op = op or torch.ops.aten._flash_attention_forward
+    dim = q_nHD.shape[2]
+    padding = -dim % FLASH_HEAD_MULTIPLE
+    inputs = [F.pad(x, (0, padding)) if padding else x for x in (q_nHD, k_KhD, v_KhD)]
+    out, *_ = op(
+        *inputs,
+        segments.cu_seqlens_q,
+        segments.cu_seqlens_kv,
+        segments.max_seqlen_q,
+        segments.max_seqlen_kv,
+        0.0,  # dropout
+        causal,
+        False,  # return_debug_mask
+        scale=dim**-0.5 if scale is None else scale,
+    )
+    return out[..., :dim] if padding else out
+
+
+def flash_attn(
+    q_nHD: Tensor,
+    k_KhD: Tensor,
+    v_KhD: Tensor,
+    segments: Segments,
+    *,
+    causal: bool,
+    scale: float | None,
+    function: Callable[..., Tensor],
+) -> Tensor:
+    """By `function`, the `flash_attn_varlen_func` of flash-attn 2, whose arguments kept their names from 2.1 to 2.8
+    (flash_attn/flash_attn_interface.py at these tags). It pads heads by itself.
+    """
+    return function(
+        q_nHD,
+        k_KhD,
+        v_KhD,
+        cu_seqlens_q=segments.cu_seqlens_q,
+        cu_seqlens_k=segments.cu_seqlens_kv,
+        max_seqlen_q=segments.max_seqlen_q,
+        max_seqlen_k=segments.max_seqlen_kv,
+        softmax_scale=scale,
+        causal=causal,
+    )
+
+
+def bucketed(
+    q_nHD: Tensor, k_KhD: Tensor, v_KhD: Tensor, segments: Segments, *, causal: bool, scale: float | None
+) -> Tensor:
+    """By PyTorch's `scaled_dot_product_attention`, called once for each bucket of `segments`."""
+    queries = [bucket.queries * bucket.pieces for bucket in segments.buckets]
+    keys = [bucket.keys * bucket.pieces for bucket in segments.buckets]
+    q_parts = _ordered(q_nHD, segments.order).split(queries)
+    k_parts, v_parts = (_ordered(x, segments.key_order).split(keys) for x in (k_KhD, v_KhD))
+    inputs = zip(q_parts, k_parts, v_parts, segments.buckets, strict=True)
+    parts = [_bucket(q, k, v, bucket, segments, causal, scale) for q, k, v, bucket in inputs]
+    out, order = parts[0] if len(parts) == 1 else torch.cat(parts), segments.order
+    return out if order is None else torch.empty_like(out).index_copy(0, order, out)
+
+
+def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
+    return x if order is None else x.index_select(0, order)
+
+
+def _bucket(
+    q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, segments: Segments, causal: bool, scale: float | None
+) -> Tensor:
+    q, k, v = (x.unflatten(0, (bucket.pieces, -1)).transpose(1, 2) for x in (q, k, v))
+    # `is_causal` of this function aligns at the first query and key. The one query of a piece sees all its keys.
+    masked = causal and 1 < bucket.queries < bucket.keys
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=segments.causal_mask(bucket) if masked else None,
+        is_causal=causal and bucket.queries == bucket.keys,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(1, 2).flatten(0, 1)

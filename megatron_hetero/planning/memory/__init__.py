@@ -1,0 +1,1 @@
+"""Bytes that a plan takes on a rank: weights, activations, buffers, communicators. Pure."""

@@ -1,0 +1,240 @@
+"""Bytes that a rank keeps of a micro-batch between its forward and its backward pass. Pure.
+
+What autograd saves is listed for the layers in `models/` on plain PyTorch with its fused attention. Where only inputs,
+or only weights, need gradients, less is saved. For a layer on `l` tokens between its parts and `s` within them (`l` is
+s / tp with sequence-parallel activations), of width h:
+
+    two norms      each: input in fp32 [l, h], its scale fp32 [l, 1], the normed [l, h], the output [l, h]
+    attention      queries, keys and values; under sp what was exchanged, under cp what was gathered, instead; the
+                   output, a number for each query in fp32, and the padded output
+    MLP            gate and up [s, 2 ffn], their product [s, ffn]; on a CPU, where that is not fused, silu of the gate
+                   [s, ffn] and a copy of up [s, ffn] too
+
+Recomputed layers keep their input [l, h]; one at a time keeps all of the above during its backward pass.
+
+What actions need besides, for a moment (their workspace), is greatest where a layer's MLP goes backward (gradients of
+gate and up [s, 2 ffn] and of their product [s, ffn]), and in the loss (logits as the head gives them and once more in
+fp32 [supervised, vocabulary / tp], and the gathered input of the head [s, h]).
+
+Transformer Engine saves less: no copies in fp32 for norms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.common.flops import Passes
+from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
+from megatron_hetero.planning.shards import Shard, Spans
+from megatron_hetero.sharding.stages import Stage
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A transformer layer on one rank of its tp group; widths in elements. `itemsize`: bytes of an element.
+
+    `gpu`: whether a GPU computes it, where bias, activation and gate of the MLP are one function, and attention takes
+    pieces in any order (in half precision).
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    sp: int
+    cp: int
+    causal: bool
+    itemsize: int
+    passes: Passes
+    gpu: bool = True
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What a stage keeps of one micro-batch on one rank.
+
+    `saved`: by autograd, from forward to backward. `entered`, `left`: hidden states (or rows) that came in and go out,
+    as far as autograd does not hold them anyway. `message`: hidden states between stages. `again`: what recomputed
+    layers add for the time of their backward pass, when what follows the layers has been let go already.
+
+    `forward`, `backward`: workspace at the end of a forward, and beside `again` in a backward. `gathered`: of one
+    tensor that is gathered over tp.
+    """
+
+    saved: int
+    entered: int
+    left: int
+    message: int
+    again: int
+    forward: int
+    backward: int
+    gathered: int
+
+
+def norm_bytes(shape: LayerShape, local: int) -> int:
+    """A norm with the product that follows it."""
+    wide = (FP32 * local * shape.hidden + FP32 * local) * shape.passes.inputs
+    return wide + 2 * shape.itemsize * local * shape.hidden * shape.passes.weights
+
+
+def mlp_bytes(shape: LayerShape, padded: int) -> int:
+    """Gate and up as one tensor, and what the second product takes. Where they are not fused also silu of the gate, and
+    up once more (Megatron adds an offset to it).
+    """
+    return shape.itemsize * padded * shape.ffn * ((2 if shape.gpu else 4) + shape.passes.weights)
+
+
+def attention_bytes(shape: LayerShape, shard: Shard, *, windowed: bool) -> int:
+    """Attention with the projection that follows it, without that before it."""
+    projected = shape.itemsize * shard.padded * shape.heads * shape.head_dim * shape.passes.weights
+    spans = shard.windows if windowed else shard.pieces
+    queries = sum(q for q, _ in spans)
+    if not queries:
+        return projected
+    sp = 1 if windowed else shape.sp
+    heads, kv_heads = shape.heads // sp, math.lcm(shape.kv_heads, sp) // sp
+    if not windowed and shape.cp > 1:
+        own = (heads + 2 * kv_heads) * shard.member if sp > 1 else heads * queries
+        operands = own + 2 * kv_heads * sum(k for _, k in spans)
+    else:
+        operands = (heads + 2 * kv_heads) * queries
+    output = heads * queries * (shape.itemsize * shape.head_dim + FP32)
+    return projected + operands * shape.head_dim * shape.itemsize + output + _mask_bytes(shape, spans)
+
+
+def _mask_bytes(shape: LayerShape, spans: Spans) -> int:
+    """Masks that align at the last key, which PyTorch needs in memory in fp32."""
+    if not shape.causal or shape.itemsize != FP32:
+        return 0
+    return sum(q * k * shape.itemsize for q, k in Counter(spans) if 1 < q < k)
+
+
+def layer_bytes(shape: LayerShape, shard: Shard, *, windowed: bool = False) -> int:
+    """One layer that keeps everything."""
+    if not shape.passes.inputs:
+        return 0
+    attention = attention_bytes(shape, shard, windowed=windowed)
+    return 2 * norm_bytes(shape, shard.local) + attention + mlp_bytes(shape, shard.padded)
+
+
+def _layers(shape: LayerShape, shard: Shard, windowed: Sequence[bool], recompute: bool) -> tuple[int, int]:
+    """What layers save, with the table of rotary embeddings; and the most that those add that are recomputed."""
+    if not shape.passes.inputs:
+        return 0, 0
+    count, hidden = len(windowed), shape.itemsize * shard.local * shape.hidden
+    table = 2 * FP32 * shard.tokens * shape.head_dim
+    each = {kind: layer_bytes(shape, shard, windowed=kind) for kind in set(windowed)}
+    if not recompute:
+        return table + sum(each[kind] for kind in windowed), 0
+    # In fp32 the input that is kept is the first norm's. Inputs of later layers are gone by then.
+    own = hidden if shape.itemsize == FP32 else 0
+    again = max(each[kind] - own - hidden * (count - 1 - i) for i, kind in enumerate(windowed))
+    return table + count * hidden, again
+
+
+def _layer_workspace(shape: LayerShape, shard: Shard) -> int:
+    """Of one layer: gradients inside its MLP, and one of its output."""
+    return shape.itemsize * (3 * shard.padded * shape.ffn + shard.local * shape.hidden)
+
+
+def _gathered(shape: LayerShape, shard: Shard) -> int:
+    """Megatron gathers the input of products that are split over tp into one buffer."""
+    return shape.itemsize * shard.padded * shape.hidden if shard.local < shard.padded else 0
+
+
+def text_stage(
+    shape: TextShape,
+    layout: Layout,
+    stage: Stage,
+    shard: Shard,
+    itemsize: int,
+    passes: Passes,
+    recompute: bool,
+    gpu: bool,
+) -> StageBytes:
+    """A stage of the text module. The rows that its first stage takes are not in it."""
+    layer = text_layer(shape, layout, itemsize, passes, gpu)
+    saved, again = _layers(layer, shard, [False] * len(stage.layers), recompute)
+    message = itemsize * shard.local * shape.hidden
+    if stage.is_first:
+        saved += 8 * shard.padded
+    after = 0
+    if stage.is_last:
+        after = norm_bytes(layer, shard.local) - itemsize * shard.local * shape.hidden * passes.weights
+        after += _head_bytes(shape, layout, shard.supervised, itemsize, passes)
+    entered = 0 if stage.is_first or recompute or itemsize == FP32 else message
+    left = 0 if stage.is_last else message
+    again, workspace = max(0, again - after), _layer_workspace(layer, shard)
+    loss = _loss_workspace(shape, layout, shard, itemsize) if stage.is_last else 0
+    return StageBytes(
+        saved + after, entered, left, message, again, max(loss, workspace), max(loss - again, workspace),
+        _gathered(layer, shard),
+    )  # fmt: skip
+
+
+def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
+    """A layer of the text module on one rank."""
+    groups = shape.kv_heads * shape.kv_copies(layout.tp) // layout.tp
+    return LayerShape(
+        shape.hidden, shape.heads // layout.tp, groups, shape.head_dim, -(-shape.ffn // layout.tp), layout.sp,
+        layout.cp, True, itemsize, passes, gpu,
+    )  # fmt: skip
+
+
+def _head_bytes(shape: TextShape, layout: Layout, supervised: int, itemsize: int, passes: Passes) -> int:
+    """Head and loss: their input, probabilities in fp32, and which positions and labels they are of."""
+    probabilities = FP32 * -(-shape.vocab // layout.tp)
+    return supervised * (itemsize * shape.hidden * passes.weights + probabilities + 8 + 8 + 1)
+
+
+def _loss_workspace(shape: TextShape, layout: Layout, shard: Shard, itemsize: int) -> int:
+    """Beside the probabilities: logits, as the head gives them and in fp32, and the hidden states of the whole shard.
+    As much in the backward: the gradient in fp32 and as the head takes it.
+    """
+    logits = shard.supervised * -(-shape.vocab // layout.tp)
+    return logits * (FP32 + (itemsize if itemsize < FP32 else 0)) + itemsize * shard.padded * shape.hidden
+
+
+def encoder_stage(
+    shape: VisionShape, layout: Layout, stage: Stage, shard: Shard, itemsize: int, trains: tuple[bool, bool],
+    recompute: bool, gpu: bool,
+) -> StageBytes:  # fmt: skip
+    """A stage of an encoder. `trains`: whether the encoder does, and whether its projector does."""
+    encoder, projector = trains
+    layer = encoder_layer(shape, layout, itemsize, Passes(encoder, encoder), gpu)
+    saved, again = _layers(layer, shard, [i not in shape.full_layers for i in stage.layers], recompute)
+    message = itemsize * shard.local * shape.hidden
+    if stage.is_first and encoder:
+        saved += itemsize * shard.local * shape.patch_elements
+    after = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector)) if stage.is_last else 0
+    entered = 0 if stage.is_first or recompute or itemsize == FP32 or not encoder else message
+    left = itemsize * shard.local // shape.unit * shape.out_hidden if stage.is_last else message
+    again, workspace = max(0, again - after), _layer_workspace(layer, shard)
+    return StageBytes(
+        saved + after, entered, left, message, again, workspace, workspace, _gathered(layer, shard)
+    )  # fmt: skip
+
+
+def encoder_layer(shape: VisionShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
+    """A layer of an encoder on one rank."""
+    heads = shape.heads // layout.tp
+    return LayerShape(
+        shape.hidden, heads, heads, shape.head_dim, -(-shape.ffn // layout.tp), layout.sp, layout.cp, False, itemsize,
+        passes, gpu,
+    )  # fmt: skip
+
+
+def _merger_bytes(shape: VisionShape, layout: Layout, shard: Shard, itemsize: int, passes: Passes) -> int:
+    """Norm, what goes into gelu, and what comes out of it."""
+    if not (passes.inputs or passes.weights):
+        return 0
+    layer = encoder_layer(shape, layout, itemsize, passes, True)
+    inner = itemsize * shard.padded // shape.unit * -(-shape.hidden * shape.unit // layout.tp)
+    return norm_bytes(layer, shard.local) + inner * (1 + passes.weights)

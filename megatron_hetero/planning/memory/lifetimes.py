@@ -1,0 +1,150 @@
+"""What lives on a rank at once: its actions one after the other, with what each of them makes and lets go. Pure.
+
+The interpreter's rules (`schedule.runtime`), in bytes:
+
+    post       room for hidden states, or their gradients, of a neighbouring stage
+    wait F     the tokens' embedding, on the first text stage; it ends in the forward
+    start F    room for rows, on the first text stage, which live until their gradients leave (`start B`)
+    run F, R   what the stage keeps until its backward, where there is one; what it sends lives as long; at its end,
+               workspace
+    run B      ends that; for its time, what one recomputed layer makes, and workspace. On the first text stage,
+               gradients of rows, until they have left (`wait B`)
+    start B    room for gradients of rows, on the encoder's side, which its backward ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megatron_hetero.planning.memory.activations import StageBytes
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.program import Role, Schedule
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """What one rank makes of one micro-batch: `stages`, by module and stage; bytes of the rows of each encoder that it
+    holds once it has encoded (`held`), and that it needs (`needed`). What is missing has nothing to do.
+
+    `late`: whether rows that arrive are made when they are waited for, since the wire has a type of its own.
+    """
+
+    stages: Mapping[tuple[str, int], StageBytes]
+    held: Mapping[str, int]
+    needed: Mapping[str, int]
+    late: bool = False
+
+
+def peak_activations(schedule: Schedule, role: Role, of_rank: RankBytes) -> tuple[int, int]:
+    """The most bytes of activations that live at once on a rank of `role` in a step; and how much more there are at
+    most with the workspace of the actions.
+    """
+    ledger = _Ledger(schedule, role, of_rank)
+    for action in role.actions:
+        ledger.execute(action)
+    gathered = max((stage.gathered for stage in of_rank.stages.values()), default=0)
+    return ledger.peak, ledger.busiest - ledger.peak + gathered
+
+
+class _Ledger:
+    """What lives, by name."""
+
+    def __init__(self, schedule: Schedule, role: Role, of_rank: RankBytes):
+        self.schedule, self.role, self.of_rank = schedule, role, of_rank
+        self.live: dict[object, int] = {}
+        self.total = self.peak = self.busiest = 0
+        self._handlers: dict[str, Callable[[Action], None]] = {
+            "run": self._run, "post": self._post, "start": self._start, "wait": self._wait,
+        }  # fmt: skip
+
+    def execute(self, action: Action) -> None:
+        """Account for one action."""
+        if handler := self._handlers.get(action.op):
+            handler(action)
+
+    def _make(self, name: object, size: int) -> None:
+        self.live[name] = size
+        self.total += size
+        self.peak = max(self.peak, self.total)
+        self.busiest = max(self.busiest, self.peak)
+
+    def _work(self, size: int) -> None:
+        """Something of `size` lives for a moment."""
+        self.busiest = max(self.busiest, self.total + size)
+
+    def _end(self, name: object) -> None:
+        self.total -= self.live.pop(name, 0)
+
+    def _post(self, action: Action) -> None:
+        assert action.stage is not None
+        if stage := self.of_rank.stages.get((action.module, action.stage)):
+            self._make(("arriving", action.kind, action.module, action.stage, action.micro_batch), stage.message)
+
+    def _run(self, action: Action) -> None:
+        assert action.stage is not None
+        stage = self.of_rank.stages.get((action.module, action.stage))
+        if stage is None:
+            return
+        key = action.module, action.stage, action.micro_batch
+        if action.kind == "B":
+            self._make(("again", *key), stage.again)
+            self._work(stage.backward)
+            for what in ("again", "kept", "left"):
+                self._end((what, *key))
+            self._end(("arriving", "B", *key))
+            self._end(("returned", action.module, action.micro_batch))
+            self._row_gradients(action)
+            return
+        if self._is_first_text(action):
+            self._end(("embedded", action.micro_batch))
+        self._end(("arriving", action.kind, *key))
+        module = self.schedule.module[action.module]
+        keeps = module.backward and (action.kind == "R" or not module.recomputes)
+        self._make(("kept", *key), (stage.saved + stage.entered) * keeps)
+        self._make(("left", *key), stage.left * (keeps or action.kind == "F"))
+        self._work(stage.forward)
+        if not keeps and (action.stage < module.stages - 1 or module is self.schedule.text):
+            self._end(("left", *key))
+
+    def _is_first_text(self, action: Action) -> bool:
+        return action.module == self.schedule.text.name and action.stage == 0
+
+    def _row_gradients(self, action: Action) -> None:
+        """The backward of the first text stage makes the gradients of rows."""
+        if self._is_first_text(action):
+            for encoder in self.schedule.encoders:
+                if encoder.backward and encoder.name in self.of_rank.needed:
+                    self._make(("leaving", encoder.name, action.micro_batch), self.of_rank.needed[encoder.name])
+
+    def _start(self, action: Action) -> None:
+        reads, holds = self._sides(action)
+        module = self.schedule.module[action.module]
+        if action.kind == "F":
+            if reads and not self.of_rank.late:
+                self._make(("rows", action.module, action.micro_batch), self.of_rank.needed[action.module])
+            if holds and (not module.backward or module.recomputes):
+                self._end(("left", action.module, module.stages - 1, action.micro_batch))
+            return
+        if reads:
+            self._end(("rows", action.module, action.micro_batch))
+        if holds and not self.of_rank.late:
+            self._make(("returned", action.module, action.micro_batch), self.of_rank.held[action.module])
+
+    def _wait(self, action: Action) -> None:
+        reads, holds = self._sides(action)
+        name = action.module, action.micro_batch
+        text = self.of_rank.stages.get((self.schedule.text.name, 0))
+        if action.kind == "F":
+            if text is not None and ("embedded", action.micro_batch) not in self.live:
+                self._make(("embedded", action.micro_batch), text.message)
+            if reads and self.of_rank.late:
+                self._make(("rows", *name), self.of_rank.needed[action.module])
+            return
+        self._end(("leaving", *name))
+        if holds and self.of_rank.late:
+            self._make(("returned", *name), self.of_rank.held[action.module])
+
+    def _sides(self, action: Action) -> tuple[bool, bool]:
+        """Whether the rank gets rows of the encoder, and whether it holds them."""
+        return action.module in self.of_rank.needed, action.module in self.of_rank.held

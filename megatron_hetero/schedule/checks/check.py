@@ -1,0 +1,295 @@
+"""Finds what is wrong with a schedule, and shows where.
+
+In this order, since each rests on those before:
+
+  1. the actions of a role: none missing (such as the receive of what another sends), doubled, or of a module, stage or
+     micro-batch that is not its own;
+  2. their order on the role: nothing is used before it has been waited for, nothing is sent before it is there;
+  3. queues: what a rank receives from another is posted in the order in which it is sent;
+  4. crossings: their participants start, and wait for, them in one order;
+  5. deadlock: no ranks wait for each other in a cycle, by the rules of NCCL (`deadlock`), which are stricter than
+     gloo's: a communicator is a queue, sends wait for their receives, and all streams of a rank share one queue, as
+     with CUDA_DEVICE_MAX_CONNECTIONS=1. The message has the whole cycle;
+  6. memory: no rank holds activations of more micro-batches than its module's style allows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, zip_longest
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.schedule.actions import Action, post
+from megatron_hetero.schedule.checks.deadlock import DESIGN, Waiting, find_cycle
+from megatron_hetero.schedule.checks.replay import Point
+from megatron_hetero.schedule.checks.streams import Wiring
+from megatron_hetero.schedule.grid import excerpt
+from megatron_hetero.schedule.program import Role, Schedule
+from megatron_hetero.schedule.semantics import Needs, expected_actions, needed_on_rank
+
+
+class ScheduleError(UserError):
+    """A schedule that cannot be executed."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong. `points`: where, as roles and indices of actions; the first is the one to look at. `details`: more
+    lines to show.
+    """
+
+    points: tuple[Point, ...]
+    found: str
+    expected: str
+    because: str
+    details: tuple[str, ...] = ()
+    fix: str = "mend the order of actions, or build the schedule with `build_schedule`"
+
+
+def check(schedule: Schedule, wiring: Wiring = DESIGN) -> None:
+    """Raises `ScheduleError` at the first problem. `wiring`: which of its operations share a communicator."""
+    problem = find_problem(schedule, wiring)
+    if problem is None:
+        return
+    role, at = problem.points[0]
+    actions = schedule.roles[role].actions
+    what = f"`{actions[at]}`" if at < len(actions) else "the end"
+    message = UserError.at(
+        f"schedule, {schedule.roles[role]}, at {what}",
+        found=problem.found,
+        expected=problem.expected,
+        because=problem.because,
+        fix=problem.fix,
+    )
+    raise ScheduleError("\n".join([str(message), *problem.details, excerpt(schedule, problem.points)]))
+
+
+def find_problem(schedule: Schedule, wiring: Wiring = DESIGN) -> Problem | None:
+    """The first problem of the schedule."""
+    for find in (_wrong_actions, _wrong_order, _wrong_queues, _wrong_crossings):
+        problem = next(find(schedule), None)
+        if problem is not None:
+            return problem
+    return _deadlock(schedule, wiring) or next(_too_many_activations(schedule), None)
+
+
+# ---------------------------------------------------------------------------------------- 1. the actions
+
+
+def _wrong_actions(schedule: Schedule) -> Iterator[Problem]:
+    for index, role in enumerate(schedule.roles):
+        expected = expected_actions(schedule, role)
+        lacking = Counter(expected) - Counter(role.actions)
+        known, seen = set(expected), set()
+        for at, action in enumerate(role.actions):
+            if action not in known or action in seen:
+                yield _surplus(index, at, action, action in known, list(lacking))
+            seen.add(action)
+        if lacking:
+            yield _lacking(schedule, index, next(iter(lacking)))
+
+
+def _surplus(role: int, at: int, action: Action, twice: bool, lacking: Sequence[Action]) -> Problem:
+    found = f"`{action}` twice" if twice else f"`{action}`, which is none of its actions"
+    because = "every action is executed once, on the ranks of its stage"
+    if lacking:
+        because += f"; `{_closest(action, lacking)}` is missing"
+    return Problem(((role, at),), found, "each of its actions once", because)
+
+
+def _closest(action: Action, others: Sequence[Action]) -> Action:
+    """The one that differs in the fewest fields."""
+    fields = ("op", "kind", "module", "micro_batch", "stage", "peer")
+    return max(others, key=lambda other: sum(getattr(action, f) == getattr(other, f) for f in fields))
+
+
+def _lacking(schedule: Schedule, index: int, lacking: Action) -> Problem:
+    role = schedule.roles[index]
+    users = (at for at, action in enumerate(role.actions) if lacking in needed_on_rank(schedule, role, action))
+    return Problem(
+        ((index, next(users, len(role.actions))),), f"no `{lacking}`", "each of its actions once", _purpose(lacking)
+    )
+
+
+def _purpose(action: Action) -> str:
+    if action.op in ("run", "wait", "start"):
+        return {
+            "run": "every stage runs every micro-batch once",
+            "wait": "what crosses must have arrived before it is used",
+            "start": "every participant takes part in every crossing",
+        }[action.op]
+    other = f"stage {action.peer} of `{action.module}`"
+    return f"{other} waits for it" if action.op == "send" else f"{other} sends it, and nobody would receive it"
+
+
+# ------------------------------------------------------------------------------------- 2. order on a rank
+
+
+def _wrong_order(schedule: Schedule) -> Iterator[Problem]:
+    for index, role in enumerate(schedule.roles):
+        done: set[Action] = set()
+        for at, action in enumerate(role.actions):
+            for needed in needed_on_rank(schedule, role, action):
+                if needed not in done:
+                    found, because = f"`{needed}` after it", f"`{action}` needs what that brings"
+                    yield Problem(((index, at), (index, role.actions.index(needed))), found, "it before", because)
+            done.add(action)
+
+
+# ----------------------------------------------------------------------------------------------- 3. queues
+
+
+def _wrong_queues(schedule: Schedule) -> Iterator[Problem]:
+    needs = Needs(schedule)
+    for index, role in enumerate(schedule.roles):
+        for key, posted in _by_source(schedule, role).items():
+            for sender in needs.partners(index, posted[0]):
+                sent = _by_target(schedule, schedule.roles[sender], key)
+                yield from _first_difference(schedule, (index, posted), (sender, sent))
+
+
+def _by_source(schedule: Schedule, role: Role) -> dict[tuple[str, int], list[Action]]:
+    """What the role posts, by module and the pipeline coordinate that sends."""
+    found: dict[tuple[str, int], list[Action]] = {}
+    for action in role.actions:
+        if action.op == "post":
+            assert isinstance(action.peer, int)
+            coordinate = schedule.module[action.module].coordinate(action.peer)
+            found.setdefault((action.module, coordinate), []).append(action)
+    return found
+
+
+def _by_target(schedule: Schedule, sender: Role, key: tuple[str, int]) -> dict[int, list[Action]]:
+    """What the role sends of a module, as the receivers' posts, by the pipeline coordinate that receives."""
+    found: dict[int, list[Action]] = {}
+    for a in sender.actions:
+        if a.op == "send" and a.module == key[0]:
+            assert isinstance(a.peer, int) and a.stage is not None
+            arriving = post(a.kind, a.module, a.peer, a.stage, a.micro_batch)
+            found.setdefault(schedule.module[a.module].coordinate(a.peer), []).append(arriving)
+    return found
+
+
+def _first_difference(
+    schedule: Schedule, receiver: tuple[int, list[Action]], sender: tuple[int, dict[int, list[Action]]]
+) -> Iterator[Problem]:
+    index, posted = receiver
+    role, first = schedule.roles[index], posted[0]
+    assert first.stage is not None
+    sent = sender[1].get(schedule.module[first.module].coordinate(first.stage), [])
+    for mine, theirs in zip_longest(posted, sent):
+        if mine != theirs:
+            at = role.actions.index(mine) if mine in role.actions else len(role.actions) - 1
+            who = schedule.roles[sender[0]]
+            because = (
+                f"{who} sends what that receives, and messages between two ranks arrive in the order they are sent"
+            )
+            yield Problem(((index, at),), f"`{mine}`", f"`{theirs}`", because)
+            return
+
+
+# -------------------------------------------------------------------------------------------- 4. crossings
+
+Lane = tuple[str, ...]
+"""Crossings whose order all participants share: all of the boundaries that are collectives, else those of one boundary
+in one direction, starts and waits apart.
+"""
+
+
+def _wrong_crossings(schedule: Schedule) -> Iterator[Problem]:
+    lanes = [_lanes(schedule, role) for role in schedule.roles]
+    for lane in {lane: None for each in lanes for lane in each}:
+        members = [(index, each[lane]) for index, each in enumerate(lanes) if lane in each]
+        for at, (one, points) in enumerate(members):
+            for other, others in members[at + 1 :]:
+                yield from _unlike(schedule, (one, points), (other, others))
+
+
+def _lanes(schedule: Schedule, role: Role) -> dict[Lane, list[int]]:
+    found: dict[Lane, list[int]] = {}
+    for at, action in enumerate(role.actions):
+        if action.op in ("start", "wait"):
+            collective = schedule.collective[action.module]
+            lane = ("collectives",) if collective else (action.module, action.kind, action.op)
+            found.setdefault(lane, []).append(at)
+    return found
+
+
+def _unlike(schedule: Schedule, one: tuple[int, list[int]], other: tuple[int, list[int]]) -> Iterator[Problem]:
+    """Where two roles do the crossings in which both take part in different orders."""
+    both = set.intersection(*({_action(schedule, (role, at)).module for at in ats} for role, ats in (one, other)))
+    common = ([(role, at) for at in ats if _action(schedule, (role, at)).module in both] for role, ats in (one, other))
+    for mine, theirs in zip(*common, strict=True):
+        if _action(schedule, mine) != _action(schedule, theirs):
+            expected = f"`{_action(schedule, theirs)}`, as {schedule.roles[theirs[0]]} do there"
+            because = "participants do crossings in one order, or each waits for another one"
+            yield Problem((mine, theirs), f"`{_action(schedule, mine)}`", expected, because)
+            return
+
+
+def _action(schedule: Schedule, point: Point) -> Action:
+    return schedule.roles[point[0]].actions[point[1]]
+
+
+# --------------------------------------------------------------------------------------------- 5. deadlock
+
+
+def _deadlock(schedule: Schedule, wiring: Wiring) -> Problem | None:
+    cycle = find_cycle(schedule, wiring)
+    if cycle is None:
+        return None
+    cycle = _from_first(cycle)
+    names = [name for name, _ in groupby((*cycle, cycle[0]), key=lambda each: each.ranks)]
+    problem = Problem(
+        tuple(dict.fromkeys((schedule.role_index[each.rank], each.at) for each in cycle)),
+        "a deadlock",
+        "an order in which all can go on",
+        f"on NCCL they wait in a cycle: {' for '.join(names)}",
+        tuple(map(str, cycle)),
+    )
+    if wiring != DESIGN and find_cycle(schedule) is None:
+        return replace(problem, fix="give each of these a communicator of its own, as `Topology` does")
+    return problem
+
+
+def _from_first(cycle: tuple[Waiting, ...]) -> tuple[Waiting, ...]:
+    """The cycle from where it is best begun: where something stands behind another one, else with other ranks."""
+    behind = (at for at, each in enumerate(cycle) if each.reason == "behind")
+    others = (at for at, each in enumerate(cycle) if each.ranks != cycle[at - 1].ranks)
+    first = next(behind, next(others, 0))
+    return cycle[first:] + cycle[:first]
+
+
+# ----------------------------------------------------------------------------------------------- 6. memory
+
+
+def live_activations(schedule: Schedule, role: Role, module: str) -> list[int]:
+    """After each action of the role, of how many micro-batches (with virtual stages: of stages) the module's
+    activations live.
+    """
+    keeps = schedule.module[module].forward_kinds[-1] if schedule.module[module].backward else None
+    counts, live = [], 0
+    for action in role.actions:
+        if action.op == "run" and action.module == module:
+            live += (action.kind == keeps) - (action.kind == "B")
+        counts.append(live)
+    return counts
+
+
+def _too_many_activations(schedule: Schedule) -> Iterator[Problem]:
+    for index, role in enumerate(schedule.roles):
+        for name, coordinate in _held(schedule, role):
+            bound = schedule.activation_bound(schedule.module[name], coordinate)
+            counts = live_activations(schedule, role, name)
+            if max(counts, default=0) > bound:
+                at = next(i for i, count in enumerate(counts) if count > bound)
+                found, expected = f"activations of {counts[at]} micro-batches of `{name}`", f"at most {bound}"
+                because = f"`{schedule.module[name]}` bounds them, however many micro-batches there are"
+                yield Problem(((index, at),), found, expected, because)
+
+
+def _held(schedule: Schedule, role: Role) -> Iterable[tuple[str, int]]:
+    """The modules of a role, with the role's pipeline coordinate in each."""
+    return dict.fromkeys((name, schedule.module[name].coordinate(stage)) for name, stage in role.places)

@@ -1,0 +1,156 @@
+"""Which rank of the vision module decodes, embeds and encodes what. Pure.
+
+Images are dealt to the replicas of the module, and each replica's windows are cut over its `cp` and `sp` members
+(`plan_encoder`). With sequence-parallel activations the ranks of a tp group embed a part of their shard each; else each
+embeds all of it. The rows that a rank holds after encoding are those of the units that it embeds.
+
+An image is decoded by one rank of the replica that encodes it, which hands the patches to those that embed them: again
+rows that change hands, units of patches this time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron_hetero.boundary.ownership import Ownership
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.qwen2_5_vl.cost import forward_flops_per_patch
+from megatron_hetero.models.qwen2_5_vl.geometry import (
+    EncoderPlan,
+    Grid,
+    ImageGeometry,
+    image_geometry,
+    plan_encoder,
+    shard_units,
+)
+from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
+from megatron_hetero.sharding.balance import deal
+from megatron_hetero.sharding.context import Pieces, contiguous_pieces
+from megatron_hetero.sharding.token_shards import holding_groups, tp_share
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderShare:
+    """What one rank of the vision module encodes in one micro-batch. All lengths in patches.
+
+    `padding`: patches of zeros after those that the rank embeds. `positions`: int64 [2, n] for the n real patches of
+    the rank's shard (that its tp group shares). `windows`: lengths of the shard's windows. `sp_lengths`: patches of
+    each sp member of this rank's cp member; `cp_lengths`: of each cp member. `pieces`: what the cp member attends to in
+    full attention.
+    """
+
+    padding: int
+    positions: np.ndarray
+    windows: tuple[int, ...]
+    sp_lengths: tuple[int, ...]
+    cp_lengths: tuple[int, ...]
+    pieces: Pieces
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderShards:
+    """The images of a micro-batch, of `grids`, `dealt` to the replicas (the numbers of each one's images).
+
+    `layout` of the vision module; `sharded`: sequence-parallel activations over tp. Rows are numbered image by image,
+    in raster order of their units.
+    """
+
+    shape: VisionShape
+    layout: Layout
+    sharded: bool
+    grids: tuple[Grid, ...]
+    dealt: tuple[tuple[int, ...], ...]
+
+    def _cutting(self, replica: int) -> dict[str, Any]:
+        """How a replica's images are cut."""
+        shape, layout = self.shape, self.layout
+        cost = forward_flops_per_patch(shape)
+        grids = [self.grids[i] for i in self.dealt[replica]]
+        return {"grids": grids, "sp": layout.sp, "cp": layout.cp, "merge": shape.merge, "window": shape.window,
+                "cost": cost}  # fmt: skip
+
+    @cached_property
+    def _first_row(self) -> np.ndarray:
+        """Where the rows of each image begin, and the end."""
+        return np.cumsum([0, *(frames * rows * columns // self.shape.unit for frames, rows, columns in self.grids)])
+
+    def _geometry(self, image: int) -> ImageGeometry:
+        return image_geometry(self.grids[image], self.shape.merge, self.shape.window)
+
+    # ------------------------------------------------------------------------------------------- who holds what
+
+    def ownership(self) -> Ownership:
+        """Which units each rank embeds, in this order, and of which it holds the rows once it has encoded."""
+        in_order = [self._geometry(i).units + self._first_row[i] for images in self.dealt for i in images]
+        ids = np.concatenate([np.zeros(0, np.int64), *in_order])
+        groups = holding_groups(self.layout, self.sharded)
+        return Ownership(groups, ids, np.concatenate([self._starts.ravel(), [len(ids)]]))
+
+    @cached_property
+    def _units(self) -> np.ndarray:
+        """Units of each member's shard, int64 [replicas * members]."""
+        return np.concatenate([shard_units(**self._cutting(replica)) for replica in range(len(self.dealt))])
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        """Where the units of each rank of each member begin, int64 [replicas * members, tp that share activations]."""
+        tp = self.layout.tp if self.sharded else 1
+        within = np.minimum(self._units[:, None], tp_share(self._units, tp)[:, None] * np.arange(tp))
+        return (np.cumsum(self._units) - self._units)[:, None] + within
+
+    def replica_ownership(self, replica: int) -> Ownership:
+        """The part of `ownership` that is one replica's."""
+        whole = self.ownership()
+        size = len(whole.groups) // self.layout.dp
+        return whole.of_groups(replica * size, (replica + 1) * size)
+
+    def decoded(self, replica: int, turn: int) -> Ownership:
+        """Which units each rank of a replica decodes: whole images, in raster order.
+
+        `turn`: the number of the micro-batch. Where there are fewer images than ranks, others decode in each.
+        """
+        first, decoders = self._first_row, self._decoders(replica, turn)
+        units = [[np.arange(first[i], first[i + 1]) for i in images] for images in decoders.values()]
+        none = np.zeros(0, np.int64)
+        return Ownership.of({(rank,): np.concatenate([none, *own]) for rank, own in zip(decoders, units, strict=True)})
+
+    def decodes(self, rank: int, turn: int) -> tuple[int, ...]:
+        """The numbers of the images that `rank` decodes, in the order in which `decoded` has their units."""
+        return tuple(self._decoders(self.layout.replica_of(rank), turn)[rank])
+
+    def _decoders(self, replica: int, turn: int) -> dict[int, list[int]]:
+        """The images of a replica that each of its ranks decodes: dealt so that their patches are even."""
+        images = self.dealt[replica]
+        ranks = self.layout.group_of(self.layout.rank_at(dp=replica), "tp", "sp", "cp")
+        dealt = deal([float(np.prod(self.grids[i])) for i in images], len(ranks))
+        return {rank: [images[i] for i in dealt[(at - turn) % len(ranks)]] for at, rank in enumerate(ranks)}
+
+    # ---------------------------------------------------------------------------------------------- one rank
+
+    def share(self, rank: int) -> EncoderShare:
+        """What `rank` encodes."""
+        at, layout, unit = self.layout.coordinate(rank), self.layout, self.shape.unit
+        member = at.cp * layout.sp + at.sp
+        plan = plan_encoder(self.dealt[at.dp], **self._cutting(at.dp))
+        lengths = np.array(plan.lengths).reshape(layout.cp, layout.sp)
+        cp_lengths = tuple(lengths.sum(axis=1).tolist())
+        tp = layout.tp if self.sharded else 1
+        units = int(self._units[at.dp * len(plan.lengths) + member])
+        share = int(tp_share(np.array(units), tp))
+        held = max(0, min(units - share * at.tp, share)) if self.sharded else units
+        return EncoderShare(
+            padding=(share - held) * unit,
+            positions=self._positions(plan, member),
+            windows=plan.windows[member],
+            sp_lengths=tuple(lengths[at.cp].tolist()),
+            cp_lengths=cp_lengths,
+            pieces=contiguous_pieces(plan.sequences, cp_lengths, at.cp),
+        )
+
+    def _positions(self, plan: EncoderPlan, member: int) -> np.ndarray:
+        parts = [self._geometry(p.image).positions(p.start, p.stop) for p in plan.slices[member]]
+        return np.concatenate([np.zeros((2, 0), np.int64), *parts], axis=1)

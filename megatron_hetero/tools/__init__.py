@@ -1,1 +1,0 @@
-"""Programs beside the training run: the demo, and the evaluation of an exported model."""

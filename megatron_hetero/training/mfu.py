@@ -1,0 +1,53 @@
+"""Model FLOPs utilisation of a step, from what was trained in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megatron_hetero.batch.step_loader import StepBatch
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.models.common.flops import (
+    Passes,
+    TextFlopShape,
+    VisionFlopShape,
+    mfu,
+    peak_flops,
+    text_flops,
+    vision_flops,
+)
+from megatron_hetero.models.qwen2_5_vl.geometry import Grid, image_geometry
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, VisionShape
+from megatron_hetero.names import TEXT, parts_of
+
+
+def utilisation(
+    shapes: Qwen25VLShapes, freeze: Collection[str], batch: StepBatch, seconds: float, topology: Topology
+) -> float | None:
+    """The share of all devices' peak that a step achieved; None where the device's peak is unknown."""
+    name = topology.platform.device_name
+    if peak_flops(name) is None:
+        return None
+    return mfu(step_flops(shapes, freeze, batch), seconds, topology.world_size, name)
+
+
+def step_flops(shapes: Qwen25VLShapes, freeze: Collection[str], batch: StepBatch) -> int:
+    """Operations that the model asks for in a step, encoders billed per patch."""
+    t = shapes.text
+    text = TextFlopShape(t.layers, t.hidden, t.heads * t.head_dim, t.kv_heads * t.head_dim, t.ffn, t.vocab)
+    encoders_train = any(part not in freeze for name in shapes.encoders for part in parts_of(name))
+    passes = Passes(inputs=encoders_train, weights=TEXT not in freeze)
+    of_encoders = [_encoder_flops(name, shape, freeze, batch.grids[name]) for name, shape in shapes.encoders.items()]
+    return sum(of_encoders) + text_flops(text, batch.sample_lengths, batch.supervised, passes)
+
+
+def _encoder_flops(name: str, v: VisionShape, freeze: Collection[str], grids: Collection[Grid]) -> int:
+    encoder_trains, projector_trains = (part not in freeze for part in parts_of(name))
+    windows = [int(n) * v.unit for grid in grids for n in image_geometry(grid, v.merge, v.window).windows]
+    images = [rows * columns for frames, rows, columns in grids for _ in range(frames)]
+    return vision_flops(
+        VisionFlopShape(v.layers, len(v.full_layers), v.hidden, v.ffn, v.patch_elements, v.unit, v.out_hidden),
+        images,
+        windows,
+        Passes(inputs=encoder_trains, weights=encoder_trains),
+        Passes(inputs=encoder_trains, weights=projector_trains),
+    )

@@ -1,0 +1,276 @@
+"""A training run: built from a configuration, trained step by step, exported."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_hetero.batch.sources import open_held_out, open_mixture, open_processor
+from megatron_hetero.batch.step_loader import StepBatch, StepLoader
+from megatron_hetero.checkpoint.resume import resume, shared_record
+from megatron_hetero.checkpoint.saver import Saver
+from megatron_hetero.checkpoint.state import Resumed, TrainState
+from megatron_hetero.config.schema import Config, to_yaml
+from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.data.processing import Processor
+from megatron_hetero.data.two_folders import export_changes
+from megatron_hetero.distributed.agreement import Statement, require_agreement
+from megatron_hetero.distributed.collective import on_first
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.environment.cuda import prepare_traces
+from megatron_hetero.errors import SharedError, UserError
+from megatron_hetero.execution.watch import Watchdog
+from megatron_hetero.hf.folder_writer import Companions, require_writable
+from megatron_hetero.hf.stored_weights import StoredWeights
+from megatron_hetero.job import checked, dtype_of, folders_of
+from megatron_hetero.models.common.backend import backend_notices
+from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
+from megatron_hetero.models.qwen2_5_vl.model_writer import companions_of
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.names import VISION, parts_of
+from megatron_hetero.training.export import export_model
+from megatron_hetero.training.log_folder import unwritable
+from megatron_hetero.training.metrics import MetricsWriter, NullWriter
+from megatron_hetero.training.metrics_history import evaluations_since
+from megatron_hetero.training.share import Share
+from megatron_hetero.training.started_with import data_sets, files_of_model, settings_and_versions
+
+REPORTER = 0
+"""The rank that prints, writes metrics and exports."""
+
+
+@dataclass(frozen=True)
+class MustStop:
+    """True where this rank stops the run after the step that it is in, now that it is asked: where somebody wants it
+    to, or it cannot say any more what comes of it. The latter only where stopping saves what has been trained.
+    """
+
+    run: Run
+    asked: object
+
+    def __bool__(self) -> bool:
+        saves = self.run.config.checkpoint.dir is not None
+        return bool(self.asked) or (saves and self.run.writer.is_broken)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Run(Share):
+    """Everything that lives as long as a run, on one rank. `held_out` are the data sets of `eval.datasets`;
+    `companions`, on the rank that exports, the files that go out with the model. They are read at the start: who knows
+    where the model's folders are when it is trained.
+    """
+
+    loader: StepLoader
+    held_out: Mapping[str, Mixture]
+    writer: MetricsWriter | NullWriter
+    resumed: Resumed
+    saver: Saver
+    companions: Mapping[str, Companions]
+
+    @classmethod
+    def build(cls, config: Config, platform: Platform, watchdog: Watchdog | None = None) -> Run:
+        """Check the configuration against the model and the world, and all ranks against each other; then make groups,
+        modules, optimizers and the loader. `watchdog`: one that the rank has already.
+
+        Raises `UserError` for anything that the user can mend; nothing has been written by then.
+        """
+        watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform)
+        sources = _open_together(config, platform, watchdog)
+        if platform.is_cuda:  # Before the first collective.
+            _prepare_traces(config.log.dir / "nccl")
+        share = Share.of(config, platform, sources.weights, watchdog=watchdog)
+        topology, data = share.topology, config.data
+        for notice in backend_notices(config.model.backend, platform) if topology.rank == REPORTER else ():
+            print(notice, flush=True)
+        state = TrainState(
+            share.modules, share.optimizers, topology, stored_shapes(share.shapes), working=watchdog.working
+        )
+        with watchdog.waiting(lambda: "the state that training goes on from, with all other ranks,"):
+            record = shared_record(config, state, sources.mixture)
+            resumed = _with_evaluations(resume(config, state, record), config, topology)
+            _require_trained_projector(config, resumed)
+            writer = _writer(config, topology, resumed)
+        # In a step nobody is waited for as long as for one that still reads its weights.
+        share.wait_for_all("the start of all other ranks")
+        return cls(
+            **{field.name: getattr(share, field.name) for field in fields(share)},
+            loader=StepLoader(
+                sources.mixture,
+                sources.processor,
+                topology,
+                share.planner,
+                share.batch,
+                data.max_seq_length,
+                data.too_long,
+            ),
+            held_out=sources.held_out,
+            writer=writer,
+            resumed=resumed,
+            saver=Saver(config, state, record, resumed.step, watchdog.waiting),
+            companions=sources.companions,
+        )
+
+    def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
+        """(step, batch, seconds waited for it) of all steps that are still to be trained. None is loaded ahead over an
+        evaluation.
+
+        Raises `UserError`, on every rank, for data that cannot be used, and where no sample is short enough.
+        """
+        in_a_row = 0
+        for first, last in stretches(self.resumed.step + 1, self.config.train.iters, self.config.eval.interval):
+            batches = iter(self.loader.steps(first, last, self.config.data.workers))
+            for step in range(first, last + 1):
+                start = time.perf_counter()
+                with self.watched(f"the data of step {step}"):
+                    batch = next(batches)
+                in_a_row = 0 if batch.sample_lengths else in_a_row + batch.skipped
+                self._require_samples(step, in_a_row)
+                yield step, batch, time.perf_counter() - start
+
+    def _require_samples(self, step: int, skipped: int) -> None:
+        """Check that the samples `skipped` in a row up to `step` are not all that there are, or that the run takes."""
+        longest, everything = self.loader.max_seq_length, self.config.train.iters * self.loader.batch.step_samples
+        if skipped >= min(len(self.loader.mixture), everything):
+            raise SharedError.at(
+                f"data.max_seq_length (--data.max_seq_length), step {step}",
+                found=f"{skipped} samples in a row that are longer than {longest} tokens, and were skipped",
+                expected="some that are not",
+                because="there is nothing to train on",
+                fix="raise it, or lower data.max_pixels",
+            )
+
+    def export(self, target: Path) -> None:
+        """Write the model to `target` in `transformers` format. Raises `SharedError`, as `export_model` does."""
+        watchdog = self.interpreter.watchdog
+        with watchdog.waiting(lambda: "the export of the model, with all other ranks,"):
+            export_model(
+                *(self.modules, self.shapes, self.topology, target, self.companions, dtype_of(self.config)),
+                working=watchdog.working,
+            )
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What went wrong on this rank beside training."""
+        return (*self.writer.faults.values(), *filter(None, [self.profiler.fault]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Sources:
+    """What a rank reads from: weights by module, data, and on the rank that exports what goes out with the model.
+    Held-out data sets too: what is wrong with them is said before training, not after it.
+    """
+
+    weights: Mapping[str, StoredWeights]
+    processor: Processor
+    mixture: Mixture
+    held_out: Mapping[str, Mixture]
+    companions: Mapping[str, Companions]
+
+
+def _open_together(config: Config, platform: Platform, watchdog: Watchdog) -> _Sources:
+    """What this rank reads from, once all ranks have opened theirs, and the same. Raises `UserError` on every rank."""
+    with watchdog.working():
+        facts, sources, problem = settings_and_versions(config, platform), None, None
+        try:
+            sources = _open(config)
+            facts |= files_of_model(config, sources.weights.values())
+            facts |= data_sets([sources.mixture, *sources.held_out.values()])
+        except UserError as error:
+            problem = str(error)
+    store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    require_agreement(Statement(facts, problem), store, rank, ranks, watchdog.waiting)
+    assert sources is not None, "ranks agree only where none has a problem"
+    return sources
+
+
+def _open(config: Config) -> _Sources:
+    """What this rank reads from, checked. Raises `UserError`."""
+    shapes, *_ = checked(config, dist.get_world_size())
+    return _Sources(
+        _open_weights(config, shapes),
+        open_processor(config),
+        open_mixture(config),
+        open_held_out(config),
+        _ready_to_export(config) if dist.get_rank() == REPORTER else {},
+    )
+
+
+def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]:
+    """The steps from `first` to `last` in stretches that end with multiples of `interval`; in one where that is 0.
+
+    What is evaluated after such a step reads through the same groups of hosts as the steps do, so that none of these
+    may be loading meanwhile.
+    """
+    while first <= last:
+        end = last if interval == 0 else min(last, -(-first // interval) * interval)
+        yield first, end
+        first = end + 1
+
+
+def _require_trained_projector(config: Config, resumed: Resumed) -> None:
+    """Check that a projector that starts anew is trained, now or in the steps before. Raises `UserError`."""
+    frozen = parts_of(VISION)[-1]
+    if resumed.step == 0 and frozen in config.model.freeze and folders_of(config).fresh_projector:
+        raise SharedError.at(
+            "model.freeze (--model.freeze)",
+            found=frozen,
+            expected="another part of the model",
+            because="the projector starts with random weights here, and would keep them; "
+            "model.fresh_projector asks for that, or that of the folder does not fit the language model",
+            fix="train it first, or take folders that fit each other",
+        )
+
+
+def _with_evaluations(resumed: Resumed, config: Config, topology: Topology) -> Resumed:
+    """Its history with the evaluations that were made after the checkpoint was written, so that none is made twice."""
+    if resumed.step == 0:
+        return resumed
+    more = on_first(topology.files, lambda: evaluations_since(resumed.history, resumed.step, config.log.dir))
+    return replace(resumed, history=resumed.history + more)
+
+
+def _open_weights(config: Config, shapes: Qwen25VLShapes) -> dict[str, StoredWeights]:
+    """The stored weights of each module, opened and checked. Raises `UserError`."""
+    further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
+    return open_modules(folders_of(config), shapes, config.train.seed) | open_encoders(further, shapes)
+
+
+def _writer(config: Config, topology: Topology, resumed: Resumed) -> MetricsWriter | NullWriter:
+    """That of this rank. Raises `SharedError` where the folder cannot be written, or is another run's."""
+    opened: list[MetricsWriter] = []
+
+    def open_folder() -> None:
+        opened.append(
+            MetricsWriter(
+                config.log.dir,
+                config.train.iters,
+                config=to_yaml(config),
+                done=resumed.step,
+                history=resumed.history,
+                tensorboard=config.log.tensorboard,
+            )
+        )
+
+    on_first(topology.files, open_folder)
+    return opened[0] if opened else NullWriter()
+
+
+def _ready_to_export(config: Config) -> dict[str, Companions]:
+    """What goes out with the model, once it is clear that there is a place for it. Raises `UserError`."""
+    if config.export.hf_dir is not None:
+        require_writable(config.export.hf_dir)
+    further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
+    return companions_of({VISION: config.model.hf_path, **further}, export_changes(folders_of(config)))
+
+
+def _prepare_traces(folder: Path) -> None:
+    try:
+        prepare_traces(folder)
+    except OSError as error:
+        raise unwritable(folder, error) from None
