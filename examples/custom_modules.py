@@ -39,6 +39,7 @@ from megatron_hetero import (
     UserError,
     boundary_communicators,
     build_schedule,
+    check_schedule,
     cross,
     guarded,
     load_plan,
@@ -249,7 +250,7 @@ def step_with_schedule(
 ) -> Step:
     """All micro-batches, in the order of a schedule."""
     schedule = build_schedule(topology.layouts, options.micro_batches, text=DECODER)
-    schedule.check()
+    check_schedule(schedule)
     say(timeline(simulate(schedule, 1.0)))
     stage = {name: topology.layouts[name].coordinate(topology.rank).pp for name in modules}
     held = {name: ModuleOnRank({stage[name]: module}) for name, module in modules.items()}

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from megatron_hetero.execution.runtime import Interpreter
     from megatron_hetero.layout.layout import Layout, ModuleShape, resolve, validate
     from megatron_hetero.schedule.builders import build_schedule
-    from megatron_hetero.schedule.checks.check import ScheduleError
+    from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule
     from megatron_hetero.schedule.drawing import draw, timeline
+    from megatron_hetero.schedule.grid import format_schedule
     from megatron_hetero.schedule.program import Schedule
     from megatron_hetero.schedule.settings import ScheduleSettings
     from megatron_hetero.schedule.simulator import Simulation, simulate
@@ -72,8 +73,10 @@ __all__ = [
     "UserError",
     "boundary_communicators",
     "build_schedule",
+    "check_schedule",
     "cross",
     "draw",
+    "format_schedule",
     "guarded",
     "load_plan",
     "plan_boundary",
@@ -89,19 +92,20 @@ _HOMES = {
     "boundary.communicator": "BoundaryCommunicator Crossing LoadedPlan boundary_communicators load_plan",
     "boundary.ownership": "Ownership",
     "boundary.plan": "BoundaryPlan RankPlan plan_boundary",
+    "distributed.launch": "guarded process_group",
+    "distributed.platform": "Platform",
+    "distributed.topology": "Topology",
     "errors": "UserError",
-    "launch": "guarded process_group",
-    "layout": "Layout ModuleShape resolve validate",
-    "platform": "Platform",
+    "execution.contract": "DeviceMicroBatch EmbeddingTextStage EncoderStage LaterStage ModuleOnRank TextStage",
+    "execution.runtime": "Interpreter",
+    "layout.layout": "Layout ModuleShape resolve validate",
     "schedule.builders": "build_schedule",
-    "schedule.check": "ScheduleError",
-    "schedule.contract": "DeviceMicroBatch EmbeddingTextStage EncoderStage LaterStage ModuleOnRank TextStage",
+    "schedule.checks.check": "ScheduleError check_schedule",
     "schedule.drawing": "draw timeline",
+    "schedule.grid": "format_schedule",
     "schedule.program": "Schedule",
-    "schedule.runtime": "Interpreter",
     "schedule.settings": "ScheduleSettings",
     "schedule.simulator": "Simulation simulate",
-    "topology": "Topology",
 }
 """Where each public name is defined, by submodule."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -17,6 +17,7 @@ from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.names import TEXT, parts_of
 from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.checks.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings
 from megatron_hetero.sharding.stages import cut_stages
@@ -135,7 +136,7 @@ def _checked_schedule(
     config: Config, layouts: Mapping[str, Layout], batch: BatchShape, forward_only: Collection[str]
 ) -> Schedule:
     schedule = build_schedule(layouts, batch.micro_batches, _schedule_settings(config), forward_only=forward_only)
-    schedule.check()
+    check_schedule(schedule)
     return schedule
 
 

@@ -42,7 +42,7 @@ ROWS = (
             "transformers==5.17.0",
             "tokenizers==0.23.1",
             "safetensors==0.8.0",
-            "jinja2==3.1.0",
+            "jinja2==3.1.6",
             "numpy==1.26.0",
             "packaging==24.2",
             "pillow==11.0.0",

@@ -31,10 +31,10 @@ from megatron_hetero.execution.watch import Stopwatch
 from megatron_hetero.job import dtype_of
 from megatron_hetero.models.common.flops import peak_flops
 from megatron_hetero.planning.estimate import KINDS, Plan
-from megatron_hetero.planning.trial import assumed_step, drawn_share
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.training.mfu import step_flops
 from megatron_hetero.training.share import Share
+from megatron_hetero.training.trial import assumed_step, drawn_share
 
 MODELS = Path(__file__).parents[2] / "examples/models"
 RANK = 0

@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_hetero.checkpoint.format.folder import (
+from megatron_hetero.config.schema import CheckpointConfig
+from megatron_hetero.errors import UserError
+from megatron_hetero.outputs.checkpoints import (
     MANIFEST,
     chosen_in,
     read_manifest,
@@ -17,8 +19,6 @@ from megatron_hetero.checkpoint.format.folder import (
     whole,
     without_manifest,
 )
-from megatron_hetero.config.schema import CheckpointConfig
-from megatron_hetero.errors import UserError
 
 
 def choose(config: CheckpointConfig, again: bool = False) -> tuple[Path | None, tuple[str, ...]]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.checkpoint.format.blocks import Block, cut, first_held
-from megatron_hetero.checkpoint.format.keys import MOMENTS, RANDOM, STEP, WEIGHTS, Entry, Shape, matrix
+from megatron_hetero.checkpoint.format.keys import RANDOM, STEP, WEIGHTS, Entry, Shape, matrix
 from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.engine.optimizer_state import Shard, shard_of
+from megatron_hetero.engine.optimizer_state import MOMENTS, Shard, shard_of
 from megatron_hetero.hf.weight_map import Piece
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_hetero.checkpoint.format.folder import chosen_in, damaged, is_ours, read_manifest, verify
 from megatron_hetero.checkpoint.format.keys import WEIGHTS, Entry, Shape, matrix
 from megatron_hetero.checkpoint.format.storage import INDEX, index_dtypes, index_shapes, open_index, read_entries
 from megatron_hetero.checkpoint.model_files import alone, differences, hashes
@@ -29,6 +28,7 @@ from megatron_hetero.hf.folder_writer import SHARD_BYTES, require_writable
 from megatron_hetero.job import DTYPES
 from megatron_hetero.models.qwen2_5_vl.model_writer import companions_of, model_writer
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.outputs.checkpoints import chosen_in, damaged, is_ours, read_manifest, verify
 
 STORED = "stored"
 

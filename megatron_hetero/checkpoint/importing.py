@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.checkpoint.exporting import Advance, Copied, names_of
-from megatron_hetero.checkpoint.format.folder import LATEST, MANIFEST, name_of, partial_of, publish, whole, write_synced
 from megatron_hetero.checkpoint.format.keys import WEIGHTS, Entry, matrix
 from megatron_hetero.checkpoint.format.storage import write_entries
 from megatron_hetero.checkpoint.model_files import hashes
@@ -26,7 +25,7 @@ from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.errors import UserError
 from megatron_hetero.files import lock as file_lock
-from megatron_hetero.hf.folder_files import CONFIG, ENCODERS, lock_of
+from megatron_hetero.hf.folder_files import CONFIG, ENCODERS
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import ROWS
 from megatron_hetero.hf.weight_map import Piece
@@ -34,6 +33,8 @@ from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, prefix_of, stored_shapes
 from megatron_hetero.names import TEXT
+from megatron_hetero.outputs.checkpoints import LATEST, MANIFEST, name_of, partial_of, publish, whole, write_synced
+from megatron_hetero.outputs.exports import lock_of
 
 UNTRAINED = name_of(0)
 """The name by which a run whose `checkpoint.dir` has it there finds weights that were trained in no step."""

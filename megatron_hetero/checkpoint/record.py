@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import yaml
 
-from megatron_hetero.checkpoint.format.folder import name_of, step_of
 from megatron_hetero.checkpoint.format.keys import RANDOM, Shape, expected_shapes
 from megatron_hetero.checkpoint.format.record_fields import require_fields
 from megatron_hetero.checkpoint.model_files import Hashes, alone, differences
@@ -20,6 +19,7 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.errors import UserError, listed
 from megatron_hetero.files.opening import read_text
 from megatron_hetero.hf.folder_files import CONFIG
+from megatron_hetero.outputs.checkpoints import name_of, step_of
 
 FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)

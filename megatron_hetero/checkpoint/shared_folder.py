@@ -12,10 +12,10 @@ from typing import IO
 
 import torch.distributed as dist
 
-from megatron_hetero.checkpoint.format.folder import unwritable, wait_for
 from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_first
 from megatron_hetero.errors import UserError
 from megatron_hetero.files import lock as file_lock
+from megatron_hetero.outputs.checkpoints import unwritable, wait_for
 
 LOCK = ".lock"
 _FREE_S = 15.0

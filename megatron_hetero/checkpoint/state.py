@@ -12,7 +12,16 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_hetero.checkpoint.contents import random_entries, read, renew_masters, written
-from megatron_hetero.checkpoint.format.folder import (
+from megatron_hetero.checkpoint.format.keys import Entry
+from megatron_hetero.checkpoint.format.storage import INDEX, index_shapes, open_index, read_entries, write_entries
+from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
+from megatron_hetero.checkpoint.record import RunRecord
+from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_first
+from megatron_hetero.distributed.megatron import random_states, set_random_states
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.engine.module import TrainedModule
+from megatron_hetero.errors import UserError
+from megatron_hetero.outputs.checkpoints import (
     FileRecord,
     clean,
     damaged,
@@ -28,15 +37,6 @@ from megatron_hetero.checkpoint.format.folder import (
     wait_for,
     write_synced,
 )
-from megatron_hetero.checkpoint.format.keys import Entry
-from megatron_hetero.checkpoint.format.storage import INDEX, index_shapes, open_index, read_entries, write_entries
-from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
-from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_first
-from megatron_hetero.distributed.megatron import random_states, set_random_states
-from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.errors import UserError
 
 HISTORY = "metrics.jsonl"
 """The metrics of all steps up to the checkpoint's."""

@@ -7,6 +7,7 @@ from dataclasses import fields
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from megatron_hetero.config.data_share import Share
 from megatron_hetero.config.load import shown_name
 from megatron_hetero.config.paths import check_paths
 from megatron_hetero.errors import UserError
@@ -123,8 +124,6 @@ def _check_encoder(where: str, name: str, encoder: EncoderConfig) -> None:
 
 
 def _check_data(data: DataConfig, evaluation: EvalConfig) -> None:
-    from megatron_hetero.data.mixture import Share  # Here, since it brings torch, which --help need not wait for.
-
     for name in data.registry:
         if "%" in name or not name:
             why = "`%` separates a name from its rate"

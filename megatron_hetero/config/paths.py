@@ -7,11 +7,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_hetero.checkpoint.format.folder import is_ours
 from megatron_hetero.errors import UserError
 from megatron_hetero.files.paths import resolved
-from megatron_hetero.hf.folder_files import lock_of, partial_of, replaced_of
-from megatron_hetero.training.log_files import TAKEN
+from megatron_hetero.outputs.checkpoints import is_ours
+from megatron_hetero.outputs.exports import lock_of, partial_of, replaced_of
+from megatron_hetero.outputs.logs import TAKEN
 
 if TYPE_CHECKING:
     from megatron_hetero.config.schema import Config

@@ -9,7 +9,8 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_hetero.checkpoint.format.keys import MOMENTS
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What PyTorch's AdamW calls its first and second moments."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from transformers.utils.logging import disable_progress_bar
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.evaluation.generate import EvaluationResult, exact_match, result_table
+from megatron_hetero.outputs.logs import EVALUATION
 from megatron_hetero.terminal import console
-from megatron_hetero.training.log_files import EVALUATION
 from megatron_hetero.training.log_folder import unwritable
 
 

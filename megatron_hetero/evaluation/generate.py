@@ -1,14 +1,11 @@
 """Greedy answers of a `transformers` folder, compared with a data set's: the exact-match rate.
 
-    python -m megatron_hetero.evaluation.generate HF_DIR --annotations FILE --images DIR [--limit N] [--blank]
-
 The model runs in plain `transformers`, not in the layers it was trained with: the rate also says whether the export
-is right. `--blank` hides the pictures, which shows what can be had by guessing.
+is right. Blanked pictures show what can be had by guessing.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,18 +16,15 @@ from PIL import Image
 from rich.table import Table
 from rich.text import Text
 
-from megatron_hetero.cli.command import a_path
 from megatron_hetero.data import pictures
 from megatron_hetero.data.chat import END_OF_TURN, render_prompt
 from megatron_hetero.data.processing import Processor
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.data.validation import IMAGE_PLACEHOLDER
-from megatron_hetero.distributed.launch import ended
 from megatron_hetero.errors import UserError, in_short, listed, printable
 from megatron_hetero.files.json_objects import read_object
 from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.terminal import Parser, console
 
 # torch is imported where it is used: it takes seconds that `--help` need not wait for, and which Ctrl-C may interrupt.
 if TYPE_CHECKING:
@@ -290,51 +284,3 @@ def result_table(result: EvaluationResult) -> Table:
 
 def _cells(result: EvaluationResult) -> tuple[str, str, str]:
     return str(result.correct), str(result.questions), f"{100 * result.rate:.1f} %"
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
-    return number
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m megatron_hetero.evaluation.generate",
-        description="Answer a data set's questions greedily with plain transformers and print the exact-match rate.",
-    )
-    parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="Qwen2.5-VL folder in transformers format")
-    parser.add_argument("--annotations", type=a_path, required=True, help="LLaVA-style JSON or JSONL")
-    parser.add_argument("--images", type=a_path, help="folder that image paths are relative to")
-    parser.add_argument("--limit", type=_positive, help="answer only the first so many records")
-    parser.add_argument("--blank", action="store_true", help="show uniform grey pictures of the same sizes instead")
-    parser.add_argument("--max-new-tokens", type=_positive, default=8, help="longest answer (default 8)")
-    parser.add_argument("--batch-size", type=_positive, default=16, help="questions answered at once (default 16)")
-    parser.add_argument("--min-pixels", type=_positive, help="as data.min_pixels in training (default: the folder's)")
-    parser.add_argument("--max-pixels", type=_positive, help="as data.max_pixels in training (default: the folder's)")
-    parser.add_argument("--device", default="cpu", help="where the model runs (default cpu)")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    return ended(lambda: _evaluate(vars(_parser().parse_args(arguments))))
-
-
-def _evaluate(options: dict[str, Any]) -> None:
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    if options["images"] is not None and not options["images"].is_dir():
-        expected, fix = (
-            "the folder that image paths are relative to",
-            "correct the path, or leave it out",
-        )
-        raise UserError.at("--images", found=f"{options['images']}, which is no folder", expected=expected, fix=fix)
-    result = exact_match(options.pop("hf_dir"), options.pop("annotations"), options.pop("images"), **options)
-    console().print(result_table(result))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,6 +1,4 @@
-"""What the files of a `transformers` folder are called, and where an export puts it together."""
-
-from pathlib import Path
+"""What the files of a `transformers` folder are called."""
 
 CONFIG = "config.json"
 TOKENIZER_FILES = (
@@ -13,18 +11,3 @@ COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FIL
 """Files beside the weights that make a folder complete: configuration, tokenizer, processor, chat template."""
 ENCODERS = "encoders"
 """The folder in an exported model that has a folder for each further encoder."""
-
-
-def partial_of(target: Path) -> Path:
-    """Where an exported folder is while it is written."""
-    return target.parent / f".{target.name}.partial"
-
-
-def replaced_of(target: Path) -> Path:
-    """Where the earlier export is while the new one takes its place."""
-    return target.parent / f".{target.name}.replaced"
-
-
-def lock_of(target: Path) -> Path:
-    """What an export has locked while it writes: two would mix what they write."""
-    return target.parent / f".{target.name}.lock"

@@ -107,7 +107,7 @@ def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
 class Schedule:
     """What every rank does in a step of `micro_batches`. `modules`: the encoders, then the text module.
 
-    ``Schedule.parse(str(x)) == x``; the text is the grid of actions.
+    `megatron_hetero.schedule.grid` has its text, `megatron_hetero.schedule.checks` what must be true of it.
     """
 
     modules: tuple[Module, ...]
@@ -180,21 +180,3 @@ class Schedule:
         # `ahead`: what is in flight between the first text stage's F and B, and what was encoded ahead of it.
         in_flight = self.text.layout.pp * (1 if self.text.virtual == 1 else 2)
         return in_flight + 1 + module.window + left
-
-    def check(self) -> None:
-        """Replay the schedule and raise `ScheduleError` where it is wrong. See `megatron_hetero.schedule.checks.check`."""
-        from megatron_hetero.schedule.checks.check import check
-
-        check(self)
-
-    def __str__(self) -> str:
-        from megatron_hetero.schedule.grid import format_schedule
-
-        return format_schedule(self)
-
-    @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """The schedule with that text. Raises `ValueError`."""
-        from megatron_hetero.schedule.grid import parse_schedule
-
-        return parse_schedule(text)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.checks.check import ScheduleError, live_activations
+from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule, live_activations
 from megatron_hetero.schedule.checks.replay import replay
 from megatron_hetero.schedule.program import Role, Schedule
 from megatron_hetero.schedule.semantics import Needs
@@ -76,7 +76,7 @@ def simulate(schedule: Schedule, durations: Durations, transfers: Durations = 0.
     clock = _Clock(schedule, _lookup("durations", durations), _lookup("transfers", transfers))
     found = replay(schedule)
     if found.stuck:
-        schedule.check()
+        check_schedule(schedule)
         raise ScheduleError("schedule: found a deadlock, expected a schedule that passes `check`")
     for role, at in found.order:
         clock.advance(role, schedule.roles[role].actions[at])

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from megatron_hetero.checkpoint.format.folder import name_of, unsound_name_of, whole
 from megatron_hetero.distributed.collective import on_every, on_first
 from megatron_hetero.errors import NotFiniteError, SharedError
+from megatron_hetero.outputs.checkpoints import name_of, unsound_name_of, whole
 from megatron_hetero.training.trainer import Run
 
 EXPORT = "python -m megatron_hetero.cli.export"

@@ -18,7 +18,7 @@ from typing import IO
 from megatron_hetero.checkpoint.shared_folder import Claim, FolderLock
 from megatron_hetero.errors import UserError
 from megatron_hetero.files.paths import in_the_way
-from megatron_hetero.training.log_files import CONFIG, LOCK, METRICS, OF_A_RUN
+from megatron_hetero.outputs.logs import CONFIG, LOCK, METRICS, OF_A_RUN
 
 
 def unwritable(path: Path, error: OSError) -> UserError:

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_hetero import terminal
 from megatron_hetero.errors import UserError
-from megatron_hetero.training.log_files import METRICS as FILE_NAME
+from megatron_hetero.outputs.logs import METRICS as FILE_NAME
 from megatron_hetero.training.log_folder import LogFolder, unwritable
 from megatron_hetero.training.skipped import Skipped
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_hetero.training.log_files import METRICS
+from megatron_hetero.outputs.logs import METRICS
 
 
 def evaluated_after(step: int, history: str) -> frozenset[str]:

@@ -16,9 +16,9 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.optimizer import update
 from megatron_hetero.execution.watch import Stopwatch, Watchdog
 from megatron_hetero.planning.estimate import KINDS, Plan
-from megatron_hetero.planning.trial import FAKE, assumed_step, drawn_share
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.training.share import Share
+from megatron_hetero.training.trial import FAKE, assumed_step, drawn_share
 from tests.fake_cuda.cases import Case
 from tests.fake_cuda.device import GPU, FakeGpu, Usage
 

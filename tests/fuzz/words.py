@@ -29,7 +29,7 @@ TEMPLATES = (
 TOOLS: dict[str, tuple[str, ...]] = {
     "megatron_hetero.cli.export": ("--dtype", "--model", "--vision", "--encoder", "--shard-gb"),
     "megatron_hetero.cli.import": ("--vision", "--encoder", "--fresh-projector", "--seed"),
-    "megatron_hetero.evaluation.generate": (
+    "megatron_hetero.cli.evaluate": (
         "--annotations",
         "--images",
         "--limit",

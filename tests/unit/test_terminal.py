@@ -98,7 +98,7 @@ def test_names_that_a_locale_cannot_express_are_an_error_in_one_line() -> None:
     "command",
     [
         "megatron_hetero.cli.make_demo {folder}/demo",
-        "megatron_hetero.evaluation.generate {folder}/model --annotations {folder}/data.jsonl",
+        "megatron_hetero.cli.evaluate {folder}/model --annotations {folder}/data.jsonl",
         "megatron_hetero.cli.export {folder}/checkpoint {folder}/out",
         "megatron_hetero.cli.import {folder}/model {folder}/checkpoint",
         "megatron_hetero.cli.inspect_data --x",

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megatron_hetero.checkpoint.format.folder import MANIFEST, FileRecord, read_manifest, verify
 from megatron_hetero.checkpoint.format.storage import read_index
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.config.load import MOST_BYTES, read_yaml
@@ -19,6 +18,7 @@ from megatron_hetero.data.model_folder import check_folder
 from megatron_hetero.data.reading import read_records
 from megatron_hetero.errors import UserError
 from megatron_hetero.files.opening import is_unfit, open_regular, read_bytes, read_text
+from megatron_hetero.outputs.checkpoints import MANIFEST, FileRecord, read_manifest, verify
 
 
 @pytest.fixture(autouse=True)

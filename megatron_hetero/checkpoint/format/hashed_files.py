@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from megatron_hetero.checkpoint.format.folder import FileRecord, wait_for
 from megatron_hetero.distributed.collective import Working
+from megatron_hetero.outputs.checkpoints import FileRecord, wait_for
 
 
 class HashedFiles(FileSystem):

@@ -45,13 +45,13 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatron_hetero.checkpoint.format.folder import FileRecord
 from megatron_hetero.checkpoint.format.hashed_files import HashedFiles
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.distributed.collective import Working
 from megatron_hetero.errors import UserError, in_short, listed
 from megatron_hetero.files.opening import read_bytes
 from megatron_hetero.hf.folder_writer import plan_shards
+from megatron_hetero.outputs.checkpoints import FileRecord
 
 INDEX = ".metadata"
 _ANOTHER = "take another checkpoint (a run goes on from it with --checkpoint.resume PATH)"

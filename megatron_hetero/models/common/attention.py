@@ -5,8 +5,8 @@ K keys that this rank's queries see.
 
 `PackedSelfAttention` is Megatron's `SelfAttention` with a `forward` of its own: rotary embedding by a table with one
 entry per token (Megatron's own handles neither 2-D nor multimodal positions of packed samples), padding that never
-enters attention, and the exchanges of `megatron_hetero.models.common.exchange` under `sp` and `cp`. A sequence is dealt to the
-members of `cp` first, the tokens of each of them to the members of `sp`:
+enters attention, and the exchanges of `megatron_hetero.models.common.exchange` under `sp` and `cp`. A sequence is
+dealt to the members of `cp` first, the tokens of each of them to the members of `sp`:
 
     own tokens, own heads    -- sp: heads for tokens -->    the cp member's tokens, 1 / sp of the heads
                              -- cp: gather keys ------->    and the keys and values that these tokens see

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_hetero.checkpoint.format.folder import advice_to_export
 from megatron_hetero.errors import UserError, in_short
 from megatron_hetero.files.json_objects import check, read_object, shown
 from megatron_hetero.models.qwen2_5_vl.config_rules import CONFIG
+from megatron_hetero.outputs.checkpoints import advice_to_export
 
 VISION_FOLDER = "model.hf_path_vision"
 FAMILY, LANGUAGE_MODEL = "qwen2_5_vl", "qwen2"

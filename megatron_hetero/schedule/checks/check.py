@@ -48,7 +48,7 @@ class Problem:
     fix: str = "mend the order of actions, or build the schedule with `build_schedule`"
 
 
-def check(schedule: Schedule, wiring: Wiring = DESIGN) -> None:
+def check_schedule(schedule: Schedule, wiring: Wiring = DESIGN) -> None:
     """Raises `ScheduleError` at the first problem. `wiring`: which of its operations share a communicator."""
     problem = find_problem(schedule, wiring)
     if problem is None:

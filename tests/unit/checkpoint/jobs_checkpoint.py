@@ -21,15 +21,15 @@ import torch.distributed as dist
 import pretrain_vlm
 from megatron_hetero.checkpoint import shared_folder, state
 from megatron_hetero.checkpoint.contents import Entry
-from megatron_hetero.checkpoint.format import folder as folder_module
 from megatron_hetero.checkpoint.format import storage
-from megatron_hetero.checkpoint.format.folder import MANIFEST, record_file, whole
 from megatron_hetero.checkpoint.format.storage import index_shapes, read_entries, read_index
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError
 from megatron_hetero.evaluation.held_out import HeldOutEvaluation
+from megatron_hetero.outputs import checkpoints as folder_module
+from megatron_hetero.outputs.checkpoints import MANIFEST, record_file, whole
 from megatron_hetero.training.stopping import StopRequest, stop_requests
 from megatron_hetero.training.trainer import Run
 from tests.support.pool import platform

@@ -18,7 +18,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_hetero.checkpoint.choice import choose
 from megatron_hetero.checkpoint.exporting import OpenCheckpoint, export_checkpoint
-from megatron_hetero.checkpoint.format.folder import (
+from megatron_hetero.checkpoint.format.storage import index_dtypes, index_shapes, open_index, read_index
+from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_tensors
+from megatron_hetero.config.schema import CheckpointConfig
+from megatron_hetero.errors import UserError
+from megatron_hetero.outputs.checkpoints import (
     damaged,
     prune,
     read_manifest,
@@ -27,11 +32,6 @@ from megatron_hetero.checkpoint.format.folder import (
     whole,
     without_manifest,
 )
-from megatron_hetero.checkpoint.format.storage import index_dtypes, index_shapes, open_index, read_index
-from megatron_hetero.checkpoint.model_sources import ModelSources
-from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_tensors
-from megatron_hetero.config.schema import CheckpointConfig
-from megatron_hetero.errors import UserError
 from tests.support.mutations import mutated_bytes
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs

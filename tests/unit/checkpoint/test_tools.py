@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_hetero.checkpoint.choice import choose
-from megatron_hetero.checkpoint.format.folder import MANIFEST
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.checkpoint.format.storage import write_entries
 from megatron_hetero.checkpoint.importing import UNTRAINED, require_free
@@ -29,12 +28,13 @@ from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.cli import export
 from megatron_hetero.config.schema import CheckpointConfig
 from megatron_hetero.errors import UserError
-from megatron_hetero.hf.export_mark import MARK
-from megatron_hetero.hf.folder_files import lock_of
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
+from megatron_hetero.outputs.checkpoints import MANIFEST
+from megatron_hetero.outputs.export_mark import MARK
+from megatron_hetero.outputs.exports import lock_of
 from tests.support.folders import ModelChoice, write_model
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs

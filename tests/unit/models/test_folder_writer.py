@@ -24,12 +24,12 @@ from megatron_hetero.data import Processor
 from megatron_hetero.errors import UserError
 from megatron_hetero.files import lock as file_lock
 from megatron_hetero.hf import folder_writer as writer_module
-from megatron_hetero.hf.export_mark import MARK
-from megatron_hetero.hf.folder_files import lock_of, partial_of
 from megatron_hetero.hf.folder_writer import folder_writer, plan_shards, read_companions, require_writable
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
+from megatron_hetero.outputs.export_mark import MARK
+from megatron_hetero.outputs.exports import lock_of, partial_of
 from tests.support.folders import ModelChoice, write_model
 
 
@@ -127,7 +127,7 @@ def test_an_earlier_export_is_replaced_whole(model: Path, tmp_path: Path) -> Non
 HOLD = """
 import sys, time
 from pathlib import Path
-from megatron_hetero import file_lock
+from megatron_hetero.files import lock as file_lock
 held = file_lock.take(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

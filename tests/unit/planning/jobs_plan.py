@@ -15,8 +15,8 @@ from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.execution.runtime import _Execution
 from megatron_hetero.execution.watch import Stopwatch
 from megatron_hetero.planning.memory.parameters import parameters_of
-from megatron_hetero.planning.trial import assumed_step
 from megatron_hetero.training.trainer import Run
+from megatron_hetero.training.trial import assumed_step
 
 
 def measure(flags: list[str]) -> dict[str, Any]:

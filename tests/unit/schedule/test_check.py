@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.checks.check import ScheduleError, find_problem
+from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule, find_problem
 from megatron_hetero.schedule.program import Module, Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.unit.schedule.oracle import Failure, execute
@@ -85,7 +85,7 @@ def disorders(draw: st.DrawFn) -> Schedule:
 @settings(deadline=None, max_examples=500)
 def test_wrong_actions_are_always_caught(broken: Schedule) -> None:
     with pytest.raises(ScheduleError, match="<-- ERROR HERE"):
-        broken.check()
+        check_schedule(broken)
 
 
 @given(disorders(), st.integers(0, 1000))
@@ -97,7 +97,7 @@ def test_what_cannot_be_executed_does_not_pass(schedule: Schedule, seed: int) ->
     except Failure as failure:
         assert problem is not None, failure
         with pytest.raises(ScheduleError, match="<-- ERROR HERE"):
-            schedule.check()
+            check_schedule(schedule)
 
 
 # ------------------------------------------------------------------------------------- what is said, and where
@@ -113,7 +113,7 @@ def swapped(schedule: Schedule, role: int, one: str, other: str) -> Schedule:
 
 def message(schedule: Schedule) -> str:
     with pytest.raises(ScheduleError) as raised:
-        schedule.check()
+        check_schedule(schedule)
     return str(raised.value)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_hetero.distributed.communicators import DIRECTIONS, Crossing, Link, communicators
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.checks.check import ScheduleError, check
+from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule
 from megatron_hetero.schedule.checks.deadlock import find_cycle
 from megatron_hetero.schedule.checks.streams import Wiring, issues
 from megatron_hetero.schedule.program import Schedule
@@ -79,7 +79,7 @@ INTERLEAVED = [("dp:2@0-1", "pp:2@0-1"), ("dp:3@0-2", "pp:3@0-2"), ("pp:4@0-3", 
 def test_a_boundary_with_one_communicator_is_refused(vision: str, text: str, batches: int) -> None:
     """The encoder's posted receive of B0 stands before its rows of F1, the text's posted receive of F1 before B0."""
     schedule = build_schedule(layouts(vision=vision, text=text), batches)
-    check(schedule)
+    check_schedule(schedule)
     for wiring in (SHARED, Wiring(boundaries="boundary")):
         for single_queue in (True, False):
             assert find_cycle(schedule, wiring, single_queue=single_queue)
@@ -96,7 +96,7 @@ def test_a_boundary_with_one_communicator_is_refused(vision: str, text: str, bat
 def test_virtual_stages_with_one_communicator_are_refused(vision: str, text: str, virtual: int) -> None:
     for batches in (2, 4, 8):
         schedule = build_schedule(layouts(vision=vision, text=text), batches, ScheduleSettings(virtual_stages=virtual))
-        check(schedule)
+        check_schedule(schedule)
         for wiring in (SHARED, Wiring(links="pipeline")):
             assert find_cycle(schedule, wiring, single_queue=False)
             assert "on communicator `text forward` stands behind" in refusal(schedule, wiring)
@@ -104,7 +104,7 @@ def test_virtual_stages_with_one_communicator_are_refused(vision: str, text: str
 
 def refusal(schedule: Schedule, wiring: Wiring) -> str:
     with pytest.raises(ScheduleError) as raised:
-        check(schedule, wiring)
+        check_schedule(schedule, wiring)
     return str(raised.value)
 
 
@@ -221,7 +221,7 @@ def test_ranks_of_a_role_with_different_partners() -> None:
     actions = [action for action in schedule.actions_of(2) if action not in early]
     at = actions.index(Action.parse("text.1.F0"))
     schedule = with_actions(schedule, 2, [*actions[:at], *early, *actions[at:]])
-    check(schedule)
+    check_schedule(schedule)
     assert assert_same_verdict(schedule, Wiring(), one_queue=True)
     late = [Action.parse(text) for text in ("text.1.F0", "text.1>0.B0")]
     assert [a for a in schedule.actions_of(3) if a in (*late, early[0])] == [late[0], early[0], late[1]]

@@ -10,7 +10,7 @@ import megatron_hetero.schedule.actions as actions
 from megatron_hetero.errors import UserError
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.drawing import draw, rows_of, timeline
-from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.grid import format_schedule, parse_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.schedule.simulator import simulate
 from tests.unit.schedule.shapes import layouts
@@ -24,11 +24,11 @@ def test_the_grid_in_the_specification_is_what_is_built() -> None:
         return [line.strip() for line in (text or "").split("step  vision.0 ")[1].strip().splitlines()]
 
     shown = grid(actions.__doc__)
-    assert len(shown) == 8 and shown == grid(str(SCHEDULE))[:8]
+    assert len(shown) == 8 and shown == grid(format_schedule(SCHEDULE))[:8]
 
 
 def test_columns_wait_for_each_other() -> None:
-    lines = str(SCHEDULE).splitlines()
+    lines = format_schedule(SCHEDULE).splitlines()
     assert lines[:3] == ["micro-batches: 2", "vision: dp:1@0 ahead 0", "text: pp:2@1-2 text"]
     row = {cell: at for at, line in enumerate(lines) for cell in line.split()[1:]}
     assert row["text.0>1.F0"] < row["text.1<0.F0!"] < row["text.1.F0"]
@@ -39,16 +39,16 @@ def test_columns_wait_for_each_other() -> None:
     [
         "",
         "micro-batches: 2",
-        str(SCHEDULE).replace("ahead", "behind"),
-        str(SCHEDULE).replace("@1-2", "@1-3"),
-        str(SCHEDULE).replace("text.1\n", "text.2\n"),
-        str(SCHEDULE).replace("  -  ", "     "),
-        str(SCHEDULE).replace("text.1.F0", "text.1.X0"),
+        format_schedule(SCHEDULE).replace("ahead", "behind"),
+        format_schedule(SCHEDULE).replace("@1-2", "@1-3"),
+        format_schedule(SCHEDULE).replace("text.1\n", "text.2\n"),
+        format_schedule(SCHEDULE).replace("  -  ", "     "),
+        format_schedule(SCHEDULE).replace("text.1.F0", "text.1.X0"),
     ],
 )
 def test_what_is_no_schedule(text: str) -> None:
     with pytest.raises(ValueError, match="found"):
-        Schedule.parse(text)
+        parse_schedule(text)
 
 
 def test_timeline() -> None:

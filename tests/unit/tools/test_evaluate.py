@@ -18,8 +18,9 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from megatron_hetero.cli.evaluate import main
 from megatron_hetero.errors import UserError
-from megatron_hetero.evaluation.generate import Answer, EvaluationResult, exact_match, main, result_table
+from megatron_hetero.evaluation.generate import Answer, EvaluationResult, exact_match, result_table
 from megatron_hetero.models.qwen2_5_vl.folders import read_config
 
 
