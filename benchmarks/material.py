@@ -83,7 +83,7 @@ def _write_model(folder: Path, size: ModelSize) -> None:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     from benchmarks.encoder import encoder_shape
-    from megatron_hetero.cli.demo.model import mrope_section, train_tokenizer, write_processor
+    from megatron_hetero.models.qwen2_5_vl.demo import mrope_section, train_tokenizer, write_processor
 
     tokenizer = train_tokenizer([" ".join(WORDS), "system user assistant\n"] * 4, vocab_size=300)
     token_id: Any = tokenizer.convert_tokens_to_ids

@@ -17,9 +17,10 @@ from benchmarks.material import SAMPLES
 from benchmarks.meter import CollectiveMeter, total_bytes, total_seconds
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.mixture import Mixture, RegistryEntry
-from megatron_hetero.data.processing import Processor, TokenizedSample
+from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.execution.watch import Stopwatch
+from megatron_hetero.processor.processor import Processor
 from megatron_hetero.training.trainer import Run
 
 LEARNING_RATE = 1e-4

@@ -15,7 +15,8 @@ from torch import Tensor
 from benchmarks.gpu.cases import LEARNING_RATE, SIDES
 from benchmarks.systems import MAX_PIXELS, plain_inputs
 from megatron_hetero.data.mixture import Mixture, RegistryEntry
-from megatron_hetero.data.processing import Processor, TokenizedSample
+from megatron_hetero.data.sample import TokenizedSample
+from megatron_hetero.processor.processor import Processor
 
 FLOOR = 1e-3
 """Of the norm of all gradients: what is added to a gradient's norm before errors are divided by it."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_hetero.config.schema import Config
 from megatron_hetero.data.mixture import Mixture, RegistryEntry
-from megatron_hetero.data.processing import EncoderSource, Processor
+from megatron_hetero.processor.processor import EncoderSource, Processor
 
 
 def open_mixture(config: Config) -> Mixture:

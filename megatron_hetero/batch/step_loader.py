@@ -36,12 +36,13 @@ from megatron_hetero.batch.step_plan import (
 from megatron_hetero.boundary.communicator import BoundaryCommunicator, load_plan
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, check_length, check_text, pack
-from megatron_hetero.data.processing import Processor, TokenizedSample
+from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.distributed.platform import CPU
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import SharedError, UserError
 from megatron_hetero.job import BatchShape
 from megatron_hetero.names import TEXT
+from megatron_hetero.processor.processor import Processor
 
 T = TypeVar("T")
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_hetero.data.model_folder import TEXT_FILES, VISION_FILES, check_folder
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.folders import VISION_FOLDER, ModelFolders
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.names import ENCODER_NAME, TAKEN, VISION
+from megatron_hetero.processor.folder import TEXT_FILES, VISION_FILES, check_folder
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from rich.markup import escape
 from rich.text import Text
 
 from megatron_hetero.data import pictures
-from megatron_hetero.data.processing import Processor, TokenizedSample
+from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.distributed.launch import ended
 from megatron_hetero.errors import printable
+from megatron_hetero.processor.processor import Processor
 from megatron_hetero.terminal import Parser, console
 
 if TYPE_CHECKING:

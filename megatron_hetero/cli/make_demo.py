@@ -25,11 +25,11 @@ import yaml
 
 from megatron_hetero.cli.command import a_path
 from megatron_hetero.cli.demo.config import run_config
-from megatron_hetero.cli.demo.model import SYSTEM_PROMPT, ModelShape, write_model
 from megatron_hetero.cli.demo.pictures import draw
 from megatron_hetero.cli.demo.records import Sample, held_out_samples, training_samples
 from megatron_hetero.distributed.launch import ended
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.qwen2_5_vl.demo import SYSTEM_PROMPT, ModelShape, write_model
 from megatron_hetero.terminal import Parser
 
 # Moved into place in this order: the marker comes last, so a folder that has it is complete.

@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_hetero.data.processing import TokenizedSample
 from megatron_hetero.data.records import MOST_CHARACTERS, Record
+from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
 
 IGNORED = -100

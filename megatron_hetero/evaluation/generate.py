@@ -18,13 +18,13 @@ from rich.text import Text
 
 from megatron_hetero.data import pictures
 from megatron_hetero.data.chat import END_OF_TURN, render_prompt
-from megatron_hetero.data.processing import Processor
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.data.validation import IMAGE_PLACEHOLDER
 from megatron_hetero.errors import UserError, in_short, listed, printable
 from megatron_hetero.files.json_objects import read_object
 from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.processor.processor import Processor
 
 # torch is imported where it is used: it takes seconds that `--help` need not wait for, and which Ctrl-C may interrupt.
 if TYPE_CHECKING:

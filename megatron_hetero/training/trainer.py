@@ -16,8 +16,6 @@ from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.state import Resumed, TrainState
 from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.processing import Processor
-from megatron_hetero.data.two_folders import export_changes
 from megatron_hetero.distributed.agreement import Statement, require_agreement
 from megatron_hetero.distributed.collective import on_first
 from megatron_hetero.distributed.platform import Platform
@@ -34,6 +32,8 @@ from megatron_hetero.models.qwen2_5_vl.model_writer import companions_of
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
 from megatron_hetero.names import VISION, parts_of
+from megatron_hetero.processor.processor import Processor
+from megatron_hetero.processor.two_folders import export_changes
 from megatron_hetero.training.export import export_model
 from megatron_hetero.training.log_folder import unwritable
 from megatron_hetero.training.metrics import MetricsWriter, NullWriter

@@ -26,12 +26,13 @@ from megatron_hetero.cli import evaluate, export
 from megatron_hetero.cli import inspect_data as inspect
 from megatron_hetero.config.flags import flag_rows
 from megatron_hetero.config.schema import Config, load_command
-from megatron_hetero.data import Processor, Record, Turn
+from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.environment.ranks import require_numbers
 from megatron_hetero.errors import UserError
 from megatron_hetero.job import checked
 from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
 from megatron_hetero.outputs.checkpoints import MANIFEST, record_file
+from megatron_hetero.processor.processor import Processor
 from megatron_hetero.training.metrics_history import evaluations_since
 from tests.fuzz import good_input, words
 from tests.support.mutations import ODD, mutated_bytes, mutated_json, mutated_text, mutated_value

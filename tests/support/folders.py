@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from megatron_hetero.cli.demo.model import train_tokenizer, write_processor
+from megatron_hetero.models.qwen2_5_vl.demo import train_tokenizer, write_processor
 from megatron_hetero.models.qwen2_5_vl.folders import mrope_section
 
 CORPUS = [

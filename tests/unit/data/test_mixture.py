@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.config.data_share import Share
-from megatron_hetero.data import Mixture, RegistryEntry
+from megatron_hetero.data.mixture import Mixture, RegistryEntry
 from megatron_hetero.errors import UserError
 
 SIZES = {"a": 1, "b": 4, "c": 7}

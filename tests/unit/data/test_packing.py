@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.data import PackedBatch, Processor, Record, TokenizedSample, check_length, pack
-from megatron_hetero.data.packing import check_text
-from megatron_hetero.data.positions import rope_positions
-from megatron_hetero.data.records import MOST_CHARACTERS
+from megatron_hetero.data.packing import PackedBatch, check_length, check_text, pack
+from megatron_hetero.data.records import MOST_CHARACTERS, Record
+from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.qwen2_5_vl.positions import rope_positions
+from megatron_hetero.processor.processor import Processor
 
 MakeRecord = Callable[..., Record]
 IMAGE = 7

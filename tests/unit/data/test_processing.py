@@ -24,9 +24,12 @@ from PIL import Image
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
-from megatron_hetero.data import Processor, Record, TokenizedSample, chat
-from megatron_hetero.data.positions import rope_positions
+from megatron_hetero.data import chat
+from megatron_hetero.data.records import Record
+from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.qwen2_5_vl.positions import rope_positions
+from megatron_hetero.processor.processor import Processor
 
 MakeRecord = Callable[..., Record]
 

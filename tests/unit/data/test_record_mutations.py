@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.data import Annotations, Processor
+from megatron_hetero.data.records import Annotations
 from megatron_hetero.errors import UserError
+from megatron_hetero.processor.processor import Processor
 
 RECORD = {
     "id": "7",

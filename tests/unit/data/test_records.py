@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.data import Annotations, Turn, reading, records
+from megatron_hetero.data import reading, records
 from megatron_hetero.data.reading import MOST_RECORD_BYTES, read_records
+from megatron_hetero.data.records import Annotations, Turn
 from megatron_hetero.errors import UserError
 
 Write = Callable[[Sequence[Any]], Path]

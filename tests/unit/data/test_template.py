@@ -9,9 +9,9 @@ import pytest
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_hetero.cli.demo.model import CHAT_TEMPLATE
 from megatron_hetero.data import template
 from megatron_hetero.data.time_limit import time_limit
+from megatron_hetero.models.qwen2_5_vl.demo import CHAT_TEMPLATE
 
 MESSAGES = [
     {"role": "system", "content": "You are <b>terse</b> & exact."},

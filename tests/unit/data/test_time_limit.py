@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_hetero.data import chat
-from megatron_hetero.data.processing import Processor
 from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.data.time_limit import time_limit
 from megatron_hetero.errors import UserError
+from megatron_hetero.processor.processor import Processor
 from tests.support.folders import ModelChoice, write_model
 
 RECORD = Record("d", 0, "d.jsonl:1", (Turn("user", "what?"), Turn("assistant", "red")))

@@ -12,9 +12,9 @@ import pytest
 from megatron_hetero.batch.step_loader import pack_metadata
 from megatron_hetero.batch.step_plan import ImageSource
 from megatron_hetero.data.packing import pack
-from megatron_hetero.data.processing import EncoderSource, Processor
 from megatron_hetero.data.records import Annotations
 from megatron_hetero.errors import UserError
+from megatron_hetero.processor.processor import EncoderSource, Processor
 
 ENCODERS = ("vision", "detail")
 ANSWER = {"from": "gpt", "value": "A cup."}

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from megatron_hetero.data import Processor
 from megatron_hetero.errors import UserError
 from megatron_hetero.files import lock as file_lock
 from megatron_hetero.hf import folder_writer as writer_module
@@ -30,6 +29,7 @@ from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
 from megatron_hetero.outputs.export_mark import MARK
 from megatron_hetero.outputs.exports import lock_of, partial_of
+from megatron_hetero.processor.processor import Processor
 from tests.support.folders import ModelChoice, write_model
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from megatron_hetero.checkpoint.model_sources import ModelSources
-from megatron_hetero.data import Processor, Record, Turn
+from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import SINGLE
@@ -27,6 +27,7 @@ from megatron_hetero.hf.weight_map import Piece
 from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
 from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.processor.processor import Processor
 from tests.support.folders import ModelChoice, write_model
 from tests.support.mutations import mutated_json
 

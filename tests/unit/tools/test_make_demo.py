@@ -11,10 +11,10 @@ import yaml
 from PIL import Image
 
 from megatron_hetero.cli import make_demo as module
-from megatron_hetero.cli.demo.model import ModelShape, model_config, mrope_section, train_tokenizer
 from megatron_hetero.cli.make_demo import PARTS, DemoOptions, main, make_demo
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.qwen2_5_vl.demo import ModelShape, model_config, mrope_section, train_tokenizer
 
 TINY = DemoOptions(seed=1, train_pictures=30, heldout_questions=8)
 

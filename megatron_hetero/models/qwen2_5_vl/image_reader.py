@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from megatron_hetero.data import model_folder, pictures
+from megatron_hetero.data import pictures
 from megatron_hetero.data.records import Record
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.folders import read_config
+from megatron_hetero.processor import folder as model_folder
 
 
 class ImageReader:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from megatron_hetero.data.folder_rules import FILES
 from megatron_hetero.errors import UserError, in_short
 from megatron_hetero.files.json_objects import MOST_BYTES, check, read_object
 from megatron_hetero.files.opening import is_unfit
 from megatron_hetero.hf.folder_files import COMPANIONS
 from megatron_hetero.outputs.checkpoints import advice_to_export
+from megatron_hetero.processor.folder_rules import FILES
 
 # `transformers` is imported where it is used: it brings torch, which takes seconds that command-line help and checks of
 # the configuration need not wait for.

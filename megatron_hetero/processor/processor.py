@@ -11,44 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.data import chat, model_folder, pictures
-from megatron_hetero.data.image_reader import ImageReader
-from megatron_hetero.data.positions import rope_positions
+from megatron_hetero.data import chat, pictures
 from megatron_hetero.data.records import Record
-from megatron_hetero.data.two_folders import open_tokenizer, with_token_ids
+from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.folders import VISION_FOLDER, ModelFolders, read_config
+from megatron_hetero.models.qwen2_5_vl.image_reader import ImageReader
+from megatron_hetero.models.qwen2_5_vl.positions import rope_positions
 from megatron_hetero.names import VISION
+from megatron_hetero.processor import folder as model_folder
+from megatron_hetero.processor.two_folders import open_tokenizer, with_token_ids
 
 START_OF_IMAGE, END_OF_IMAGE = "<|vision_start|>", "<|vision_end|>"
 # Boxes and object names are content, though the tokenizer lists their marks as special: grounding data writes them.
 _CONTENT_MARKS = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
-
-
-@dataclass(frozen=True, eq=False)
-class TokenizedSample:
-    """One record as tokens, each image already expanded to one token per merged patch.
-
-    Attributes:
-        input_ids: int64 [n].
-        supervised: bool [n], true for the tokens the model is trained to produce.
-        grids: int64 [images, 3]; time, height, width in patches, before merging.
-        position_ids: int64 [3, n], multimodal rotary positions from 0.
-        image_positions: int64 [rows], the indices of image tokens, image by image in raster order.
-        rows: int64 [images], the tokens of each image.
-        record: where it comes from; it also says which encoder each image is for.
-    """
-
-    input_ids: np.ndarray
-    supervised: np.ndarray
-    grids: np.ndarray
-    position_ids: np.ndarray
-    image_positions: np.ndarray
-    rows: np.ndarray
-    record: Record
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_hetero.data.model_folder import load_tokenizer
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.folder_files import PROCESSOR_FILES
 from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
+from megatron_hetero.processor.folder import load_tokenizer
 
 TOKENS = {
     "vision_start_token_id": "<|vision_start|>",

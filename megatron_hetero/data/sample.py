@@ -1,0 +1,35 @@
+"""A record as a model reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hetero.data.records import Record
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedSample:
+    """One record as tokens, each image already expanded to one token per merged patch.
+
+    Attributes:
+        input_ids: int64 [n].
+        supervised: bool [n], true for the tokens the model is trained to produce.
+        grids: int64 [images, 3]; time, height, width in patches, before merging.
+        position_ids: int64 [3, n], multimodal rotary positions from 0.
+        image_positions: int64 [rows], the indices of image tokens, image by image in raster order.
+        rows: int64 [images], the tokens of each image.
+        record: where it comes from; it also says which encoder each image is for.
+    """
+
+    input_ids: np.ndarray
+    supervised: np.ndarray
+    grids: np.ndarray
+    position_ids: np.ndarray
+    image_positions: np.ndarray
+    rows: np.ndarray
+    record: Record
+
+    def __len__(self) -> int:
+        return len(self.input_ids)

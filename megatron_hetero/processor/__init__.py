@@ -1,0 +1,1 @@
+"""From records to tokens and patches, with the tokenizer and image processor of a `transformers` folder."""
