@@ -19,10 +19,9 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.layout.layout import ModuleShape, resolve
 from megatron_hetero.models.common.attention import AttentionPlan, Segments
 from megatron_hetero.models.common.backend import spec_provider
-from megatron_hetero.models.qwen2_5_vl.cost import encoding_cost
-from megatron_hetero.models.qwen2_5_vl.geometry import Grid
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.qwen2_5_vl.vision import VisionInput, VisionModel
+from megatron_hetero.sharding.items import Size
 
 SYSTEMS = {"sp": ("sp", True), "tp": ("tp", True), "tp, whole activations": ("tp", False)}
 """What is compared: the axis that covers all ranks, and whether activations are split over tp."""
@@ -64,7 +63,7 @@ class Encoder:
         cls,
         shape: VisionShape,
         layout: str,
-        grids: tuple[Grid, ...],
+        grids: tuple[Size, ...],
         platform: Platform,
         *,
         sequence_parallel: bool = True,
@@ -156,7 +155,7 @@ class EncoderBench:
     def __init__(self, platform: Platform):
         self.platform = platform
 
-    def measure(self, hidden: int, layers: int, grid: Grid, rounds: int) -> dict[str, Any]:
+    def measure(self, hidden: int, layers: int, grid: Size, rounds: int) -> dict[str, Any]:
         """One point of the sweep: all systems in turn, `rounds` times. Seconds; bytes per rank (the largest)."""
         shape, world = encoder_shape(hidden, layers), dist.get_world_size()
         encoders = {
@@ -173,7 +172,7 @@ class EncoderBench:
         return {
             "hidden": hidden,
             "patches": grid[0] * grid[1] * grid[2],
-            "flops": 3 * encoding_cost(grid, shape),
+            "flops": 3 * shape.cost(grid),
             "seconds": times,
             "traffic": {name: self._traffic(encoder) for name, encoder in encoders.items()},
             "predicted_sp_bytes": max(predicted),

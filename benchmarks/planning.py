@@ -23,7 +23,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np  # noqa: E402  (after the number of threads is set)
 
 from benchmarks.report import table, verdict  # noqa: E402
-from megatron_hetero.batch.step_plan import Images, PackShape, StepPlanner, image_encoder  # noqa: E402
+from megatron_hetero.batch.step_plan import Images, PackShape, StepPlanner  # noqa: E402
 from megatron_hetero.boundary.ownership import Groups, Ownership  # noqa: E402
 from megatron_hetero.boundary.plan import plan_boundary  # noqa: E402
 from megatron_hetero.layout.layout import Layout  # noqa: E402
@@ -120,7 +120,7 @@ def _measure_step(vision: str, text: str, ranks: int, rows: int, rounds: int) ->
     packs = _packs(layouts["text"].dp, rows)
     milliseconds = []
     for rank in np.linspace(0, ranks - 1, rounds).astype(int).tolist():
-        encoders, sharded = {"vision": image_encoder(SHAPE)}, {"vision": True, "text": True}
+        encoders, sharded = {"vision": SHAPE}, {"vision": True, "text": True}
         planner = StepPlanner(encoders, layouts, sharded, rank, row_bytes=2)
         begin = time.perf_counter()
         planner.plan(packs)

@@ -103,14 +103,13 @@ def _measure_case(crews: dict[str, Crew], case: int, rounds: int) -> tuple[dict[
 
 def _encoder_sweep(options: argparse.Namespace, folder: Path) -> EncoderReport:
     from benchmarks.encoder import EncoderBench, encoder_shape
-    from megatron_hetero.models.qwen2_5_vl.cost import encoding_cost
 
     crew = Crew(options.ranks, folder / "store", EncoderBench)
     report = EncoderReport(options.layers, options.ranks)
     for hidden in options.hidden:
         for patches in options.patches:
             side = round(patches**0.5)
-            gflop = 3e-9 * encoding_cost((1, side, side), encoder_shape(hidden, options.layers))
+            gflop = 3e-9 * encoder_shape(hidden, options.layers).cost((1, side, side))
             if gflop > options.gflop:
                 report.skipped.append(f"width {hidden}, {patches} patches: {gflop:.0f} GFLOP a pass")
                 continue

@@ -43,6 +43,7 @@ from megatron_hetero.errors import SharedError, UserError
 from megatron_hetero.job import BatchShape
 from megatron_hetero.names import TEXT
 from megatron_hetero.processor.processor import Processor
+from megatron_hetero.sharding.items import Size
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]
     supervised: int
     tokens: int
-    grids: Mapping[str, tuple[tuple[int, int, int], ...]]
+    grids: Mapping[str, tuple[Size, ...]]
     sample_lengths: tuple[int, ...]
     encoder_loads: tuple[tuple[float, ...], ...]
     skipped: int = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -19,12 +19,10 @@ from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import RankPlan, plan_boundary
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.qwen2_5_vl.cost import encoding_cost
-from megatron_hetero.models.qwen2_5_vl.geometry import Grid
-from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.balance import deal, deal_in_order, loads_of
 from megatron_hetero.sharding.encoder_shards import EncoderShards, EncoderShare
+from megatron_hetero.sharding.items import ItemShape, Size
 from megatron_hetero.sharding.token_shards import TokenShards, TokenShare
 
 Balance = Literal["off", "replica"]
@@ -48,7 +46,7 @@ class Images:
     """
 
     counts: tuple[int, ...]
-    grids: tuple[Grid, ...]
+    grids: tuple[Size, ...]
     places: bytes
 
     @property
@@ -114,31 +112,6 @@ class MicroBatchPlan:
     loads: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class EncoderKind:
-    """What planning needs to know of an encoder, whatever it encodes.
-
-    `unit_width`: input elements of one row. `rows` and `cost` (predicted forward flops) of an item of a grid. `shards`:
-    what its ranks hold, from its layout, whether activations are sharded over tp, the grids, and which replica has
-    which.
-    """
-
-    unit_width: int
-    rows: Callable[[Grid], int]
-    cost: Callable[[Grid], float]
-    shards: Callable[[Layout, bool, tuple[Grid, ...], tuple[tuple[int, ...], ...]], EncoderShards]
-
-
-def image_encoder(shape: VisionShape) -> EncoderKind:
-    """An encoder of images."""
-    return EncoderKind(
-        unit_width=shape.unit * shape.patch_elements,
-        rows=shape.rows,
-        cost=lambda grid: encoding_cost(grid, shape),
-        shards=partial(EncoderShards, shape),
-    )
-
-
 class StepPlanner:
     """Plans micro-batches for `rank`.
 
@@ -152,7 +125,7 @@ class StepPlanner:
 
     def __init__(
         self,
-        encoders: Mapping[str, EncoderKind],
+        encoders: Mapping[str, ItemShape],
         layouts: Mapping[str, Layout],
         sequence_parallel: Mapping[str, bool],
         rank: int,
@@ -187,8 +160,8 @@ class StepPlanner:
         of those that have images.
         """
         for replica, pack in enumerate(packs):
-            for kind, images in zip(self.encoders.values(), pack.images, strict=True):
-                require_rows_for_places(replica, pack.lengths, images, kind.rows)
+            for shape, images in zip(self.encoders.values(), pack.images, strict=True):
+                require_rows_for_places(replica, pack.lengths, images, shape.rows)
         places = {name: tuple(p.images[i].positions for p in packs) for i, name in enumerate(self.encoders)}
         lengths = tuple(p.lengths for p in packs)
         tokens = TokenShards(self.text.stage(0), self.sharded[TEXT], lengths, places)
@@ -202,13 +175,13 @@ class StepPlanner:
         return plan, first_stages
 
     def _plan_encoder(
-        self, name: str, grids: tuple[Grid, ...], wanted: Ownership
+        self, name: str, grids: tuple[Size, ...], wanted: Ownership
     ) -> tuple[MicroBatchPlan, EncoderShards]:
         """The part of one encoder, whose rows the text module wants."""
-        kind, layout = self.encoders[name], self.layouts[name]
-        costs = [kind.cost(grid) for grid in grids]
+        shape, layout = self.encoders[name], self.layouts[name]
+        costs = [shape.cost(size) for size in grids]
         dealt = deal(costs, layout.dp) if self.balance == "replica" else deal_in_order(len(costs), layout.dp)
-        first = kind.shards(layout.stage(0), self.sharded[name], grids, tuple(map(tuple, dealt)))
+        first = EncoderShards(shape, layout.stage(0), self.sharded[name], grids, tuple(map(tuple, dealt)))
         last = first if layout.pp == 1 else replace(first, layout=layout.stage(layout.pp - 1))
         boundary = plan_boundary(last.ownership(), wanted, self.row_bytes)
         plan = MicroBatchPlan(
@@ -239,7 +212,7 @@ def _joined(plan: MicroBatchPlan, more: MicroBatchPlan) -> MicroBatchPlan:
 
 
 def require_rows_for_places(
-    replica: int, lengths: Sequence[int], images: Images, rows_of: Callable[[Grid], int]
+    replica: int, lengths: Sequence[int], images: Images, rows_of: Callable[[Size], int]
 ) -> None:
     """Check that each sample's images have as many rows as the sample has places for them, and that places ascend.
     `lengths`: tokens of the samples.

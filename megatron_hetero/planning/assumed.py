@@ -15,12 +15,11 @@ from megatron_hetero.config.schema import Config, PlanConfig
 from megatron_hetero.errors import UserError
 from megatron_hetero.job import BatchShape, shards_activations
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.qwen2_5_vl.cost import encoding_cost
-from megatron_hetero.models.qwen2_5_vl.geometry import Grid
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, VisionShape
+from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.balance import deal, deal_in_order
 from megatron_hetero.sharding.encoder_shards import EncoderShards
+from megatron_hetero.sharding.items import Size
 from megatron_hetero.sharding.token_shards import TokenShards
 
 MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 22, 1 << 23
@@ -33,7 +32,7 @@ class AssumedSample:
     `tokens`: of the sample, image tokens included; `supervised`: tokens that the loss counts.
     """
 
-    grids: Mapping[str, tuple[Grid, ...]]
+    grids: Mapping[str, tuple[Size, ...]]
     rows: Mapping[str, int]
     tokens: int
     supervised: int
@@ -48,18 +47,11 @@ class AssumedSample:
 
 def assumed_sample(plan: PlanConfig, shapes: Qwen25VLShapes) -> AssumedSample:
     """The sample that section `plan` describes, for a model of these shapes."""
-    square = {name: square_grid(plan.image_side, shape) for name, shape in shapes.encoders.items()}
+    square = {name: shape.square(plan.image_side) for name, shape in shapes.encoders.items()}
     grids = {name: (grid,) * plan.images for name, grid in square.items()}
     rows = {name: shapes.encoders[name].rows(grid) for name, grid in square.items()}
     tokens = plan.tokens + sum(rows[name] * len(grids[name]) for name in grids)
     return AssumedSample(grids, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
-
-
-def square_grid(side: int, shape: VisionShape) -> Grid:
-    """The patches of a square image of `side` pixels, which is resized to whole units as the processor does."""
-    unit = shape.patch * shape.merge
-    patches = max(1, round(side / unit)) * shape.merge
-    return 1, patches, patches
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +88,7 @@ class AssumedBatch:
         count = len(grids) * self.batch.samples * self.batch.replicas
         if self.balance != "replica":
             return deal_in_order(count, dp)
-        cost = encoding_cost(grids[0], self.shapes.encoders[encoder]) if grids else 0.0
+        cost = self.shapes.encoders[encoder].cost(grids[0]) if grids else 0.0
         return deal([cost] * count, dp)
 
     def token_shards(self, layout: Layout) -> TokenShards:
@@ -127,7 +119,7 @@ def _require_size(plan: PlanConfig, shapes: Qwen25VLShapes, batch: BatchShape) -
     """Check that the images and tokens of a micro-batch are few enough to be counted one by one."""
     packs = batch.samples * batch.replicas
     images = plan.images * len(shapes.encoders) * packs
-    of_image = sum(shape.rows(square_grid(plan.image_side, shape)) for shape in shapes.encoders.values())
+    of_image = sum(shape.rows(shape.square(plan.image_side)) for shape in shapes.encoders.values())
     # Every image counts, and so does a pack's every token.
     rows, pack = plan.images * of_image * packs, (plan.images * of_image + plan.tokens) * batch.samples
     found = {

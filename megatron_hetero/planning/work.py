@@ -13,7 +13,6 @@ from megatron_hetero.models.common.flops import (
     text_flops,
     vision_flops,
 )
-from megatron_hetero.models.qwen2_5_vl.geometry import image_geometry
 from megatron_hetero.names import TEXT, parts_of
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.schedule.simulator import Key
@@ -43,7 +42,7 @@ def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: f
         len(stage.layers), full, v.hidden, v.ffn, v.patch_elements if stage.is_first else 0, v.unit, v.out_hidden
     )
     patches = grids[0][0] * grids[0][1] * grids[0][2]
-    windows = (image_geometry(grids[0], v.merge, v.window).windows * v.unit).tolist()
+    windows = v.windows(grids[0])
     whole = vision_flops(shape, [patches], windows, FORWARD, FORWARD)
     of_image = whole if stage.is_last else whole - merger_flops(shape, patches, FORWARD)
     return images * of_image / (layout.tp * layout.sp * layout.cp)

@@ -12,24 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.qwen2_5_vl.cost import forward_flops_per_patch
-from megatron_hetero.models.qwen2_5_vl.geometry import (
-    EncoderPlan,
-    Grid,
-    ImageGeometry,
-    image_geometry,
-    plan_encoder,
-    shard_units,
-)
-from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.sharding.balance import deal
 from megatron_hetero.sharding.context import Pieces, contiguous_pieces
+from megatron_hetero.sharding.items import EncoderPlan, ItemShape, Size, plan_encoder, shard_units
 from megatron_hetero.sharding.token_shards import holding_groups, tp_share
 
 
@@ -53,39 +43,31 @@ class EncoderShare:
 
 @dataclass(frozen=True, eq=False)
 class EncoderShards:
-    """The images of a micro-batch, of `grids`, `dealt` to the replicas (the numbers of each one's images).
+    """The images of a micro-batch, of `sizes`, `dealt` to the replicas (the numbers of each one's images).
 
     `layout` of the vision module; `sharded`: sequence-parallel activations over tp. Rows are numbered image by image,
     in raster order of their units.
     """
 
-    shape: VisionShape
+    shape: ItemShape
     layout: Layout
     sharded: bool
-    grids: tuple[Grid, ...]
+    sizes: tuple[Size, ...]
     dealt: tuple[tuple[int, ...], ...]
 
-    def _cutting(self, replica: int) -> dict[str, Any]:
-        """How a replica's images are cut."""
-        shape, layout = self.shape, self.layout
-        cost = forward_flops_per_patch(shape)
-        grids = [self.grids[i] for i in self.dealt[replica]]
-        return {"grids": grids, "sp": layout.sp, "cp": layout.cp, "merge": shape.merge, "window": shape.window,
-                "cost": cost}  # fmt: skip
+    def _sizes_of(self, replica: int) -> list[Size]:
+        return [self.sizes[i] for i in self.dealt[replica]]
 
     @cached_property
     def _first_row(self) -> np.ndarray:
-        """Where the rows of each image begin, and the end."""
-        return np.cumsum([0, *(frames * rows * columns // self.shape.unit for frames, rows, columns in self.grids)])
-
-    def _geometry(self, image: int) -> ImageGeometry:
-        return image_geometry(self.grids[image], self.shape.merge, self.shape.window)
+        """Where the rows of each item begin, and the end."""
+        return np.cumsum([0, *map(self.shape.rows, self.sizes)])
 
     # ------------------------------------------------------------------------------------------- who holds what
 
     def ownership(self) -> Ownership:
         """Which units each rank embeds, in this order, and of which it holds the rows once it has encoded."""
-        in_order = [self._geometry(i).units + self._first_row[i] for images in self.dealt for i in images]
+        in_order = [self.shape.order(self.sizes[i]).units + self._first_row[i] for images in self.dealt for i in images]
         ids = np.concatenate([np.zeros(0, np.int64), *in_order])
         groups = holding_groups(self.layout, self.sharded)
         return Ownership(groups, ids, np.concatenate([self._starts.ravel(), [len(ids)]]))
@@ -93,7 +75,9 @@ class EncoderShards:
     @cached_property
     def _units(self) -> np.ndarray:
         """Units of each member's shard, int64 [replicas * members]."""
-        return np.concatenate([shard_units(**self._cutting(replica)) for replica in range(len(self.dealt))])
+        return np.concatenate(
+            [shard_units(self.shape, self._sizes_of(r), self.layout.sp, self.layout.cp) for r in range(len(self.dealt))]
+        )
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -126,7 +110,7 @@ class EncoderShards:
         """The images of a replica that each of its ranks decodes: dealt so that their patches are even."""
         images = self.dealt[replica]
         ranks = self.layout.group_of(self.layout.rank_at(dp=replica), "tp", "sp", "cp")
-        dealt = deal([float(np.prod(self.grids[i])) for i in images], len(ranks))
+        dealt = deal([float(self.shape.rows(self.sizes[i]) * self.shape.unit) for i in images], len(ranks))
         return {rank: [images[i] for i in dealt[(at - turn) % len(ranks)]] for at, rank in enumerate(ranks)}
 
     # ---------------------------------------------------------------------------------------------- one rank
@@ -135,7 +119,7 @@ class EncoderShards:
         """What `rank` encodes."""
         at, layout, unit = self.layout.coordinate(rank), self.layout, self.shape.unit
         member = at.cp * layout.sp + at.sp
-        plan = plan_encoder(self.dealt[at.dp], **self._cutting(at.dp))
+        plan = plan_encoder(self.shape, self.dealt[at.dp], self._sizes_of(at.dp), layout.sp, layout.cp)
         lengths = np.array(plan.lengths).reshape(layout.cp, layout.sp)
         cp_lengths = tuple(lengths.sum(axis=1).tolist())
         tp = layout.tp if self.sharded else 1
@@ -152,5 +136,5 @@ class EncoderShards:
         )
 
     def _positions(self, plan: EncoderPlan, member: int) -> np.ndarray:
-        parts = [self._geometry(p.image).positions(p.start, p.stop) for p in plan.slices[member]]
-        return np.concatenate([np.zeros((2, 0), np.int64), *parts], axis=1)
+        parts = [self.shape.order(self.sizes[p.item]).positions(p.start, p.stop) for p in plan.slices[member]]
+        return np.concatenate([np.zeros((self.shape.position_dims, 0), np.int64), *parts], axis=1)

@@ -15,9 +15,9 @@ from megatron_hetero.models.common.flops import (
     text_flops,
     vision_flops,
 )
-from megatron_hetero.models.qwen2_5_vl.geometry import Grid, image_geometry
 from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, VisionShape
 from megatron_hetero.names import TEXT, parts_of
+from megatron_hetero.sharding.items import Size
 
 
 def utilisation(
@@ -40,10 +40,10 @@ def step_flops(shapes: Qwen25VLShapes, freeze: Collection[str], batch: StepBatch
     return sum(of_encoders) + text_flops(text, batch.sample_lengths, batch.supervised, passes)
 
 
-def _encoder_flops(name: str, v: VisionShape, freeze: Collection[str], grids: Collection[Grid]) -> int:
+def _encoder_flops(name: str, v: VisionShape, freeze: Collection[str], sizes: Collection[Size]) -> int:
     encoder_trains, projector_trains = (part not in freeze for part in parts_of(name))
-    windows = [int(n) * v.unit for grid in grids for n in image_geometry(grid, v.merge, v.window).windows]
-    images = [rows * columns for frames, rows, columns in grids for _ in range(frames)]
+    windows = [patches for size in sizes for patches in v.windows(size)]
+    images = [patches for size in sizes for patches in v.sequences(size)]
     return vision_flops(
         VisionFlopShape(v.layers, len(v.full_layers), v.hidden, v.ffn, v.patch_elements, v.unit, v.out_hidden),
         images,

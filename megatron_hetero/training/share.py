@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.batch.step_loader import StepBatch
-from megatron_hetero.batch.step_plan import StepPlanner, image_encoder
+from megatron_hetero.batch.step_plan import StepPlanner
 from megatron_hetero.batch.to_device import to_device
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.collective import on_every, together
@@ -112,7 +112,7 @@ class Share:
             # A rank may be the only one to read what is wrong: all of them leave, and one says why.
             modules = together(topology.files, build, watchdog.working) if check else build()
         planner = StepPlanner(
-            {name: image_encoder(shape) for name, shape in shapes.encoders.items()},
+            shapes.encoders,
             layouts,
             {name: shards_activations(config, name, layout) for name, layout in layouts.items()},
             topology.rank,

@@ -7,13 +7,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.models.qwen2_5_vl.folders import DEFAULT_SECTIONS, ModelFolders, check_vision, read_config
+from megatron_hetero.models.qwen2_5_vl.geometry import ImageGeometry, image_geometry
 from megatron_hetero.names import TEXT, VISION
+from megatron_hetero.sharding.items import Size
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,60 @@ class VisionShape:
         """Patches that are merged into one row."""
         return self.merge**2
 
-    def rows(self, grid: tuple[int, int, int]) -> int:
-        """Rows of an image of `grid` patches (time, height, width)."""
-        return math.prod(grid) // self.unit
+    @property
+    def unit_width(self) -> int:
+        """Pixel values of a unit."""
+        return self.unit * self.patch_elements
+
+    @property
+    def position_dims(self) -> int:
+        """Coordinates of a patch: row and column."""
+        return 2
+
+    def rows(self, size: Size) -> int:
+        """Rows of an image of `size` patches (time, height, width)."""
+        return math.prod(size) // self.unit
+
+    def order(self, size: Size) -> ImageGeometry:
+        """The image in window order."""
+        return image_geometry(size, self.merge, self.window)
+
+    def sequences(self, size: Size) -> tuple[int, ...]:
+        """Patches of each frame: full attention sees one."""
+        frames, rows, columns = size
+        return (rows * columns,) * frames
+
+    def cost(self, size: Size) -> float:
+        """Predicted forward flops of encoding an image."""
+        linear, quadratic = forward_flops_per_patch(self)
+        frame = float(np.prod(size[1:]))
+        return size[0] * (linear * frame + quadratic * frame * frame)
+
+    def cost_per_patch(self, size: Size) -> float:
+        """Those of one of its patches, which meets all patches of its frame."""
+        linear, quadratic = forward_flops_per_patch(self)
+        return linear + quadratic * size[1] * size[2]
+
+    def square(self, side: int) -> Size:
+        """The patches of a square image of `side` pixels, which is resized to whole units as the processor does."""
+        patches = max(1, round(side / (self.patch * self.merge))) * self.merge
+        return 1, patches, patches
+
+    def windows(self, size: Size) -> list[int]:
+        """Patches of each window of local attention."""
+        return (self.order(size).windows * self.unit).tolist()
+
+
+@lru_cache
+def forward_flops_per_patch(shape: VisionShape) -> tuple[float, float]:
+    """(flops per patch, flops per patch and patch of its sequence in full-attention layers)."""
+    window_patches = shape.window**2 * shape.unit
+    linear = (
+        shape.layers * (8 * shape.hidden**2 + 6 * shape.hidden * shape.ffn) + 2 * shape.patch_elements * shape.hidden
+    )
+    merger = 2 * shape.hidden * (shape.hidden * shape.unit + shape.out_hidden)
+    windowed = (shape.layers - len(shape.full_layers)) * 4 * shape.hidden * window_patches
+    return float(linear + merger + windowed), float(len(shape.full_layers) * 4 * shape.hidden)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from torch import Tensor
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.models.common.attention import AttentionPlan, rotary_frequencies
 from megatron_hetero.models.common.backend import layer_spec, padded, recompute_options, transformer_config
-from megatron_hetero.models.qwen2_5_vl.cost import padded_patches
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
+from megatron_hetero.sharding.items import padded_patches
 from megatron_hetero.sharding.stages import Stage
 
 

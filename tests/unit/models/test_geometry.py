@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from itertools import chain
+from math import prod
 
 import numpy as np
 import torch
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from megatron_hetero.models.qwen2_5_vl.geometry import EncoderPlan, Grid, image_geometry, plan_encoder
+from megatron_hetero.models.qwen2_5_vl.geometry import ImageGeometry, image_geometry
+from megatron_hetero.sharding.items import EncoderPlan, Size, plan_encoder
 
 PATCH = 14
 COST = (1.0, 0.01)
@@ -20,21 +22,51 @@ some = settings(max_examples=100, deadline=None)
 degrees = st.integers(1, 4)
 
 
+@dataclass(frozen=True)
+class Encoder:
+    """What cutting needs to know of one."""
+
+    merge: int
+    window: int
+    flops: tuple[float, float]
+    unit_width: int = 1
+    position_dims: int = 2
+
+    @property
+    def unit(self) -> int:
+        return self.merge**2
+
+    def rows(self, size: Size) -> int:
+        return prod(size) // self.unit
+
+    def order(self, size: Size) -> ImageGeometry:
+        return image_geometry(size, self.merge, self.window)
+
+    def sequences(self, size: Size) -> tuple[int, ...]:
+        return (size[1] * size[2],) * size[0]
+
+    def cost(self, size: Size) -> float:
+        return prod(size) * self.cost_per_patch(size)
+
+    def cost_per_patch(self, size: Size) -> float:
+        return self.flops[0] + self.flops[1] * size[1] * size[2]
+
+
 @st.composite
-def grids(draw: st.DrawFn, merge: int = 2) -> Grid:
+def grids(draw: st.DrawFn, merge: int = 2) -> Size:
     rows, columns = draw(st.integers(1, 11)), draw(st.integers(1, 11))
     return draw(st.integers(1, 3)), merge * rows, merge * columns
 
 
 @st.composite
-def merges_and_images(draw: st.DrawFn) -> tuple[int, int, list[Grid]]:
+def merges_and_images(draw: st.DrawFn) -> tuple[int, int, list[Size]]:
     merge = draw(st.sampled_from([1, 2, 3]))
     return merge, draw(st.integers(1, 5)), draw(st.lists(grids(merge), min_size=1, max_size=4))
 
 
 @some
 @given(merges_and_images())
-def test_windows_and_positions_are_those_of_transformers(case: tuple[int, int, list[Grid]]) -> None:
+def test_windows_and_positions_are_those_of_transformers(case: tuple[int, int, list[Size]]) -> None:
     merge, window, images = case
     thw = torch.tensor(images)
     index, ends = get_vision_window_index(thw, merge, window * merge * PATCH, PATCH)
@@ -46,19 +78,19 @@ def test_windows_and_positions_are_those_of_transformers(case: tuple[int, int, l
     np.testing.assert_array_equal(np.concatenate([g.positions() for g in ours], axis=1), positions.T.numpy())
 
 
-def plan(grids: list[Grid], sp: int = 1, cp: int = 1, window: int = 4, first: int = 0, **options) -> EncoderPlan:
+def plan(grids: list[Size], sp: int = 1, cp: int = 1, window: int = 4, first: int = 0, **options) -> EncoderPlan:
     ids = list(range(first, first + len(grids)))
-    return plan_encoder(ids, grids, sp, cp, options.pop("merge", 2), window, options.pop("cost", COST))
+    return plan_encoder(Encoder(options.pop("merge", 2), window, options.pop("cost", COST)), ids, grids, sp, cp)
 
 
-def flops(grids: list[Grid], plan: EncoderPlan) -> list[float]:
+def flops(grids: list[Size], plan: EncoderPlan) -> list[float]:
     """Work of each member of `plan` by `COST`, patch by patch. Images are numbered from 0."""
     frame = [rows * columns for _, rows, columns in grids]
-    of_part = [[4 * (s.stop - s.start) * (COST[0] + COST[1] * frame[s.image]) for s in part] for part in plan.slices]
+    of_part = [[4 * (s.stop - s.start) * (COST[0] + COST[1] * frame[s.item]) for s in part] for part in plan.slices]
     return [sum(parts) for parts in of_part]
 
 
-def largest_window(grids: list[Grid], window: int, cost: tuple[float, float]) -> float:
+def largest_window(grids: list[Size], window: int, cost: tuple[float, float]) -> float:
     units = [(image_geometry(g, 2, window).windows.max(), g[1] * g[2]) for g in grids]
     return max((4 * n * (cost[0] + cost[1] * frame) for n, frame in units), default=0.0)
 
@@ -70,18 +102,18 @@ def furthest_cut(shares: np.ndarray) -> float:
 
 @some
 @given(st.lists(grids(), max_size=5), degrees, degrees, st.integers(1, 4))
-def test_shards_partition_the_windows(images: list[Grid], sp: int, cp: int, window: int) -> None:
+def test_shards_partition_the_windows(images: list[Size], sp: int, cp: int, window: int) -> None:
     made = plan(images, sp, cp, window, first=10)
     ids = list(range(10, 10 + len(images)))
     geometries = {i: image_geometry(grid, 2, window) for i, grid in zip(ids, images, strict=True)}
     assert len(made.slices) == len(made.windows) == sp * cp
-    encoded = [(s.image, u) for part in made.slices for s in part for u in range(s.start, s.stop)]
+    encoded = [(s.item, u) for part in made.slices for s in part for u in range(s.start, s.stop)]
     assert encoded == [(i, u) for i in ids for u in range(len(geometries[i].units))]
     assert [n for part in made.windows for n in part] == [4 * n for g in geometries.values() for n in g.windows]
     for part, windows in zip(made.slices, made.windows, strict=True):
         assert 4 * sum(s.stop - s.start for s in part) == sum(windows)
         for piece in part:
-            edges = {0, *np.cumsum(geometries[piece.image].windows).tolist()}
+            edges = {0, *np.cumsum(geometries[piece.item].windows).tolist()}
             assert piece.start in edges and piece.stop in edges and piece.start < piece.stop
     if images:
         assert [0, *np.cumsum(made.sequences)] == get_vision_cu_seqlens(torch.tensor(images)).tolist()
@@ -91,7 +123,7 @@ def test_shards_partition_the_windows(images: list[Grid], sp: int, cp: int, wind
 @some
 @given(st.lists(grids(), max_size=5), degrees, degrees, st.integers(1, 4))
 def test_cp_members_have_even_work_and_their_sp_members_even_patches(
-    images: list[Grid], sp: int, cp: int, window: int
+    images: list[Size], sp: int, cp: int, window: int
 ) -> None:
     made = plan(images, sp, cp, window)
     # Cuts are at the nearest edge of a window.
@@ -103,7 +135,7 @@ def test_cp_members_have_even_work_and_their_sp_members_even_patches(
 
 @some
 @given(st.lists(grids(), max_size=5), st.integers(1, 6), degrees, degrees)
-def test_cuts_of_sp_lie_within_the_runs_of_cp(images: list[Grid], cp: int, sp: int, window: int) -> None:
+def test_cuts_of_sp_lie_within_the_runs_of_cp(images: list[Size], cp: int, sp: int, window: int) -> None:
     runs, made = plan(images, 1, cp, window), plan(images, sp, cp, window)
     members = [made.windows[sp * i : sp * (i + 1)] for i in range(cp)]
     assert [tuple(chain(*run)) for run in members] == list(runs.windows)

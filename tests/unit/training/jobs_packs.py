@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megatron_hetero.batch.step_plan import Balance, Images, MicroBatchPlan, PackShape, StepPlanner, image_encoder
+from megatron_hetero.batch.step_plan import Balance, Images, MicroBatchPlan, PackShape, StepPlanner
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.qwen2_5_vl.geometry import Grid
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
+from megatron_hetero.sharding.items import Size
 from megatron_hetero.sharding.token_shards import TokenShare
 
 SHAPE = VisionShape(
@@ -27,7 +27,7 @@ def random_packs(batch: str, text: Layout, seed: int) -> list[PackShape]:
     return [_pack(_samples(batch, replica, text.dp, rng), rng, batch) for replica in range(text.dp)]
 
 
-def _samples(batch: str, replica: int, replicas: int, rng: np.random.Generator) -> list[list[Grid]]:
+def _samples(batch: str, replica: int, replicas: int, rng: np.random.Generator) -> list[list[Size]]:
     """The images of each sample of a pack."""
     if batch == "no tokens":
         return []
@@ -38,12 +38,12 @@ def _samples(batch: str, replica: int, replicas: int, rng: np.random.Generator) 
     if batch == "fewer images than replicas":
         return [[(1, 2, 2)], []] if replica == 0 else [[]]
     sides = rng.integers(1, 11, size=(rng.integers(1, 5), 2))
-    grids: list[Grid] = [(1, 2 * int(h), 2 * int(w)) for h, w in sides]
+    grids: list[Size] = [(1, 2 * int(h), 2 * int(w)) for h, w in sides]
     cut = int(rng.integers(0, len(grids) + 1))
     return [grids[:cut], [], grids[cut:]]
 
 
-def _pack(samples: list[list[Grid]], rng: np.random.Generator, batch: str) -> PackShape:
+def _pack(samples: list[list[Size]], rng: np.random.Generator, batch: str) -> PackShape:
     """Images between stretches of text (none in an "even" batch), many of them of one token."""
     text = (lambda: 0) if batch == "even" else (lambda: int(rng.choice([1, 1, 2, 7])))
     positions, lengths, at = [np.zeros(0, np.int64)], [], 0
@@ -63,7 +63,7 @@ def _pack(samples: list[list[Grid]], rng: np.random.Generator, batch: str) -> Pa
 
 def planner(layouts: Mapping[str, Layout], sharded: Sharded, rank: int, balance: Balance = "replica") -> StepPlanner:
     """A planner of `rank` for rows of 24 bytes."""
-    return StepPlanner({"vision": image_encoder(SHAPE)}, layouts, sharded, rank, 24, balance)
+    return StepPlanner({"vision": SHAPE}, layouts, sharded, rank, 24, balance)
 
 
 def first_rows(packs: list[PackShape]) -> list[int]:

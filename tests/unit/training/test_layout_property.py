@@ -134,7 +134,7 @@ def raster_positions(case: Case, units: np.ndarray) -> np.ndarray:
     """Row and column of the patches of units of 2 x 2, which are numbered through all images, [2, patches]."""
     first = np.array(first_rows_of_images(case.packs))
     image = np.searchsorted(first, units, side="right") - 1
-    across = np.array([grid[2] // 2 for grid in case.shards.grids], np.int64)[image]
+    across = np.array([grid[2] // 2 for grid in case.shards.sizes], np.int64)[image]
     row, column = np.divmod(units - first[image], across)
     patch = np.arange(4)
     return np.stack([2 * row[:, None] + patch // 2, 2 * column[:, None] + patch % 2]).reshape(2, -1)

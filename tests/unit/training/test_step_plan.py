@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from megatron_hetero.batch.step_plan import Images, MicroBatchPlan, PackShape
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.qwen2_5_vl.geometry import image_geometry
 from megatron_hetero.sharding.context import zigzag_tokens
 from tests.unit.training.jobs_packs import (
     BATCHES,
@@ -190,7 +189,7 @@ def test_no_rank_needs_more_than_its_rows_in_its_shard() -> None:
     total = sum(prod(grid) // SHAPE.unit for grid in packs[0].images[0].grids)
     assert total == sum(plan.forward.rows for plan in plans) == first_rows_of_images(packs)[-1]
     assert 0 < sum(plan.forward.received_rows for plan in plans) <= total
-    windows = [int(n) for grid in packs[0].images[0].grids for n in image_geometry(grid, 2, SHAPE.window).windows]
+    windows = [int(n) for grid in packs[0].images[0].grids for n in SHAPE.order(grid).windows]
     assert sum(windows) == total
 
 
