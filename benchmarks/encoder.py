@@ -19,8 +19,9 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.layout.layout import ModuleShape, resolve
 from megatron_hetero.models.common.attention import AttentionPlan, Segments
 from megatron_hetero.models.common.backend import spec_provider
+from megatron_hetero.models.common.inputs import EncoderInput
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.models.qwen2_5_vl.vision import VisionInput, VisionModel
+from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.sharding.items import Size
 
 SYSTEMS = {"sp": ("sp", True), "tp": ("tp", True), "tp, whole activations": ("tp", False)}
@@ -53,7 +54,7 @@ class Encoder:
     """One rank's part of an encoder in one layout, with random weights and the patches of random images."""
 
     model: VisionModel
-    batch: VisionInput
+    batch: EncoderInput
     shard_lengths: tuple[int, ...]
     platform: Platform
     grad: Tensor | None = None
@@ -88,7 +89,7 @@ class Encoder:
         share = shards.share(topology.rank)
         patches = shards.ownership().rows_of(topology.rank) * shape.unit + share.padding
         device = platform.device
-        batch = VisionInput(
+        batch = EncoderInput(
             torch.randn(patches, shape.patch_elements, device=device),
             torch.from_numpy(share.positions).to(device),
             AttentionPlan(

@@ -13,8 +13,8 @@ import torch
 from megatron_hetero.config.schema import Config, require_modules
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.layout import Layout, resolve
-from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.folders import ModelFolders
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT, parts_of
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule
@@ -83,12 +83,12 @@ def folders_of(config: Config) -> ModelFolders:
     return ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
 
 
-def checked(config: Config, world_size: int) -> tuple[Qwen25VLShapes, dict[str, Layout], BatchShape]:
+def checked(config: Config, world_size: int) -> tuple[ModelShapes, dict[str, Layout], BatchShape]:
     """The shapes of the model, the layouts that fit it and the world, and how the batch is shared out. Raises
     `UserError`.
     """
     further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
-    shapes = Qwen25VLShapes.of(folders_of(config), further)
+    shapes = ModelShapes.of(folders_of(config), further)
     require_modules(config, shapes.modules)
     layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
     batch = _batch_shape(config, layouts[TEXT])
@@ -140,7 +140,7 @@ def _checked_schedule(
     return schedule
 
 
-def communication(config: Config, shapes: Qwen25VLShapes) -> dict[str, Any]:
+def communication(config: Config, shapes: ModelShapes) -> dict[str, Any]:
     """What decides on the communicators besides the layouts: keywords of `communicators` and `Topology.build`."""
     return {
         "edges": [(name, TEXT) for name in config.model.encoder_names],

@@ -12,7 +12,7 @@ from benchmarks.material import ModelSize, write_samples
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.gradients import scale_gradients
-from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.training.export import assemble, gather_parameters
 from megatron_hetero.training.trainer import Run
 

@@ -20,12 +20,12 @@ from benchmarks.gpu.record import Check, Record
 from benchmarks.gpu.reference import Reference
 from megatron_hetero.cli.make_demo import DemoOptions, make_demo
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.models.qwen2_5_vl.demo import ModelShape
+from megatron_hetero.models.common.demo_sizes import DemoSizes
 
 PROGRAM = Path(__file__).parents[2] / "pretrain_vlm.py"
 STEPS, SAVES, EVALUATES, KILLED_AFTER = 20, 4, 10, 11
 """Steps of the run, steps between its checkpoints and its evaluations, and the step after which it is killed."""
-LARGER = ModelShape(
+LARGER = DemoSizes(
     vision_layers=8,
     vision_hidden=512,
     vision_heads=8,
@@ -49,7 +49,7 @@ EXPORTED = {"float32": 1e-5, "bfloat16": 1e-2}
 class Sizes:
     """What differs between a GPU and a trial on a CPU."""
 
-    shape: ModelShape
+    shape: DemoSizes
     batch: int
     questions: int
     answered: int
@@ -59,7 +59,7 @@ class Sizes:
 
 def measure(record: Record, folder: Path, *, small: bool) -> None:
     """Two starts of the same command."""
-    sizes = Sizes(ModelShape(), 4, 8, 2, "float32", 1e-3) if small else Sizes(LARGER, 32, 64, 16, "bfloat16", 3e-4)
+    sizes = Sizes(DemoSizes(), 4, 8, 2, "float32", 1e-3) if small else Sizes(LARGER, 32, 64, 16, "bfloat16", 3e-4)
     demo = folder / "demo"
     make_demo(
         demo, DemoOptions(train_pictures=STEPS * sizes.batch, heldout_questions=sizes.questions, shape=sizes.shape)

@@ -12,8 +12,7 @@ from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.distributed.platform import Platform, on_device
 from megatron_hetero.execution.runtime import DeviceMicroBatch
 from megatron_hetero.models.common.attention import AttentionPlan, Segments
-from megatron_hetero.models.qwen2_5_vl.text import TextInput
-from megatron_hetero.models.qwen2_5_vl.vision import VisionInput
+from megatron_hetero.models.common.inputs import EncoderInput, TextInput
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.encoder_shards import EncoderShare
 from megatron_hetero.sharding.token_shards import TokenShare
@@ -33,14 +32,14 @@ def to_device(batch: MicroBatch, platform: Platform, dtype: torch.dtype) -> Devi
     return DeviceMicroBatch(inputs, {name: load_plan(part, platform.device) for name, part in plan.boundaries.items()})
 
 
-def _vision_input(share: EncoderShare, pixels: Tensor | None, platform: Platform) -> VisionInput:
+def _vision_input(share: EncoderShare, pixels: Tensor | None, platform: Platform) -> EncoderInput:
     attention = AttentionPlan(
         full=Segments.of_pieces(share.pieces, platform.device, share.cp_lengths),
         sp_lengths=share.sp_lengths,
         cp_lengths=share.cp_lengths,
         windows=Segments.of(share.windows, platform.device),
     )
-    return VisionInput(pixels, _move(share.positions, platform), attention, share.padding)
+    return EncoderInput(pixels, _move(share.positions, platform), attention, share.padding)
 
 
 def _text_input(pack: PackedBatch, share: TokenShare, platform: Platform) -> TextInput:

@@ -25,8 +25,8 @@ from megatron_hetero.files.paths import resolved
 from megatron_hetero.hf.folder_files import CONFIG
 from megatron_hetero.hf.folder_writer import SHARD_BYTES, require_writable
 from megatron_hetero.job import DTYPES
-from megatron_hetero.models.qwen2_5_vl.model_writer import companions_of, model_writer
-from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.models.weights import stored_shapes
+from megatron_hetero.models.writer import companions_of, model_writer
 from megatron_hetero.outputs.checkpoints import chosen_in, damaged, is_ours, read_manifest, verify
 from megatron_hetero.processor.two_folders import export_changes
 

@@ -29,9 +29,10 @@ from megatron_hetero.hf.folder_files import CONFIG, ENCODERS
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import ROWS
 from megatron_hetero.hf.weight_map import Piece
-from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, prefix_of, stored_shapes
+from megatron_hetero.models.common.parameters import TIED_COPIES
+from megatron_hetero.models.opening import open_encoders, open_modules
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import prefix_of, stored_shapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.outputs.checkpoints import LATEST, MANIFEST, name_of, partial_of, publish, whole, write_synced
 from megatron_hetero.outputs.exports import lock_of
@@ -109,12 +110,12 @@ def _entry(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Entry:
     return Entry(f"{WEIGHTS}/{name}", tuple(values.shape), (0,) * values.dim(), values)
 
 
-def _module_of(name: str, shapes: Qwen25VLShapes) -> str:
+def _module_of(name: str, shapes: ModelShapes) -> str:
     """The module that a stored tensor is of."""
     return next((encoder for encoder in shapes.encoders if name.startswith(prefix_of(encoder))), TEXT)
 
 
-def _require_equal_copies(weights: StoredWeights, shapes: Qwen25VLShapes) -> None:
+def _require_equal_copies(weights: StoredWeights, shapes: ModelShapes) -> None:
     """Check what the folder of a tied model stores twice, of which one is kept. Raises `UserError`."""
     for copy, original in (TIED_COPIES if shapes.text.tied else {}).items():
         if copy in weights.shapes:

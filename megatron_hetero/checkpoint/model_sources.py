@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.qwen2_5_vl.folders import VISION_FOLDER, ModelFolders
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import ENCODER_NAME, TAKEN, VISION
 from megatron_hetero.processor.folder import TEXT_FILES, VISION_FILES, check_folder
 
@@ -96,7 +96,7 @@ class ModelSources:
         further = {f"model.encoders.{name}.hf_path": path for name, path in self.encoders.items()}
         return {"model.hf_path": self.model, **vision, **further}
 
-    def read(self) -> tuple[ModelFolders, Qwen25VLShapes]:
+    def read(self) -> tuple[ModelFolders, ModelShapes]:
         """The model's configuration and its shapes; weights are not looked at.
 
         Raises `UserError` where a folder lacks configuration, tokenizer or processor.
@@ -109,4 +109,4 @@ class ModelSources:
         for name, path in self.encoders.items():
             check_folder(path, VISION_FILES, f"model.encoders.{name}.hf_path")
         folders = ModelFolders.read(self.model, self.vision, self.fresh_projector)
-        return folders, Qwen25VLShapes.of(folders, self.encoders)
+        return folders, ModelShapes.of(folders, self.encoders)

@@ -29,7 +29,8 @@ from megatron_hetero.cli.demo.pictures import draw
 from megatron_hetero.cli.demo.records import Sample, held_out_samples, training_samples
 from megatron_hetero.distributed.launch import ended
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.qwen2_5_vl.demo import SYSTEM_PROMPT, ModelShape, write_model
+from megatron_hetero.models.common.demo_sizes import DemoSizes
+from megatron_hetero.models.registry import FAMILIES
 from megatron_hetero.terminal import Parser
 
 # Moved into place in this order: the marker comes last, so a folder that has it is complete.
@@ -47,7 +48,7 @@ class DemoOptions:
     seed: int = 0
     train_pictures: int = 8000
     heldout_questions: int = 320
-    shape: ModelShape = field(default_factory=ModelShape)
+    shape: DemoSizes = field(default_factory=DemoSizes)
 
     def __post_init__(self) -> None:
         for name, least in {"seed": 0, "train_pictures": 1, "heldout_questions": 1}.items():
@@ -134,7 +135,8 @@ def _write_parts(folder: Path, options: DemoOptions) -> None:
     (data / "images").mkdir(parents=True)
     _write_samples(data, "train", train)
     _write_samples(data, "heldout", held_out)
-    write_model(folder / "model", _corpus(train), options.shape, options.seed)
+    family = FAMILIES[next(iter(FAMILIES))]
+    family.write_demo(folder / "model", _corpus(train), options.shape, options.seed)
     (folder / "config.yaml").write_text(_config_text(options), encoding="utf-8")
     (folder / MARKER).write_text(options.to_json(), encoding="utf-8")
 
@@ -149,8 +151,8 @@ def _write_samples(data: Path, split: str, samples: Sequence[Sample]) -> None:
 
 
 def _corpus(samples: Iterable[Sample]) -> list[str]:
-    """All text that the tokenizer will meet."""
-    return [SYSTEM_PROMPT, "system user assistant"] + [text for s in samples for text in (s.question, s.answer)]
+    """All text of the data."""
+    return [text for s in samples for text in (s.question, s.answer)]
 
 
 def _config_text(options: DemoOptions) -> str:
@@ -163,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m megatron_hetero.cli.make_demo",
         description="Make a small Qwen2.5-VL with random weights, drawn pictures with questions, and a configuration.",
     )
-    default, shape = DemoOptions(), ModelShape()
+    default, shape = DemoOptions(), DemoSizes()
     parser.add_argument("folder", type=a_path, metavar="DIR", help="where to write: a new or empty folder")
     parser.add_argument("--seed", type=int, default=default.seed, help="decides weights, pictures and questions")
     parser.add_argument("--train-pictures", type=int, default=default.train_pictures, help="pictures to train on")
@@ -183,8 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _make(given: dict[str, Any]) -> str:
     folder, force = given.pop("folder"), given.pop("force")
-    sizes = {name: given.pop(name) for name in asdict(ModelShape()) if name in given}
-    written = make_demo(folder, DemoOptions(**given, shape=ModelShape(**sizes)), force=force)
+    sizes = {name: given.pop(name) for name in asdict(DemoSizes()) if name in given}
+    written = make_demo(folder, DemoOptions(**given, shape=DemoSizes(**sizes)), force=force)
     return f"{'wrote' if written else 'the same demo is already in'} {folder}; next: --config {folder / 'config.yaml'}"
 
 

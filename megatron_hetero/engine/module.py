@@ -16,10 +16,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, lay_into
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.text import TextModel
-from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
-from megatron_hetero.models.qwen2_5_vl.weights import TIED_COPIES, group_of, tied_parameter, weight_map
+from megatron_hetero.models.common.parameters import TIED_COPIES
+from megatron_hetero.models.registry import family_of
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import group_of, tied_parameter, weight_map
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.stages import Stage, cut_stages, stages_of_rank
 
@@ -78,7 +78,7 @@ class TrainedModule:
 
 def build_module(
     name: str,
-    shapes: Qwen25VLShapes,
+    shapes: ModelShapes,
     topology: Topology,
     provider: BackendSpecProvider,
     *,
@@ -101,7 +101,8 @@ def build_module(
     every = cut_stages(layers, pp, per_rank=stages_per_rank, split=split, module=name)
     stages = stages_of_rank(every, groups.pp.rank(), pp)
     chunks, copies = [], TIED_COPIES if shapes.text.tied else {}
-    kind: type = TextModel if name == TEXT else VisionModel
+    family = family_of(shapes[name].family)
+    kind = family.text_model() if name == TEXT else family.encoder_model()
     for stage in stages:
         model = kind(
             shapes[name],
@@ -146,12 +147,12 @@ def load_parameters(
     _require_equal_copies(own_map, weights, copies)
 
 
-def _map_of_stages(name: str, shapes: Qwen25VLShapes, tp_rank: int, tp: int, stages: Sequence[Stage]) -> WeightMap:
+def _map_of_stages(name: str, shapes: ModelShapes, tp_rank: int, tp: int, stages: Sequence[Stage]) -> WeightMap:
     of_stages = [weight_map(name, shapes, tp_rank, tp, stage) for stage in stages]
     return {parameter: pieces for of_stage in of_stages for parameter, pieces in of_stage.items()}
 
 
-def _mark_tied(name: str, shapes: Qwen25VLShapes, stages: Sequence[Stage], chunks: Sequence[Any]) -> str | None:
+def _mark_tied(name: str, shapes: ModelShapes, stages: Sequence[Stage], chunks: Sequence[Any]) -> str | None:
     """The parameter of these stages of which another rank holds a copy, marked for Megatron."""
     for stage, model in zip(stages, chunks, strict=True):
         tied = tied_parameter(name, shapes, stage)

@@ -20,7 +20,7 @@ from megatron_hetero.distributed.megatron import own_parameter_groups, pytorch_o
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.learning_rate import learning_rate
 from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.models.qwen2_5_vl.weights import group_of
+from megatron_hetero.models.weights import group_of
 from megatron_hetero.names import TEXT, parts_of
 
 

@@ -22,15 +22,16 @@ from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.data.validation import IMAGE_PLACEHOLDER
 from megatron_hetero.errors import UserError, in_short, listed, printable
 from megatron_hetero.files.json_objects import read_object
-from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.family import Family
+from megatron_hetero.models.folders import ModelFolders
+from megatron_hetero.models.registry import family_of
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.processor.processor import Processor
 
 # torch is imported where it is used: it takes seconds that `--help` need not wait for, and which Ctrl-C may interrupt.
 if TYPE_CHECKING:
     import torch
 
-IMAGE_PAD = "<|image_pad|>"
 GREY = (128, 128, 128)
 # Questions that occur often get a line of their own in the table.
 MOST_LINES = 12
@@ -112,7 +113,7 @@ def exact_match(
     """Answers the first question of every record greedily.
 
     Args:
-        hf_dir: a Qwen2.5-VL folder in `transformers` format; nothing is downloaded and no code of the folder runs.
+        hf_dir: a folder in `transformers` format; nothing is downloaded and no code of the folder runs.
         annotations: LLaVA-style JSON or JSONL.
         images: folder that image paths are relative to; None for text-only data.
         limit: answer only the first so many records; None answers all.
@@ -131,9 +132,11 @@ def exact_match(
     # Questions of one batch are padded; by what is masked.
     tokenizer.pad_token = tokenizer.pad_token or END_OF_TURN
     _require_whole(hf_dir)
-    model = _load_model(hf_dir, tokenizer, device)
+    family = family_of(processor.model_type)
+    model = _load_model(hf_dir, family, tokenizer, device)
     records = islice(Annotations.load("evaluation", annotations, images), limit)
-    prompts = (_prompt(record, tokenizer, image_processor, blank) for record in records)
+    image_token = family.tokens["image_token_id"]
+    prompts = (_prompt(record, tokenizer, image_token, image_processor, blank) for record in records)
     answers = [
         answer for batch in _batches(prompts, batch_size) for answer in _answer(model, tokenizer, batch, max_new_tokens)
     ]
@@ -144,15 +147,15 @@ def _require_whole(hf_dir: Path) -> None:
     """Check that the folder's weights are all those of the model that it says it is, and are values: transformers would
     draw what is missing, and take the codes of quantised weights for values. Raises `UserError`.
     """
-    from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
+    from megatron_hetero.models.opening import open_modules
 
     folders = ModelFolders.read(hf_dir)
-    open_modules(folders, Qwen25VLShapes.of(folders), seed=0)
+    open_modules(folders, ModelShapes.of(folders), seed=0)
 
 
-def _load_model(hf_dir: Path, tokenizer: Any, device: str) -> Any:
+def _load_model(hf_dir: Path, family: Family, tokenizer: Any, device: str) -> Any:
     import torch
-    from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers import GenerationConfig
 
     from megatron_hetero.hf.weight_files import all_finite
 
@@ -161,7 +164,7 @@ def _load_model(hf_dir: Path, tokenizer: Any, device: str) -> Any:
         do_sample=False, eos_token_id=_ends(hf_dir, tokenizer), pad_token_id=tokenizer.pad_token_id
     )
     try:
-        loaded: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        loaded: Any = family.model_class().from_pretrained(
             hf_dir, local_files_only=True, use_safetensors=True, generation_config=greedy, output_loading_info=True
         )
         model, info = loaded
@@ -171,7 +174,7 @@ def _load_model(hf_dir: Path, tokenizer: Any, device: str) -> Any:
         raise UserError.at(
             hf_dir,
             found=f"weights that do not load ({in_short(error)})",
-            expected="a Qwen2.5-VL model with safetensors weights",
+            expected=f"a {family.title} model with safetensors weights",
             fix="export the model again",
         ) from error
     strange = [name for name, parameter in model.named_parameters() if not all_finite(parameter.detach())]
@@ -206,14 +209,14 @@ def _batches(prompts: Iterator[_Prompt], size: int) -> Iterator[list[_Prompt]]:
         yield batch
 
 
-def _prompt(record: Record, tokenizer: Any, image_processor: Any, blank: bool) -> _Prompt:
+def _prompt(record: Record, tokenizer: Any, image_token: str, image_processor: Any, blank: bool) -> _Prompt:
     record.require_readable()
     first = next(k for k, turn in enumerate(record.turns) if turn.role == "assistant")
     asked = "\n".join(turn.text for turn in record.turns[:first] if turn.role == "user")
     rendered = render_prompt(tokenizer, record, first)
     pixels, grids = _patches(record, asked.count(IMAGE_PLACEHOLDER), image_processor, blank)
     tokens = [] if grids is None else (grids.prod(dim=1) // image_processor.merge_size**2).tolist()
-    rendered = _expand(rendered, tokens, record)
+    rendered = _expand(rendered, image_token, tokens, record)
     question = asked.replace(IMAGE_PLACEHOLDER, "").strip()
     return _Prompt(question, record.turns[first].text.strip(), rendered, pixels, grids)
 
@@ -230,17 +233,17 @@ def _patches(
     return inputs["pixel_values"], inputs["image_grid_thw"]
 
 
-def _expand(text: str, tokens: Sequence[int], record: Record) -> str:
+def _expand(text: str, image_token: str, tokens: Sequence[int], record: Record) -> str:
     """The text with each image placeholder repeated once per merged patch. Raises `UserError`."""
-    before, *rest = text.split(IMAGE_PAD)
+    before, *rest = text.split(image_token)
     if len(rest) != len(tokens):
         raise UserError.at(
             f"{record.where}: chat template of the model",
             found=f"{len(rest)} image tokens in the rendered question",
             expected=f"{len(tokens)}, one for each image",
-            fix="use the chat template of Qwen2.5-VL",
+            fix="use the chat template of the instruct model",
         )
-    return before + "".join(IMAGE_PAD * n + after for n, after in zip(tokens, rest, strict=True))
+    return before + "".join(image_token * n + after for n, after in zip(tokens, rest, strict=True))
 
 
 def _answer(model: Any, tokenizer: Any, batch: list[_Prompt], max_new_tokens: int) -> list[Answer]:

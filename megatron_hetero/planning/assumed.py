@@ -15,7 +15,7 @@ from megatron_hetero.config.schema import Config, PlanConfig
 from megatron_hetero.errors import UserError
 from megatron_hetero.job import BatchShape, shards_activations
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.balance import deal, deal_in_order
 from megatron_hetero.sharding.encoder_shards import EncoderShards
@@ -45,7 +45,7 @@ class AssumedSample:
         return np.arange(first, first + sizes[encoder])
 
 
-def assumed_sample(plan: PlanConfig, shapes: Qwen25VLShapes) -> AssumedSample:
+def assumed_sample(plan: PlanConfig, shapes: ModelShapes) -> AssumedSample:
     """The sample that section `plan` describes, for a model of these shapes."""
     square = {name: shape.square(plan.image_side) for name, shape in shapes.encoders.items()}
     grids = {name: (grid,) * plan.images for name, grid in square.items()}
@@ -62,16 +62,14 @@ class AssumedBatch:
     """
 
     sample: AssumedSample
-    shapes: Qwen25VLShapes
+    shapes: ModelShapes
     layouts: Mapping[str, Layout]
     batch: BatchShape
     sharded: Mapping[str, bool]
     balance: str
 
     @classmethod
-    def of(
-        cls, config: Config, shapes: Qwen25VLShapes, layouts: Mapping[str, Layout], batch: BatchShape
-    ) -> AssumedBatch:
+    def of(cls, config: Config, shapes: ModelShapes, layouts: Mapping[str, Layout], batch: BatchShape) -> AssumedBatch:
         """The assumption of section `plan` of the configuration. Raises `UserError` where it is too large to plan."""
         _require_size(config.plan, shapes, batch)
         sharded = {name: shards_activations(config, name, layout) for name, layout in layouts.items()}
@@ -115,7 +113,7 @@ class AssumedBatch:
         return self.encoder_shards(encoder).ownership(), needed
 
 
-def _require_size(plan: PlanConfig, shapes: Qwen25VLShapes, batch: BatchShape) -> None:
+def _require_size(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape) -> None:
     """Check that the images and tokens of a micro-batch are few enough to be counted one by one."""
     packs = batch.samples * batch.replicas
     images = plan.images * len(shapes.encoders) * packs

@@ -25,7 +25,7 @@ from megatron_hetero.job import (
     transport_of,
 )
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.planning.memory.activations import StageBytes, encoder_stage, text_stage
 from megatron_hetero.planning.memory.lifetimes import RankBytes, peak_activations
@@ -67,7 +67,7 @@ class Plan:
 
     config: Config
     world_size: int
-    shapes: Qwen25VLShapes
+    shapes: ModelShapes
     layouts: Mapping[str, Layout]
     batch: BatchShape
     assumed: AssumedBatch
@@ -119,14 +119,14 @@ class Plan:
         return tuple(sorted(found, key=lambda kind: int(kind[1][0])))
 
 
-def _stages(config: Config, shapes: Qwen25VLShapes, name: str, layout: Layout) -> tuple[Stage, ...]:
+def _stages(config: Config, shapes: ModelShapes, name: str, layout: Layout) -> tuple[Stage, ...]:
     layers = shapes.text.layers if name == TEXT else shapes.encoders[name].layers
     split = config.parallel_layers.get(name)
     return cut_stages(layers, layout.pp, per_rank=stages_per_rank(config, name), split=split, module=name)
 
 
 def _parameters(
-    config: Config, shapes: Qwen25VLShapes, layouts: Mapping[str, Layout], stages: Mapping[str, Sequence[Stage]]
+    config: Config, shapes: ModelShapes, layouts: Mapping[str, Layout], stages: Mapping[str, Sequence[Stage]]
 ):
     """Of each module and pipeline coordinate."""
     itemsize, adamw = dtype_of(config).itemsize, config.optimizer.name == "adamw"

@@ -63,7 +63,7 @@ def assumptions(plan: Plan) -> list[str]:
         f"of {batch.replicas:,} {texts} of {TEXT}.",
     ]
     for name, grids in sample.grids.items():
-        side = grids[0][1] * plan.shapes.encoders[name].patch if grids else 0
+        side = plan.shapes.encoders[name].side(grids[0]) if grids else 0
         what = f"{len(grids)} image{'s' * (len(grids) != 1)}"
         if grids:
             what += f" of {side:,}x{side:,} pixels ({grids[0][1] * grids[0][2]:,} patches, {sample.rows[name]:,} rows)"

@@ -8,7 +8,6 @@ from megatron_hetero.config.schema import Config
 from megatron_hetero.models.common.flops import (
     Passes,
     TextFlopShape,
-    VisionFlopShape,
     merger_flops,
     text_flops,
     vision_flops,
@@ -37,10 +36,7 @@ def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: f
     v, layout, grids = assumed.shapes.encoders[encoder], assumed.layouts[encoder], assumed.sample.grids[encoder]
     if not grids:
         return 0.0
-    full = sum(layer in v.full_layers for layer in stage.layers)
-    shape = VisionFlopShape(
-        len(stage.layers), full, v.hidden, v.ffn, v.patch_elements if stage.is_first else 0, v.unit, v.out_hidden
-    )
+    shape = v.flop_shape(stage.layers, embeds=stage.is_first)
     patches = grids[0][0] * grids[0][1] * grids[0][2]
     windows = v.windows(grids[0])
     whole = vision_flops(shape, [patches], windows, FORWARD, FORWARD)

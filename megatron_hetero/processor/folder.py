@@ -15,6 +15,8 @@ from megatron_hetero.errors import UserError, in_short
 from megatron_hetero.files.json_objects import MOST_BYTES, check, read_object
 from megatron_hetero.files.opening import is_unfit
 from megatron_hetero.hf.folder_files import COMPANIONS
+from megatron_hetero.models.family import Family
+from megatron_hetero.models.registry import titles
 from megatron_hetero.outputs.checkpoints import advice_to_export
 from megatron_hetero.processor.folder_rules import FILES
 
@@ -25,7 +27,7 @@ TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 MOST_TOKENIZER_BYTES = 64 * 2**20
 IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-_FIX = "copy the complete Qwen2.5-VL folder again, tokenizer and processor files included"
+_FIX = "copy the complete folder of the model again, tokenizer and processor files included"
 
 
 Needed = tuple[tuple[str, ...], ...]
@@ -41,7 +43,7 @@ def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting
         raise UserError.at(
             f"{setting}: {path}",
             found="a file" if path.is_file() else "no such folder",
-            expected="a Qwen2.5-VL folder in transformers format",
+            expected=f"a {titles()} folder in transformers format",
             fix="correct the path; models are not downloaded: fetch one first with `hf download MODEL --local-dir DIR`",
         )
     for name in COMPANIONS:
@@ -81,7 +83,7 @@ def _as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> It
         raise UserError.at(
             f"{setting}: {path}",
             found=f"{what} that does not load ({in_short(error)})",
-            expected=f"{what} of Qwen2.5-VL in transformers format, without code of its own",
+            expected=f"{what} of {titles()} in transformers format, without code of its own",
             fix=_FIX,
         ) from error
 
@@ -106,7 +108,7 @@ def load_tokenizer(path: Path, template: str | None = None) -> Any:
             f"model.hf_path: {path}",
             found="a tokenizer without a chat template",
             expected="chat_template.jinja, or `chat_template` in tokenizer_config.json",
-            fix="copy the folder of an instruct model, or add the template of Qwen2.5-VL",
+            fix="copy the folder of an instruct model, or add its template",
         )
     return tokenizer
 
@@ -146,24 +148,24 @@ def check_vocabulary(path: Path, tokenizer: Any, rows: int) -> None:
 
 
 def load_image_processor(
-    path: Path, min_pixels: int | None, max_pixels: int | None, setting: str = "model.hf_path"
+    path: Path, family: Family, min_pixels: int | None, max_pixels: int | None, setting: str = "model.hf_path"
 ) -> Any:
     """The image processor in its PIL form, which gives the same pixels wherever it runs.
 
     Args:
         path: the folder.
+        family: of its encoder.
         min_pixels: overrides the folder's smallest area in pixels after resizing.
         max_pixels: overrides the folder's largest area.
         setting: what names the folder.
     """
     # From its module: the package of releases before 5.18 offers it only where torchvision is installed.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     check_files(path, IMAGE_FILES)
     with _as_user_errors(path, "an image processor", setting):
         processor = AutoImageProcessor.from_pretrained(path, backend="pil", **_LOCAL)
-        if not isinstance(processor, Qwen2VLImageProcessorPil):
+        if not isinstance(processor, family.image_processor_class()):
             raise TypeError(f"it is of type {type(processor).__name__}")
         size = dict(processor.size)
         low = min_pixels if min_pixels is not None else size.get("shortest_edge") or size.get("min_pixels")

@@ -15,9 +15,9 @@ from megatron_hetero.data import chat, pictures
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.qwen2_5_vl.folders import VISION_FOLDER, ModelFolders, read_config
-from megatron_hetero.models.qwen2_5_vl.image_reader import ImageReader
-from megatron_hetero.models.qwen2_5_vl.positions import rope_positions
+from megatron_hetero.models.family import ItemReader
+from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders, read_config
+from megatron_hetero.models.registry import family_of
 from megatron_hetero.names import VISION
 from megatron_hetero.processor import folder as model_folder
 from megatron_hetero.processor.two_folders import open_tokenizer, with_token_ids
@@ -41,17 +41,19 @@ class EncoderSource:
 
 @dataclass(frozen=True, eq=False)
 class Processor:
-    """The text side of a Qwen2.5-VL folder, and the image side of each encoder. Holds no open files and can be pickled.
+    """The text side of a model's folder, and the image side of each encoder. Holds no open files and can be pickled.
 
-    `readers`: by encoder. `shown`: for every encoder but `vision` the text that stands for one of its images.
+    `model_type`: of the model's configuration. `readers`: by encoder. `shown`: for every encoder but `vision` the text
+    that stands for one of its images.
     """
 
     tokenizer: Any
-    readers: Mapping[str, ImageReader]
+    model_type: str
+    readers: Mapping[str, ItemReader]
     shown: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def vision(self) -> ImageReader:
+    def vision(self) -> ItemReader:
         """The reader of the folder's own encoder."""
         return self.readers[VISION]
 
@@ -85,14 +87,14 @@ class Processor:
         model_folder.check_vocabulary(path, tokenizer, config.text_config.vocab_size)
         limits = min_pixels, max_pixels, max_image_pixels
         source, setting = (path, "model.hf_path") if hf_path_vision is None else (hf_path_vision, VISION_FOLDER)
-        readers = {VISION: ImageReader.from_folder(source, config.image_token_id, *limits, setting)}
+        readers = {VISION: _open_reader(source, config.image_token_id, *limits, setting)}
         for name, source in (encoders or {}).items():
             taken = {reader.token_id: f"stands for images of {other}" for other, reader in readers.items()}
             number = _token_of(name, source.token, tokenizer, taken, config.text_config.vocab_size)
             areas = source.min_pixels, source.max_pixels, max_image_pixels
-            readers[name] = ImageReader.from_folder(source.folder, number, *areas, f"model.encoders.{name}.hf_path")
+            readers[name] = _open_reader(source.folder, number, *areas, f"model.encoders.{name}.hf_path")
         shown = {name: f"{START_OF_IMAGE}{source.token}{END_OF_IMAGE}" for name, source in (encoders or {}).items()}
-        return cls(tokenizer, readers, shown)
+        return cls(tokenizer, config.model_type, readers, shown)
 
     @cached_property
     def row_tokens(self) -> np.ndarray:
@@ -131,7 +133,7 @@ class Processor:
             input_ids=input_ids,
             supervised=short_supervised.repeat(repeats),
             grids=grids,
-            position_ids=rope_positions(len(input_ids), starts, merged),
+            position_ids=family_of(self.model_type).positions(len(input_ids), starts, merged),
             image_positions=np.flatnonzero(np.isin(input_ids, self.row_tokens)),
             rows=rows,
             record=record,
@@ -152,7 +154,7 @@ class Processor:
         return self.readers[record.encoders[k]].grid(record, k)
 
     def patches(self, record: Record, image_index: int, grid: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The patches of an image as its encoder takes them, see `ImageReader.patches`."""
+        """The patches of an image as its encoder takes them, see `ItemReader.patches`."""
         return self.readers[record.encoders[image_index]].patches(record, image_index, grid)
 
     @cached_property
@@ -173,6 +175,17 @@ class Processor:
                     because="it would be read as the structure of the conversation or of an image",
                     fix="remove it; images are written as <image>",
                 )
+
+
+def _open_reader(
+    folder: Path, token_id: int, min_pixels: int | None, max_pixels: int | None, max_image_pixels: int, setting: str
+) -> ItemReader:
+    """The reader of the encoder of the folder that `setting` names, see `Processor.from_folder`. Raises `UserError`."""
+    config = read_config(folder, setting)
+    family = family_of(config.model_type)
+    image_processor = model_folder.load_image_processor(folder, family, min_pixels, max_pixels, setting)
+    model_folder.check_agreement(folder, config, image_processor, setting)
+    return family.image_reader(image_processor, token_id, max_image_pixels)
 
 
 def _open_text(path: Path, hf_path_vision: Path | None) -> tuple[Any, Any]:

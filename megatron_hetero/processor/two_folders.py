@@ -11,16 +11,9 @@ from typing import Any
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.folder_files import PROCESSOR_FILES
-from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
+from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.processor.folder import load_tokenizer
 
-TOKENS = {
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-}
-"""What `config.json` calls the tokens that Qwen2.5-VL shows images with."""
 TEMPLATE, LEGACY_TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 
 
@@ -42,19 +35,19 @@ def with_token_ids(folders: ModelFolders, tokenizer: Any) -> Any:
     config = copy.deepcopy(folders.config)
     if folders.text_alone:
         vocabulary, rows = tokenizer.get_vocab(), config.text_config.vocab_size
-        for name, token in TOKENS.items():
+        for name, token in folders.family.tokens.items():
             number = vocabulary.get(token)
             if number is None or number >= rows:
-                raise _no_token(folders.text, token, number, rows)
+                raise _no_token(folders, token, number, rows)
             setattr(config, name, number)
     return config
 
 
-def _no_token(folder: Path, token: str, number: int | None, rows: int) -> UserError:
+def _no_token(folders: ModelFolders, token: str, number: int | None, rows: int) -> UserError:
     found = f"no token {token} in the tokenizer" if number is None else f"token {token} with id {number}"
-    tokens = ", ".join(f'"{token}"' for token in TOKENS.values())
+    tokens = ", ".join(f'"{token}"' for token in folders.family.tokens.values())
     return UserError.at(
-        f"model.hf_path: {folder}",
+        f"model.hf_path: {folders.text}",
         found=found,
         expected=f"an added token with an id below {rows}, the rows of the embedding",
         because="images are shown to the language model with it",

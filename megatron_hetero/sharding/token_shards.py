@@ -1,8 +1,8 @@
 """Which rank of the text module works on which tokens of its replica's pack. Pure.
 
 A pack is cut three times: zigzag over `cp`, each sample by itself (`megatron_hetero.sharding.context`); what a cp
-member got, in contiguous runs over `sp`; and, with sequence-parallel activations, what an sp member got, in runs of equal
-length over `tp`, the last ones filled up with padding. For one sample of 12 tokens under cp:2,sp:2,tp:2:
+member got, in contiguous runs over `sp`; and, with sequence-parallel activations, what an sp member got, in runs of
+equal length over `tp`, the last ones filled up with padding. For one sample of 12 tokens under cp:2,sp:2,tp:2:
 
     cp 0: 0 1 2 9 10 11     sp 0: 0 1 2       tp 0: 0 1      tp 1: 2 .
                             sp 1: 9 10 11     tp 0: 9 10     tp 1: 11 .

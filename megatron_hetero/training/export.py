@@ -21,9 +21,9 @@ from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.folder_writer import Companions, require_writable
 from megatron_hetero.hf.weight_map import Piece, take_out
-from megatron_hetero.models.qwen2_5_vl.model_writer import model_writer
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import stored_shapes
+from megatron_hetero.models.writer import model_writer
 
 WRITER = 0
 
@@ -33,7 +33,7 @@ Part = tuple[tuple[Piece, ...], Tensor]
 
 def export_model(
     modules: Sequence[TrainedModule],
-    shapes: Qwen25VLShapes,
+    shapes: ModelShapes,
     topology: Topology,
     target: Path,
     companions: Mapping[str, Companions],

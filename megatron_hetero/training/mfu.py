@@ -9,19 +9,19 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.models.common.flops import (
     Passes,
     TextFlopShape,
-    VisionFlopShape,
     mfu,
     peak_flops,
     text_flops,
     vision_flops,
 )
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, VisionShape
+from megatron_hetero.models.family import EncoderShape
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT, parts_of
 from megatron_hetero.sharding.items import Size
 
 
 def utilisation(
-    shapes: Qwen25VLShapes, freeze: Collection[str], batch: StepBatch, seconds: float, topology: Topology
+    shapes: ModelShapes, freeze: Collection[str], batch: StepBatch, seconds: float, topology: Topology
 ) -> float | None:
     """The share of all devices' peak that a step achieved; None where the device's peak is unknown."""
     name = topology.platform.device_name
@@ -30,7 +30,7 @@ def utilisation(
     return mfu(step_flops(shapes, freeze, batch), seconds, topology.world_size, name)
 
 
-def step_flops(shapes: Qwen25VLShapes, freeze: Collection[str], batch: StepBatch) -> int:
+def step_flops(shapes: ModelShapes, freeze: Collection[str], batch: StepBatch) -> int:
     """Operations that the model asks for in a step, encoders billed per patch."""
     t = shapes.text
     text = TextFlopShape(t.layers, t.hidden, t.heads * t.head_dim, t.kv_heads * t.head_dim, t.ffn, t.vocab)
@@ -40,12 +40,12 @@ def step_flops(shapes: Qwen25VLShapes, freeze: Collection[str], batch: StepBatch
     return sum(of_encoders) + text_flops(text, batch.sample_lengths, batch.supervised, passes)
 
 
-def _encoder_flops(name: str, v: VisionShape, freeze: Collection[str], sizes: Collection[Size]) -> int:
+def _encoder_flops(name: str, v: EncoderShape, freeze: Collection[str], sizes: Collection[Size]) -> int:
     encoder_trains, projector_trains = (part not in freeze for part in parts_of(name))
     windows = [patches for size in sizes for patches in v.windows(size)]
     images = [patches for size in sizes for patches in v.sequences(size)]
     return vision_flops(
-        VisionFlopShape(v.layers, len(v.full_layers), v.hidden, v.ffn, v.patch_elements, v.unit, v.out_hidden),
+        v.flop_shape(range(v.layers), embeds=True),
         images,
         windows,
         Passes(inputs=encoder_trains, weights=encoder_trains),

@@ -43,7 +43,7 @@ from megatron_hetero.job import (
     transport_of,
 )
 from megatron_hetero.models.common.backend import spec_provider
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.sharding.balance import idle_share
@@ -72,7 +72,7 @@ class Share:
     """
 
     config: Config
-    shapes: Qwen25VLShapes
+    shapes: ModelShapes
     batch: BatchShape
     topology: Topology
     modules: tuple[TrainedModule, ...]
@@ -313,7 +313,7 @@ class Share:
 
 
 def _build_modules(
-    config: Config, shapes: Qwen25VLShapes, topology: Topology, weights: Mapping[str, WeightSource]
+    config: Config, shapes: ModelShapes, topology: Topology, weights: Mapping[str, WeightSource]
 ) -> tuple[TrainedModule, ...]:
     provider = spec_provider(config.model.backend, topology.platform)
     return tuple(
@@ -338,7 +338,7 @@ def _build_modules(
 
 def _interpreter(
     config: Config,
-    shapes: Qwen25VLShapes,
+    shapes: ModelShapes,
     topology: Topology,
     modules: Sequence[TrainedModule],
     watch: Stopwatch,

@@ -27,10 +27,10 @@ from megatron_hetero.hf.folder_writer import Companions, require_writable
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.job import checked, dtype_of, folders_of
 from megatron_hetero.models.common.backend import backend_notices
-from megatron_hetero.models.qwen2_5_vl.fresh import open_encoders, open_modules
-from megatron_hetero.models.qwen2_5_vl.model_writer import companions_of
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.models.opening import open_encoders, open_modules
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import stored_shapes
+from megatron_hetero.models.writer import companions_of
 from megatron_hetero.names import VISION, parts_of
 from megatron_hetero.processor.processor import Processor
 from megatron_hetero.processor.two_folders import export_changes
@@ -235,7 +235,7 @@ def _with_evaluations(resumed: Resumed, config: Config, topology: Topology) -> R
     return replace(resumed, history=resumed.history + more)
 
 
-def _open_weights(config: Config, shapes: Qwen25VLShapes) -> dict[str, StoredWeights]:
+def _open_weights(config: Config, shapes: ModelShapes) -> dict[str, StoredWeights]:
     """The stored weights of each module, opened and checked. Raises `UserError`."""
     further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
     return open_modules(folders_of(config), shapes, config.train.seed) | open_encoders(further, shapes)

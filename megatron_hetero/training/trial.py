@@ -20,8 +20,8 @@ from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.job import checked, dtype_of
 from megatron_hetero.models.common.drawn import DrawnWeights
-from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.models.family import EncoderShape
+from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.training.share import Share
@@ -92,7 +92,7 @@ def _pack(assumed: AssumedBatch) -> PackedBatch:
     )
 
 
-def _pixels(encoders: Mapping[str, VisionShape], plan: MicroBatchPlan) -> dict[str, Tensor]:
+def _pixels(encoders: Mapping[str, EncoderShape], plan: MicroBatchPlan) -> dict[str, Tensor]:
     """Pixels of the patches that the rank embeds."""
     found = {}
     for name, pixels in plan.pixels.items():

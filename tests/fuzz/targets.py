@@ -30,7 +30,7 @@ from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.environment.ranks import require_numbers
 from megatron_hetero.errors import UserError
 from megatron_hetero.job import checked
-from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
+from megatron_hetero.models.opening import open_modules
 from megatron_hetero.outputs.checkpoints import MANIFEST, record_file
 from megatron_hetero.processor.processor import Processor
 from megatron_hetero.training.metrics_history import evaluations_since

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.engine.gradients import scale_gradients
-from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.training.export import assemble, gather_parameters

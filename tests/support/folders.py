@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from megatron_hetero.models.qwen2_5_vl.demo import train_tokenizer, write_processor
-from megatron_hetero.models.qwen2_5_vl.folders import mrope_section
+from megatron_hetero.models.qwen2_5_vl.joining import mrope_section
 
 CORPUS = [
     "What is in the picture? A red disc on the left.",

@@ -10,8 +10,8 @@ import pytest
 from megatron_hetero.cli.make_demo import DemoOptions, make_demo
 from megatron_hetero.config.schema import load_config, require_modules
 from megatron_hetero.layout.layout import ModuleShape, resolve
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.weights import parameter_count
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import parameter_count
 from megatron_hetero.training.trainer import checked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -22,8 +22,8 @@ PARAMETERS = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336, "
 NUMBERS = {"one": 1, "two": 2, "four": 4}
 
 
-def _published(size: str) -> Qwen25VLShapes:
-    return Qwen25VLShapes.from_folder(EXAMPLES / f"models/qwen2_5_vl_{size}")
+def _published(size: str) -> ModelShapes:
+    return ModelShapes.from_folder(EXAMPLES / f"models/qwen2_5_vl_{size}")
 
 
 def _shapes(size: str) -> dict[str, ModuleShape]:

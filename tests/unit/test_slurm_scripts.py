@@ -16,7 +16,7 @@ import pytest
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.layout.layout import resolve
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.shapes import ModelShapes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = ("disjoint.sbatch", "many_nodes.sbatch", "one_node.sbatch", "requeue.sbatch")
@@ -150,7 +150,7 @@ def test_the_disjoint_job_gives_modules_nodes_of_their_own(cluster: Cluster) -> 
     flags = "--config", str(EXAMPLES / "qwen2_5_vl_32b.yaml")
     words = cluster.started("disjoint.sbatch", *flags, SLURM_JOB_NUM_NODES="6", VISION_NODES="2", TEXT="tp:8,pp:2")
     config = load_config(own_flags(words))
-    shapes = Qwen25VLShapes.from_folder(EXAMPLES / "models/qwen2_5_vl_32b").module_shapes()
+    shapes = ModelShapes.from_folder(EXAMPLES / "models/qwen2_5_vl_32b").module_shapes()
     layouts = resolve(config.parallel, shapes, 48)
     assert str(layouts["vision"]) == "sp:8,dp:2@0-15"
     assert str(layouts["text"]) == "tp:8,dp:2,pp:2@16-47"

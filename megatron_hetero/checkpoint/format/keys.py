@@ -20,7 +20,7 @@ from math import prod
 from torch import Tensor
 
 from megatron_hetero.engine.optimizer_state import MOMENTS
-from megatron_hetero.models.qwen2_5_vl.weights import group_of, prefix_of
+from megatron_hetero.models.weights import group_of, prefix_of
 from megatron_hetero.names import TEXT
 
 WEIGHTS, STEP, RANDOM = "weights", "step", "random"

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.hf.weight_map import Piece
-from megatron_hetero.models.qwen2_5_vl.fresh import STD
+
+STD = 0.02
+"""Of weights: `initializer_range` of the families."""
 
 
 @dataclass(frozen=True)

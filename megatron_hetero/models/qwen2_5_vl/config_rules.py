@@ -1,5 +1,5 @@
 """What `config.json` of a Qwen2.5-VL (or Qwen2) folder may say, key by key; how its values fit together is checked in
-`folders`. Looked at before transformers reads the file, which makes tables as long as some of the numbers say.
+`checks`. Looked at before transformers reads the file, which makes tables as long as some of the numbers say.
 """
 
 from __future__ import annotations

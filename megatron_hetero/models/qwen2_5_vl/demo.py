@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.errors import UserError
-from megatron_hetero.models.qwen2_5_vl.folders import mrope_section
+from megatron_hetero.models.common.demo_sizes import DemoSizes
+from megatron_hetero.models.qwen2_5_vl.joining import mrope_section
 
 # transformers and torch are imported where they are used: they take seconds that Ctrl-C may interrupt.
 if TYPE_CHECKING:
@@ -53,51 +52,14 @@ CHAT_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of the demo model. Heads on both sides divide by 4, so `sp:4` and `tp:4` are legal."""
-
-    vision_layers: int = 4
-    vision_hidden: int = 64
-    vision_heads: int = 4
-    text_layers: int = 3
-    text_hidden: int = 96
-    text_heads: int = 4
-    text_kv_heads: int = 2
-    # Small models learn in fewer steps from larger weights than the real ones' 0.02, and in pictures of a few tokens
-    # they tell positions apart by faster rotations than theirs, which serve thousands.
-    initializer_range: float = 0.1
-    rope_theta: float = 8.0
-
-    def __post_init__(self) -> None:
-        for name, size in asdict(self).items():
-            if size <= 0:
-                _refuse(name, f"{size}", "more than 0", "raise it")
-        _check_divides("vision_hidden", self.vision_hidden, 4 * self.vision_heads, "4 x vision_heads")
-        _check_divides("text_hidden", self.text_hidden, 2 * self.text_heads, "2 x text_heads")
-        _check_divides("text_heads", self.text_heads, self.text_kv_heads, "text_kv_heads")
-
-
-def _check_divides(name: str, size: int, divisor: int, what: str) -> None:
-    if size % divisor:
-        fix = f"try {_flag(name)} {-(-size // divisor) * divisor}"
-        _refuse(name, f"{size}", f"a multiple of {what} = {divisor}", fix)
-
-
-def _refuse(name: str, found: str, expected: str, fix: str) -> NoReturn:
-    raise UserError.at(_flag(name), found=found, expected=expected, because="heads are cut evenly", fix=fix)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def write_model(folder: Path, corpus: Iterable[str], shape: ModelShape, seed: int) -> None:
-    """Write config, weights, tokenizer and image processor into `folder` as `save_pretrained` does."""
+def write_model(folder: Path, corpus: Iterable[str], shape: DemoSizes, seed: int) -> None:
+    """Write config, weights, tokenizer and image processor into `folder` as `save_pretrained` does. `corpus`: all text
+    that the tokenizer will meet besides what the template writes.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    tokenizer = train_tokenizer(corpus)
+    tokenizer = train_tokenizer([SYSTEM_PROMPT, "system user assistant", *corpus])
     model = build_model(model_config(shape, tokenizer), tokenizer, seed)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -129,7 +91,7 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int = 384) -> Qwen2Tokeni
     )
 
 
-def model_config(shape: ModelShape, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
+def model_config(shape: DemoSizes, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
     """The configuration of a model of this shape with this tokenizer."""
     from transformers import Qwen2_5_VLConfig
 
@@ -147,7 +109,7 @@ def model_config(shape: ModelShape, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConf
     )
 
 
-def _vision_config(shape: ModelShape) -> dict[str, Any]:
+def _vision_config(shape: DemoSizes) -> dict[str, Any]:
     return {
         "depth": shape.vision_layers,
         "hidden_size": shape.vision_hidden,
@@ -162,7 +124,7 @@ def _vision_config(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _text_config(shape: ModelShape, tokens: int) -> dict[str, Any]:
+def _text_config(shape: DemoSizes, tokens: int) -> dict[str, Any]:
     head_size = shape.text_hidden // shape.text_heads
     return {
         "vocab_size": math.ceil(tokens / 128) * 128,

@@ -12,8 +12,6 @@ from PIL import Image
 from megatron_hetero.data import pictures
 from megatron_hetero.data.records import Record
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.qwen2_5_vl.folders import read_config
-from megatron_hetero.processor import folder as model_folder
 
 
 class ImageReader:
@@ -27,7 +25,6 @@ class ImageReader:
     """
 
     def __init__(self, image_processor: Any, token_id: int, max_image_pixels: int) -> None:
-        """Use `from_folder`."""
         self.image_processor = image_processor
         self.token_id = token_id
         self.max_image_pixels = max_image_pixels
@@ -36,26 +33,6 @@ class ImageReader:
         self.merge_size: int = image_processor.merge_size
         self.min_pixels: int = image_processor.size["shortest_edge"]
         self.max_pixels: int = image_processor.size["longest_edge"]
-
-    @classmethod
-    def from_folder(
-        cls,
-        folder: Path,
-        token_id: int,
-        min_pixels: int | None,
-        max_pixels: int | None,
-        max_image_pixels: int,
-        setting: str = "model.hf_path",
-    ) -> ImageReader:
-        """Read the folder that `setting` names, see `Processor.from_folder`.
-
-        Raises:
-            UserError: a file is missing or broken, or the files do not belong together.
-        """
-        config = read_config(folder, setting)
-        image_processor = model_folder.load_image_processor(folder, min_pixels, max_pixels, setting)
-        model_folder.check_agreement(folder, config, image_processor, setting)
-        return cls(image_processor, token_id, max_image_pixels)
 
     def grid(self, record: Record, k: int) -> tuple[int, int, int]:
         """(time, height, width) of image ``k`` in patches before merging, from its header."""

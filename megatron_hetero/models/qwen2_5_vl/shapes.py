@@ -1,24 +1,22 @@
-"""The shapes of a Qwen2.5-VL model, read from the `config.json` of its `transformers` folder, and of further vision
-encoders beside its own.
-"""
+"""The shapes of the modules of Qwen2.5-VL, from its configuration in `transformers`, and what encoding costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_hetero.errors import UserError
-from megatron_hetero.layout.layout import ModuleShape
-from megatron_hetero.models.qwen2_5_vl.folders import DEFAULT_SECTIONS, ModelFolders, check_vision, read_config
+from megatron_hetero.models.common.flops import VisionFlopShape
 from megatron_hetero.models.qwen2_5_vl.geometry import ImageGeometry, image_geometry
-from megatron_hetero.names import TEXT, VISION
 from megatron_hetero.sharding.items import Size
+
+FAMILY = "qwen2_5_vl"
+DEFAULT_SECTIONS = (16, 24, 24)
+"""Rotary frequencies for time, height and width, where a configuration gives none."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,7 @@ class VisionShape:
     rope_theta: float
 
     norm_eps: float = 1e-6
+    family: str = FAMILY
 
     @property
     def head_dim(self) -> int:
@@ -94,9 +93,19 @@ class VisionShape:
         patches = max(1, round(side / (self.patch * self.merge))) * self.merge
         return 1, patches, patches
 
+    def side(self, size: Size) -> int:
+        """Pixels of a side of a square image of that size."""
+        return size[1] * self.patch
+
     def windows(self, size: Size) -> list[int]:
         """Patches of each window of local attention."""
         return (self.order(size).windows * self.unit).tolist()
+
+    def flop_shape(self, layers: Collection[int], embeds: bool) -> VisionFlopShape:
+        """What the operations of some of the layers depend on."""
+        full = sum(layer in self.full_layers for layer in layers)
+        pixels = self.patch_elements if embeds else 0
+        return VisionFlopShape(len(layers), full, self.hidden, self.ffn, pixels, self.unit, self.out_hidden)
 
 
 @lru_cache
@@ -126,6 +135,7 @@ class TextShape:
     mrope_section: tuple[int, ...]
     norm_eps: float
     max_positions: int
+    family: str = FAMILY
 
     @property
     def head_dim(self) -> int:
@@ -137,65 +147,7 @@ class TextShape:
         return math.lcm(self.kv_heads, tp) // self.kv_heads
 
 
-@dataclass(frozen=True)
-class Qwen25VLShapes:
-    """The modules' shapes: of all encoders by name, the folder's own `vision` first, and of the text module."""
-
-    encoders: Mapping[str, VisionShape]
-    text: TextShape
-
-    @classmethod
-    def from_folder(cls, folder: Path, further: Mapping[str, Path] | None = None) -> Qwen25VLShapes:
-        """Read `folder/config.json` (as saved by any version of transformers), and those of `further` encoders, see
-        `of`. Raises `UserError`.
-        """
-        return cls.of(ModelFolders.read(folder), further)
-
-    @classmethod
-    def of(cls, folders: ModelFolders, further: Mapping[str, Path] | None = None) -> Qwen25VLShapes:
-        """The model of these folders, and `further` encoders, which are vision encoders of Qwen2.5-VL folders whose
-        rows are as wide. Raises `UserError`.
-        """
-        config = folders.config
-        encoders, text = {VISION: _vision_shape(config.vision_config)}, _text_shape(config)
-        for name, path in (further or {}).items():
-            other = read_config(path, f"model.encoders.{name}.hf_path")
-            check_vision(path, other)
-            encoders[name] = _vision_shape(other.vision_config)
-            if encoders[name].out_hidden != text.hidden:
-                raise UserError.at(
-                    path / "config.json",
-                    found=f"vision_config.out_hidden_size = {encoders[name].out_hidden}",
-                    expected=f"{text.hidden}, the hidden size of the text module",
-                    because=f"rows of encoder {name} go into its embedding",
-                    fix="take an encoder that was made for a language model of that width",
-                )
-        return cls(encoders, text)
-
-    @property
-    def vision(self) -> VisionShape:
-        """The folder's own encoder."""
-        return self.encoders[VISION]
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The names of all modules: encoders, then text."""
-        return (*self.encoders, TEXT)
-
-    def __getitem__(self, module: str) -> VisionShape | TextShape:
-        return self.text if module == TEXT else self.encoders[module]
-
-    def module_shapes(self) -> dict[str, ModuleShape]:
-        """What layouts are validated against."""
-        t = self.text
-        encoders = {
-            name: ModuleShape(name, v.heads, v.heads, v.hidden, v.layers, "encoder")
-            for name, v in self.encoders.items()
-        }
-        return {**encoders, TEXT: ModuleShape(TEXT, t.heads, t.kv_heads, t.hidden, t.layers, "text")}
-
-
-def _vision_shape(vision: Any) -> VisionShape:
+def vision_shape(vision: Any) -> VisionShape:
     return VisionShape(
         layers=vision.depth,
         hidden=vision.hidden_size,
@@ -212,7 +164,7 @@ def _vision_shape(vision: Any) -> VisionShape:
     )
 
 
-def _text_shape(config: Any) -> TextShape:
+def text_shape(config: Any) -> TextShape:
     text = config.text_config
     rope = text.rope_parameters
     return TextShape(

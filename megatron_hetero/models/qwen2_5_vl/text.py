@@ -8,7 +8,6 @@ loss that looks at supervised positions only. Whole, or one pipeline stage of it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,31 +25,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import Platform, on_device
-from megatron_hetero.models.common.attention import AttentionPlan, rotary_frequencies
+from megatron_hetero.models.common.attention import rotary_frequencies
 from megatron_hetero.models.common.backend import layer_spec, padded, recompute_options, transformer_config
+from megatron_hetero.models.common.inputs import TextInput
 from megatron_hetero.models.common.loss import vocab_parallel_cross_entropy, vocab_parallel_hits
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape
 from megatron_hetero.sharding.stages import Stage
-
-
-@dataclass(frozen=True)
-class TextInput:
-    """What one rank's language model reads in one micro-batch: S tokens of its replica's pack, padding included. The
-    ranks of a tp group read the same, and so do all pipeline stages.
-
-    `tokens`: int64 [S]. `positions`: int64 [3, n] for the n real tokens. `supervised`: int64 [t], which of the n
-    tokens predict, and `targets`: int64 [t], what they must predict. `rows_at`: int64 [rows], where this rank's rows go
-    in its shard of the embedding. `attention`: the samples of the pack. `hits`: bool [t], which the last stage fills
-    where it is given: whether the likeliest token is the target.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    supervised: Tensor
-    targets: Tensor
-    rows_at: Tensor
-    attention: AttentionPlan
-    hits: Tensor | None = None
 
 
 class TextModel(GPTModel):

@@ -12,7 +12,6 @@ module.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,26 +24,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.models.common.attention import AttentionPlan, rotary_frequencies
+from megatron_hetero.models.common.attention import rotary_frequencies
 from megatron_hetero.models.common.backend import layer_spec, padded, recompute_options, transformer_config
+from megatron_hetero.models.common.inputs import EncoderInput
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.sharding.items import padded_patches
 from megatron_hetero.sharding.stages import Stage
-
-
-@dataclass(frozen=True)
-class VisionInput:
-    """What one rank encodes in one micro-batch.
-
-    `pixels`: [patches of this rank, channels * temporal * patch * patch], padding included; None on pipeline stages
-    after the first. `positions`: int64 [2, n], row and column of the shard's n real patches. `attention`: windows of
-    the shard, sequences of the replica. `padding`: how many of this rank's patches, the last ones, pad it.
-    """
-
-    pixels: Tensor | None
-    positions: Tensor
-    attention: AttentionPlan
-    padding: int
 
 
 class PatchMerger(torch.nn.Module):
@@ -110,7 +95,7 @@ class VisionModel(MegatronModule):
         if self.stage.is_last:
             self.merger = PatchMerger(config, shape, provider, groups.tp)
 
-    def forward(self, batch: VisionInput, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: EncoderInput, hidden: Tensor | None = None) -> Tensor:
         """What this stage makes of a micro-batch: on the last stage the rows of this rank's units, [units, out_hidden],
         without those that pad it; on the others what the next stage takes as `hidden`.
 
@@ -125,19 +110,19 @@ class VisionModel(MegatronModule):
         rows = self.merger(hidden)
         return rows[: len(rows) - batch.padding // self.shape.unit]
 
-    def hidden_shape(self, batch: VisionInput) -> tuple[int, int, int]:
+    def hidden_shape(self, batch: EncoderInput) -> tuple[int, int, int]:
         """The shape of what one stage hands to the next on this rank: [patches of this rank, 1, hidden], padding
         included.
         """
         patches = padded_patches(batch.positions.shape[1], self.shape.unit, self._patch_shards)
         return patches // self._patch_shards, 1, self.shape.hidden
 
-    def enter(self, batch: VisionInput) -> Tensor:
+    def enter(self, batch: EncoderInput) -> Tensor:
         """The embedding of this rank's patches, of shape `hidden_shape`, on the first stage."""
         assert batch.pixels is not None, "the first stage embeds pixels"
         return self.patch_embed(batch.pixels).unsqueeze(1)
 
-    def run_layers(self, batch: VisionInput, hidden: Tensor) -> Tensor:
+    def run_layers(self, batch: EncoderInput, hidden: Tensor) -> Tensor:
         """`hidden` after the layers of this stage, of the same shape."""
         table = rotary_table(batch.positions, self.shape)
         return self.decoder(hidden, None, rotary_pos_emb=table, packed_seq_params=batch.attention)

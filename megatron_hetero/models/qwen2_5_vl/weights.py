@@ -1,90 +1,36 @@
-"""The map between Megatron parameters and the tensors of a `transformers` folder of Qwen2.5-VL."""
+"""The tensors of a `transformers` folder of Qwen2.5-VL, and the map from Megatron's parameters to them."""
 
 from __future__ import annotations
 
-from math import prod
-
 from megatron_hetero.hf.weight_map import Interval, Piece, WeightMap, share, stack
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, TextShape, VisionShape
-from megatron_hetero.names import TEXT, VISION, parts_of
+from megatron_hetero.models.common.parameters import EMBEDDING, HEAD
+from megatron_hetero.models.family import TensorShapes
+from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.sharding.stages import LAYERS, Stage
 
-TIED_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
-"""What a folder of a tied model may store a second time, and the tensor that it must equal."""
 
-EMBEDDING = "embedding.word_embeddings.weight"
-HEAD = "output_layer.weight"
-"""What Megatron calls the weights that a tied model has in common."""
-
-
-def canonical_name(stored: str) -> str:
-    """The name that published folders use. Newer versions of transformers may nest both modules under `model.`."""
-    for nested, flat in (("model.visual.", "visual."), ("model.language_model.", "model.")):
-        if stored.startswith(nested):
-            return flat + stored.removeprefix(nested)
-    return stored
-
-
-def prefix_of(encoder: str) -> str:
-    """What names of an encoder's tensors begin with, here: those of further encoders lie in folders of their own, where
-    they begin as the first one's do.
-    """
-    return "visual." if encoder == VISION else f"{encoder}.visual."
-
-
-def canonical_name_of(encoder: str, stored: str) -> str:
-    """The name here of a tensor in the folder of a further encoder."""
-    name = canonical_name(stored)
-    return prefix_of(encoder) + name.removeprefix("visual.") if name.startswith("visual.") else name
-
-
-def group_of(module: str, parameter: str) -> str:
-    """The parameter group of a parameter, one of `parts_of` the module."""
-    return parts_of(module)[-1] if parameter.startswith("merger.") else module
-
-
-def stored_shapes(shapes: Qwen25VLShapes) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model with its shape, in the order in which it is written: first those of further encoders,
-    then what a folder of Qwen2.5-VL must hold.
-    """
-    further = [encoder_shapes(name, shape) for name, shape in shapes.encoders.items() if name != VISION]
-    return {name: shape for of_encoder in further for name, shape in of_encoder.items()} | folder_shapes(shapes)
-
-
-def folder_shapes(shapes: Qwen25VLShapes) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Qwen2.5-VL folder: those of the encoder `vision` and of the text module."""
-    return encoder_shapes(VISION, shapes.vision) | _text_shapes(shapes.text)
-
-
-def encoder_shapes(encoder: str, v: VisionShape) -> dict[str, tuple[int, ...]]:
-    """The tensors of one encoder."""
-    prefix, width = prefix_of(encoder), v.hidden * v.unit
-    stored: dict[str, tuple[int, ...]] = {
-        "patch_embed.proj.weight": (v.hidden, v.channels, v.temporal_patch, v.patch, v.patch)
-    }
+def encoder_tensors(v: VisionShape) -> TensorShapes:
+    """The tensors of an encoder, without its prefix."""
+    width = v.hidden * v.unit
+    stored: TensorShapes = {"patch_embed.proj.weight": (v.hidden, v.channels, v.temporal_patch, v.patch, v.patch)}
     for i in range(v.layers):
         stored |= {f"blocks.{i}.{name}": shape for name, shape in _vision_layer_shapes(v).items()}
-    stored |= {
+    return stored | {
         "merger.ln_q.weight": (v.hidden,),
         "merger.mlp.0.weight": (width, width),
         "merger.mlp.0.bias": (width,),
         "merger.mlp.2.weight": (v.out_hidden, width),
         "merger.mlp.2.bias": (v.out_hidden,),
     }
-    return {prefix + name: shape for name, shape in stored.items()}
 
 
-def _text_shapes(t: TextShape) -> dict[str, tuple[int, ...]]:
-    stored: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (t.vocab, t.hidden)}
+def text_tensors(t: TextShape) -> TensorShapes:
+    """The tensors of the language model."""
+    stored: TensorShapes = {"model.embed_tokens.weight": (t.vocab, t.hidden)}
     for i in range(t.layers):
         stored |= {f"model.layers.{i}.{name}": shape for name, shape in _text_layer_shapes(t).items()}
     stored["model.norm.weight"] = (t.hidden,)
     return stored if t.tied else stored | {"lm_head.weight": (t.vocab, t.hidden)}
-
-
-def parameter_count(shapes: Qwen25VLShapes) -> int:
-    """Parameters of the whole model."""
-    return sum(prod(shape) for shape in stored_shapes(shapes).values())
 
 
 def _vision_layer_shapes(v: VisionShape) -> dict[str, tuple[int, ...]]:
@@ -122,25 +68,6 @@ def _text_layer_shapes(t: TextShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def weight_map(module: str, shapes: Qwen25VLShapes, tp_rank: int, tp: int, stage: Stage | None = None) -> WeightMap:
-    """The map of `module` (an encoder or "text") for one rank of a tensor-parallel group of `tp`; only what `stage`
-    holds where one is given. Layers are numbered over the whole module.
-    """
-    if module != TEXT:
-        v = shapes.encoders[module]
-        return _vision_map(prefix_of(module), v, tp_rank, tp, stage or Stage.whole(v.layers))
-    return _text_map(shapes.text, tp_rank, tp, stage or Stage.whole(shapes.text.layers))
-
-
-def tied_parameter(module: str, shapes: Qwen25VLShapes, stage: Stage) -> str | None:
-    """The parameter of `stage` of which another stage holds a copy: the embedding of a tied model, which is on the
-    first stage, and the head on the last. None where there is none.
-    """
-    if module != TEXT or not shapes.text.tied or stage.is_first == stage.is_last:
-        return None
-    return EMBEDDING if stage.is_first else HEAD
-
-
 def _whole(name: str, rows: int) -> tuple[Piece, ...]:
     return stack((name, (0, rows)))
 
@@ -155,7 +82,8 @@ def _gate_and_up(prefix: str, kind: str, ffn: int, tp_rank: int, tp: int) -> tup
     return Piece(f"{prefix}gate_proj.{kind}", rows), Piece(f"{prefix}up_proj.{kind}", rows, at=length)
 
 
-def _vision_map(prefix: str, v: VisionShape, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
+def encoder_map(prefix: str, v: VisionShape, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
+    """The map of what `stage` of an encoder holds on one rank of a tensor-parallel group of `tp`."""
     result: dict[str, tuple[Piece, ...]] = {}
     if stage.is_first:
         result["patch_embed.weight"] = _whole(prefix + "patch_embed.proj.weight", v.hidden)
@@ -201,7 +129,8 @@ def _head(index: int, head_dim: int, count: int = 1) -> Interval:
     return index * head_dim, (index + count) * head_dim
 
 
-def _text_map(t: TextShape, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
+def text_map(t: TextShape, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
+    """The map of what `stage` of the language model holds on one rank of a tensor-parallel group of `tp`."""
     vocabulary, _ = share(t.vocab, tp_rank, tp)
     embedding, result = "model.embed_tokens.weight", {}
     if stage.is_first:

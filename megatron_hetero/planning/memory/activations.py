@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.flops import Passes
-from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
+from megatron_hetero.models.family import EncoderShape, TextShape
 from megatron_hetero.planning.shards import Shard, Spans
 from megatron_hetero.sharding.stages import Stage
 
@@ -203,7 +203,7 @@ def _loss_workspace(shape: TextShape, layout: Layout, shard: Shard, itemsize: in
 
 
 def encoder_stage(
-    shape: VisionShape, layout: Layout, stage: Stage, shard: Shard, itemsize: int, trains: tuple[bool, bool],
+    shape: EncoderShape, layout: Layout, stage: Stage, shard: Shard, itemsize: int, trains: tuple[bool, bool],
     recompute: bool, gpu: bool,
 ) -> StageBytes:  # fmt: skip
     """A stage of an encoder. `trains`: whether the encoder does, and whether its projector does."""
@@ -222,7 +222,7 @@ def encoder_stage(
     )  # fmt: skip
 
 
-def encoder_layer(shape: VisionShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
+def encoder_layer(shape: EncoderShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
     """A layer of an encoder on one rank."""
     heads = shape.heads // layout.tp
     return LayerShape(
@@ -231,7 +231,7 @@ def encoder_layer(shape: VisionShape, layout: Layout, itemsize: int, passes: Pas
     )  # fmt: skip
 
 
-def _merger_bytes(shape: VisionShape, layout: Layout, shard: Shard, itemsize: int, passes: Passes) -> int:
+def _merger_bytes(shape: EncoderShape, layout: Layout, shard: Shard, itemsize: int, passes: Passes) -> int:
     """Norm, what goes into gelu, and what comes out of it."""
     if not (passes.inputs or passes.weights):
         return 0

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hetero.hf.weight_map import Piece
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.weights import group_of, stored_shapes, tied_parameter, weight_map
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import group_of, stored_shapes, tied_parameter, weight_map
 from megatron_hetero.sharding.stages import LAYERS, Stage
 
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
@@ -55,7 +55,7 @@ class Parameter:
 
 
 def parameters_of(
-    module: str, shapes: Qwen25VLShapes, tp: int, stages: Sequence[Stage], freeze: Collection[str]
+    module: str, shapes: ModelShapes, tp: int, stages: Sequence[Stage], freeze: Collection[str]
 ) -> tuple[Parameter, ...]:
     """The parameters of a rank that holds `stages`, in the order of the model. They are as large on all tp ranks."""
     stored, found = stored_shapes(shapes), []

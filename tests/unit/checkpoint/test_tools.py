@@ -30,8 +30,8 @@ from megatron_hetero.config.schema import CheckpointConfig
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import canonical_name, stored_shapes
 from megatron_hetero.outputs.checkpoints import MANIFEST
 from megatron_hetero.outputs.export_mark import MARK
 from megatron_hetero.outputs.exports import lock_of
@@ -582,7 +582,7 @@ def test_memory_is_that_of_a_shard(folders: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     config["text_config"] |= {"intermediate_size": 16384, "num_hidden_layers": 22, "layer_types": None}
     (model / "config.json").write_text(json.dumps(config))
-    shapes = stored_shapes(Qwen25VLShapes.from_folder(model))
+    shapes = stored_shapes(ModelShapes.from_folder(model))
     tensors = {name: torch.full(shape, float(i)) for i, (name, shape) in enumerate(shapes.items())}
     size = sum(t.nbytes for t in tensors.values())
     assert size > 200e6

@@ -25,8 +25,8 @@ from megatron_hetero.files import lock as file_lock
 from megatron_hetero.hf import folder_writer as writer_module
 from megatron_hetero.hf.folder_writer import folder_writer, plan_shards, read_companions, require_writable
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import canonical_name, stored_shapes
 from megatron_hetero.outputs.export_mark import MARK
 from megatron_hetero.outputs.exports import lock_of, partial_of
 from megatron_hetero.processor.processor import Processor
@@ -54,7 +54,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def write(source: Path, target: Path, dtype: torch.dtype = torch.float32, limit: int = 10**9) -> dict[str, Tensor]:
-    shapes = stored_shapes(Qwen25VLShapes.from_folder(source))
+    shapes = stored_shapes(ModelShapes.from_folder(source))
     tensors = tensors_of(source)
     with folder_writer(target, shapes, dtype, read_companions(source), limit) as writer:
         for name in reversed(shapes):

@@ -18,8 +18,9 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
 from megatron_hetero.hf.weight_map import Piece
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes
+from megatron_hetero.models.qwen2_5_vl.shapes import TextShape
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import canonical_name, stored_shapes
 from tests.support.folders import ModelChoice, write_model
 
 
@@ -43,7 +44,7 @@ def copy(model: Path, tmp_path: Path) -> Path:
 
 def open_checked(folder: Path) -> StoredWeights:
     weights = StoredWeights.open(folder, canonical_name)
-    weights.require(stored_shapes(Qwen25VLShapes.from_folder(folder)))
+    weights.require(stored_shapes(ModelShapes.from_folder(folder)))
     return weights
 
 
@@ -124,7 +125,7 @@ def test_faults_are_counted_and_listed(copy: Path) -> None:
         tensors["lm_head.weight"] = head[:-1].clone()
 
     change(copy, edit)
-    rows, width = stored_shapes(Qwen25VLShapes.from_folder(copy))["lm_head.weight"]
+    rows, width = stored_shapes(ModelShapes.from_folder(copy))["lm_head.weight"]
     refused(
         copy,
         r"\(2 missing: visual\.blocks\.0\.norm1\.weight, visual\.blocks\.1\.norm1\.weight; "
@@ -187,7 +188,7 @@ def load_embedding(folder: Path, rows: tuple[int, int]) -> None:
     """What a rank that holds these rows of the embedding does."""
     weights = StoredWeights.open(folder, canonical_name)
     name = "model.embed_tokens.weight"
-    weights.require(stored_shapes(Qwen25VLShapes.from_folder(folder)), frozenset({"lm_head.weight"}))
+    weights.require(stored_shapes(ModelShapes.from_folder(folder)), frozenset({"lm_head.weight"}))
     layer = torch.nn.Linear(weights.shapes[name][1], rows[1] - rows[0], bias=False)
     load_parameters(layer, {"weight": (Piece(name, rows),)}, weights)
 
@@ -225,7 +226,8 @@ def test_a_tied_folder_with_another_head_is_refused(tied: Path, tmp_path: Path) 
 
 
 def test_shapes_of_untied_and_tied(model: Path, tied: Path) -> None:
-    untied_shapes, tied_shapes = (Qwen25VLShapes.from_folder(folder) for folder in (model, tied))
+    untied_shapes, tied_shapes = (ModelShapes.from_folder(folder) for folder in (model, tied))
     assert not untied_shapes.text.tied and tied_shapes.text.tied
+    assert isinstance(untied_shapes.text, TextShape)
     same = replace(untied_shapes, text=replace(untied_shapes.text, tied=True))
     assert stored_shapes(untied_shapes).keys() - stored_shapes(same).keys() == {"lm_head.weight"}

@@ -24,9 +24,10 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import SINGLE
 from megatron_hetero.hf.weight_map import Piece
-from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
-from megatron_hetero.models.qwen2_5_vl.fresh import open_modules
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
+from megatron_hetero.models.folders import ModelFolders
+from megatron_hetero.models.opening import open_modules
+from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.processor.processor import Processor
 from tests.support.folders import ModelChoice, write_model
 from tests.support.mutations import mutated_json
@@ -165,8 +166,9 @@ AS_SAVED_LATER = OUTSIDE_7B | TEXT_7B | {
 @pytest.mark.parametrize("config", [AS_PUBLISHED, AS_SAVED_LATER], ids=["published", "saved by transformers 4.5x"])
 def test_the_published_configuration_is_taken(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(json.dumps(config))
-    shapes = Qwen25VLShapes.from_folder(tmp_path)
+    shapes = ModelShapes.from_folder(tmp_path)
     text, vision = shapes.text, shapes.vision
+    assert isinstance(text, TextShape) and isinstance(vision, VisionShape)
     assert (text.layers, text.vocab, text.rope_theta, text.mrope_section) == (28, 152064, 1e6, (16, 24, 24))
     assert (vision.layers, vision.window, vision.full_layers) == (32, 4, {7, 15, 23, 31})
 
@@ -243,7 +245,7 @@ def test_sizes_are_checked_before_a_projector_is_drawn(model: Path) -> None:
     edit(model, CONFIG, "vision_config.hidden_size", 2**20)
     folders = ModelFolders.read(model, fresh_projector=True)
     with pytest.raises(UserError, match="of another shape"):
-        open_modules(folders, Qwen25VLShapes.of(folders), 0)
+        open_modules(folders, ModelShapes.of(folders), 0)
 
 
 # ------------------------------------------------------------------------------------------------- mutations

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, TextShape, VisionShape
-from megatron_hetero.models.qwen2_5_vl.weights import EMBEDDING, HEAD, tied_parameter, weight_map
+from megatron_hetero.models.common.parameters import EMBEDDING, HEAD
+from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import tied_parameter, weight_map
 from megatron_hetero.sharding.stages import LAYERS, Stage, cut_stages, even_split, stages_of_rank
 
 splits = st.lists(st.integers(1, 5), min_size=1, max_size=6).map(tuple)
@@ -93,9 +95,9 @@ def test_names() -> None:
 # ------------------------------------------------------------------------------------------------- weights
 
 
-def shapes_of(layers: int, tied: bool) -> Qwen25VLShapes:
+def shapes_of(layers: int, tied: bool) -> ModelShapes:
     vision = VisionShape(layers, 8, 2, 6, 3, 2, 1, 2, 4, frozenset({0}), 8, 1e4)
-    return Qwen25VLShapes({"vision": vision}, TextShape(layers, 8, 2, 1, 6, 7, tied, 1e4, (1, 1), 1e-6, 64))
+    return ModelShapes({"vision": vision}, TextShape(layers, 8, 2, 1, 6, 7, tied, 1e4, (1, 1), 1e-6, 64))
 
 
 @given(splits, st.booleans(), st.sampled_from([(0, 1), (0, 2), (1, 2)]))

@@ -14,14 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_hetero.hf.weight_map import Piece, WeightMap, held, lay_into, share, stack, take_out
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, TextShape, VisionShape
-from megatron_hetero.models.qwen2_5_vl.weights import (
-    canonical_name,
-    group_of,
-    parameter_count,
-    stored_shapes,
-    weight_map,
-)
+from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import canonical_name, group_of, parameter_count, stored_shapes, weight_map
 from megatron_hetero.training.export import assemble
 
 KEY_OR_VALUE = re.compile(r"\.[kv]_proj\.")
@@ -29,7 +24,7 @@ REPLICATED = re.compile(r"norm|ln_q|patch_embed|attn\.proj\.bias|down_proj\.bias
 
 
 @st.composite
-def shapes_and_tp(draw: st.DrawFn) -> tuple[Qwen25VLShapes, int]:
+def shapes_and_tp(draw: st.DrawFn) -> tuple[ModelShapes, int]:
     tp = draw(st.sampled_from([1, 2, 3, 4, 6]))
     heads = tp * draw(st.integers(1, 3))
     kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
@@ -45,13 +40,13 @@ def shapes_and_tp(draw: st.DrawFn) -> tuple[Qwen25VLShapes, int]:
         full_layers=frozenset({0}), out_hidden=text.hidden, rope_theta=1e4,
     )  # fmt: skip
     further = {"detail": replace(vision, layers=1, ffn=draw(size))} if draw(st.booleans()) else {}
-    return Qwen25VLShapes({"vision": vision, **further}, text), tp
+    return ModelShapes({"vision": vision, **further}, text), tp
 
 
 some = settings(max_examples=60, deadline=None)
 
 
-def maps_of(shapes: Qwen25VLShapes, module: str, tp: int) -> list[WeightMap]:
+def maps_of(shapes: ModelShapes, module: str, tp: int) -> list[WeightMap]:
     return [weight_map(module, shapes, rank, tp) for rank in range(tp)]
 
 
@@ -59,7 +54,7 @@ def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], int(np.prod(shape[1:]))
 
 
-def times_held(shapes: Qwen25VLShapes, tp: int) -> dict[str, np.ndarray]:
+def times_held(shapes: ModelShapes, tp: int) -> dict[str, np.ndarray]:
     """For each stored element, how many pieces of the tensor-parallel group hold it."""
     counts = {name: np.zeros(matrix(shape), int) for name, shape in stored_shapes(shapes).items()}
     for module in shapes.modules:
@@ -72,7 +67,7 @@ def times_held(shapes: Qwen25VLShapes, tp: int) -> dict[str, np.ndarray]:
 
 @some
 @given(shapes_and_tp())
-def test_every_stored_element_is_held_as_often_as_expected(case: tuple[Qwen25VLShapes, int]) -> None:
+def test_every_stored_element_is_held_as_often_as_expected(case: tuple[ModelShapes, int]) -> None:
     shapes, tp = case
     for name, counts in times_held(shapes, tp).items():
         copies = shapes.text.kv_copies(tp) if KEY_OR_VALUE.search(name) else tp if REPLICATED.search(name) else 1
@@ -82,7 +77,7 @@ def test_every_stored_element_is_held_as_often_as_expected(case: tuple[Qwen25VLS
 
 @some
 @given(shapes_and_tp())
-def test_held_counts_what_is_held(case: tuple[Qwen25VLShapes, int]) -> None:
+def test_held_counts_what_is_held(case: tuple[ModelShapes, int]) -> None:
     shapes, tp = case
     counts = times_held(shapes, tp)
     for module in shapes.modules:
@@ -100,7 +95,7 @@ def test_held_counts_what_is_held(case: tuple[Qwen25VLShapes, int]) -> None:
 
 @some
 @given(shapes_and_tp())
-def test_scatter_then_assemble_is_exact(case: tuple[Qwen25VLShapes, int]) -> None:
+def test_scatter_then_assemble_is_exact(case: tuple[ModelShapes, int]) -> None:
     shapes, tp = case
     generator = torch.Generator().manual_seed(0)
     stored = {name: torch.randn(shape, generator=generator) for name, shape in stored_shapes(shapes).items()}
@@ -137,7 +132,7 @@ def read(stored: dict[str, Tensor], piece: Piece) -> Tensor:
 
 @some
 @given(shapes_and_tp())
-def test_query_heads_lie_with_their_key_and_value_heads(case: tuple[Qwen25VLShapes, int]) -> None:
+def test_query_heads_lie_with_their_key_and_value_heads(case: tuple[ModelShapes, int]) -> None:
     shapes, tp = case
     text = shapes.text
     ratio, found = text.heads // text.kv_heads, []
@@ -184,6 +179,6 @@ def test_names() -> None:
 def test_parameter_count() -> None:
     vision = VisionShape(1, 4, 2, 3, 3, 2, 1, 1, 4, frozenset({0}), 4, 1e4)
     text = TextShape(1, 4, 2, 1, 3, 5, True, 1e4, (1,), 1e-6, 64)
-    shapes = Qwen25VLShapes({"vision": vision}, text)
+    shapes = ModelShapes({"vision": vision}, text)
     assert parameter_count(shapes) == sum(int(np.prod(s)) for s in stored_shapes(shapes).values())
     assert "lm_head.weight" not in stored_shapes(shapes)

@@ -18,7 +18,7 @@ import pytest
 from megatron_hetero.cli.plan import show_plan
 from megatron_hetero.config.schema import DatasetConfig, load_command, load_config
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.qwen2_5_vl.weights import parameter_count
+from megatron_hetero.models.weights import parameter_count
 from megatron_hetero.planning.estimate import KINDS
 from megatron_hetero.planning.files import require_files
 from megatron_hetero.planning.picture import draw_plan

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from megatron_hetero.cli.evaluate import main
 from megatron_hetero.errors import UserError
 from megatron_hetero.evaluation.generate import Answer, EvaluationResult, exact_match, result_table
-from megatron_hetero.models.qwen2_5_vl.folders import read_config
+from megatron_hetero.models.folders import read_config
 
 
 @pytest.fixture

@@ -10,11 +10,13 @@ import pytest
 import yaml
 from PIL import Image
 
-from megatron_hetero.cli import make_demo as module
 from megatron_hetero.cli.make_demo import PARTS, DemoOptions, main, make_demo
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.qwen2_5_vl.demo import ModelShape, model_config, mrope_section, train_tokenizer
+from megatron_hetero.models.common.demo_sizes import DemoSizes
+from megatron_hetero.models.qwen2_5_vl.demo import model_config, train_tokenizer
+from megatron_hetero.models.qwen2_5_vl.family import Qwen25VL
+from megatron_hetero.models.qwen2_5_vl.joining import mrope_section
 
 TINY = DemoOptions(seed=1, train_pictures=30, heldout_questions=8)
 
@@ -86,7 +88,7 @@ def test_a_run_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     def no_space(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(module, "write_model", no_space)
+    monkeypatch.setattr(Qwen25VL, "write_demo", no_space)
     with pytest.raises(UserError, match="no space left"):
         make_demo(tmp_path / "demo", TINY)
     assert list((tmp_path / "demo").iterdir()) == []
@@ -105,7 +107,7 @@ def test_bad_options_end_with_one_message(tmp_path: Path, flags: list[str], caps
 
 def test_heads_divide_by_four_and_the_model_is_small():
     tokenizer = train_tokenizer(["What colour is the shape?"])
-    config: Any = model_config(ModelShape(), tokenizer)
+    config: Any = model_config(DemoSizes(), tokenizer)
     assert config.vision_config.num_heads % 4 == config.text_config.num_attention_heads % 4 == 0
     assert config.text_config.vocab_size >= len(tokenizer)
     assert config.tie_word_embeddings

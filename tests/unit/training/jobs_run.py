@@ -20,7 +20,7 @@ from megatron_hetero.engine.gradients import scale_gradients
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
-from megatron_hetero.models.qwen2_5_vl.weights import stored_shapes
+from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.training.export import assemble, gather_parameters
 from megatron_hetero.training.trainer import Run
 from tests.support.pool import platform

@@ -24,11 +24,11 @@ from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.attention import AttentionPlan, Segments
 from megatron_hetero.models.common.backend import TorchSpecProvider, te_provider
-from megatron_hetero.models.qwen2_5_vl.model_writer import companions_of
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.text import TextInput, TextModel
-from megatron_hetero.models.qwen2_5_vl.vision import VisionInput
-from megatron_hetero.models.qwen2_5_vl.weights import canonical_name, stored_shapes, weight_map
+from megatron_hetero.models.common.inputs import EncoderInput, TextInput
+from megatron_hetero.models.qwen2_5_vl.text import TextModel
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import canonical_name, stored_shapes, weight_map
+from megatron_hetero.models.writer import companions_of
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.encoder_shards import EncoderShards
 from megatron_hetero.sharding.stages import cut_stages, stages_of_rank
@@ -66,7 +66,7 @@ class Trainee:
         prepare_globals(0)
         world = dist.get_world_size()
         self.case = case
-        self.shapes = Qwen25VLShapes.from_folder(case.folder)
+        self.shapes = ModelShapes.from_folder(case.folder)
         self.layouts = {name: Layout.parse(text, world) for name, text in case.layouts.items()}
         tied = [TEXT] if self.shapes.text.tied else []
         self.topology = Topology.build(self.layouts, PLATFORM, tied=tied)
@@ -162,7 +162,7 @@ class Passes:
 class Packs:
     """The packs of one micro-batch, one for each replica: tokens, labels and positions of each, and all rows."""
 
-    shapes: Qwen25VLShapes
+    shapes: ModelShapes
     seeds: tuple[int, ...]
 
     @cached_property
@@ -285,7 +285,7 @@ def vision(case: Case) -> dict[str, Any]:
     pixels = torch.randn(units, shape.unit * shape.patch_elements, generator=random)
     weights = torch.randn(units, shape.out_hidden, generator=random)
     own = torch.nn.functional.pad(pixels[ids].view(-1, shape.patch_elements), (0, 0, 0, share.padding))
-    batch = VisionInput(
+    batch = EncoderInput(
         pixels=own if module.stages[0].is_first else None,
         positions=torch.from_numpy(share.positions),
         attention=AttentionPlan(

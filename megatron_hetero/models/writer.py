@@ -1,4 +1,4 @@
-"""Writes a whole model as `transformers` folders: one of Qwen2.5-VL, and in it one for each further encoder."""
+"""Writes a whole model as `transformers` folders: one for its own modules, in it one for each further encoder."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron_hetero.hf.folder_writer import (
     folder_writer,
     read_companions,
 )
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes
-from megatron_hetero.models.qwen2_5_vl.weights import encoder_shapes, folder_shapes, prefix_of
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import encoder_shapes, folder_shapes, prefix_of
 from megatron_hetero.names import VISION
 
 
@@ -35,7 +35,7 @@ def companions_of(folders: Mapping[str, Path], changes: Mapping[str, str | None]
 @contextmanager
 def model_writer(
     target: Path,
-    shapes: Qwen25VLShapes,
+    shapes: ModelShapes,
     dtype: Dtypes,
     companions: Mapping[str, Companions],
     limit: int = SHARD_BYTES,

@@ -11,35 +11,30 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.hf.stored_weights import StoredWeights
-from megatron_hetero.models.qwen2_5_vl.folders import ModelFolders
-from megatron_hetero.models.qwen2_5_vl.shapes import Qwen25VLShapes, VisionShape
-from megatron_hetero.models.qwen2_5_vl.weights import (
-    TIED_COPIES,
+from megatron_hetero.models.common.drawn import STD
+from megatron_hetero.models.common.parameters import TIED_COPIES
+from megatron_hetero.models.family import EncoderShape
+from megatron_hetero.models.folders import ModelFolders
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import (
+    ENCODER,
     canonical_name,
     canonical_name_of,
     encoder_shapes,
     folder_shapes,
     prefix_of,
+    projector_shapes,
 )
 from megatron_hetero.names import TEXT, VISION
 
-ENCODER, PROJECTOR = "visual.", "visual.merger."
-"""What names of the encoder's tensors begin with, and of those its projector's."""
-STD = 0.02
-"""Of weights: `initializer_range` of Qwen2.5-VL."""
 
-
-def fresh_projector(shape: VisionShape, seed: int) -> dict[str, Tensor]:
+def fresh_projector(shape: EncoderShape, seed: int) -> dict[str, Tensor]:
     """A new projector by stored name, fp32: normal weights, biases of 0, a norm of ones.
 
     Whole tensors, drawn by a generator of their own, so that they are the same for every rank and layout.
     """
     generator = torch.Generator().manual_seed(seed)
-    return {name: _drawn(name, size, generator) for name, size in _projector_shapes(shape).items()}
-
-
-def _projector_shapes(shape: VisionShape) -> dict[str, tuple[int, ...]]:
-    return {name: size for name, size in encoder_shapes(VISION, shape).items() if name.startswith(PROJECTOR)}
+    return {name: _drawn(name, size, generator) for name, size in projector_shapes(VISION, shape).items()}
 
 
 def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -48,12 +43,12 @@ def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tens
     return torch.zeros(size) if name.endswith(".bias") else torch.ones(size)
 
 
-def open_modules(folders: ModelFolders, shapes: Qwen25VLShapes, seed: int) -> dict[str, StoredWeights]:
+def open_modules(folders: ModelFolders, shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
     """The stored weights of `vision` and `text`, opened and checked. Raises `UserError`."""
     expected = folder_shapes(shapes)
     of_vision = {name: shape for name, shape in expected.items() if name.startswith(ENCODER)}
     of_text = {name: shape for name, shape in expected.items() if name not in of_vision}
-    anew = frozenset(_projector_shapes(shapes.vision) if folders.fresh_projector else ())
+    anew = frozenset(projector_shapes(VISION, shapes.vision) if folders.fresh_projector else ())
     stored = {name: shape for name, shape in of_vision.items() if name not in anew}
     text = StoredWeights.open(folders.text, canonical_name)
     vision = text if folders.vision == folders.text else StoredWeights.open(folders.vision, canonical_name)
@@ -68,7 +63,7 @@ def open_modules(folders: ModelFolders, shapes: Qwen25VLShapes, seed: int) -> di
     return {VISION: replace(vision, fresh=fresh), TEXT: text}
 
 
-def open_encoders(further: Mapping[str, Path], shapes: Qwen25VLShapes) -> dict[str, StoredWeights]:
+def open_encoders(further: Mapping[str, Path], shapes: ModelShapes) -> dict[str, StoredWeights]:
     """The stored weights of `further` encoders, opened and checked. Raises `UserError`."""
     opened = {}
     for name, folder in further.items():

@@ -1,0 +1,245 @@
+"""What a model family gives, and what is asked of the shapes of its modules. One folder per family, see `registry`.
+
+A family is known by the `model_type` of its `transformers` configuration. Its encoder and its text module are used
+apart: an encoder of one family may feed the text module of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+from megatron_hetero.data.records import Record
+from megatron_hetero.files.json_objects import Table
+from megatron_hetero.hf.weight_map import WeightMap
+from megatron_hetero.models.common.demo_sizes import DemoSizes
+from megatron_hetero.models.common.flops import VisionFlopShape
+from megatron_hetero.sharding.items import ItemShape, Size
+from megatron_hetero.sharding.stages import Stage
+
+TensorShapes = dict[str, tuple[int, ...]]
+"""Stored tensors by name, in the order in which they are written."""
+
+
+class EncoderShape(ItemShape, Protocol):
+    """An encoder with its projector; widths in elements."""
+
+    @property
+    def family(self) -> str:
+        """The `model_type` of its family."""
+        ...
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn(self) -> int: ...
+    @property
+    def out_hidden(self) -> int:
+        """Width of a row."""
+        ...
+
+    @property
+    def patch_elements(self) -> int:
+        """Input elements of a patch."""
+        ...
+
+    @property
+    def full_layers(self) -> Collection[int]:
+        """The layers whose attention sees whole sequences; that of the others sees windows."""
+        ...
+
+    def square(self, side: int) -> Size:
+        """The size of a square image of `side` pixels, as the family's processor resizes it."""
+        ...
+
+    def side(self, size: Size) -> int:
+        """Pixels of a side of an item of that size, a square image."""
+        ...
+
+    def windows(self, size: Size) -> list[int]:
+        """Patches of each window of local attention of an item."""
+        ...
+
+    def flop_shape(self, layers: Collection[int], embeds: bool) -> VisionFlopShape:
+        """What the operations of some of the layers depend on; `embeds`: with the patch embedding."""
+        ...
+
+
+class TextShape(Protocol):
+    """A language model; widths in elements. `tied`: the head shares the weight of the embedding."""
+
+    @property
+    def family(self) -> str:
+        """The `model_type` of its family."""
+        ...
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+
+    def kv_copies(self, tp: int) -> int:
+        """How often each key/value head is held under `tp`: once where tp divides their number, else until it does."""
+        ...
+
+
+class ItemReader(Protocol):
+    """What an encoder sees of the items that are for it. Holds no open files and can be pickled.
+
+    `token_id`: the token that stands for one row. `patch_size`, `temporal_patch_size`: of the encoder, in pixels and
+    frames; `merge_size`: patches per row and side. `min_pixels`, `max_pixels`: areas that images are resized to;
+    `max_image_pixels`: of pictures that are decoded.
+    """
+
+    image_processor: Any
+    token_id: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    max_image_pixels: int
+
+    def grid(self, record: Record, k: int) -> tuple[int, int, int]:
+        """Size of item `k` of a record in patches, (time, height, width), from its header. Raises `UserError`."""
+        ...
+
+    def patches(self, record: Record, image_index: int, grid: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The decoded patches of an item of that size, float32 [patches, patch_elements]. Raises `UserError`."""
+        ...
+
+    def load_image(self, path: Path, where: str) -> Image.Image:
+        """The decoded picture at its own size. Raises `UserError`."""
+        ...
+
+
+class Family(Protocol):
+    """A model family. Importing one imports neither torch nor transformers; its methods do."""
+
+    @property
+    def model_type(self) -> str:
+        """Of the configuration of a whole model."""
+        ...
+
+    @property
+    def language_models(self) -> Collection[str]:
+        """The `model_type`s of folders that hold the text module alone."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        ...
+
+    # ------------------------------------------------------------------------------------------- configuration
+
+    @property
+    def rules(self) -> Table:
+        """What `config.json` may say, key by key."""
+        ...
+
+    def config_class(self, model_type: str) -> Any:
+        """The class of `transformers` for a configuration of that type."""
+        ...
+
+    def model_class(self) -> Any:
+        """The class of `transformers` for a whole model that generates."""
+        ...
+
+    def check_encoder(self, folder: Path, config: Any) -> None:
+        """Check that the encoder of `folder` is one that is built here. Raises `UserError`."""
+        ...
+
+    def check_text(self, folder: Path, config: Any) -> None:
+        """Check that the language model of `folder` is one that is built here. Raises `UserError`."""
+        ...
+
+    def joined(self, own: Any, encoder: Any, text_alone: bool) -> Any:
+        """The configuration of a model with the language model of `own` and the encoder of `encoder`. `text_alone`:
+        `own` is of a language model alone.
+        """
+        ...
+
+    def encoder_shape(self, config: Any) -> EncoderShape:
+        """Of the encoder of a whole model's configuration."""
+        ...
+
+    def text_shape(self, config: Any) -> TextShape:
+        """Of the language model of a whole model's configuration."""
+        ...
+
+    # ---------------------------------------------------------------------------------------------------- data
+
+    @property
+    def tokens(self) -> Mapping[str, str]:
+        """The tokens that show images, by what `config.json` calls their numbers."""
+        ...
+
+    def image_processor_class(self) -> type:
+        """The class of `transformers` whose pixels the encoder takes."""
+        ...
+
+    def image_reader(self, image_processor: Any, token_id: int, max_image_pixels: int) -> ItemReader:
+        """What reads the sizes and the patches of images. `token_id`: the token that stands for a row."""
+        ...
+
+    @property
+    def positions(self) -> Callable[[int, np.ndarray, np.ndarray], np.ndarray]:
+        """Rotary positions of a sample of so many tokens, int64 [dims, tokens], from the first token of each image and
+        its size in rows.
+        """
+        ...
+
+    def write_demo(self, folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int) -> None:
+        """Write a small model with random weights into `folder`, with a tokenizer that is trained on `corpus`."""
+        ...
+
+    # ------------------------------------------------------------------------------------------------- modules
+
+    def encoder_model(self) -> type:
+        """The class of an encoder's pipeline stage."""
+        ...
+
+    def text_model(self) -> type:
+        """The class of the text module's pipeline stage."""
+        ...
+
+    # ------------------------------------------------------------------------------------------------- weights
+
+    def encoder_tensors(self, shape: Any) -> TensorShapes:
+        """The stored tensors of an encoder, without the prefix of encoders."""
+        ...
+
+    def text_tensors(self, shape: Any) -> TensorShapes:
+        """The stored tensors of the text module."""
+        ...
+
+    def encoder_map(self, prefix: str, shape: Any, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
+        """The map of an encoder's parameters to its stored tensors, whose names begin with `prefix`."""
+        ...
+
+    def text_map(self, shape: Any, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
+        """The map of the text module's parameters to its stored tensors."""
+        ...

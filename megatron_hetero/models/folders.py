@@ -1,0 +1,109 @@
+"""Where the modules of a model come from: one `transformers` folder, or one for the language model and another one for
+the vision encoder. Here are the configurations; `opening` has the weights that no folder gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_hetero.errors import UserError, in_short
+from megatron_hetero.files.json_objects import check, read_object, shown
+from megatron_hetero.models.family import Family
+from megatron_hetero.models.registry import FAMILIES, family_of, titles
+from megatron_hetero.outputs.checkpoints import advice_to_export
+
+VISION_FOLDER = "model.hf_path_vision"
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFolders:
+    """The folders of a model, and the configuration of what they make together.
+
+    `fresh_projector`: no folder gives the projector. `text_alone`: the folder of the text module has no encoder, and
+    its tokenizer's chat template shows no images.
+    """
+
+    text: Path
+    vision: Path
+    config: Any
+    fresh_projector: bool = False
+    text_alone: bool = False
+
+    @property
+    def family(self) -> Family:
+        """Of the model."""
+        return family_of(self.config.model_type)
+
+    @classmethod
+    def read(cls, hf_path: Path, hf_path_vision: Path | None = None, fresh_projector: bool = False) -> ModelFolders:
+        """Read `config.json` of the folders (as saved by any version of transformers).
+
+        Args:
+            hf_path: of the whole model; with `hf_path_vision` a language model alone will do.
+            hf_path_vision: a folder whose vision encoder takes the place of that of `hf_path`.
+            fresh_projector: whether the projector starts anew even where the folder's would fit.
+
+        Raises:
+            UserError: a folder is missing, broken, or of another family.
+        """
+        if hf_path_vision is None:
+            config = read_config(hf_path, "model.hf_path")
+            family = family_of(config.model_type)
+            family.check_encoder(hf_path, config)
+            family.check_text(hf_path, config)
+            return cls(hf_path, hf_path, config, fresh_projector)
+        vision = read_config(hf_path_vision, VISION_FOLDER)
+        family = family_of(vision.model_type)
+        family.check_encoder(hf_path_vision, vision)
+        own = read_config(hf_path, "model.hf_path", (family.model_type, *family.language_models))
+        text_alone = own.model_type != family.model_type
+        with _sound(hf_path / "config.json"):
+            config = family.joined(own, vision, text_alone)
+        family.check_text(hf_path, config)
+        fits = vision.vision_config.out_hidden_size == config.text_config.hidden_size
+        return cls(hf_path, hf_path_vision, config, fresh_projector or not fits, text_alone)
+
+
+def read_config(folder: Path, setting: str, model_types: Sequence[str] = tuple(FAMILIES)) -> Any:
+    """The configuration of the folder that `setting` names, of one of these types. Raises `UserError`."""
+    path = folder / "config.json"
+    if not folder.is_dir() or not path.is_file():
+        found = f"the file {folder}" if folder.is_file() else f"no {path if folder.is_dir() else folder}"
+        make = "download one, or make a small one: python -m megatron_hetero.cli.make_demo DIR"
+        raise UserError(
+            f"{setting}: found {found}, expected a transformers folder of {titles()} with config.json and "
+            f"safetensors weights; {advice_to_export(folder) or make}"
+        )
+    raw = read_object(path)
+    found = raw.get("model_type")
+    if not isinstance(found, str) or found not in model_types:
+        raise _of_another_family(path, found, model_types)
+    family = family_of(found)
+    check(path, raw, family.rules)
+    with _sound(path):
+        return family.config_class(found).from_pretrained(folder, local_files_only=True)
+
+
+@contextmanager
+def _sound(path: Path) -> Iterator[None]:
+    """Inside, transformers makes a configuration of the file `path`. What it says of it is a `UserError`."""
+    try:
+        yield
+    except Exception as error:  # of its validation, or of whatever its code does with an odd value
+        raise UserError(
+            f"{path}: found a configuration that cannot be read ({in_short(error)}); restore the original"
+        ) from error
+
+
+def _of_another_family(path: Path, found: Any, model_types: Sequence[str]) -> UserError:
+    more = ""
+    if any(found in family.language_models for family in FAMILIES.values()):
+        more = f", or the folder of a vision encoder too, with --{VISION_FOLDER}"
+    return UserError(
+        f"{path}: found model_type {shown(found)}, expected {' or '.join(map(repr, model_types))}, the family that "
+        f"this program builds; give a {titles()} folder{more}"
+    )

@@ -1,0 +1,24 @@
+"""The model families that are built. To add one, see docs/extending.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_hetero.models.family import Family
+from megatron_hetero.models.qwen2_5_vl.family import QWEN2_5_VL
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (QWEN2_5_VL,)}
+"""By the `model_type` of a whole model."""
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a whole model or of its language model alone. `KeyError` where it is none of ours."""
+    for family in FAMILIES.values():
+        if model_type in (family.model_type, *family.language_models):
+            return family
+    raise KeyError(model_type)
+
+
+def titles() -> str:
+    """What people call the families, for messages."""
+    return " or ".join(family.title for family in FAMILIES.values())

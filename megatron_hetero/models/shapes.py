@@ -1,0 +1,73 @@
+"""The shapes of a model's modules: its own encoder and text module, and further encoders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout.layout import ModuleShape
+from megatron_hetero.models.family import EncoderShape, TextShape
+from megatron_hetero.models.folders import ModelFolders, read_config
+from megatron_hetero.models.registry import family_of
+from megatron_hetero.names import TEXT, VISION
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """The modules' shapes: of all encoders by name, the folder's own `vision` first, and of the text module."""
+
+    encoders: Mapping[str, EncoderShape]
+    text: TextShape
+
+    @classmethod
+    def from_folder(cls, folder: Path, further: Mapping[str, Path] | None = None) -> ModelShapes:
+        """Read `folder/config.json` (as saved by any version of transformers), and those of `further` encoders, see
+        `of`. Raises `UserError`.
+        """
+        return cls.of(ModelFolders.read(folder), further)
+
+    @classmethod
+    def of(cls, folders: ModelFolders, further: Mapping[str, Path] | None = None) -> ModelShapes:
+        """The model of these folders, and `further` encoders: those of folders of any family whose rows are as wide.
+        Raises `UserError`.
+        """
+        text = folders.family.text_shape(folders.config)
+        encoders = {VISION: folders.family.encoder_shape(folders.config)}
+        for name, path in (further or {}).items():
+            other = read_config(path, f"model.encoders.{name}.hf_path")
+            family = family_of(other.model_type)
+            family.check_encoder(path, other)
+            encoders[name] = family.encoder_shape(other)
+            if encoders[name].out_hidden != text.hidden:
+                raise UserError.at(
+                    path / "config.json",
+                    found=f"vision_config.out_hidden_size = {encoders[name].out_hidden}",
+                    expected=f"{text.hidden}, the hidden size of the text module",
+                    because=f"rows of encoder {name} go into its embedding",
+                    fix="take an encoder that was made for a language model of that width",
+                )
+        return cls(encoders, text)
+
+    @property
+    def vision(self) -> EncoderShape:
+        """The folder's own encoder."""
+        return self.encoders[VISION]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of all modules: encoders, then text."""
+        return (*self.encoders, TEXT)
+
+    def __getitem__(self, module: str) -> EncoderShape | TextShape:
+        return self.text if module == TEXT else self.encoders[module]
+
+    def module_shapes(self) -> dict[str, ModuleShape]:
+        """What layouts are validated against."""
+        t = self.text
+        encoders = {
+            name: ModuleShape(name, v.heads, v.heads, v.hidden, v.layers, "encoder")
+            for name, v in self.encoders.items()
+        }
+        return {**encoders, TEXT: ModuleShape(TEXT, t.heads, t.kv_heads, t.hidden, t.layers, "text")}

@@ -1,0 +1,132 @@
+"""The order of the floors: a folder imports from lower floors only, no module imports itself over others, a family is
+known to the registry alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megatron_hetero"
+FLOORS = """
+errors names
+terminal environment files
+outputs
+layout
+hf config
+distributed
+data
+boundary
+schedule
+execution sharding
+models
+processor job
+engine
+batch
+checkpoint planning
+training
+evaluation
+cli run
+"""
+FLOOR = {name: number for number, floor in enumerate(FLOORS.split("\n")) for name in floor.split()}
+MOST_FILES = 14
+"""In a folder, besides its own `__init__.py`."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """The files of the package by dotted name, without the package's own."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        parts = file.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    del found[""]
+    return found
+
+
+@cache
+def imports() -> dict[str, frozenset[str]]:
+    """For each module those of the package that it imports, anywhere in it but for type checkers alone."""
+    return {name: frozenset(_imported(ast.parse(file.read_text(encoding="utf-8")))) for name, file in modules().items()}
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    typing = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node not in typing and (node.module or "").startswith(PACKAGE.name):
+            base = (node.module or "").removeprefix(PACKAGE.name).lstrip(".")
+            for alias in node.names:
+                whole = f"{base}.{alias.name}".lstrip(".")
+                found.add(whole if whole in modules() else base)
+    return found - {""}
+
+
+def test_every_folder_has_a_floor() -> None:
+    assert {name.partition(".")[0] for name in modules()} == FLOOR.keys()
+
+
+@pytest.mark.parametrize("name", modules())
+def test_imports_come_from_lower_floors(name: str) -> None:
+    own = name.partition(".")[0]
+    above = [other for other in imports()[name] if (top := other.partition(".")[0]) != own and FLOOR[top] >= FLOOR[own]]
+    assert not above
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    try:
+        TopologicalSorter(imports()).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def folders() -> list[Path]:
+    return sorted({file.parent for file in modules().values()} - {PACKAGE})
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(PACKAGE)))
+def test_a_folder_says_what_it_holds_and_is_small(folder: Path) -> None:
+    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+    assert len([file for file in folder.glob("*.py") if file.name != "__init__.py"]) <= MOST_FILES
+
+
+def families() -> list[str]:
+    return sorted(folder.name for folder in (PACKAGE / "models").iterdir() if (folder / "family.py").is_file())
+
+
+@pytest.mark.parametrize("family", families())
+def test_a_family_is_known_to_the_registry_alone(family: str) -> None:
+    own = f"models.{family}"
+    knowing = {
+        name for name in modules() if not name.startswith(own) and any(i.startswith(own) for i in imports()[name])
+    }
+    assert knowing == {"models.registry"}
+
+
+def test_code_names_no_model() -> None:
+    """Outside the families' folders, but for help texts and comments."""
+    named = {}
+    for name, file in modules().items():
+        if any(name.startswith(f"models.{family}") for family in families()) or name == "models.registry":
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        words = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        words += [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.alias)]
+        words += [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and _is_a_word(node.value)]
+        if found := [word for word in map(str, words) if re.search("qwen", word, re.IGNORECASE)]:
+            named[name] = found
+    assert not named
+
+
+def _is_a_word(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[\w.]+", value) is not None
