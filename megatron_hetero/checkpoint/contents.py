@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_hetero.checkpoint.format.blocks import Block, cut, first_held
 from megatron_hetero.checkpoint.format.keys import RANDOM, STEP, WEIGHTS, Entry, Shape, matrix
 from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.engine.optimizer_state import MOMENTS, Shard, shard_of
+from megatron_hetero.engine.optimizer_state import Shard, shard_of
 from megatron_hetero.hf.weight_map import Piece
 
 
@@ -35,7 +35,7 @@ def _written(
     shard = shard_of(optimizer, parameter) if optimizer is not None else None
     if shard is not None and shard.inner is not None:
         blocks = list(cut(pieces, width_of(parameter), shard.start, shard.stop))
-        kinds = {WEIGHTS: shard.master} | {kind: shard.state[kind] for kind in MOMENTS}
+        kinds = {WEIGHTS: shard.master} | {kind: shard.state[kind] for kind in shard.moments}
         for kind, values in kinds.items():
             yield from entries(kind, blocks, values, shapes)
         for block in blocks:
@@ -84,7 +84,7 @@ def _read_shard(
     if shard.inner is None or not all(f"{STEP}/{piece.name}" in stored for piece in pieces):
         return
     state = shard.make_state()
-    for kind in MOMENTS:
+    for kind in shard.moments:
         yield from entries(kind, blocks, state[kind], shapes)
     if pieces:
         # All stored tensors that a parameter is made of were updated together.

@@ -14,6 +14,7 @@ from megatron_hetero.checkpoint.format.keys import RANDOM, Shape, expected_shape
 from megatron_hetero.checkpoint.format.record_fields import require_fields
 from megatron_hetero.checkpoint.model_files import Hashes, alone, differences
 from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.config.optimizers import optimizer_kind
 from megatron_hetero.config.schema import Overridable
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.errors import UserError, listed
@@ -135,7 +136,7 @@ class RunRecord:
         `shapes`, and no others. Returns them, but for random states. Raises `UserError` listing all faults.
         """
         found = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
-        require_tensors(checkpoint, found, expected_shapes(shapes, self.freeze, self.optimizer == "adamw"))
+        require_tensors(checkpoint, found, expected_shapes(shapes, self.freeze, optimizer_kind(self.optimizer)))
         return found
 
     def require_same_model(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:

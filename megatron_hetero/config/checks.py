@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.config.data_share import Share
 from megatron_hetero.config.load import shown_name
+from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.config.paths import check_paths
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.grammar import did_you_mean
@@ -253,10 +254,11 @@ def _check_plan(plan: PlanConfig) -> None:
 def _check_unused(optimizer: OptimizerConfig) -> None:
     """Settings that would have no effect are errors: a user's setting is never silently ignored."""
     defaults = {f.name: f.default for f in fields(optimizer)}
-    unused = {"betas": "sgd", "eps": "sgd", "weight_decay": "sgd", "min_lr": "constant"}
-    for name, reason in unused.items():
+    unused: dict[str, tuple[str, str]] = dict.fromkeys(OPTIMIZERS[optimizer.name].unused, ("name", optimizer.name))
+    if optimizer.schedule == "constant":
+        unused["min_lr"] = ("schedule", "constant")
+    for name, (setting, reason) in unused.items():
         value = getattr(optimizer, name)
-        if reason in (optimizer.name, optimizer.schedule) and value != defaults[name]:
-            setting = "optimizer.name" if reason == "sgd" else "optimizer.schedule"
-            why = f"{setting} is {reason}, which does not use it"
-            raise _wrong(f"optimizer.{name}", value, "nothing", why, f"remove it, or change {setting}")
+        if value != defaults[name]:
+            why = f"optimizer.{setting} is {reason}, which does not use it"
+            raise _wrong(f"optimizer.{name}", value, "nothing", why, f"remove it, or change optimizer.{setting}")

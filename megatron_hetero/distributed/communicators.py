@@ -26,19 +26,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.layout import Layout
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 Ranks = tuple[int, ...]
 
-GRADIENT_AXES = ("sp", "cp", "dp")
+REPLICA_AXES = axes_of("weights", "tokens")
+"""Ranks that work on the same samples."""
+
+GRADIENT_AXES = axes_of("tokens", "samples")
 """Ranks that hold the same parameters and different tokens."""
 
 ENDS = ("first and last pp",)
 """The pairs of ranks of the first and the last stage that differ in nothing else."""
 
-AXES_OF_GROUPS: tuple[tuple[str, ...], ...] = (("tp",), ("sp",), ("cp",), GRADIENT_AXES)
+AXES_OF_GROUPS: tuple[tuple[str, ...], ...] = (("tp",), *((axis,) for axis in axes_of("tokens")), GRADIENT_AXES)
 """Along what every module communicates."""
 
 
@@ -147,7 +151,7 @@ def communicators(
 
 def replica_groups(layout: Layout) -> tuple[Ranks, ...]:
     """The ranks of each replica of a module, in its first stage: they share the data that one of them decodes."""
-    return layout.stage(0).groups("tp", "sp", "cp")
+    return layout.stage(0).groups(*REPLICA_AXES)
 
 
 def boundary_ranks(source: Layout, destination: Layout) -> Ranks:
@@ -162,7 +166,7 @@ def crossing_peers(source: Layout, destination: Layout, direction: Direction, ra
     """
     sides = source.stage(source.pp - 1), destination.stage(0)
     senders, receivers = sides if direction == "forward" else sides[::-1]
-    beside = {r for side in sides if rank in side for r in side.group_of(rank, "tp", "sp", "cp")}
+    beside = {r for side in sides if rank in side for r in side.group_of(rank, *REPLICA_AXES)}
     to = beside.union(receivers.ranks if rank in senders else ())
     back = beside.union(senders.ranks if rank in receivers else ())
     return tuple(sorted(to - {rank})), tuple(sorted(back - {rank}))

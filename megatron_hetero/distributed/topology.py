@@ -18,6 +18,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_hetero.distributed.communicators import (
     DIRECTIONS,
     ENDS,
+    GRADIENT_AXES,
+    REPLICA_AXES,
     Axes,
     Crossing,
     Direction,
@@ -33,6 +35,7 @@ from megatron_hetero.distributed.communicators import (
 )
 from megatron_hetero.distributed.local_group import LocalGroup
 from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.layout.axes import AXES, axes_of
 from megatron_hetero.layout.layout import Layout
 
 Links = Mapping[tuple[Direction, int], dist.ProcessGroup]
@@ -163,15 +166,15 @@ class Topology:
             tp=group("tp"),
             sp=group("sp"),
             context=group("cp"),
-            cp=group("sp", "cp"),
+            cp=group(*axes_of("tokens")),
             dp=group("dp"),
             pp=group("pp"),
-            dp_cp=group("sp", "cp", "dp"),
+            dp_cp=group(*GRADIENT_AXES),
             mp=group("tp", "pp"),
-            tp_cp=group("tp", "sp", "cp"),
+            tp_cp=group(*REPLICA_AXES),
             tp_ep_pp=group("tp", "pp"),
-            expt_dp=group("sp", "cp", "dp"),
-            intra_dist_opt=group("tp", "sp", "cp", "dp", "pp"),
+            expt_dp=group(*GRADIENT_AXES),
+            intra_dist_opt=group(*AXES),
             ep=alone,
             embd=self._groups.get(Axes(module, ENDS)),
             pos_embd=None,

@@ -15,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 
+from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.config.schema import OptimizerConfig
 from megatron_hetero.distributed.megatron import own_parameter_groups, pytorch_optimizers
 from megatron_hetero.distributed.platform import Platform
@@ -28,12 +29,12 @@ def build_optimizer(module: TrainedModule, config: OptimizerConfig, dtype: torch
     """Megatron's optimizer for `module`, or None where everything in it is frozen."""
     if module.ddp is None:
         return None
-    adamw = config.name == "adamw"
+    kind = OPTIMIZERS[config.name]
     megatron = MegatronOptimizerConfig(
-        optimizer="adam" if adamw else "sgd",
+        optimizer=kind.megatron,
         lr=config.lr,
         min_lr=config.min_lr,
-        weight_decay=config.weight_decay if adamw else 0.0,
+        weight_decay=0.0 if "weight_decay" in kind.unused else config.weight_decay,
         adam_beta1=config.betas[0],
         adam_beta2=config.betas[1],
         adam_eps=config.eps,
@@ -41,7 +42,7 @@ def build_optimizer(module: TrainedModule, config: OptimizerConfig, dtype: torch
         clip_grad=0.0,  # ours clips over all modules
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=adamw,
+        use_distributed_optimizer=kind.sharded,
     )
     with platform.megatron_scope(), own_parameter_groups(), pytorch_optimizers():
         optimizer = get_megatron_optimizer(

@@ -9,8 +9,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What PyTorch's AdamW calls its first and second moments."""
+from megatron_hetero.config.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +28,17 @@ class Shard:
         """Moments fp32 [stop - start], and `step`, a number; empty before the first update."""
         return self.inner.state[self.master] if self.inner is not None and self.master in self.inner.state else {}
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What the state has besides `step`."""
+        kind = type(self.inner).__name__
+        return next((each.moments for each in OPTIMIZERS.values() if each.pytorch == kind), ())
+
     def make_state(self) -> dict[str, Tensor]:
         """Moments and step of zero, as before the first update; what is there is replaced."""
         step = torch.zeros((), dtype=torch.float32, device=self.master.device)
         # A step of its own for each parameter: a common one would count once for each of them.
-        zeros = {name: torch.zeros_like(self.master.detach()) for name in MOMENTS}
+        zeros = {name: torch.zeros_like(self.master.detach()) for name in self.moments}
         self.inner.state[self.master] = {"step": step, **zeros}
         return self.inner.state[self.master]
 

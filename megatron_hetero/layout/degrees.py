@@ -9,7 +9,7 @@ from itertools import product
 from math import prod
 from typing import Literal, NamedTuple
 
-from megatron_hetero.layout.grammar import AXES
+from megatron_hetero.layout.axes import AXES
 
 
 @dataclass(frozen=True)

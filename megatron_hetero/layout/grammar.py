@@ -15,8 +15,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-AXES = ("tp", "sp", "cp", "dp", "pp")
-"""The axes, from the one that varies fastest among a layout's ranks to the slowest."""
+from megatron_hetero.layout.axes import AXES
 
 MOST_PLANNED = 20_000
 """Ranks of the largest world that is planned, or advised."""

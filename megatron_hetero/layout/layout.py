@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 from megatron_hetero.environment.ranks import LAUNCHER
 from megatron_hetero.errors import UserError
+from megatron_hetero.layout.axes import AXES, Split, axes_of
 from megatron_hetero.layout.degrees import ModuleShape, closest_degrees, divisors, problem_of
-from megatron_hetero.layout.grammar import AXES, MOST_PLANNED, GrammarError, did_you_mean, format_ranks, read, salvage
+from megatron_hetero.layout.grammar import MOST_PLANNED, GrammarError, did_you_mean, format_ranks, read, salvage
 
 __all__ = ["AXES", "Coordinate", "Layout", "ModuleShape", "resolve", "validate"]
 
@@ -132,6 +133,10 @@ class Layout:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    def ways(self, *splits: Split) -> int:
+        """Over how many ranks these are split: the product of the degrees of their axes."""
+        return prod(self.degrees[axis] for axis in axes_of(*splits))
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -138,5 +138,5 @@ def _require_size(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape) -> N
 
 def one_replica(layout: Layout) -> Layout:
     """A layout of one replica and one stage with the other degrees, on ranks from 0."""
-    size = layout.tp * layout.sp * layout.cp
+    size = layout.ways("weights", "tokens")
     return Layout(tp=layout.tp, sp=layout.sp, cp=layout.cp, dp=1, pp=1, ranks=tuple(range(size)))

@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.communicators import Kind, communicators
 from megatron_hetero.job import (
@@ -129,12 +130,12 @@ def _parameters(
     config: Config, shapes: ModelShapes, layouts: Mapping[str, Layout], stages: Mapping[str, Sequence[Stage]]
 ):
     """Of each module and pipeline coordinate."""
-    itemsize, adamw = dtype_of(config).itemsize, config.optimizer.name == "adamw"
+    itemsize, optimizer = dtype_of(config).itemsize, OPTIMIZERS[config.optimizer.name]
     for name, layout in layouts.items():
         for at in range(layout.pp):
             held = stages_of_rank(stages[name], at, layout.pp)
             parameters = parameters_of(name, shapes, layout.tp, held, config.model.freeze)
-            yield (name, at), parameter_bytes(parameters, layout.sp * layout.cp * layout.dp, itemsize, adamw)
+            yield (name, at), parameter_bytes(parameters, layout.ways("tokens", "samples"), itemsize, optimizer)
 
 
 def _boundary(config: Config, assumed: AssumedBatch, schedule: Schedule, encoder: str) -> Boundary:

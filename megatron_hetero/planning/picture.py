@@ -140,7 +140,7 @@ def _draw_block(axis: Any, at: int, first: int, last: int, colour: str, texts: S
 
 def _draw_replicas(axis: Any, at: int, layout: Layout, ranks: Sequence[int]) -> None:
     """Long marks between replicas, short ones between their ranks, at the foot of a block, where there are few."""
-    for size, length in ((layout.tp * layout.sp * layout.cp, 0.14), (1, 0.06)):
+    for size, length in ((layout.ways("weights", "tokens"), 0.14), (1, 0.06)):
         if len(ranks) // size <= MOST_MARKS // layout.pp:
             places = [ranks[i] - 0.5 for i in range(size, len(ranks), size)]
             axis.vlines(places, at + 0.4 - length, at + 0.4, color="black", linewidth=0.6)

@@ -128,7 +128,7 @@ def _more_axis(plan: Plan, name: str, layout: Layout) -> str:
 def _empty_shards(plan: Plan) -> Iterator[PlanProblem]:
     for name in plan.shapes.encoders:
         layout, shards = plan.layouts[name], plan.shards[name]
-        members = layout.sp * layout.cp
+        members = layout.ways("tokens")
         if not shards.used or members == 1:
             continue
         idle = [bool(shard.pieces) and not shard.tokens for shard in shards.shards]

@@ -28,7 +28,7 @@ def text_forward(assumed: AssumedBatch, stage: Stage) -> float:
         len(stage.layers), t.hidden, t.hidden, width, t.ffn, t.vocab if stage.is_last else 0
     )  # fmt: skip
     supervised = assumed.sample.supervised * len(assumed.lengths)
-    return text_flops(shape, assumed.lengths, supervised, FORWARD) / (layout.tp * layout.sp * layout.cp)
+    return text_flops(shape, assumed.lengths, supervised, FORWARD) / layout.ways("weights", "tokens")
 
 
 def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: float) -> float:
@@ -41,7 +41,7 @@ def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: f
     windows = v.windows(grids[0])
     whole = vision_flops(shape, [patches], windows, FORWARD, FORWARD)
     of_image = whole if stage.is_last else whole - merger_flops(shape, patches, FORWARD)
-    return images * of_image / (layout.tp * layout.sp * layout.cp)
+    return images * of_image / layout.ways("weights", "tokens")
 
 
 def durations(

@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
+from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.sharding.balance import deal
 from megatron_hetero.sharding.context import Pieces, contiguous_pieces
@@ -109,7 +110,7 @@ class EncoderShards:
     def _decoders(self, replica: int, turn: int) -> dict[int, list[int]]:
         """The images of a replica that each of its ranks decodes: dealt so that their patches are even."""
         images = self.dealt[replica]
-        ranks = self.layout.group_of(self.layout.rank_at(dp=replica), "tp", "sp", "cp")
+        ranks = self.layout.group_of(self.layout.rank_at(dp=replica), *axes_of("weights", "tokens"))
         dealt = deal([float(self.shape.rows(self.sizes[i]) * self.shape.unit) for i in images], len(ranks))
         return {rank: [images[i] for i in dealt[(at - turn) % len(ranks)]] for at, rank in enumerate(ranks)}
 

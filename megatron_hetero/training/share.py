@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_hetero.batch.step_loader import StepBatch
 from megatron_hetero.batch.step_plan import StepPlanner
 from megatron_hetero.batch.to_device import to_device
+from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.collective import on_every, together
 from megatron_hetero.distributed.megatron import prepare_globals, random_states, set_random_states
@@ -326,7 +327,7 @@ def _build_modules(
             sequence_parallel=config.model.sequence_parallel.get(name, True),
             recompute=config.model.recompute.get(name, "none"),
             freeze=config.model.freeze,
-            distributed_optimizer=config.optimizer.name == "adamw",
+            distributed_optimizer=OPTIMIZERS[config.optimizer.name].sharded,
             weights=weights[name],
             split=config.parallel_layers.get(name),
             stages_per_rank=stages_per_rank(config, name),

@@ -19,7 +19,7 @@ from math import prod
 
 from torch import Tensor
 
-from megatron_hetero.engine.optimizer_state import MOMENTS
+from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.models.weights import group_of, prefix_of
 from megatron_hetero.names import TEXT
 
@@ -45,11 +45,13 @@ def matrix(shape: Shape) -> Shape:
     return shape if len(shape) <= 2 else (shape[0], prod(shape[1:]))
 
 
-def expected_shapes(shapes: Mapping[str, Shape], freeze: Collection[str], adamw: bool) -> dict[str, Shape]:
+def expected_shapes(shapes: Mapping[str, Shape], freeze: Collection[str], optimizer: OptimizerKind) -> dict[str, Shape]:
     """Every tensor of a checkpoint of a model with the stored `shapes`, but for random states."""
-    trained = {name: shape for name, shape in shapes.items() if adamw and part_of(name, shapes) not in freeze}
+    trained = {
+        name: shape for name, shape in shapes.items() if optimizer.moments and part_of(name, shapes) not in freeze
+    }
     expected = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
-    expected |= {f"{kind}/{name}": matrix(shape) for kind in MOMENTS for name, shape in trained.items()}
+    expected |= {f"{kind}/{name}": matrix(shape) for kind in optimizer.moments for name, shape in trained.items()}
     return expected | {f"{STEP}/{name}": (1,) for name in trained}
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.hf.weight_map import Piece
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of, stored_shapes, tied_parameter, weight_map
@@ -144,19 +145,22 @@ class ParameterBytes:
     optimizer: np.ndarray
 
 
-def parameter_bytes(parameters: Sequence[Parameter], ranks: int, itemsize: int, adamw: bool) -> ParameterBytes:
+def parameter_bytes(
+    parameters: Sequence[Parameter], ranks: int, itemsize: int, optimizer: OptimizerKind
+) -> ParameterBytes:
     """What `parameters` take on each of so many data- and context-parallel ranks. `itemsize`: bytes of a weight."""
-    buckets = buckets_of(parameters, ranks, adamw)
+    buckets = buckets_of(parameters, ranks, optimizer.sharded)
     buffer, frozen = sum(b.size for b in buckets), sum(p.elements for p in parameters if not p.trains)
     trained = sum(p.elements for p in parameters if p.trains)
-    master = 4 if itemsize < 4 else 0
-    if adamw:
+    state = 4 * len(optimizer.moments) + (4 if itemsize < 4 else 0)
+    counter = 4 if optimizer.moments else 0
+    if optimizer.sharded:
         owned, shards = _owned(buckets, ranks)
-        optimizer = owned * (8 + master) + shards * 4
+        held = owned * state + shards * counter
     else:
-        optimizer = np.full(ranks, trained * master, np.int64)
+        held = np.full(ranks, trained * state + counter * sum(p.trains for p in parameters), np.int64)
     return ParameterBytes(
-        trained + frozen, trained, (buffer + frozen) * itemsize, 4 * buffer, optimizer
+        trained + frozen, trained, (buffer + frozen) * itemsize, 4 * buffer, held
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.distributed.communicators import communicators
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.planning.memory.nccl_memory import PEER_BYTES, RING_BYTES, kind_bytes, rank_bytes
@@ -27,7 +28,7 @@ def _parameters(tied: int | None = None, frozen: int | None = None) -> list[Para
 @pytest.mark.parametrize("tied", [None, 0, 4])
 def test_shares_of_the_optimizer_are_those_of_the_elements_in_each_part(ranks: int, tied: int | None) -> None:
     parameters = _parameters(tied, frozen=2)
-    found = parameter_bytes(parameters, ranks, 2, adamw=True)
+    found = parameter_bytes(parameters, ranks, 2, OPTIMIZERS["adamw"])
     expected = np.zeros(ranks, np.int64)
     for bucket in buckets_of(parameters, ranks, True):
         assert bucket.size % math.lcm(ranks, 128) == 0
@@ -45,8 +46,8 @@ def test_shares_of_the_optimizer_are_those_of_the_elements_in_each_part(ranks: i
 
 def test_sgd_keeps_master_weights_of_bfloat16_alone() -> None:
     parameters = _parameters(frozen=0)
-    assert parameter_bytes(parameters, 4, 4, adamw=False).optimizer.tolist() == [0] * 4
-    halves = parameter_bytes(parameters, 4, 2, adamw=False)
+    assert parameter_bytes(parameters, 4, 4, OPTIMIZERS["sgd"]).optimizer.tolist() == [0] * 4
+    halves = parameter_bytes(parameters, 4, 2, OPTIMIZERS["sgd"])
     assert halves.optimizer.tolist() == [4 * (sum(SIZES) - 7)] * 4
     assert halves.weights == 2 * sum(SIZES) and halves.gradients == 4 * (sum(SIZES) - 7)
 

@@ -1,0 +1,44 @@
+"""The optimizers: what each keeps of a parameter, and which settings mean something to it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """An optimizer by its name in `optimizer.name`.
+
+    Attributes:
+        name: in the configuration.
+        megatron: what Megatron's `OptimizerConfig` calls it.
+        pytorch: its class in `torch.optim`.
+        moments: names of its fp32 tensors per parameter, as in the state of PyTorch's optimizer; with any, it counts
+            updates too.
+        sharded: whether each rank keeps the state of a share of the elements (Megatron's distributed optimizer).
+        unused: settings that mean nothing to it.
+    """
+
+    name: str
+    megatron: str
+    pytorch: str
+    moments: tuple[str, ...] = ()
+    sharded: bool = False
+    unused: tuple[str, ...] = ()
+
+
+OPTIMIZERS: Mapping[str, OptimizerKind] = {
+    kind.name: kind
+    for kind in (
+        OptimizerKind("adamw", megatron="adam", pytorch="AdamW", moments=("exp_avg", "exp_avg_sq"), sharded=True),
+        OptimizerKind("sgd", megatron="sgd", pytorch="SGD", unused=("betas", "eps", "weight_decay")),
+    )
+}
+NONE = OptimizerKind("none", megatron="none", pytorch="none")
+"""Of weights that were trained in no step."""
+
+
+def optimizer_kind(name: str) -> OptimizerKind:
+    """The optimizer of that name, as the configuration or a checkpoint says it."""
+    return NONE if name == NONE.name else OPTIMIZERS[name]

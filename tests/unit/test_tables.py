@@ -1,0 +1,42 @@
+"""What is said once in a table agrees with what must be spelled out elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import get_args, get_type_hints
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+
+from megatron_hetero.config.optimizers import NONE, OPTIMIZERS, optimizer_kind
+from megatron_hetero.config.schema import OptimizerConfig
+from megatron_hetero.layout.axes import AXES, TABLE, axes_of
+from megatron_hetero.layout.layout import Coordinate, Layout
+
+
+def test_optimizers_are_those_that_can_be_set() -> None:
+    assert get_args(get_type_hints(OptimizerConfig)["name"]) == tuple(OPTIMIZERS)
+    names = {field.name for field in fields(OptimizerConfig)}
+    for kind in OPTIMIZERS.values():
+        assert issubclass(getattr(torch.optim, kind.pytorch), torch.optim.Optimizer)
+        assert MegatronOptimizerConfig(optimizer=kind.megatron).optimizer == kind.megatron
+        assert names.issuperset(kind.unused) and optimizer_kind(kind.name) is kind
+    assert optimizer_kind("none") is NONE and not NONE.moments
+
+
+def test_moments_are_those_of_pytorch() -> None:
+    for kind in OPTIMIZERS.values():
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = getattr(torch.optim, kind.pytorch)([weight], lr=0.1)
+        weight.grad = torch.ones(2)
+        optimizer.step()
+        tensors = {name for name, value in optimizer.state[weight].items() if getattr(value, "shape", None) == (2,)}
+        assert tensors == set(kind.moments)
+
+
+def test_axes_are_those_of_layouts() -> None:
+    assert (*AXES, "ranks") == tuple(field.name for field in fields(Layout)) and Coordinate._fields == AXES
+    assert axes_of("tokens") == ("sp", "cp") and axes_of("weights", "layers") == ("tp", "pp")
+    assert set(axes_of(*{axis.splits for axis in TABLE})) == set(AXES)
+    layout = Layout(tp=2, sp=3, cp=5, dp=7, pp=1, ranks=tuple(range(210)))
+    assert layout.ways("weights", "tokens") == 30 and layout.ways("samples") == 7 and layout.ways() == 1
