@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.config.schema import Config, require_modules
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.layout import Layout, resolve
@@ -20,7 +22,7 @@ from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings
-from megatron_hetero.sharding.stages import cut_stages
+from megatron_hetero.sharding.stages import Stage, cut_stages
 
 MOST_TURNS = 1 << 15
 """Of all stages in a step, one for each micro-batch: its schedule is written out and checked before it begins."""
@@ -62,49 +64,111 @@ class BatchShape:
         return replace(self, micro_batches=min(self.micro_batches, needed), end=samples)
 
 
-def dtype_of(config: Config) -> torch.dtype:
-    """`model.dtype` as torch has it."""
-    return DTYPES[config.model.dtype]
+@dataclass(frozen=True, eq=False)
+class JobSpec:
+    """What a configuration comes to in a world of ranks.
 
-
-def transport_of(config: Config) -> torch.dtype:
-    """What rows are sent as."""
-    return torch.bfloat16 if config.boundary.transport == "bfloat16" else dtype_of(config)
-
-
-def shards_activations(config: Config, name: str, layout: Layout) -> bool:
-    """Whether a module's activations are split along the sequence over its tp ranks."""
-    return config.model.sequence_parallel.get(name, True) and layout.tp > 1
-
-
-def folders_of(config: Config) -> ModelFolders:
-    """Where the modules of the model come from. Raises `UserError`."""
-    model = config.model
-    return ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
-
-
-def checked(config: Config, world_size: int) -> tuple[ModelShapes, dict[str, Layout], BatchShape]:
-    """The shapes of the model, the layouts that fit it and the world, and how the batch is shared out. Raises
-    `UserError`.
+    Attributes:
+        config: the configuration.
+        folders: where the model's own modules come from.
+        shapes: of all modules.
+        layouts: of all modules, checked against shapes and world.
+        batch: how the samples of a step are assigned to replicas and micro-batches.
+        stages: the pipeline stages of each module.
     """
-    further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
-    shapes = ModelShapes.of(folders_of(config), further)
-    require_modules(config, shapes.modules)
-    layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
-    batch = _batch_shape(config, layouts[TEXT])
-    require_turns(config, layouts, batch)
-    resolve_settings(_schedule_settings(config), layouts, batch.micro_batches)
-    _require_micro_batches(config, batch.micro_batches)
-    for name, layout in layouts.items():
-        per_rank = stages_per_rank(config, name)
-        cut_stages(
-            shapes[name].layers,
-            layout.pp,
-            per_rank=per_rank,
-            split=config.parallel_layers.get(name),
-            module=name,
-        )
-    return shapes, layouts, batch
+
+    config: Config
+    folders: ModelFolders
+    shapes: ModelShapes
+    layouts: Mapping[str, Layout]
+    batch: BatchShape
+    stages: Mapping[str, tuple[Stage, ...]]
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> JobSpec:
+        """Read the model's configuration, and check everything against everything. Raises `UserError`."""
+        model = config.model
+        folders = ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
+        shapes = ModelShapes.of(folders, {name: encoder.hf_path for name, encoder in model.encoders.items()})
+        require_modules(config, shapes.modules)
+        layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
+        batch = _batch_shape(config, layouts[TEXT])
+        _require_turns(config, layouts, batch, MOST_TURNS)
+        resolve_settings(_schedule_settings(config), layouts, batch.micro_batches)
+        _require_micro_batches(config, batch.micro_batches)
+        stages = {
+            name: cut_stages(
+                shapes[name].layers,
+                layout.pp,
+                per_rank=_stages_per_rank(config, name),
+                split=config.parallel_layers.get(name),
+                module=name,
+            )
+            for name, layout in layouts.items()
+        }
+        return cls(config, folders, shapes, layouts, batch, stages)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return DTYPES[self.config.model.dtype]
+
+    @property
+    def transport(self) -> torch.dtype:
+        """What rows are sent as."""
+        return torch.bfloat16 if self.config.boundary.transport == "bfloat16" else self.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row on the wire."""
+        return self.shapes.text.hidden * self.transport.itemsize
+
+    @property
+    def optimizer(self) -> OptimizerKind:
+        """Which optimizer trains."""
+        return OPTIMIZERS[self.config.optimizer.name]
+
+    @cached_property
+    def sequence_parallel(self) -> dict[str, bool]:
+        """For each module, whether its activations are split along the sequence over its tp ranks."""
+        asked = self.config.model.sequence_parallel
+        return {name: asked.get(name, True) and layout.tp > 1 for name, layout in self.layouts.items()}
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Of a step, checked. Raises `UserError` where settings and layouts do not fit."""
+        frozen = [
+            name for name in self.config.model.encoder_names if set(parts_of(name)) <= set(self.config.model.freeze)
+        ]
+        return self._checked_schedule(self.batch, frozen)
+
+    def evaluation_schedule(self, batch: BatchShape) -> Schedule:
+        """Of a batch that is evaluated: that of a step without any backward pass. Raises `UserError`."""
+        return self._checked_schedule(batch, list(self.layouts))
+
+    def _checked_schedule(self, batch: BatchShape, forward_only: Collection[str]) -> Schedule:
+        settings = _schedule_settings(self.config)
+        schedule = build_schedule(self.layouts, batch.micro_batches, settings, forward_only=forward_only)
+        check_schedule(schedule)
+        return schedule
+
+    def require_turns(self, most: int) -> None:
+        """Check that a step has so many turns of stages at most. Raises `UserError`."""
+        _require_turns(self.config, self.layouts, self.batch, most)
+
+    @property
+    def communication(self) -> dict[str, Any]:
+        """What decides on the communicators besides the layouts: keywords of `communicators` and `Topology.build`."""
+        return {
+            "edges": [(name, TEXT) for name in self.config.model.encoder_names],
+            "tied": [TEXT] if self.shapes.text.tied else [],
+            "interleaved": [TEXT] if _stages_per_rank(self.config, TEXT) > 1 else [],
+        }
+
+
+def _stages_per_rank(config: Config, name: str) -> int:
+    """Pipeline stages of a module on each of its ranks."""
+    return config.schedule.virtual_stages if name == TEXT else 1
 
 
 def _require_micro_batches(config: Config, micro_batches: int) -> None:
@@ -121,44 +185,9 @@ def _require_micro_batches(config: Config, micro_batches: int) -> None:
             )
 
 
-def checked_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:
-    """The schedule of a step, checked. Raises `UserError` where settings and layouts do not fit."""
-    frozen = [name for name in config.model.encoder_names if set(parts_of(name)) <= set(config.model.freeze)]
-    return _checked_schedule(config, layouts, batch, frozen)
-
-
-def evaluation_schedule(config: Config, layouts: Mapping[str, Layout], batch: BatchShape) -> Schedule:
-    """The schedule of a batch that is evaluated: that of a step without any backward pass. Raises `UserError`."""
-    return _checked_schedule(config, layouts, batch, list(layouts))
-
-
-def _checked_schedule(
-    config: Config, layouts: Mapping[str, Layout], batch: BatchShape, forward_only: Collection[str]
-) -> Schedule:
-    schedule = build_schedule(layouts, batch.micro_batches, _schedule_settings(config), forward_only=forward_only)
-    check_schedule(schedule)
-    return schedule
-
-
-def communication(config: Config, shapes: ModelShapes) -> dict[str, Any]:
-    """What decides on the communicators besides the layouts: keywords of `communicators` and `Topology.build`."""
-    return {
-        "edges": [(name, TEXT) for name in config.model.encoder_names],
-        "tied": [TEXT] if shapes.text.tied else [],
-        "interleaved": [TEXT] if stages_per_rank(config, TEXT) > 1 else [],
-    }
-
-
-def stages_per_rank(config: Config, name: str) -> int:
-    """Pipeline stages of a module on each of its ranks."""
-    return config.schedule.virtual_stages if name == TEXT else 1
-
-
-def require_turns(
-    config: Config, layouts: Mapping[str, Layout], batch: BatchShape, most_turns: int = MOST_TURNS
-) -> None:
+def _require_turns(config: Config, layouts: Mapping[str, Layout], batch: BatchShape, most_turns: int) -> None:
     """Check that the schedule of a step is one that can be written out. Raises `UserError`."""
-    stages = sum(layout.pp * stages_per_rank(config, name) for name, layout in layouts.items())
+    stages = sum(layout.pp * _stages_per_rank(config, name) for name, layout in layouts.items())
     most = max(1, most_turns // stages)
     if batch.micro_batches > most:
         fitting = batch.replicas * batch.samples * most

@@ -28,7 +28,6 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.gradients import reduce_gradients, scale_gradients
 from megatron_hetero.engine.optimizer import set_learning_rates, update
 from megatron_hetero.execution.watch import Stopwatch
-from megatron_hetero.job import dtype_of
 from megatron_hetero.models.common.flops import peak_flops
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.actions import Action
@@ -188,7 +187,7 @@ class RankOnDevice:
 
     def _load(self, micro_batch: int) -> Any:
         share = self.share
-        return to_device(self.batch.micro_batches[micro_batch], share.platform, dtype_of(share.config))
+        return to_device(self.batch.micro_batches[micro_batch], share.platform, share.job.dtype)
 
 
 def _measure_steps(record: Record, rank: RankOnDevice, plan: Plan) -> None:

@@ -21,7 +21,7 @@ from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of, tied_parameter, weight_map
 from megatron_hetero.names import TEXT
-from megatron_hetero.sharding.stages import Stage, cut_stages, stages_of_rank
+from megatron_hetero.sharding.stages import Stage, stages_of_rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +79,7 @@ class TrainedModule:
 def build_module(
     name: str,
     shapes: ModelShapes,
+    every: Sequence[Stage],
     topology: Topology,
     provider: BackendSpecProvider,
     *,
@@ -88,18 +89,13 @@ def build_module(
     freeze: Collection[str],
     distributed_optimizer: bool,
     weights: WeightSource,
-    split: Sequence[int] | None = None,
-    stages_per_rank: int = 1,
 ) -> TrainedModule:
     """Build this rank's part of `name`: in its layout the stages that it holds, their weights read, what is to be
-    frozen frozen, and with gradient buffers. `split`: layers of each stage, even where left out.
-
-    Raises `UserError` for a split that does not fit.
+    frozen frozen, and with gradient buffers. `every`: the pipeline stages of the module.
     """
-    groups, layers, pp = topology.collection(name), shapes[name].layers, topology.layouts[name].pp
+    groups = topology.collection(name)
     tp, tp_rank = groups.tp.size(), groups.tp.rank()
-    every = cut_stages(layers, pp, per_rank=stages_per_rank, split=split, module=name)
-    stages = stages_of_rank(every, groups.pp.rank(), pp)
+    stages = stages_of_rank(every, groups.pp.rank(), topology.layouts[name].pp)
     chunks, copies = [], TIED_COPIES if shapes.text.tied else {}
     family = family_of(shapes[name].family)
     kind = family.text_model() if name == TEXT else family.encoder_model()

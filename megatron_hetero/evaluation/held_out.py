@@ -20,7 +20,6 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.errors import SharedError
 from megatron_hetero.evaluation.exact_match import answer_counts, exact_match, supervised_samples
 from megatron_hetero.execution.contract import DeviceMicroBatch
-from megatron_hetero.job import dtype_of, evaluation_schedule
 from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.training.metrics import EvaluationMetrics
@@ -42,7 +41,7 @@ class HeldOut:
         batch = run.loader.batch.once(len(samples))
         what = f"evaluation of {name}, batch"
         loader = replace(run.loader, mixture=samples, batch=batch, what=what)
-        return cls(name, loader, evaluation_schedule(run.config, run.topology.layouts, batch))
+        return cls(name, loader, run.job.evaluation_schedule(batch))
 
     def batches(self, workers: int) -> Iterator[StepBatch]:
         """All samples, each once."""
@@ -129,7 +128,7 @@ class HeldOutEvaluation:
         """This rank's sum of token losses; and by micro-batch, for each supervised token of this rank, whether it is
         predicted right, bool [t], filled where this rank has the last stage of the text module.
         """
-        platform, dtype = self.run.platform, dtype_of(self.run.config)
+        platform, dtype = self.run.platform, self.run.job.dtype
         hits: dict[int, torch.Tensor] = {}
 
         def load(m: int) -> DeviceMicroBatch:

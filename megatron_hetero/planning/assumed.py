@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
-from megatron_hetero.config.schema import Config, PlanConfig
+from megatron_hetero.config.schema import PlanConfig
 from megatron_hetero.errors import UserError
-from megatron_hetero.job import BatchShape, shards_activations
+from megatron_hetero.job import BatchShape, JobSpec
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
@@ -69,11 +69,12 @@ class AssumedBatch:
     balance: str
 
     @classmethod
-    def of(cls, config: Config, shapes: ModelShapes, layouts: Mapping[str, Layout], batch: BatchShape) -> AssumedBatch:
+    def of(cls, job: JobSpec) -> AssumedBatch:
         """The assumption of section `plan` of the configuration. Raises `UserError` where it is too large to plan."""
-        _require_size(config.plan, shapes, batch)
-        sharded = {name: shards_activations(config, name, layout) for name, layout in layouts.items()}
-        return cls(assumed_sample(config.plan, shapes), shapes, layouts, batch, sharded, config.data.balance)
+        plan, shapes, batch = job.config.plan, job.shapes, job.batch
+        _require_size(plan, shapes, batch)
+        sample, balance = assumed_sample(plan, shapes), job.config.data.balance
+        return cls(sample, shapes, job.layouts, batch, job.sequence_parallel, balance)
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -4,29 +4,19 @@ model's `config.json`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from megatron_hetero.boundary.plan import plan_boundary
-from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.communicators import Kind, communicators
-from megatron_hetero.job import (
-    TEXT,
-    BatchShape,
-    checked,
-    checked_schedule,
-    communication,
-    dtype_of,
-    require_turns,
-    stages_per_rank,
-    transport_of,
-)
+from megatron_hetero.job import BatchShape, JobSpec
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.planning.memory.activations import StageBytes, encoder_stage, text_stage
 from megatron_hetero.planning.memory.lifetimes import RankBytes, peak_activations
@@ -37,7 +27,7 @@ from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.planning.work import durations, encoder_trains, text_passes
 from megatron_hetero.schedule.program import Role, Schedule
 from megatron_hetero.schedule.simulator import Key, Simulation, simulate
-from megatron_hetero.sharding.stages import Stage, cut_stages, stages_of_rank
+from megatron_hetero.sharding.stages import Stage, stages_of_rank
 
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary", "workspace")
 """Kinds of memory, in the order of the columns of `Plan.memory`."""
@@ -66,14 +56,9 @@ class Plan:
     schedule with these in place of seconds.
     """
 
-    config: Config
+    job: JobSpec
     world_size: int
-    shapes: ModelShapes
-    layouts: Mapping[str, Layout]
-    batch: BatchShape
     assumed: AssumedBatch
-    stages: Mapping[str, tuple[Stage, ...]]
-    schedule: Schedule
     parameters: Mapping[tuple[str, int], ParameterBytes]
     boundaries: tuple[Boundary, ...]
     shards: Mapping[str, ModuleShards]
@@ -87,27 +72,51 @@ class Plan:
 
         Raises `UserError` where the configuration does not fit the model or the world.
         """
-        shapes, layouts, batch = checked(config, world_size)
-        require_turns(config, layouts, batch, PLANNED_TURNS)
-        schedule = checked_schedule(config, layouts, batch)
-        assumed = AssumedBatch.of(config, shapes, layouts, batch)
-        stages = {name: _stages(config, shapes, name, layout) for name, layout in layouts.items()}
-        parameters = dict(_parameters(config, shapes, layouts, stages))
-        shards = {TEXT: text_shards(assumed), **{name: encoder_shards(assumed, name) for name in shapes.encoders}}
-        boundaries = tuple(_boundary(config, assumed, schedule, name) for name in shards if shards[name].used
-                           and name != TEXT)  # fmt: skip
-        images = {name: max(map(len, assumed.dealt(name))) for name in shapes.encoders}
-        memory = _Memory(config, assumed, schedule, stages, parameters, boundaries, shards, gpu).table(world_size)
-        work = durations(config, assumed, stages, images)
-        return cls(
-            config, world_size, shapes, layouts, batch, assumed, stages, schedule, parameters, boundaries, shards,
-            memory, work, simulate(schedule, work),
-        )  # fmt: skip
+        job = JobSpec.of(config, world_size)
+        job.require_turns(PLANNED_TURNS)
+        schedule, assumed = job.schedule, AssumedBatch.of(job)
+        parameters = dict(_parameters(job))
+        shards = {TEXT: text_shards(assumed), **{name: encoder_shards(assumed, name) for name in job.shapes.encoders}}
+        boundaries = tuple(_boundary(job, assumed, name) for name in shards if shards[name].used and name != TEXT)
+        images = {name: max(map(len, assumed.dealt(name))) for name in job.shapes.encoders}
+        memory = _Memory(job, assumed, parameters, boundaries, shards, gpu).table(world_size)
+        work = durations(config, assumed, job.stages, images)
+        return cls(job, world_size, assumed, parameters, boundaries, shards, memory, work, simulate(schedule, work))
+
+    @property
+    def config(self) -> Config:
+        """What was asked for."""
+        return self.job.config
+
+    @property
+    def shapes(self) -> ModelShapes:
+        """Of the model's modules."""
+        return self.job.shapes
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """Of the model's modules."""
+        return self.job.layouts
+
+    @property
+    def batch(self) -> BatchShape:
+        """How the samples of a step are assigned to replicas and micro-batches."""
+        return self.job.batch
+
+    @property
+    def stages(self) -> Mapping[str, tuple[Stage, ...]]:
+        """The pipeline stages of each module."""
+        return self.job.stages
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of a step."""
+        return self.job.schedule
 
     @cached_property
     def communicators(self) -> tuple[Kind, ...]:
         """The communicators that a run makes besides that of the world, in its order."""
-        return communicators(self.layouts, **communication(self.config, self.shapes))
+        return communicators(self.layouts, **self.job.communication)
 
     @cached_property
     def kinds_of_ranks(self) -> tuple[tuple[Role, np.ndarray, np.ndarray], ...]:
@@ -120,41 +129,30 @@ class Plan:
         return tuple(sorted(found, key=lambda kind: int(kind[1][0])))
 
 
-def _stages(config: Config, shapes: ModelShapes, name: str, layout: Layout) -> tuple[Stage, ...]:
-    layers = shapes.text.layers if name == TEXT else shapes.encoders[name].layers
-    split = config.parallel_layers.get(name)
-    return cut_stages(layers, layout.pp, per_rank=stages_per_rank(config, name), split=split, module=name)
-
-
-def _parameters(
-    config: Config, shapes: ModelShapes, layouts: Mapping[str, Layout], stages: Mapping[str, Sequence[Stage]]
-):
+def _parameters(job: JobSpec) -> Iterator[tuple[tuple[str, int], ParameterBytes]]:
     """Of each module and pipeline coordinate."""
-    itemsize, optimizer = dtype_of(config).itemsize, OPTIMIZERS[config.optimizer.name]
-    for name, layout in layouts.items():
+    for name, layout in job.layouts.items():
         for at in range(layout.pp):
-            held = stages_of_rank(stages[name], at, layout.pp)
-            parameters = parameters_of(name, shapes, layout.tp, held, config.model.freeze)
-            yield (name, at), parameter_bytes(parameters, layout.ways("tokens", "samples"), itemsize, optimizer)
+            held = stages_of_rank(job.stages[name], at, layout.pp)
+            parameters = parameters_of(name, job.shapes, layout.tp, held, job.config.model.freeze)
+            ranks = layout.ways("tokens", "samples")
+            yield (name, at), parameter_bytes(parameters, ranks, job.dtype.itemsize, job.optimizer)
 
 
-def _boundary(config: Config, assumed: AssumedBatch, schedule: Schedule, encoder: str) -> Boundary:
-    row_bytes = assumed.shapes.text.hidden * transport_of(config).itemsize
-    plan = plan_boundary(*assumed.sides(encoder), row_bytes)
+def _boundary(job: JobSpec, assumed: AssumedBatch, encoder: str) -> Boundary:
+    plan = plan_boundary(*assumed.sides(encoder), job.row_bytes)
     traffic = traffic_of(plan)
-    if not schedule.module[encoder].backward:
+    if not job.schedule.module[encoder].backward:
         del traffic["backward"]
-    return Boundary(encoder, traffic, row_bytes, plan.point_to_point)
+    return Boundary(encoder, traffic, job.row_bytes, plan.point_to_point)
 
 
 @dataclass(frozen=True, eq=False)
 class _Memory:
     """Fills the table of memory. Ranks that differ in nothing that matters are computed once."""
 
-    config: Config
+    job: JobSpec
     assumed: AssumedBatch
-    schedule: Schedule
-    stages: Mapping[str, tuple[Stage, ...]]
     parameters: Mapping[tuple[str, int], ParameterBytes]
     boundaries: Sequence[Boundary]
     shards: Mapping[str, ModuleShards]
@@ -171,20 +169,20 @@ class _Memory:
             table[ranks, 2] += held.optimizer[np.arange(len(ranks)) // layout.tp]
         table[:, 4] = self._staging(world_size)
         rows = [_by_rank(boundary, world_size) for boundary in self.boundaries]
-        for role in self.schedule.roles:
+        for role in self.job.schedule.roles:
             table[np.ix_(role.ranks, (3, 5))] = self._activations(role, rows)
         return table
 
     def _staging(self, world_size: int) -> np.ndarray:
         """Bytes that communicators borrow on each rank."""
         found = np.zeros(world_size, np.int64)
-        rounded = transport_of(self.config) != dtype_of(self.config)
-        role_of = self.schedule.role_index
+        rounded = self.job.transport != self.job.dtype
+        role_of = self.job.schedule.role_index
         for boundary in self.boundaries:
             loans = {d: loans_of(t, boundary.row_bytes, rounded) for d, t in boundary.traffic.items()}
             backward = loans.get("backward") or [None] * len(loans["forward"])
             crossing = [[a for a in role.actions if a.op in ("start", "wait") and a.module == boundary.encoder]
-                        for role in self.schedule.roles]  # fmt: skip
+                        for role in self.job.schedule.roles]  # fmt: skip
             known: dict[tuple[int, CrossingLoans, CrossingLoans | None], int] = {}
             ranks = boundary.traffic["forward"].ranks.tolist()
             for rank, there, back in zip(ranks, loans["forward"], backward, strict=True):
@@ -199,14 +197,14 @@ class _Memory:
         names = dict.fromkeys(name for name, _ in role.places)
         ranks = np.array(role.ranks)
         columns = [self._shard_numbers(name, ranks) for name in names]
-        sides = [self.schedule.crosses(role, boundary.encoder) for boundary in self.boundaries]
+        sides = [self.job.schedule.crosses(role, boundary.encoder) for boundary in self.boundaries]
         columns += [side[ranks] for pair in rows for side in pair]
         kinds, which = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
         found = []
         for kind in kinds.tolist():
             numbers = dict(zip(names, kind, strict=False))
             of_rank = self._rank_bytes(role, numbers, kind[len(names) :], sides)
-            found.append(peak_activations(self.schedule, role, of_rank))
+            found.append(peak_activations(self.job.schedule, role, of_rank))
         return np.array(found)[which.ravel()]
 
     def _shard_numbers(self, name: str, ranks: np.ndarray) -> np.ndarray:
@@ -217,7 +215,7 @@ class _Memory:
         self, role: Role, numbers: Mapping[str, int], rows: Sequence[int], sides: Sequence[tuple[bool, bool]]
     ) -> RankBytes:
         """`rows`: held and needed of each boundary in turn."""
-        width = self.assumed.shapes.text.hidden * dtype_of(self.config).itemsize
+        width = self.assumed.shapes.text.hidden * self.job.dtype.itemsize
         encoders = [boundary.encoder for boundary in self.boundaries]
         held = {e: n * width for e, n, (on, _) in zip(encoders, rows[::2], sides, strict=True) if on}
         needed = {e: n * width for e, n, (_, on) in zip(encoders, rows[1::2], sides, strict=True) if on}
@@ -226,15 +224,15 @@ class _Memory:
             for name, stage in role.places
             if self.shards[name].used
         }
-        return RankBytes(stages, held, needed, transport_of(self.config) != dtype_of(self.config))
+        return RankBytes(stages, held, needed, self.job.transport != self.job.dtype)
 
     def _stage(self, name: str, number: int, shard: Shard) -> StageBytes:
-        itemsize, stage, layout = dtype_of(self.config).itemsize, self.stages[name][number], self.assumed.layouts[name]
-        recompute = self.config.model.recompute.get(name, "none") == "full"
+        itemsize, stage, layout = self.job.dtype.itemsize, self.job.stages[name][number], self.assumed.layouts[name]
+        recompute = self.job.config.model.recompute.get(name, "none") == "full"
         if name == TEXT:
-            passes = text_passes(self.config)
+            passes = text_passes(self.job.config)
             return text_stage(self.assumed.shapes.text, layout, stage, shard, itemsize, passes, recompute, self.gpu)
-        shape, trains = self.assumed.shapes.encoders[name], encoder_trains(self.config, name)
+        shape, trains = self.assumed.shapes.encoders[name], encoder_trains(self.job.config, name)
         return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute, self.gpu)
 
 

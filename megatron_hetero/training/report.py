@@ -16,7 +16,7 @@ def describe(run: Run) -> Table:
         table.add_column(column, justify="right" if "per rank" in column else "left")
     for name, layout in run.topology.layouts.items():
         held, trained = run.over_ranks(_parameters(run, name)).max(dim=0).values.long().tolist()
-        whole = layout.tp == 1 or not run.shards_activations(name)
+        whole = layout.tp == 1 or not run.job.sequence_parallel[name]
         table.add_row(
             name,
             layout.degrees_text,

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megatron_hetero.batch.step_loader import StepBatch
 from megatron_hetero.batch.step_plan import StepPlanner
 from megatron_hetero.batch.to_device import to_device
-from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.collective import on_every, together
 from megatron_hetero.distributed.megatron import prepare_globals, random_states, set_random_states
@@ -33,16 +32,7 @@ from megatron_hetero.execution.contract import RandomStates
 from megatron_hetero.execution.runtime import Interpreter, ModuleOnRank
 from megatron_hetero.execution.watch import Stopwatch, Watchdog
 from megatron_hetero.hf.weight_map import WeightSource
-from megatron_hetero.job import (
-    BatchShape,
-    checked,
-    checked_schedule,
-    communication,
-    dtype_of,
-    shards_activations,
-    stages_per_rank,
-    transport_of,
-)
+from megatron_hetero.job import BatchShape, JobSpec
 from megatron_hetero.models.common.backend import spec_provider
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
@@ -69,16 +59,13 @@ class _EndOfStep:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Share:
     """What a rank trains with. `modules` are those that this rank has a part of, encoders first; `optimizers` are in
-    the same order. `batch`: how a step's samples are shared out; `planner` plans its micro-batches.
+    the same order. `planner` plans the micro-batches of a step.
     """
 
-    config: Config
-    shapes: ModelShapes
-    batch: BatchShape
+    job: JobSpec
     topology: Topology
     modules: tuple[TrainedModule, ...]
     optimizers: tuple[Any, ...]
-    schedule: Schedule
     interpreter: Interpreter
     planner: StepPlanner
     watch: Stopwatch
@@ -86,7 +73,7 @@ class Share:
 
     @staticmethod
     def of(
-        config: Config,
+        job: JobSpec,
         platform: Platform,
         weights: Mapping[str, WeightSource],
         *,
@@ -98,42 +85,58 @@ class Share:
 
         Raises `UserError` where the configuration does not fit the model or the world.
         """
-        shapes, layouts, batch = checked(config, dist.get_world_size())
-        schedule = checked_schedule(config, layouts, batch)
+        config, _ = job.config, job.schedule  # A schedule that does not fit is said before groups are made.
         torch.manual_seed(config.train.seed)
         platform.prepare_megatron()
         prepare_globals(config.train.seed)
         watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform)
         with watchdog.waiting(lambda: "the making of process groups, with all other ranks,"):
             topology = Topology.build(
-                layouts, platform, decoding=config.model.encoder_names, check=check, **communication(config, shapes)
+                job.layouts, platform, decoding=config.model.encoder_names, check=check, **job.communication
             )
-        build = partial(_build_modules, config, shapes, topology, weights)
+        build = partial(_build_modules, job, topology, weights)
         with watchdog.waiting(lambda: "the weights of all other ranks"):
             # A rank may be the only one to read what is wrong: all of them leave, and one says why.
             modules = together(topology.files, build, watchdog.working) if check else build()
         planner = StepPlanner(
-            shapes.encoders,
-            layouts,
-            {name: shards_activations(config, name, layout) for name, layout in layouts.items()},
+            job.shapes.encoders,
+            job.layouts,
+            job.sequence_parallel,
             topology.rank,
-            shapes.text.hidden * transport_of(config).itemsize,
+            job.row_bytes,
             config.data.balance,
         )
         watch, profiled = Stopwatch(platform), config.train.profile
         return Share(
-            config=config,
-            shapes=shapes,
-            batch=batch,
+            job=job,
             topology=topology,
             modules=modules,
-            optimizers=tuple(build_optimizer(m, config.optimizer, dtype_of(config), platform) for m in modules),
-            schedule=schedule,
-            interpreter=_interpreter(config, shapes, topology, modules, watch, watchdog),
+            optimizers=tuple(build_optimizer(m, config.optimizer, job.dtype, platform) for m in modules),
+            interpreter=_interpreter(job, topology, modules, watch, watchdog),
             planner=planner,
             watch=watch,
             profiler=StepProfiler(profiled.start, profiled.steps, config.log.dir, topology.rank, platform),
         )
+
+    @property
+    def config(self) -> Config:
+        """What was asked for."""
+        return self.job.config
+
+    @property
+    def shapes(self) -> ModelShapes:
+        """Of the model's modules."""
+        return self.job.shapes
+
+    @property
+    def batch(self) -> BatchShape:
+        """How the samples of a step are assigned to replicas and micro-batches."""
+        return self.job.batch
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of a step."""
+        return self.job.schedule
 
     @property
     def platform(self) -> Platform:
@@ -183,7 +186,7 @@ class Share:
             if module.ddp is not None:
                 module.ddp.zero_grad_buffer()
                 optimizer.zero_grad()  # Megatron's fp32 optimizer leaves the last step's gradients on the parameters
-        dtype = dtype_of(self.config)
+        dtype = self.job.dtype
         loss_sum = self.interpreter.run(
             self.schedule, lambda m: to_device(batch.micro_batches[m], self.platform, dtype)
         )
@@ -308,29 +311,23 @@ class Share:
         dist.all_reduce(total, group=self.topology.world)
         return total.cpu().numpy()
 
-    def shards_activations(self, name: str) -> bool:
-        """Whether a module's activations are split along the sequence over its tp ranks."""
-        return shards_activations(self.config, name, self.topology.layouts[name])
 
-
-def _build_modules(
-    config: Config, shapes: ModelShapes, topology: Topology, weights: Mapping[str, WeightSource]
-) -> tuple[TrainedModule, ...]:
+def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> tuple[TrainedModule, ...]:
+    config = job.config
     provider = spec_provider(config.model.backend, topology.platform)
     return tuple(
         build_module(
             name,
-            shapes,
+            job.shapes,
+            job.stages[name],
             topology,
             provider,
-            dtype=dtype_of(config),
-            sequence_parallel=config.model.sequence_parallel.get(name, True),
+            dtype=job.dtype,
+            sequence_parallel=job.sequence_parallel[name],
             recompute=config.model.recompute.get(name, "none"),
             freeze=config.model.freeze,
-            distributed_optimizer=OPTIMIZERS[config.optimizer.name].sharded,
+            distributed_optimizer=job.optimizer.sharded,
             weights=weights[name],
-            split=config.parallel_layers.get(name),
-            stages_per_rank=stages_per_rank(config, name),
         )
         for name, layout in topology.layouts.items()
         if topology.rank in layout
@@ -338,8 +335,7 @@ def _build_modules(
 
 
 def _interpreter(
-    config: Config,
-    shapes: ModelShapes,
+    job: JobSpec,
     topology: Topology,
     modules: Sequence[TrainedModule],
     watch: Stopwatch,
@@ -353,9 +349,9 @@ def _interpreter(
     return Interpreter.build(
         topology,
         on_rank,
-        width=shapes.text.hidden,
-        dtype=dtype_of(config),
-        transport=transport_of(config),
+        width=job.shapes.text.hidden,
+        dtype=job.dtype,
+        transport=job.transport,
         watch=watch,
         watchdog=watchdog,
         random=RandomStates(

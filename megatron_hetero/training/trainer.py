@@ -25,10 +25,9 @@ from megatron_hetero.errors import SharedError, UserError
 from megatron_hetero.execution.watch import Watchdog
 from megatron_hetero.hf.folder_writer import Companions, require_writable
 from megatron_hetero.hf.stored_weights import StoredWeights
-from megatron_hetero.job import checked, dtype_of, folders_of
+from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.backend import backend_notices
 from megatron_hetero.models.opening import open_encoders, open_modules
-from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.models.writer import companions_of
 from megatron_hetero.names import VISION, parts_of
@@ -81,10 +80,10 @@ class Run(Share):
         Raises `UserError` for anything that the user can mend; nothing has been written by then.
         """
         watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform)
-        sources = _open_together(config, platform, watchdog)
+        job, sources = _open_together(config, platform, watchdog)
         if platform.is_cuda:  # Before the first collective.
             _prepare_traces(config.log.dir / "nccl")
-        share = Share.of(config, platform, sources.weights, watchdog=watchdog)
+        share = Share.of(job, platform, sources.weights, watchdog=watchdog)
         topology, data = share.topology, config.data
         for notice in backend_notices(config.model.backend, platform) if topology.rank == REPORTER else ():
             print(notice, flush=True)
@@ -94,7 +93,7 @@ class Run(Share):
         with watchdog.waiting(lambda: "the state that training goes on from, with all other ranks,"):
             record = shared_record(config, state, sources.mixture)
             resumed = _with_evaluations(resume(config, state, record), config, topology)
-            _require_trained_projector(config, resumed)
+            _require_trained_projector(job, resumed)
             writer = _writer(config, topology, resumed)
         # In a step nobody is waited for as long as for one that still reads its weights.
         share.wait_for_all("the start of all other ranks")
@@ -150,7 +149,7 @@ class Run(Share):
         watchdog = self.interpreter.watchdog
         with watchdog.waiting(lambda: "the export of the model, with all other ranks,"):
             export_model(
-                *(self.modules, self.shapes, self.topology, target, self.companions, dtype_of(self.config)),
+                *(self.modules, self.shapes, self.topology, target, self.companions, self.job.dtype),
                 working=watchdog.working,
             )
 
@@ -173,31 +172,34 @@ class _Sources:
     companions: Mapping[str, Companions]
 
 
-def _open_together(config: Config, platform: Platform, watchdog: Watchdog) -> _Sources:
-    """What this rank reads from, once all ranks have opened theirs, and the same. Raises `UserError` on every rank."""
+def _open_together(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[JobSpec, _Sources]:
+    """The job, and what this rank reads from, once all ranks have opened theirs, and the same. Raises `UserError` on
+    every rank.
+    """
     with watchdog.working():
-        facts, sources, problem = settings_and_versions(config, platform), None, None
+        facts, job, sources, problem = settings_and_versions(config, platform), None, None, None
         try:
-            sources = _open(config)
+            job = JobSpec.of(config, dist.get_world_size())
+            sources = _open(job)
             facts |= files_of_model(config, sources.weights.values())
             facts |= data_sets([sources.mixture, *sources.held_out.values()])
         except UserError as error:
             problem = str(error)
     store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     require_agreement(Statement(facts, problem), store, rank, ranks, watchdog.waiting)
-    assert sources is not None, "ranks agree only where none has a problem"
-    return sources
+    assert job is not None and sources is not None, "ranks agree only where none has a problem"
+    return job, sources
 
 
-def _open(config: Config) -> _Sources:
+def _open(job: JobSpec) -> _Sources:
     """What this rank reads from, checked. Raises `UserError`."""
-    shapes, *_ = checked(config, dist.get_world_size())
+    config = job.config
     return _Sources(
-        _open_weights(config, shapes),
+        _open_weights(job),
         open_processor(config),
         open_mixture(config),
         open_held_out(config),
-        _ready_to_export(config) if dist.get_rank() == REPORTER else {},
+        _ready_to_export(job) if dist.get_rank() == REPORTER else {},
     )
 
 
@@ -213,10 +215,10 @@ def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]
         first = end + 1
 
 
-def _require_trained_projector(config: Config, resumed: Resumed) -> None:
+def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
     """Check that a projector that starts anew is trained, now or in the steps before. Raises `UserError`."""
     frozen = parts_of(VISION)[-1]
-    if resumed.step == 0 and frozen in config.model.freeze and folders_of(config).fresh_projector:
+    if resumed.step == 0 and frozen in job.config.model.freeze and job.folders.fresh_projector:
         raise SharedError.at(
             "model.freeze (--model.freeze)",
             found=frozen,
@@ -235,10 +237,10 @@ def _with_evaluations(resumed: Resumed, config: Config, topology: Topology) -> R
     return replace(resumed, history=resumed.history + more)
 
 
-def _open_weights(config: Config, shapes: ModelShapes) -> dict[str, StoredWeights]:
+def _open_weights(job: JobSpec) -> dict[str, StoredWeights]:
     """The stored weights of each module, opened and checked. Raises `UserError`."""
-    further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
-    return open_modules(folders_of(config), shapes, config.train.seed) | open_encoders(further, shapes)
+    further = {name: encoder.hf_path for name, encoder in job.config.model.encoders.items()}
+    return open_modules(job.folders, job.shapes, job.config.train.seed) | open_encoders(further, job.shapes)
 
 
 def _writer(config: Config, topology: Topology, resumed: Resumed) -> MetricsWriter | NullWriter:
@@ -261,12 +263,13 @@ def _writer(config: Config, topology: Topology, resumed: Resumed) -> MetricsWrit
     return opened[0] if opened else NullWriter()
 
 
-def _ready_to_export(config: Config) -> dict[str, Companions]:
+def _ready_to_export(job: JobSpec) -> dict[str, Companions]:
     """What goes out with the model, once it is clear that there is a place for it. Raises `UserError`."""
+    config = job.config
     if config.export.hf_dir is not None:
         require_writable(config.export.hf_dir)
     further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
-    return companions_of({VISION: config.model.hf_path, **further}, export_changes(folders_of(config)))
+    return companions_of({VISION: config.model.hf_path, **further}, export_changes(job.folders))
 
 
 def _prepare_traces(folder: Path) -> None:

@@ -18,7 +18,7 @@ from megatron_hetero.batch.step_plan import Images, MicroBatchPlan, PackShape
 from megatron_hetero.config.schema import Config
 from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.job import checked, dtype_of
+from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.drawn import DrawnWeights
 from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.weights import stored_shapes
@@ -37,16 +37,16 @@ def drawn_share(config: Config, platform: Platform, *, check: bool | None = None
 
     `check`: whether groups are checked, which takes the other ranks; None: except on `fake`.
     """
-    shapes, *_ = checked(config, dist.get_world_size())
-    weights = DrawnWeights(stored_shapes(shapes), dtype_of(config), platform.device)
+    job = JobSpec.of(config, dist.get_world_size())
+    weights = DrawnWeights(stored_shapes(job.shapes), job.dtype, platform.device)
     checks = platform.backend != FAKE if check is None else check
-    return Share.of(config, platform, dict.fromkeys(shapes.modules, weights), check=checks)
+    return Share.of(job, platform, dict.fromkeys(job.shapes.modules, weights), check=checks)
 
 
 def assumed_step(share: Share) -> StepBatch:
     """A step of `share`, on the host."""
     planner, layouts = share.planner, share.topology.layouts
-    assumed = AssumedBatch.of(share.config, share.shapes, layouts, share.batch)
+    assumed = AssumedBatch.of(share.job)
     shape, batch = _pack_shape(assumed), assumed.batch
     plans = [planner.plan([shape] * batch.replicas, m) for m in range(batch.micro_batches)]
     pack = _pack(assumed) if planner.rank in layouts[TEXT] else None

@@ -29,7 +29,7 @@ from megatron_hetero.config.schema import Config, load_command
 from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.environment.ranks import require_numbers
 from megatron_hetero.errors import UserError
-from megatron_hetero.job import checked
+from megatron_hetero.job import JobSpec
 from megatron_hetero.models.opening import open_modules
 from megatron_hetero.outputs.checkpoints import MANIFEST, record_file
 from megatron_hetero.processor.processor import Processor
@@ -102,7 +102,7 @@ def _start(argv: Sequence[str], world_size: int) -> None:
 
 
 def _open(config: Config, world_size: int) -> None:
-    shapes, *_ = checked(config, world_size)
+    shapes = JobSpec.of(config, world_size).shapes
     sources = ModelSources(config.model.hf_path, config.model.hf_path_vision, config.model.fresh_projector)
     open_modules(sources.read()[0], shapes, config.train.seed)
     processor, mixture = open_processor(config), open_mixture(config)

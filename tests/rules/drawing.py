@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.errors import UserError
-from megatron_hetero.job import checked, checked_schedule
+from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.degrees import divisors
 from tests.support.folders import ModelChoice
 
@@ -122,8 +122,7 @@ def _layout(rng: random.Random, ranks: Ranks) -> str:
 def _is_legal(drawn: Drawn, folder: Path) -> bool:
     try:
         config = load_config(drawn.command(folder))
-        _, layouts, batch = checked(config, drawn.ranks)
-        checked_schedule(config, layouts, batch)
+        JobSpec.of(config, drawn.ranks).schedule  # noqa: B018 (it is checked)
     except UserError:
         return False
     return True

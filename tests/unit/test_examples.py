@@ -9,10 +9,10 @@ import pytest
 
 from megatron_hetero.cli.make_demo import DemoOptions, make_demo
 from megatron_hetero.config.schema import load_config, require_modules
+from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.layout import ModuleShape, resolve
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import parameter_count
-from megatron_hetero.training.trainer import checked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS = {"3b": 8, "7b": 8, "32b": 16, "72b": 32}
@@ -75,5 +75,5 @@ def test_the_tiny_example_fits_what_make_demo_writes(flags: str, tmp_path: Path)
     assert all(flag in text for flag in flags.split(" --"))
     (tmp_path / "examples/tiny.yaml").write_text(text, encoding="utf-8")
     config = load_config(["--config", str(tmp_path / "examples/tiny.yaml"), *flags.split()])
-    checked(config, 2)
+    JobSpec.of(config, 2)
     assert all(entry.annotations.is_file() for entry in config.data.registry.values())

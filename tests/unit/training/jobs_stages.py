@@ -31,7 +31,7 @@ from megatron_hetero.models.weights import canonical_name, stored_shapes, weight
 from megatron_hetero.models.writer import companions_of
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.encoder_shards import EncoderShards
-from megatron_hetero.sharding.stages import cut_stages, stages_of_rank
+from megatron_hetero.sharding.stages import Stage, cut_stages, stages_of_rank
 from megatron_hetero.sharding.token_shards import TokenShards
 from megatron_hetero.training.export import assemble, export_model, gather_parameters
 
@@ -78,6 +78,7 @@ class Trainee:
         return build_module(
             name,
             self.shapes,
+            self._stages(name),
             self.topology,
             TorchSpecProvider() if self.case.backend == "torch" else te_provider(HOPPER),
             dtype=torch.float32,
@@ -86,9 +87,11 @@ class Trainee:
             freeze=self.case.freeze,
             distributed_optimizer=self.case.optimizer.name == "adamw",
             weights=weights,
-            split=self.case.split,
-            stages_per_rank=self.case.stages_per_rank,
         )
+
+    def _stages(self, name: str) -> tuple[Stage, ...]:
+        layers, pp = self.shapes[name].layers, self.layouts[name].pp
+        return cut_stages(layers, pp, per_rank=self.case.stages_per_rank, split=self.case.split, module=name)
 
     @property
     def module(self) -> TrainedModule:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.errors import UserError
-from megatron_hetero.job import checked
+from megatron_hetero.job import JobSpec
 from megatron_hetero.models.weights import canonical_name
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.pool import Pool
@@ -30,9 +30,9 @@ Pools = Callable[[int], Pool]
 def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: str, make_flags: MakeFlags) -> None:
     flags = make_flags("dp:4", text, f"--train.micro_batch_size {micro}", batch=batch)
     with pytest.raises(UserError, match=message):
-        checked(load_config(flags), 4)
-    _, layouts, shape = checked(load_config(make_flags("dp:4", text, f"--train.micro_batch_size {micro}", batch=8)), 4)
-    assert shape.step_samples == 8 and shape.replicas == layouts["text"].dp
+        JobSpec.of(load_config(flags), 4)
+    job = JobSpec.of(load_config(make_flags("dp:4", text, f"--train.micro_batch_size {micro}", batch=8)), 4)
+    assert job.batch.step_samples == 8 and job.batch.replicas == job.layouts["text"].dp
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -54,7 +54,7 @@ def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: 
 ])  # fmt: skip
 def test_what_cannot_run_is_refused_before_any_group_is_made(flags: str, message: str, make_flags: MakeFlags) -> None:
     with pytest.raises(UserError, match=message):
-        checked(load_config(make_flags("dp:4", "dp:4", flags)), 4)
+        JobSpec.of(load_config(make_flags("dp:4", "dp:4", flags)), 4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -120,7 +120,7 @@ def test_encoders_that_do_not_fit(
     folder = write_model(tmp_path / "detail", choice) if choice is not None else tmp_path / "nowhere"
     more = f"--model.encoders.detail.hf_path {folder} --model.encoders.detail.token <|video_pad|>"
     with pytest.raises(UserError, match=message):
-        checked(load_config(make_flags("dp:4", "dp:4", more)), 4)
+        JobSpec.of(load_config(make_flags("dp:4", "dp:4", more)), 4)
 
 
 def test_crossings_run_beside_the_embedding(make_flags: MakeFlags, pools: Pools) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from megatron_hetero.batch.sources import open_processor
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.errors import UserError
-from megatron_hetero.job import checked
+from megatron_hetero.job import JobSpec
 from megatron_hetero.models.weights import canonical_name
 from tests.support.folders import CORPUS, ModelChoice, randomise, train_tokenizer, write_model
 from tests.support.oracle import Oracle
@@ -134,11 +134,11 @@ def test_a_tied_language_model_alone(folders: Path, make_flags: MakeFlags, pools
 
 def test_a_language_model_alone_needs_an_encoder(folders: Path, make_flags: MakeFlags) -> None:
     with pytest.raises(UserError, match="found model_type 'qwen2', .* with --model.hf_path_vision"):
-        checked(load_config(make_flags("dp:2", "dp:2", f"--model.hf_path {folders}/text")), 2)
+        JobSpec.of(load_config(make_flags("dp:2", "dp:2", f"--model.hf_path {folders}/text")), 2)
     with pytest.raises(UserError, match="found model_type 'qwen2', expected 'qwen2_5_vl'"):
-        checked(load_config(make_flags("dp:2", "dp:2", two(folders, "fits", "text"))), 2)
+        JobSpec.of(load_config(make_flags("dp:2", "dp:2", two(folders, "fits", "text"))), 2)
     with pytest.raises(UserError, match="model.hf_path_vision: found no "):
-        checked(load_config(make_flags("dp:2", "dp:2", two(folders, "fits", "nowhere"))), 2)
+        JobSpec.of(load_config(make_flags("dp:2", "dp:2", two(folders, "fits", "nowhere"))), 2)
     with pytest.raises(UserError, match="expected a folder apart from model.hf_path_vision"):
         load_config(make_flags("dp:2", "dp:2", two(folders, "text", "fits", f"--export.hf_dir {folders}/fits")))
 
