@@ -181,8 +181,8 @@ class _Execution:
 
     def run(self) -> Tensor:
         handlers = {
-            "run": self._run, "send": self._send, "post": self._post, "take": self._take, "start": self._start,
-            "wait": self._wait,
+            "run": self._run, "send": self._send, "irecv": self._post, "wait": self._take, "start": self._start,
+            "finish": self._wait,
         }  # fmt: skip
         for position, action in enumerate(self.actions):
             self.position = position
@@ -217,7 +217,7 @@ class _Execution:
     def _part(self, action: Action) -> str:
         if action.op == "run":
             return action.module
-        return "boundary" if action.op in ("start", "wait") else "pipeline"
+        return "boundary" if action.op in ("start", "finish") else "pipeline"
 
     def _is_text(self, action: Action) -> bool:
         return action.module == self.schedule.text.name
@@ -355,7 +355,7 @@ class _Execution:
         self.arriving[action] = buffer, dist.irecv(buffer, self._partner(action), group=self._pipeline(action))
 
     def _take(self, action: Action) -> None:
-        posted = Action("post", action.kind, action.module, action.micro_batch, action.stage, action.peer)
+        posted = Action("irecv", action.kind, action.module, action.micro_batch, action.stage, action.peer)
         if self._input(action) is None:
             return
         assert posted in self.arriving, f"{action} waits for what was never asked for"
@@ -364,7 +364,7 @@ class _Execution:
         self.arrived[action.kind, _key(action)] = buffer
 
     def _partner(self, action: Action) -> int:
-        return self.schedule.partner(self.of.rank, action)
+        return self.schedule.peer_rank(self.of.rank, action)
 
     def _pipeline(self, action: Action) -> dist.ProcessGroup:
         """The group of the link that an action uses, one way between two ranks."""
@@ -399,7 +399,7 @@ class _Execution:
     def _wait(self, action: Action) -> None:
         crossing = self.crossings.get(_crossing(action))
         text, encoder = self.schedule.text, self.schedule.module[action.module]
-        reads = (text.name, 0) in self._role.places
+        reads = (text.name, 0) in self._role.held_stages
         if action.kind == "F" and reads:
             self._embed(action.micro_batch)
         if crossing is None:
@@ -407,7 +407,7 @@ class _Execution:
         arrived = self.crossings.pop(_crossing(action)).wait()
         if action.kind == "F" and reads:
             self.rows[action.module, action.micro_batch] = arrived.requires_grad_(encoder.backward)
-        elif action.kind == "B" and (encoder.name, encoder.stages - 1) in self._role.places:
+        elif action.kind == "B" and (encoder.name, encoder.stages - 1) in self._role.held_stages:
             self.row_grads[action.module, action.micro_batch] = arrived
 
     @property
@@ -418,7 +418,7 @@ class _Execution:
         """Where the next crossing of this rank is the return of this micro-batch's rows, let it start as soon as their
         gradients are known.
         """
-        following = next((a for a in self.actions[self.position :] if a.op in ("start", "wait")), None)
+        following = next((a for a in self.actions[self.position :] if a.op in ("start", "finish")), None)
         if following is None or (following.op, following.kind) != ("start", "B"):
             return
         rows = self.rows.get((following.module, following.micro_batch))

@@ -72,7 +72,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Op = Literal["run", "send", "post", "take", "start", "wait"]
+Op = Literal["run", "send", "irecv", "wait", "start", "finish"]
 Kind = Literal["F", "R", "B"]
 NAME = r"[A-Za-z_][\w-]*"
 """What modules are called."""
@@ -103,10 +103,10 @@ class Action:
                 return f"{self.module}.{self.stage}.{work}"
             case "send":
                 return f"{self.module}.{self.stage}>{self.peer}.{work}"
-            case "post" | "take":
-                return f"{self.module}.{self.stage}<{self.peer}.{work}{'!' if self.op == 'take' else ''}"
+            case "irecv" | "wait":
+                return f"{self.module}.{self.stage}<{self.peer}.{work}{'!' if self.op == 'wait' else ''}"
         ends = (self.module, self.peer) if self.kind == "F" else (self.peer, self.module)
-        return f"{ends[0]}>{ends[1]}.{work}{'!' if self.op == 'wait' else ''}"
+        return f"{ends[0]}>{ends[1]}.{work}{'!' if self.op == 'finish' else ''}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -116,12 +116,12 @@ class Action:
             return run(kind, module, int(stage), int(batch))  # pyright: ignore[reportArgumentType]
         if found := _TRANSFER.fullmatch(text):
             module, stage, arrow, peer, kind, batch = found.groups()
-            op = {">": "send", "<": "post", "<!": "take"}[arrow + text[len(text.rstrip("!")) :]]
+            op = {">": "send", "<": "irecv", "<!": "wait"}[arrow + text[len(text.rstrip("!")) :]]
             return cls(op, kind, module, int(batch), int(stage), int(peer))  # pyright: ignore[reportArgumentType]
         if found := _CROSSING.fullmatch(text):
             source, target, kind, batch, waits = found.groups()
             encoder, into = (source, target) if kind == "F" else (target, source)
-            return cls("wait" if waits else "start", kind, encoder, int(batch), None, into)  # pyright: ignore
+            return cls("finish" if waits else "start", kind, encoder, int(batch), None, into)  # pyright: ignore
         raise ValueError(
             f"found {text!r}, expected an action such as 'text.1.F3', 'text.1>2.F3', 'text.2<1.F3', 'text.2<1.F3!', "
             "'vision>text.F3' or 'vision>text.F3!'"
@@ -143,14 +143,14 @@ def send(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Ac
     return Action("send", kind, module, micro_batch, stage, peer)
 
 
-def post(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
+def irecv(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
     """`stage` is ready to receive from the stage `peer`."""
-    return Action("post", kind, module, micro_batch, stage, peer)
+    return Action("irecv", kind, module, micro_batch, stage, peer)
 
 
-def take(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
+def wait(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
     """`stage` waits for what the stage `peer` sends it."""
-    return Action("take", kind, module, micro_batch, stage, peer)
+    return Action("wait", kind, module, micro_batch, stage, peer)
 
 
 def start(kind: Kind, encoder: str, text: str, micro_batch: int) -> Action:
@@ -158,6 +158,6 @@ def start(kind: Kind, encoder: str, text: str, micro_batch: int) -> Action:
     return Action("start", kind, encoder, micro_batch, None, text)
 
 
-def wait(kind: Kind, encoder: str, text: str, micro_batch: int) -> Action:
+def finish(kind: Kind, encoder: str, text: str, micro_batch: int) -> Action:
     """Wait for the crossing."""
-    return Action("wait", kind, encoder, micro_batch, None, text)
+    return Action("finish", kind, encoder, micro_batch, None, text)

@@ -50,7 +50,7 @@ from itertools import pairwise, product
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.schedule.actions import Action, Kind, run, start, wait
+from megatron_hetero.schedule.actions import Action, Kind, finish, run, start
 from megatron_hetero.schedule.orders import Work, pipeline_order
 from megatron_hetero.schedule.program import Module, Role, Schedule, find_roles
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
@@ -180,13 +180,13 @@ class _Plan:
     def start(self, kind: Kind, encoder: Module, micro_batch: int) -> Action:
         return start(kind, encoder.name, self.text.name, micro_batch)
 
-    def wait(self, kind: Kind, encoder: Module, micro_batch: int) -> Action:
-        return wait(kind, encoder.name, self.text.name, micro_batch)
+    def finish(self, kind: Kind, encoder: Module, micro_batch: int) -> Action:
+        return finish(kind, encoder.name, self.text.name, micro_batch)
 
 
 def _stage(role: Role, module: Module) -> int | None:
     """The (first) stage of `module` that the role holds."""
-    return next((stage for name, stage in role.places if name == module.name), None)
+    return next((stage for name, stage in role.held_stages if name == module.name), None)
 
 
 def _order(plan: _Plan, role: Role) -> Iterator[Action]:
@@ -204,7 +204,7 @@ def _order(plan: _Plan, role: Role) -> Iterator[Action]:
         yield from _encode(plan, role, encoded)
     if is_first:
         last = range(max(0, plan.batches - 1 - plan.run_ahead), plan.batches)
-        yield from (plan.wait("B", encoder, m) for m in last for encoder in plan.ahead if encoder.backward)
+        yield from (plan.finish("B", encoder, m) for m in last for encoder in plan.ahead if encoder.backward)
 
 
 # ------------------------------------------------------------------------- modules that share ranks: waves
@@ -222,7 +222,7 @@ def _encode(plan: _Plan, role: Role, wave: Sequence[int]) -> Iterator[Action]:
                 yield from (run("F", encoder.name, stage, m) for m in _at(wave, step - stage))
             if crosses:
                 yield from (plan.start("F", encoder, m) for m in _at(wave, step - last))
-                yield from (plan.wait("F", encoder, m) for m in _at(wave, step - last - 1))
+                yield from (plan.finish("F", encoder, m) for m in _at(wave, step - last - 1))
 
 
 def _return(plan: _Plan, role: Role, wave: Sequence[int]) -> Iterator[Action]:
@@ -244,7 +244,7 @@ def _return(plan: _Plan, role: Role, wave: Sequence[int]) -> Iterator[Action]:
             if stage is not None and encoder.recomputes:
                 yield from (run("R", encoder.name, stage, m) for m in _at(wave, step - 1 - stage))
             if crosses:
-                yield from (plan.wait("B", encoder, m) for m in _at(wave, step - 1 - again))
+                yield from (plan.finish("B", encoder, m) for m in _at(wave, step - 1 - again))
             if stage is not None:
                 yield from (run("B", encoder.name, stage, m) for m in _at(wave, step - 1 - again - (last - stage)))
 
@@ -281,7 +281,7 @@ def _take_rows(plan: _Plan, m: int) -> Iterator[Action]:
     """
     if not plan.run_ahead:
         yield from (plan.start("F", encoder, m) for encoder in plan.ahead)
-    yield from (plan.wait("F", encoder, m) for encoder in plan.ahead)
+    yield from (plan.finish("F", encoder, m) for encoder in plan.ahead)
     if plan.run_ahead and m + 1 < plan.batches:
         yield from (plan.start("F", encoder, m + 1) for encoder in plan.ahead)
 
@@ -292,7 +292,7 @@ def _send_gradients(plan: _Plan, m: int) -> Iterator[Action]:
     yield from (plan.start("B", encoder, m) for encoder in leaving if encoder.backward)
     gone = m - 1 - plan.run_ahead
     if gone >= 0:
-        yield from (plan.wait("B", encoder, gone) for encoder in plan.ahead if encoder.backward)
+        yield from (plan.finish("B", encoder, gone) for encoder in plan.ahead if encoder.backward)
 
 
 # --------------------------------------------------------------------------------- encoders that run ahead
@@ -314,7 +314,7 @@ def _ahead_order(plan: _Plan, role: Role) -> Iterator[Action]:
             elif encoder.backward:
                 yield from _backward_ahead(plan, encoder, stage, work.micro_batch)
     if plan.run_ahead < 2:
-        yield from (plan.wait("F", e, plan.batches - 1) for e, stage in held if stage == e.stages - 1)
+        yield from (plan.finish("F", e, plan.batches - 1) for e, stage in held if stage == e.stages - 1)
 
 
 def _forward_ahead(plan: _Plan, encoder: Module, stage: int, m: int) -> Iterator[Action]:
@@ -326,7 +326,7 @@ def _forward_ahead(plan: _Plan, encoder: Module, stage: int, m: int) -> Iterator
     """
     is_last, holds_back, gone = stage == encoder.stages - 1, plan.run_ahead > 1, m - max(1, plan.run_ahead)
     if is_last and 0 <= gone < plan.batches and (holds_back or m < plan.batches):
-        yield plan.wait("F", encoder, gone)
+        yield plan.finish("F", encoder, gone)
         if holds_back and gone + 1 < plan.batches:
             yield plan.start("F", encoder, gone + 1)
     if not 0 <= m < plan.batches:
@@ -342,7 +342,7 @@ def _backward_ahead(plan: _Plan, encoder: Module, stage: int, m: int) -> Iterato
     """Backward of a micro-batch; then the gradients of the next one may arrive."""
     is_last = stage == encoder.stages - 1
     if is_last:
-        yield plan.wait("B", encoder, m)
+        yield plan.finish("B", encoder, m)
     yield run("B", encoder.name, stage, m)
     if is_last and m + 1 < plan.batches:
         yield plan.start("B", encoder, m + 1)

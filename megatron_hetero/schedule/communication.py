@@ -11,7 +11,7 @@ from megatron_hetero.schedule.program import Schedule
 def use_of(schedule: Schedule, action: Action) -> Link | Crossing:
     """What an action that moves something uses a communicator for."""
     direction: Direction = "backward" if action.kind == "B" else "forward"
-    if action.op in ("start", "wait"):
+    if action.op in ("start", "finish"):
         return Crossing(action.module, schedule.text.name, direction)
     sender = action.stage if action.op == "send" else action.peer
     assert isinstance(sender, int), "work moves nothing"
@@ -22,9 +22,9 @@ def described(schedule: Schedule, rank: int, action: Action) -> str:
     """An action of `rank` with its micro-batch, the ranks that it is with, and the communicator."""
     if action.op == "run":
         others = "the other ranks of its stage"
-    elif action.op in ("start", "wait"):
+    elif action.op in ("start", "finish"):
         source, destination = schedule.sides(action.module)
         others = f"ranks {format_ranks(sorted({*source, *destination} - {rank}))} over {use_of(schedule, action)}"
     else:
-        others = f"rank {schedule.partner(rank, action)} over {use_of(schedule, action)}"
+        others = f"rank {schedule.peer_rank(rank, action)} over {use_of(schedule, action)}"
     return f"action {action} of micro-batch {action.micro_batch}, with {others},"

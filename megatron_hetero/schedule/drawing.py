@@ -13,11 +13,11 @@ from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import Simulation, Span, role_label
 
-Rows = Mapping[str, Sequence[Span]]
+Timelines = Mapping[str, Sequence[Span]]
 """Spans by label of their row: what ranks did, simulated or recorded."""
 
 
-def rows_of(simulation: Simulation) -> dict[str, Sequence[Span]]:
+def timelines_of(simulation: Simulation) -> dict[str, Sequence[Span]]:
     """The rows of a simulation, one per role."""
     pairs = zip(simulation.schedule.roles, simulation.spans, strict=True)
     return {role_label(role): spans for role, spans in pairs}
@@ -78,7 +78,7 @@ def _label(names: Mapping[str, str], action: Action) -> str:
 # ------------------------------------------------------------------------------------------------ pictures
 
 
-def draw(panels: Mapping[str, Simulation | Rows], file: str | Path) -> None:
+def draw(panels: Mapping[str, Simulation | Timelines], file: str | Path) -> None:
     """Draws time by rank, coloured by module: one panel below the other, on one scale of time.
 
     Args:
@@ -89,7 +89,7 @@ def draw(panels: Mapping[str, Simulation | Rows], file: str | Path) -> None:
         UserError: the file has another ending, or matplotlib is not installed.
     """
     require_picture(file)
-    held = {title: rows_of(panel) if isinstance(panel, Simulation) else panel for title, panel in panels.items()}
+    held = {title: timelines_of(panel) if isinstance(panel, Simulation) else panel for title, panel in panels.items()}
     heights = [max(1, len(rows)) for rows in held.values()]
     figure = new_figure((14, 1.2 * len(held) + 0.38 * sum(heights)))
     axes = figure.subplots(len(held), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
@@ -146,7 +146,7 @@ def new_figure(size: tuple[float, float]) -> Any:
     return Figure(figsize=size, layout="constrained")
 
 
-def colours_of(panels: Iterable[Rows]) -> dict[str, str]:
+def colours_of(panels: Iterable[Timelines]) -> dict[str, str]:
     """A colour for each module, the same in all panels."""
     names = dict.fromkeys(s.action.module for rows in panels for spans in rows.values() for s in spans)
     return {name: f"C{i % 10}" for i, name in enumerate(sorted(names))}
@@ -156,7 +156,7 @@ _STYLE: dict[str, dict[str, Any]] = {"F": {"alpha": 0.45}, "R": {"alpha": 0.45, 
 """How forward, repeated forward and backward look in their module's colour."""
 
 
-def draw_panel(axis: Any, title: str, rows: Rows, colours: Mapping[str, str]) -> None:
+def draw_panel(axis: Any, title: str, rows: Timelines, colours: Mapping[str, str]) -> None:
     """Draws one panel on an axis of matplotlib."""
     seconds = max((s.end for spans in rows.values() for s in spans), default=0.0)
     for at, spans in enumerate(rows.values()):
@@ -175,7 +175,7 @@ def _draw_row(axis: Any, at: int, spans: Sequence[Span], colours: Mapping[str, s
     waits = []
     for span in spans:
         took = span.end - span.start
-        if span.action.op in ("take", "wait") and took > 0:
+        if span.action.op in ("wait", "finish") and took > 0:
             waits.append((span.start, took))
         if span.action.op == "run" and took > 0:
             bars.setdefault((span.action.module, span.action.kind), []).append((span.start, took))
@@ -195,7 +195,7 @@ def _number(axis: Any, at: int, span: Span, seconds: float) -> None:
         axis.text(middle, at, span.action.micro_batch, ha="center", va="center", fontsize=7, color=colour)
 
 
-def draw_legend(figure: Any, panels: Iterable[Rows], colours: Mapping[str, str]) -> None:
+def draw_legend(figure: Any, panels: Iterable[Timelines], colours: Mapping[str, str]) -> None:
     """Adds the legend of panels to a figure."""
     from matplotlib.patches import Patch
 

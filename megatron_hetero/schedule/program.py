@@ -16,7 +16,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, Kind
 
 Style = Literal["text", "waves", "recompute", "ahead"]
-Place = tuple[str, int]
+StageId = tuple[str, int]
 """A module and one of its stages."""
 
 
@@ -69,16 +69,16 @@ class Module:
 
 @dataclass(frozen=True)
 class Role:
-    """Ranks that hold the same `places` and execute the same `actions`."""
+    """Ranks that hold the same `held_stages` and execute the same `actions`."""
 
-    places: tuple[Place, ...]
+    held_stages: tuple[StageId, ...]
     ranks: tuple[int, ...]
     actions: tuple[Action, ...] = ()
 
     @property
     def name(self) -> str:
         """Such as ``vision.0+text.1``."""
-        return "+".join(f"{module}.{stage}" for module, stage in self.places)
+        return "+".join(f"{module}.{stage}" for module, stage in self.held_stages)
 
     @property
     def ranks_text(self) -> str:
@@ -91,13 +91,13 @@ class Role:
 
 def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
     """The roles of all ranks, without actions, in the order of their first ranks."""
-    places: dict[int, tuple[Place, ...]] = {}
+    places: dict[int, tuple[StageId, ...]] = {}
     for module in modules:
         for coordinate in range(module.layout.pp):
             held = tuple((module.name, stage) for stage in range(coordinate, module.stages, module.layout.pp))
             for rank in module.stage_ranks(coordinate):
                 places[rank] = places.get(rank, ()) + held
-    ranks: dict[tuple[Place, ...], list[int]] = {}
+    ranks: dict[tuple[StageId, ...], list[int]] = {}
     for rank in sorted(places):
         ranks.setdefault(places[rank], []).append(rank)
     return tuple(Role(held, tuple(members)) for held, members in ranks.items())
@@ -138,7 +138,7 @@ class Schedule:
         """What `rank` does. `KeyError` where it holds no module."""
         return self.roles[self.role_index[rank]].actions
 
-    def partner(self, rank: int, action: Action) -> int:
+    def peer_rank(self, rank: int, action: Action) -> int:
         """The rank that a `send`, `post` or `take` of `rank` is with."""
         assert isinstance(action.stage, int) and isinstance(action.peer, int), f"{action} has no single partner"
         module = self.module[action.module]
@@ -156,7 +156,7 @@ class Schedule:
 
     def crosses(self, role: Role, encoder: str) -> tuple[bool, bool]:
         """Whether the role is on the encoder's, and on the text's, side of the boundary."""
-        return (encoder, self.module[encoder].stages - 1) in role.places, (self.text.name, 0) in role.places
+        return (encoder, self.module[encoder].stages - 1) in role.held_stages, (self.text.name, 0) in role.held_stages
 
     @property
     def in_flight_between_waves(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_hetero.schedule.actions import Action, post, run, send, start, wait
+from megatron_hetero.schedule.actions import Action, finish, irecv, run, send, start
 from megatron_hetero.schedule.program import Module, Role, Schedule
 from megatron_hetero.schedule.transfers import input_of, output_of
 
@@ -14,7 +14,7 @@ from megatron_hetero.schedule.transfers import input_of, output_of
 def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
     """The actions that ranks with these places execute, each once, in no particular order."""
     found: list[Action] = []
-    for name, stage in role.places:
+    for name, stage in role.held_stages:
         module = schedule.module[name]
         for kind in (*module.forward_kinds, *(["B"] if module.backward else [])):
             for m in range(schedule.micro_batches):
@@ -25,11 +25,11 @@ def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
             for kind in ("F", "B") if encoder.backward else ("F",):
                 for m in range(schedule.micro_batches):
                     crossing = kind, encoder.name, schedule.text.name, m
-                    found += [start(*crossing), wait(*crossing)]
+                    found += [start(*crossing), finish(*crossing)]
     return found
 
 
-def needed_on_rank(schedule: Schedule, role: Role, action: Action) -> list[Action]:
+def local_dependencies(schedule: Schedule, role: Role, action: Action) -> list[Action]:
     """The actions that the same rank must have executed before."""
     match action.op:
         case "run":
@@ -37,11 +37,11 @@ def needed_on_rank(schedule: Schedule, role: Role, action: Action) -> list[Actio
         case "send":
             assert action.stage is not None
             return [run(action.kind, action.module, action.stage, action.micro_batch)]
-        case "post":
+        case "irecv":
             return []
-        case "take":
-            return [_as(post, action)]
         case "wait":
+            return [_as(irecv, action)]
+        case "finish":
             return [start(action.kind, action.module, str(action.peer), action.micro_batch)]
     on_encoder, on_text = schedule.crosses(role, action.module)
     if action.kind == "F":
@@ -59,9 +59,9 @@ def _needed_by_work(schedule: Schedule, module: Module, work: Action) -> list[Ac
     if work.kind == "B":
         needed.append(run(module.forward_kinds[-1], module.name, stage, m))
         if module is not schedule.text and stage == module.stages - 1:
-            needed.append(wait("B", module.name, text, m))
+            needed.append(finish("B", module.name, text, m))
     elif module is schedule.text and stage == 0:
-        needed += [wait("F", encoder.name, text, m) for encoder in schedule.encoders]
+        needed += [finish("F", encoder.name, text, m) for encoder in schedule.encoders]
     return needed
 
 
@@ -77,7 +77,7 @@ class Event(NamedTuple):
     waits: bool = False
 
 
-class Needs:
+class Dependencies:
     """What an action needs of other ranks, by role.
 
     A role counts as needing what any of its ranks needs, and as having done what all of its ranks have: roles are
@@ -89,10 +89,10 @@ class Needs:
 
     def of(self, role: int, action: Action) -> list[Event]:
         """The events that end the action; nothing for actions that do not block."""
-        if action.op == "take":
+        if action.op == "wait":
             sent = send(action.kind, action.module, action.peer, action.stage, action.micro_batch)  # pyright: ignore
-            return [Event(other, sent) for other in self.partners(role, action)]
-        if action.op != "wait" or action.module not in self._participants:
+            return [Event(other, sent) for other in self.peer_roles(role, action)]
+        if action.op != "finish" or action.module not in self._participants:
             return []
         if self._schedule.collective[action.module]:
             return [Event(other, action, waits=True) for other in self._participants[action.module]]
@@ -107,12 +107,12 @@ class Needs:
         """Whether the role is on the side where the rows, or gradients, of the crossing arrive."""
         return self._schedule.crosses(self._schedule.roles[role], action.module)[action.kind == "F"]
 
-    def partners(self, role: int, action: Action) -> tuple[int, ...]:
+    def peer_roles(self, role: int, action: Action) -> tuple[int, ...]:
         """The roles with which the ranks of `role` make a transfer."""
         module = self._schedule.module.get(action.module)
         if module is None or action.stage is None or not isinstance(action.peer, int):
             return ()
-        return self._partners.get((module.name, role, module.coordinate(action.peer)), ())
+        return self._peer_roles.get((module.name, role, module.coordinate(action.peer)), ())
 
     def own_and_other_side(self, role: int, encoder: str) -> tuple[list[int], list[int]]:
         """The roles that take part in crossings on the role's own side, and on the other."""
@@ -133,7 +133,7 @@ class Needs:
         }
 
     @cached_property
-    def _partners(self) -> dict[tuple[str, int, int], tuple[int, ...]]:
+    def _peer_roles(self) -> dict[tuple[str, int, int], tuple[int, ...]]:
         """By module, role and the pipeline coordinate next to it: the roles of its ranks' partners there."""
         found: dict[tuple[str, int, int], set[int]] = {}
         for name, here, there, pair in self._pairs():

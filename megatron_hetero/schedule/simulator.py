@@ -12,11 +12,11 @@ from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule, live_activations
 from megatron_hetero.schedule.checks.replay import replay
 from megatron_hetero.schedule.program import Role, Schedule
-from megatron_hetero.schedule.semantics import Needs
+from megatron_hetero.schedule.semantics import Dependencies
 
-Key = tuple[str, str, int]
+DurationKey = tuple[str, str, int]
 """Of work: module, kind (F, R, B), stage. Of a transfer: the same of the sender. Of a crossing: encoder, kind, -1."""
-Durations = Callable[[str, str, int], float] | Mapping[Key, float] | float
+Durations = Callable[[str, str, int], float] | Mapping[DurationKey, float] | float
 
 
 class Span(NamedTuple):
@@ -56,7 +56,7 @@ class Simulation:
     def peak_activations(self, rank: int) -> dict[str, int]:
         """By module, of how many micro-batches (with virtual stages: of stages) activations live at once."""
         role = self.schedule.roles[self.schedule.role_index[rank]]
-        names = dict.fromkeys(name for name, _ in role.places)
+        names = dict.fromkeys(name for name, _ in role.held_stages)
         return {name: max(live_activations(self.schedule, role, name), default=0) for name in names}
 
 
@@ -86,9 +86,11 @@ def simulate(schedule: Schedule, durations: Durations, transfers: Durations = 0.
 class _Clock:
     """The time of each role, which advances action by action."""
 
-    def __init__(self, schedule: Schedule, duration: Callable[[Key], float], transfer: Callable[[Key], float]):
+    def __init__(
+        self, schedule: Schedule, duration: Callable[[DurationKey], float], transfer: Callable[[DurationKey], float]
+    ):
         self._schedule, self._duration, self._transfer = schedule, duration, transfer
-        self._needs = Needs(schedule)
+        self._needs = Dependencies(schedule)
         self._ready: dict[tuple[int, Action], float] = {}
         """When each send, post and start was executed."""
         self.spans: list[list[Span]] = [[] for _ in schedule.roles]
@@ -100,9 +102,9 @@ class _Clock:
             case "run":
                 assert action.stage is not None
                 end = now + self._duration((action.module, action.kind, action.stage))
-            case "take":
-                end = max(now, self._arrival_of_transfer(role, action))
             case "wait":
+                end = max(now, self._arrival_of_transfer(role, action))
+            case "finish":
                 end = max(now, self._arrival_of_crossing(role, action))
             case _:
                 self._ready[role, action] = now
@@ -111,7 +113,7 @@ class _Clock:
     def _arrival_of_transfer(self, role: int, action: Action) -> float:
         """Data move when they are sent and their receive is posted."""
         assert isinstance(action.peer, int) and action.stage is not None
-        posted = Action("post", action.kind, action.module, action.micro_batch, action.stage, action.peer)
+        posted = Action("irecv", action.kind, action.module, action.micro_batch, action.stage, action.peer)
         sent = [self._ready[event] for event in ((e.role, e.action) for e in self._needs.of(role, action))]
         took = self._transfer((action.module, action.kind, action.peer))
         return max(self._ready[role, posted], *sent) + took
@@ -126,7 +128,7 @@ class _Clock:
         )
 
 
-def _lookup(name: str, durations: Durations) -> Callable[[Key], float]:
+def _lookup(name: str, durations: Durations) -> Callable[[DurationKey], float]:
     if callable(durations):
         return lambda key: durations(*key)
     if isinstance(durations, Mapping):
@@ -134,7 +136,7 @@ def _lookup(name: str, durations: Durations) -> Callable[[Key], float]:
     return lambda key: durations
 
 
-def _found(name: str, durations: Mapping[Key, float], key: Key) -> float:
+def _found(name: str, durations: Mapping[DurationKey, float], key: DurationKey) -> float:
     if key not in durations:
         where = f"simulation, {name}"
         expected = "seconds for each module, kind and stage"

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from megatron_hetero.schedule.actions import Action, post, send, take
+from megatron_hetero.schedule.actions import Action, irecv, send, wait
 from megatron_hetero.schedule.program import Module, Role, Schedule
 
 Source = tuple[str, int]
@@ -39,7 +39,7 @@ def input_of(module: Module, work: Action) -> tuple[Action, Action] | None:
         return None
     assert work.stage is not None
     where = work.kind, work.module, work.stage, source, work.micro_batch
-    return post(*where), take(*where)
+    return irecv(*where), wait(*where)
 
 
 def output_of(module: Module, work: Action) -> Action | None:
@@ -66,7 +66,7 @@ def _sent(schedule: Schedule, orders: Iterable[Sequence[Action]]) -> dict[tuple[
     known: set[Source] = set()
     for role, order in zip(schedule.roles, orders, strict=True):
         # Ranks of one stage run the module in one order, whichever other modules they hold.
-        new = {_source(schedule, name, stage) for name, stage in role.places} - known
+        new = {_source(schedule, name, stage) for name, stage in role.held_stages} - known
         known |= new
         for work in order:
             if work.op != "run" or _source(schedule, work.module, work.stage) not in new:
@@ -75,7 +75,7 @@ def _sent(schedule: Schedule, orders: Iterable[Sequence[Action]]) -> dict[tuple[
             target = target_stage(module, work)
             if target is not None:
                 assert work.stage is not None
-                arriving = post(work.kind, work.module, target, work.stage, work.micro_batch)
+                arriving = irecv(work.kind, work.module, target, work.stage, work.micro_batch)
                 source = _source(schedule, work.module, work.stage)
                 found.setdefault((source, module.coordinate(target)), []).append(arriving)
     return found
@@ -90,7 +90,7 @@ def _completed(
     schedule: Schedule, role: Role, order: Sequence[Action], sent: dict[tuple[Source, int], list[Action]]
 ) -> Iterator[Action]:
     queues: dict[Source, deque[Action]] = {}
-    for name, stage in role.places:
+    for name, stage in role.held_stages:
         module = schedule.module[name]
         for coordinate in {(module.coordinate(stage) + by) % module.layout.pp for by in (1, -1)}:
             arriving = sent.get(((name, coordinate), module.coordinate(stage)), ())

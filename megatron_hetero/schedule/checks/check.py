@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.schedule.actions import Action, post
+from megatron_hetero.schedule.actions import Action, irecv
 from megatron_hetero.schedule.checks.deadlock import DESIGN, Waiting, find_cycle
 from megatron_hetero.schedule.checks.replay import Point
 from megatron_hetero.schedule.checks.streams import Wiring
 from megatron_hetero.schedule.grid import excerpt
 from megatron_hetero.schedule.program import Role, Schedule
-from megatron_hetero.schedule.semantics import Needs, expected_actions, needed_on_rank
+from megatron_hetero.schedule.semantics import Dependencies, expected_actions, local_dependencies
 
 
 class ScheduleError(UserError):
@@ -107,17 +107,17 @@ def _closest(action: Action, others: Sequence[Action]) -> Action:
 
 def _lacking(schedule: Schedule, index: int, lacking: Action) -> Problem:
     role = schedule.roles[index]
-    users = (at for at, action in enumerate(role.actions) if lacking in needed_on_rank(schedule, role, action))
+    users = (at for at, action in enumerate(role.actions) if lacking in local_dependencies(schedule, role, action))
     return Problem(
         ((index, next(users, len(role.actions))),), f"no `{lacking}`", "each of its actions once", _purpose(lacking)
     )
 
 
 def _purpose(action: Action) -> str:
-    if action.op in ("run", "wait", "start"):
+    if action.op in ("run", "finish", "start"):
         return {
             "run": "every stage runs every micro-batch once",
-            "wait": "what crosses must have arrived before it is used",
+            "finish": "what crosses must have arrived before it is used",
             "start": "every participant takes part in every crossing",
         }[action.op]
     other = f"stage {action.peer} of `{action.module}`"
@@ -131,7 +131,7 @@ def _wrong_order(schedule: Schedule) -> Iterator[Problem]:
     for index, role in enumerate(schedule.roles):
         done: set[Action] = set()
         for at, action in enumerate(role.actions):
-            for needed in needed_on_rank(schedule, role, action):
+            for needed in local_dependencies(schedule, role, action):
                 if needed not in done:
                     found, because = f"`{needed}` after it", f"`{action}` needs what that brings"
                     yield Problem(((index, at), (index, role.actions.index(needed))), found, "it before", because)
@@ -142,10 +142,10 @@ def _wrong_order(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _wrong_queues(schedule: Schedule) -> Iterator[Problem]:
-    needs = Needs(schedule)
+    needs = Dependencies(schedule)
     for index, role in enumerate(schedule.roles):
         for key, posted in _by_source(schedule, role).items():
-            for sender in needs.partners(index, posted[0]):
+            for sender in needs.peer_roles(index, posted[0]):
                 sent = _by_target(schedule, schedule.roles[sender], key)
                 yield from _first_difference(schedule, (index, posted), (sender, sent))
 
@@ -154,7 +154,7 @@ def _by_source(schedule: Schedule, role: Role) -> dict[tuple[str, int], list[Act
     """What the role posts, by module and the pipeline coordinate that sends."""
     found: dict[tuple[str, int], list[Action]] = {}
     for action in role.actions:
-        if action.op == "post":
+        if action.op == "irecv":
             assert isinstance(action.peer, int)
             coordinate = schedule.module[action.module].coordinate(action.peer)
             found.setdefault((action.module, coordinate), []).append(action)
@@ -167,7 +167,7 @@ def _by_target(schedule: Schedule, sender: Role, key: tuple[str, int]) -> dict[i
     for a in sender.actions:
         if a.op == "send" and a.module == key[0]:
             assert isinstance(a.peer, int) and a.stage is not None
-            arriving = post(a.kind, a.module, a.peer, a.stage, a.micro_batch)
+            arriving = irecv(a.kind, a.module, a.peer, a.stage, a.micro_batch)
             found.setdefault(schedule.module[a.module].coordinate(a.peer), []).append(arriving)
     return found
 
@@ -210,7 +210,7 @@ def _wrong_crossings(schedule: Schedule) -> Iterator[Problem]:
 def _lanes(schedule: Schedule, role: Role) -> dict[Lane, list[int]]:
     found: dict[Lane, list[int]] = {}
     for at, action in enumerate(role.actions):
-        if action.op in ("start", "wait"):
+        if action.op in ("start", "finish"):
             collective = schedule.collective[action.module]
             lane = ("collectives",) if collective else (action.module, action.kind, action.op)
             found.setdefault(lane, []).append(at)
@@ -292,4 +292,4 @@ def _too_many_activations(schedule: Schedule) -> Iterator[Problem]:
 
 def _held(schedule: Schedule, role: Role) -> Iterable[tuple[str, int]]:
     """The modules of a role, with the role's pipeline coordinate in each."""
-    return dict.fromkeys((name, schedule.module[name].coordinate(stage)) for name, stage in role.places)
+    return dict.fromkeys((name, schedule.module[name].coordinate(stage)) for name, stage in role.held_stages)

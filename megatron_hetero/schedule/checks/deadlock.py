@@ -94,7 +94,7 @@ def find_cycle(schedule: Schedule, wiring: Wiring = DESIGN, *, single_queue: boo
         rank = role.ranks[0]
 
         def sender(action: Action) -> int:
-            return index[rank if action.op == "send" else schedule.partner(rank, action)]
+            return index[rank if action.op == "send" else schedule.peer_rank(rank, action)]
 
         return sender
 

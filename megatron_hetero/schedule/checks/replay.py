@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.schedule.semantics import Event, Needs
+from megatron_hetero.schedule.semantics import Dependencies, Event
 
 Point = tuple[int, int]
 """A role and the index of one of its actions."""
@@ -35,7 +35,7 @@ class Replay:
 
 def replay(schedule: Schedule) -> Replay:
     """Execute all actions in thought, each as soon as it can be."""
-    needs, found = Needs(schedule), Replay(schedule, [], [0] * len(schedule.roles), {}, set())
+    needs, found = Dependencies(schedule), Replay(schedule, [], [0] * len(schedule.roles), {}, set())
     sleeping: dict[Event, list[int]] = defaultdict(list)
     awake = deque(range(len(schedule.roles)))
 
@@ -47,7 +47,7 @@ def replay(schedule: Schedule) -> Replay:
         role = awake.popleft()
         actions = schedule.roles[role].actions
         for at in range(found.reached[role], len(actions)):
-            if actions[at].op in ("wait", "take"):
+            if actions[at].op in ("finish", "wait"):
                 announce(Event(role, actions[at], waits=True))
                 needed = found.needed.setdefault((role, at), needs.of(role, actions[at]))
                 missing = next((event for event in needed if event not in found.happened), None)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron_hetero.distributed.communicators import Crossing, Link
-from megatron_hetero.schedule.actions import Action, post, start
+from megatron_hetero.schedule.actions import Action, irecv, start
 from megatron_hetero.schedule.communication import use_of
 from megatron_hetero.schedule.program import Role, Schedule
 
@@ -92,7 +92,7 @@ class _Host:
         self.issued: list[Issue] = []
         self.crosses = {e.name: schedule.crosses(role, e.name) for e in schedule.encoders}
         self.place = {action: at for at, action in enumerate(role.actions)}
-        self.crossings = [a for a in role.actions if a.op in ("start", "wait")]
+        self.crossings = [a for a in role.actions if a.op in ("start", "finish")]
         self.following = 0
         self.operation: dict[Action, int] = {}  # of each post and start, its (last) operation
         self.early: dict[Action, int] = {}  # of each post whose `take` came before, the wait
@@ -106,14 +106,14 @@ class _Host:
                 self._run(at, action)
             case "send":
                 self._transfer(at, action, "send")
-            case "post":
+            case "irecv":
                 self._post(action)
-            case "take":
+            case "wait":
                 self._take(at, action)
             case "start":
                 self._start(action)
                 self.following += 1
-            case "wait":
+            case "finish":
                 self._finish(at, action)
                 self.following += 1
 
@@ -152,7 +152,7 @@ class _Host:
 
     # ------------------------------------------------------------------------------------------- pipelines
 
-    def _transfer(self, at: int, action: Action, what: Literal["send", "post"]) -> int:
+    def _transfer(self, at: int, action: Action, what: Literal["send", "irecv"]) -> int:
         source, stream = action.stage if what == "send" else action.peer, self._stream(action)
         message = action.kind, action.module, source, action.micro_batch, self.link(action)
         return self._add(Issue(at, "", stream, message, message))
@@ -171,13 +171,13 @@ class _Host:
             self._receive(waiting.popleft())
 
     def _receive(self, action: Action) -> None:
-        self.operation[action] = self._transfer(self.place[action], action, "post")
+        self.operation[action] = self._transfer(self.place[action], action, "irecv")
         if action in self.early:
             wait = self.early[action]
             self.issued[wait] = self.issued[wait]._replace(waits=self.operation[action])
 
     def _take(self, at: int, action: Action) -> None:
-        posted = post(action.kind, action.module, action.stage, action.peer, action.micro_batch)  # pyright: ignore
+        posted = irecv(action.kind, action.module, action.stage, action.peer, action.micro_batch)  # pyright: ignore
         if posted not in self.operation:  # It waits for what is received later.
             self.early[posted] = len(self.issued)
         self._wait(at, "", self.operation.get(posted, -1))

@@ -56,7 +56,7 @@ def changes(draw: st.DrawFn) -> Schedule:
     others = {
         "micro_batch": [m for m in range(schedule.micro_batches + 1) if m != old.micro_batch],
         "kind": [kind for kind in "FRB" if kind != old.kind],
-        "op": [op for op in ("run", "send", "post", "take", "start", "wait") if op != old.op],
+        "op": [op for op in ("run", "send", "irecv", "wait", "start", "finish") if op != old.op],
         "module": [name for name in [*schedule.module, "nobody"] if name != old.module],
     }
     if old.stage is not None:

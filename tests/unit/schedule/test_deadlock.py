@@ -20,7 +20,7 @@ from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule
 from megatron_hetero.schedule.checks.deadlock import find_cycle
 from megatron_hetero.schedule.checks.streams import Wiring, issues
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.schedule.semantics import needed_on_rank
+from megatron_hetero.schedule.semantics import local_dependencies
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.unit.schedule.gpus import Gpus
 from tests.unit.schedule.shapes import layouts, schedules
@@ -145,7 +145,7 @@ def permuted(schedule: Schedule, random: Random) -> Schedule:
 def _keeps_needs(schedule: Schedule, index: int, actions: list[Action]) -> bool:
     done: set[Action] = set()
     for action in actions:
-        if not done.issuperset(needed_on_rank(schedule, schedule.roles[index], action)):
+        if not done.issuperset(local_dependencies(schedule, schedule.roles[index], action)):
             return False
         done.add(action)
     return True
