@@ -156,7 +156,7 @@ class Ownership:
                 f"ownership `{text}`",
                 found=str(error),
                 expected="`RANK[,RANK…]: ROWS[; …][ partial]`, such as `0: 0-3,8; 1,2: 4-7`",
-                fix="mend the text",
+                fix="correct the text",
             ) from None
 
     def __str__(self) -> str:

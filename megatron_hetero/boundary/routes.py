@@ -13,7 +13,7 @@ sides share no rank:
 Cases, for a row r with source group S and destination group D. Its *sender* is the rank of S that sends it on, its
 *first receiver* the rank of D that gets it first:
 
-     S and D share ranks           the shared ranks keep r; one, both sender and first receiver, sends it to the rest of D
+     S and D share ranks           the shared ranks keep r; one, sender and first receiver, sends it to the rest of D
      they share none, |D| = 1      one member of S sends r to D
      they share none, |D| > 1      one member of S sends r to one member of D, which sends it to the rest
      the parts in S are a sum      as above after phase 1, but only the first receiver has the sum to begin with

@@ -160,11 +160,17 @@ class LiveActivations:
         execution = self.execution
         if execution is None:
             return
-        for of_kind in (execution.entered, execution.left, execution.arrived, execution.embedded, execution.row_grads):
+        for of_kind in (
+            execution.inputs,
+            execution.outputs,
+            execution.received,
+            execution.embedded,
+            execution.row_grads,
+        ):
             yield from of_kind.values()
         for rows in execution.rows.values():
             yield from (t for t in (rows, rows.grad) if t is not None)
-        yield from (buffer for buffer, _ in execution.arriving.values())
+        yield from (buffer for buffer, _ in execution.receives.values())
         for crossing in execution.crossings.values():
             if crossing._wire_dtype == crossing._dtype:
                 yield crossing._output

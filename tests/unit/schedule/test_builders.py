@@ -13,7 +13,7 @@ from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule, live_activations
 from megatron_hetero.schedule.grid import format_schedule, parse_schedule
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.schedule.settings import ScheduleKind, ScheduleSettings, default_settings
+from megatron_hetero.schedule.settings import ScheduleKind, ScheduleSettings, resolve_settings
 from tests.unit.schedule.oracle import execute
 from tests.unit.schedule.shapes import layouts, schedules
 
@@ -192,10 +192,16 @@ def test_partners_have_the_same_other_coordinates() -> None:
 
 
 def test_defaults_follow_from_the_layouts() -> None:
-    assert default_settings(layouts(vision="sp:8@0-7", text="tp:8@0-7"), 8) == ScheduleSettings("waves", 1)
-    assert default_settings(layouts(vision="sp:8@0-7", text="tp:2,pp:4@0-7"), 20) == ScheduleSettings("waves", 10)
-    assert default_settings(layouts(vision="dp:2@0-1", text="tp:2,pp:3@2-7"), 20) == ScheduleSettings("ahead", None, 1)
-    assert default_settings(layouts(text="pp:2@0-1"), 20) == ScheduleSettings("ahead")
+    assert resolve_settings(ScheduleSettings(), layouts(vision="sp:8@0-7", text="tp:8@0-7"), 8) == ScheduleSettings(
+        "waves", 1
+    )
+    assert resolve_settings(
+        ScheduleSettings(), layouts(vision="sp:8@0-7", text="tp:2,pp:4@0-7"), 20
+    ) == ScheduleSettings("waves", 10)
+    assert resolve_settings(
+        ScheduleSettings(), layouts(vision="dp:2@0-1", text="tp:2,pp:3@2-7"), 20
+    ) == ScheduleSettings("ahead", None, 1)
+    assert resolve_settings(ScheduleSettings(), layouts(text="pp:2@0-1"), 20) == ScheduleSettings("ahead")
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_a_deadlock_names_who_waits_for_whom() -> None:
     broken = moved(broken, 2, ["text.1<0.F1!", "text.1.F1"], before="text.1.B0")
     said = message(moved(broken, 2, ["text.1<0.F1"], before="text.1.F0"))
     assert "a deadlock" in said and "wait in a cycle" in said
-    assert "cycle: rank 2 (text.1) for rank 1 (text.0) for rank 2 (text.1). Mend the order" in said
+    assert "cycle: rank 2 (text.1) for rank 1 (text.0) for rank 2 (text.1). Fix the order" in said
     backward, forward = "communicator `text backward from stage 1`", "communicator `text forward from stage 0`"
     assert said.splitlines()[1:7] == [
         f"rank 2 (text.1): `text.1>0.B0` on {backward} begins after `text.1<0.F1!`",
