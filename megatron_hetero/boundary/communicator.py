@@ -183,10 +183,10 @@ class BoundaryCommunicator:
         elif rows.dim() != 2 or rows.shape[1] != self.width:
             found, expected = f"rows of shape {tuple(rows.shape)}", f"[rows, {self.width}]"
         elif rows.dtype != self.dtype:
-            found, expected = f"rows of {rows.dtype}", f"{self.dtype}, as the communicator was made for"
+            found, expected = f"rows of {rows.dtype}", f"{self.dtype}, the communicator's"
         elif len(rows) != direction.held:
             found = f"{len(rows)} rows"
-            expected = f"the {direction.held} that the plan says this rank holds; the plan was made for another batch"
+            expected = f"the {direction.held} that this rank holds in the plan; the plan is of another batch"
         else:
             return None
         return f"boundary {name} on rank {dist.get_rank()}: found {found}, expected {expected}"

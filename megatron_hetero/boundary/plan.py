@@ -101,7 +101,7 @@ class BoundaryPlan:
         return tuple(moves_of(self))
 
     def traffic(self, direction: str, rank: int) -> Traffic:
-        """What `rank` moves in "forward" or "backward"."""
+        """The traffic of `rank` in "forward" or "backward"."""
         chosen = self.directions[direction]
         plan = chosen.plan(rank, self.ranks)
         return Traffic(plan.held, plan.needed, plan.received_rows, plan.sent_rows, chosen.minimum(rank))

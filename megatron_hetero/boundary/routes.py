@@ -132,7 +132,7 @@ class Routes:
         return keys // ranks, keys % ranks, rows
 
     def exchange(self, phase: Phase, rank: int, ranks: Sequence[int]) -> Exchange:
-        """What `rank` sends and receives."""
+        """The sends and receives of `rank`."""
         order = np.asarray(ranks)
 
         def side(own: np.ndarray, other: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -175,7 +175,7 @@ class Redistribution:
     def plan(self, rank: int, ranks: Sequence[int]) -> DirectionPlan:
         """The part of `rank`."""
         rows = self.row_table(rank)
-        # The scatter tells which rows stay, even if it moves none.
+        # The routes of the scatter include the rows that stay, even if it moves none.
         scatter = self.routes("scatter", rows)
         routes = {phase: scatter if phase == "scatter" else self.routes(phase, rows) for phase in self.phases}
         kept = np.flatnonzero((scatter.sender == rank) & (scatter.receiver == rank))

@@ -23,10 +23,6 @@ it would have made without an encoder when the first stage turns: stage s just b
 comes s // 3 earlier, if a backward takes twice as long as a forward. For pp:4, waves of four and micro-batch 4, the
 first of its wave (E: the encoder's turn; numbers are the micro-batches run backward and forward):
 
-For pp:4, waves of four and
-micro-batch 4, the first of its wave (E: the encoder's turn; numbers say which micro-batches are run backward, and
-forward):
-
     stage 0   F0 F1 F2 F3 B0 E F4 B1          E: backward of 0, forward of 4 to 7
     stage 1   F0 F1 F2 B0 F3 B1 E F4 B2
     stage 2   F0 F1 B0 F2 B1 F3 B2 E F4 B3

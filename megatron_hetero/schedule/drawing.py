@@ -112,15 +112,15 @@ def write_picture(figure: Any, file: Path) -> None:
     """Write a figure atomically. Raises `UserError`."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format=file.suffix[1:], dpi=130)
-    place = Path(os.path.realpath(file))
-    partial = place.with_name(f".{place.name}.partial")
+    target = Path(os.path.realpath(file))
+    partial = target.with_name(f".{target.name}.partial")
     try:
-        if place.exists() and not place.is_file():  # a device, or a pipe
-            place.write_bytes(drawn.getvalue())
+        if target.exists() and not target.is_file():  # a device, or a pipe
+            target.write_bytes(drawn.getvalue())
             return
         try:
             partial.write_bytes(drawn.getvalue())
-            partial.replace(place)
+            partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:

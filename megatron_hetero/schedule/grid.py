@@ -1,4 +1,4 @@
-"""Schedules as text: a line per step, a column per role. Columns wait for each other as the actions say.
+"""Schedules as text: a line per step, a column per role. Columns wait for each other as specified in `actions`.
 
 micro-batches: 2
 vision: dp:1@0 ahead 0

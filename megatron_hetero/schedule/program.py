@@ -91,15 +91,15 @@ class Role:
 
 def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
     """The roles of all ranks, without actions, in the order of their first ranks."""
-    places: dict[int, tuple[StageId, ...]] = {}
+    stages_of_rank: dict[int, tuple[StageId, ...]] = {}
     for module in modules:
         for coordinate in range(module.layout.pp):
             held = tuple((module.name, stage) for stage in range(coordinate, module.stages, module.layout.pp))
             for rank in module.stage_ranks(coordinate):
-                places[rank] = places.get(rank, ()) + held
+                stages_of_rank[rank] = stages_of_rank.get(rank, ()) + held
     ranks: dict[tuple[StageId, ...], list[int]] = {}
-    for rank in sorted(places):
-        ranks.setdefault(places[rank], []).append(rank)
+    for rank in sorted(stages_of_rank):
+        ranks.setdefault(stages_of_rank[rank], []).append(rank)
     return tuple(Role(held, tuple(members)) for held, members in ranks.items())
 
 

@@ -131,7 +131,7 @@ def _require_kind_fits(kind: str, sharing: Collection[str], text: str) -> None:
             "schedule.kind",
             found=f"`{kind}`, while no encoder shares ranks with `{text}`",
             expected="ahead",
-            because="encoders on ranks of their own run beside it",
+            because="encoders on ranks of their own run concurrently with it",
             fix="set schedule.kind to auto",
         )
 

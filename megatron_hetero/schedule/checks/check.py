@@ -243,7 +243,7 @@ def _deadlock(schedule: Schedule, wiring: Wiring) -> Problem | None:
     problem = Problem(
         tuple(dict.fromkeys((schedule.role_index[each.rank], each.at) for each in cycle)),
         "a deadlock",
-        "an order in which all can go on",
+        "an order in which all can proceed",
         f"on NCCL they wait in a cycle: {' for '.join(names)}",
         tuple(map(str, cycle)),
     )

@@ -6,7 +6,7 @@ nothing changes. Nothing here is shared with `megatron_hetero.schedule.checks.st
 
 A batch may leave things out: `absent` modules of micro-batches that have nothing for them, and `bare` messages of a
 crossing apart, which carry no row. Which start of a return comes in the middle of the backward, and which receive is
-put off, is what `megatron_hetero.execution.runtime` does.
+deferred, is what `megatron_hetero.execution.runtime` does.
 """
 
 from __future__ import annotations
@@ -103,15 +103,15 @@ class Gpus:
     def _issued(self, rank: int) -> list[Entry]:
         made: list[Entry] = []
         actions = self.schedule.actions_of(rank)
-        put_off: dict[str, list[Action]] = defaultdict(list)
+        deferred: dict[str, list[Action]] = defaultdict(list)
         done: set[Action] = set()
 
         def receive_what_is_known(module: str) -> None:
-            while put_off[module]:
-                a = put_off[module][0]
+            while deferred[module]:
+                a = deferred[module][0]
                 if not any(self._is_forward_of(a, d) for d in done):
                     return
-                made.append(self._message(rank, put_off[module].pop(0)))
+                made.append(self._message(rank, deferred[module].pop(0)))
 
         for at, a in enumerate(actions):
             if (a.module, a.micro_batch) in self.absent:
@@ -121,7 +121,7 @@ class Gpus:
             elif a.op == "send" or (a.op == "irecv" and a.kind != "B"):
                 made.append(self._message(rank, a))
             elif a.op == "irecv":
-                put_off[a.module].append(a)
+                deferred[a.module].append(a)
                 receive_what_is_known(a.module)
             elif a.op == "wait":
                 made.append(Entry(rank, a, "compute", waits=True, of=_with(a, "irecv")))

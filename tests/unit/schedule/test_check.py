@@ -48,7 +48,7 @@ def repetitions(draw: st.DrawFn) -> Schedule:
 
 @st.composite
 def changes(draw: st.DrawFn) -> Schedule:
-    """A field of an action has another value: its micro-batch, stage, partner, kind, module or sort."""
+    """A field of an action has another value: its micro-batch, stage, peer, kind, module or sort."""
     schedule = draw(schedules(most_batches=5))
     role, at = point(draw, schedule)
     actions = list(schedule.roles[role].actions)
@@ -180,9 +180,9 @@ def test_crossings_in_different_orders() -> None:
 
 
 def test_messages_in_another_order_than_they_are_sent() -> None:
-    posts = [str(a) for a in PIPELINE.roles[1].actions if str(a).startswith("text.0<1") and not str(a).endswith("!")]
-    actions = [str(a) for a in PIPELINE.roles[1].actions if str(a) not in posts]
-    said = message(with_actions(PIPELINE, 1, list(map(Action.parse, [*reversed(posts), *actions]))))
+    irecvs = [str(a) for a in PIPELINE.roles[1].actions if str(a).startswith("text.0<1") and not str(a).endswith("!")]
+    actions = [str(a) for a in PIPELINE.roles[1].actions if str(a) not in irecvs]
+    said = message(with_actions(PIPELINE, 1, list(map(Action.parse, [*reversed(irecvs), *actions]))))
     assert "messages between two ranks arrive in the order they are sent" in said
 
 
