@@ -211,9 +211,9 @@ def test_a_single_queue_refuses_more() -> None:
     assert re.search(r"rank 0 \(vision.0\): `text>vision.B\d+` on communicator `text>vision` begins after", said)
 
 
-def test_ranks_of_a_role_with_different_partners() -> None:
-    """Ranks 0 and 1 have one role; their peers, 2 and 3, do not. Rank 2 waits for F1 before it runs F0, for which rank 3
-    waits before it posts F1. That would be a cycle if rank 2 needed what rank 3 does with F1.
+def test_ranks_of_a_role_with_different_peers() -> None:
+    """Ranks 0 and 1 have one role; their peers, 2 and 3, do not. Rank 2 waits for F1 before it runs F0, for which
+    rank 3 waits before it posts F1. That would be a cycle if rank 2 needed what rank 3 does with F1.
     """
     schedule = build_schedule(layouts(a="dp:1@2", text="tp:2,pp:2@0-3"), 3)
     assert schedule.role_index[0] == schedule.role_index[1] and schedule.role_index[2] != schedule.role_index[3]
