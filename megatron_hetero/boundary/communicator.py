@@ -183,7 +183,7 @@ class BoundaryCommunicator:
         elif rows.dim() != 2 or rows.shape[1] != self.width:
             found, expected = f"rows of shape {tuple(rows.shape)}", f"[rows, {self.width}]"
         elif rows.dtype != self.dtype:
-            found, expected = f"rows of {rows.dtype}", f"{self.dtype}, the communicator's"
+            found, expected = f"rows of {rows.dtype}", f"{self.dtype}, as given to the communicator"
         elif len(rows) != direction.held:
             found = f"{len(rows)} rows"
             expected = f"the {direction.held} that this rank holds in the plan; the plan is of another batch"
