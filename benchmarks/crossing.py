@@ -134,7 +134,7 @@ class Bridge:
         """Which of the rows of its replica are this rank's, and the rows of each tp rank."""
         case = self._case
         peers = case.edge.destination_layout.group_of(case.rank, "tp") if case.edge.sharded else (case.rank,)
-        self._counts = [case.sides[1].rows_of(peer) for peer in peers]
+        self._counts = [case.sides[1].num_rows(peer) for peer in peers]
         before = sum(self._counts[: peers.index(case.rank)])
         self._own = slice(before, before + len(case.needed))
 

@@ -85,8 +85,8 @@ class Edge:
 
     def ownerships(self, rows: int) -> tuple[Ownership, Ownership]:
         """Of both sides."""
-        source = Ownership.dealt(self.source_groups, self.source_owners(rows))
-        return source, Ownership.dealt(self.destination_groups, self.token_places(rows)[0])
+        source = Ownership.from_assignment(self.source_groups, self.source_owners(rows))
+        return source, Ownership.from_assignment(self.destination_groups, self.token_places(rows)[0])
 
     def why_no_bridge(self) -> str:
         """Why `BridgeCommunicator` cannot do this, empty where it can."""

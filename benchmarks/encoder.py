@@ -87,7 +87,7 @@ class Encoder:
         _fill(model)
         shards = EncoderShards(shape, layouts["vision"], sequence_parallel, grids, (tuple(range(len(grids))),))
         share = shards.share(topology.rank)
-        patches = shards.ownership().rows_of(topology.rank) * shape.unit + share.padding
+        patches = shards.ownership().num_rows(topology.rank) * shape.unit + share.padding
         device = platform.device
         batch = EncoderInput(
             torch.randn(patches, shape.patch_elements, device=device),

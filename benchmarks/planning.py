@@ -111,7 +111,7 @@ def _measure(pair: Pair, ranks: int, rows: int, rounds: int) -> dict[str, object
         plan = plan_boundary(*make(), row_bytes=2)
         part = plan.rank(rank)
         milliseconds.append(1e3 * (time.perf_counter() - begin))
-        assert part.forward.rows == plan.destination.rows_of(rank)
+        assert part.forward.needed == plan.destination.num_rows(rank)
     return {"pair": pair.name, "milliseconds": milliseconds}
 
 
@@ -160,7 +160,7 @@ def _ownerships(pair: Pair, ranks: int, rows: int) -> Callable[[], tuple[Ownersh
     tokens = np.sort(rng.permutation(int(rows * (1 + TEXT)))[:rows])
     reader = tokens * len(destination) // int(rows * (1 + TEXT))
     gradient = "partial" if pair.partial else "invariant"
-    return lambda: (Ownership.dealt(source, holder), Ownership.dealt(destination, reader, gradient))
+    return lambda: (Ownership.from_assignment(source, holder), Ownership.from_assignment(destination, reader, gradient))
 
 
 def _groups(ranks: range, copies: int) -> Groups:

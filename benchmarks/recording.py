@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.execution.watch import Stopwatch
-from megatron_hetero.schedule.actions import Action, post, run, send, start
+from megatron_hetero.schedule.actions import Action, irecv, run, send, start
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.schedule.simulator import Key, Span
+from megatron_hetero.schedule.simulator import DurationKey, Span
 
 Recorded = Mapping[int, Sequence[Span]]
 """By rank, what it did in a step. Seconds by one clock for all ranks, from the first start of any of them."""
@@ -136,9 +136,9 @@ def _sent_by(schedule: Schedule, rank: int, action: Action) -> Iterator[tuple[in
     """The ranks and actions that send what `action` receives. Gradients of rows leave inside the backward that makes
     them, before the action that says so.
     """
-    if action.op == "take":
+    if action.op == "wait":
         yield _partners(schedule, rank, action)[1]
-    elif action.op == "wait":
+    elif action.op == "finish":
         encoder, text = schedule.sides(action.module)
         senders, receivers = (encoder, text) if action.kind == "F" else (text, encoder)
         sends = run("B", schedule.text.name, 0, action.micro_batch) if action.kind == "B" else _started(action)
@@ -150,34 +150,34 @@ def _started(action: Action) -> Action:
 
 
 def _partners(schedule: Schedule, rank: int, action: Action) -> tuple[tuple[int, Action], tuple[int, Action]]:
-    """The `post` and the `send` of what `action` takes, with their ranks."""
+    """The `irecv` and the `send` of what `action` waits for, with their ranks."""
     assert isinstance(action.stage, int) and isinstance(action.peer, int)
-    posted = post(action.kind, action.module, action.stage, action.peer, action.micro_batch)
+    posted = irecv(action.kind, action.module, action.stage, action.peer, action.micro_batch)
     sent = send(action.kind, action.module, action.peer, action.stage, action.micro_batch)
-    return (rank, posted), (schedule.partner(rank, action), sent)
+    return (rank, posted), (schedule.peer_rank(rank, action), sent)
 
 
 # ------------------------------------------------------------------------------- what the simulator is told
 
 
-def median_durations(steps: Sequence[Recorded]) -> dict[Key, float]:
+def median_durations(steps: Sequence[Recorded]) -> dict[DurationKey, float]:
     """Seconds of each work, over micro-batches, ranks and steps."""
-    found: dict[Key, list[float]] = {}
+    found: dict[DurationKey, list[float]] = {}
     for step in steps:
         for span in (span for spans in step.values() for span in spans if span.action.op == "run"):
             found.setdefault(_work(span.action), []).append(span.end - span.start)
     return {key: median(seconds) for key, seconds in found.items()}
 
 
-def least_transfers(schedule: Schedule, steps: Sequence[Recorded]) -> dict[Key, float]:
-    """Seconds of each transfer and crossing from when both sides are ready to the end of its `take` or `wait`: the
+def least_transfers(schedule: Schedule, steps: Sequence[Recorded]) -> dict[DurationKey, float]:
+    """Seconds of each transfer and crossing from when both sides are ready to the end of its `wait` or `finish`: the
     least of a step, since more was spent on other work; the median over steps.
     """
-    found: dict[Key, list[float]] = {}
+    found: dict[DurationKey, list[float]] = {}
     for step in steps:
-        least: dict[Key, float] = {}
+        least: dict[DurationKey, float] = {}
         at = {(rank, span.action): span for rank, spans in step.items() for span in spans}
-        for rank, span in ((r, s) for r, spans in step.items() for s in spans if s.action.op in ("take", "wait")):
+        for rank, span in ((r, s) for r, spans in step.items() for s in spans if s.action.op in ("wait", "finish")):
             took = span.end - max(at[ready].start for ready in _made_ready_by(schedule, rank, span.action))
             key = _moved(span.action)
             least[key] = min(took, least.get(key, took))
@@ -188,18 +188,18 @@ def least_transfers(schedule: Schedule, steps: Sequence[Recorded]) -> dict[Key, 
 
 def _made_ready_by(schedule: Schedule, rank: int, action: Action) -> Iterator[tuple[int, Action]]:
     """The ranks and actions after which what `action` waits for can move."""
-    if action.op == "take":
+    if action.op == "wait":
         yield from _partners(schedule, rank, action)
     else:
         everyone = {member for side in schedule.sides(action.module) for member in side}
         yield from ((member, _started(action)) for member in everyone)
 
 
-def _work(action: Action) -> Key:
+def _work(action: Action) -> DurationKey:
     assert action.stage is not None
     return action.module, action.kind, action.stage
 
 
-def _moved(action: Action) -> Key:
+def _moved(action: Action) -> DurationKey:
     """As the simulator names it: by the sender's stage, or by the encoder."""
-    return action.module, action.kind, action.peer if action.op == "take" and isinstance(action.peer, int) else -1
+    return action.module, action.kind, action.peer if action.op == "wait" and isinstance(action.peer, int) else -1

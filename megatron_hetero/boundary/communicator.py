@@ -1,15 +1,15 @@
-"""Executes boundary plans: packs rows by index, exchanges them, unpacks by index. No decisions here.
+"""Executes boundary plans: packs rows by index, exchanges them, unpacks them by index. All decisions are the plan's.
 
-A crossing is started and waited for in two calls, so that its first exchange runs beside whatever the caller does in
-between (a later stage starts when the one before it has arrived):
+`start_forward` and `start_backward` return a `Crossing` whose first exchange overlaps what the caller does before
+`Crossing.wait`; each later phase starts when the one before it has arrived:
 
     crossing = communicator.start_forward(plan, rows)
     ...                                    # embed the tokens
     rows = crossing.wait()
 
-Where source and destination share no rank, whoever waits for a crossing needs nothing of the other side but that it has
-started. Sums of parts are therefore complete, and on their way, when `start_backward` returns: it waits for the other
-ranks that hold parts. For crossings that autograd goes back through see `megatron_hetero.boundary.autograd`.
+Where source and destination share no rank, `wait` depends on the other side only through its start. Partial gradients
+are therefore summed, and sent, before `start_backward` returns: it waits for the other ranks that hold parts. For
+crossings that autograd differentiates see `megatron_hetero.boundary.autograd`.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hetero.boundary.buffers import (
+    BufferPool,
+    Index,
+    gather_rows,
+    load_index,
+    scatter_add_rows,
+    scatter_rows,
+)
 from megatron_hetero.boundary.plan import RankPlan
-from megatron_hetero.boundary.routes import DirectionPlan, Exchange
-from megatron_hetero.distributed.platform import on_device
+from megatron_hetero.boundary.routes import DirectionPlan, Exchange, Phase
 from megatron_hetero.layout.grammar import format_ranks
 
 if TYPE_CHECKING:
     from megatron_hetero.distributed.topology import Topology
-
-Index = slice | Tensor
-"""Rows of a buffer: a run of them, which needs no copy to be sent or received, or int64 indices on the device."""
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedExchange:
     """An `Exchange` on the device."""
 
-    stage: str
+    phase: Phase
     send: Index
     send_counts: list[int]
     receive: Index
@@ -51,7 +54,7 @@ class LoadedDirection:
     """A `DirectionPlan` on the device."""
 
     held: int
-    rows: int
+    needed: int
     kept_from: Index
     kept_to: Index
     reduce: LoadedExchange | None
@@ -73,27 +76,30 @@ class LoadedPlan:
 
 
 def load_plan(plan: RankPlan, device: torch.device) -> LoadedPlan:
-    """Move the indices of `plan` to the device, without waiting for it."""
+    """Copy the indices of `plan` to the device, asynchronously."""
     forward = _load_direction(plan.forward, device)
     backward = None if plan.backward is None else _load_direction(plan.backward, device)
     return LoadedPlan(plan.rank, plan.ranks, plan.digest, plan.point_to_point, forward, backward)
 
 
 class BoundaryCommunicator:
-    """Moves rows of `width` elements of `dtype` between the ranks of `group`, which are those of every plan, ascending.
+    """Moves rows, [rows, width], between the ranks of a group.
 
     Args:
-        backward: a group of the same ranks for what goes back. Where crossings of both directions may be on their way
-            at the same time it must be another one than `group`: on NCCL a group is one queue. `group` where left out.
-        transport: what rows are rounded to on the wire, such as bfloat16 for fp32 rows; None sends them as they are.
-            All rows are rounded, also those that stay, so that copies of a row are equal.
-        check: whether all ranks agree, before anything is sent, that their rows fit their plans and that these are
-            parts of one plan, so that an error of one is raised on all, none of that crossing is on its way, and the
-            group can be used. This is one small all-reduce that each crossing waits for when it is started: a round
-            trip, and on a GPU the host waits for the device. Where it is off, only the rank that sees an error in its
-            own rows or plan raises it, and plans of different batches go unseen, or end in a hang or in whatever the
-            back end says. In neither case does anyone see a plan that is of another batch on all ranks alike, if the
-            numbers of rows happen to be the same.
+        group: its ranks are those of every plan, ascending.
+        device: of the rows.
+        width: elements of a row.
+        dtype: of the rows.
+        backward: a group of the same ranks for gradients; default `group`. It must be another communicator where
+            crossings of both directions can be in flight at once: on NCCL a communicator is one queue.
+        transport: dtype on the wire, such as bfloat16 for fp32 rows; None: `dtype`. All rows are rounded to it, also
+            those that stay on their rank, so that copies of a row are equal.
+        check: before sending anything, all ranks agree that their rows fit their plans and that these are parts of one
+            plan. An error on one rank is then raised on all, with nothing in flight and the group usable. Costs a
+            small all-reduce when a crossing starts: a round trip, and on a GPU the host waits for the device. If
+            False, a rank raises errors in its own rows or plan only, and plans of different batches go unnoticed, hang
+            or fail in the backend. Neither detects a plan of the wrong batch on all ranks with matching numbers of
+            rows.
     """
 
     def __init__(
@@ -114,7 +120,7 @@ class BoundaryCommunicator:
         self.transport = transport or dtype
         self.check = check
         self._ranks = tuple(dist.get_process_group_ranks(group))
-        self._buffers = _Buffers(width, device)
+        self._buffers = BufferPool(width, device)
 
     @property
     def row_bytes(self) -> int:
@@ -122,34 +128,34 @@ class BoundaryCommunicator:
         return self.width * self.transport.itemsize
 
     def no_rows(self) -> Tensor:
-        """What a rank that holds no rows passes: [0, width]."""
+        """The input of a rank that holds no rows: [0, width]."""
         return torch.empty(0, self.width, dtype=self.dtype, device=self.device)
 
     def forward(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
-        """Source rows of this rank, [held, width], to the rows that it needs, [needed, width]. Not differentiable: see
-        `cross` for that.
+        """This rank's source rows, [held, width], to the rows it needs, [needed, width]. Not differentiable; see
+        `cross`.
 
         Raises:
-            ValueError: on every rank, if the rows of any do not fit the plan, or plans differ (see `check`).
+            ValueError: rows do not fit the plan, or plans differ; on every rank with `check`.
         """
         return self.start_forward(plan, rows).wait()
 
     def backward(self, plan: LoadedPlan, grads: Tensor) -> Tensor:
-        """The adjoint: gradients of the rows that this rank needed to gradients of those that it held.
+        """The adjoint of `forward`: gradients of needed rows, [needed, width], to those of held rows, [held, width].
 
         Raises:
-            ValueError: as `forward` does, and where the plan has the forward direction only.
+            ValueError: as `forward`, and if the plan has no backward direction.
         """
         return self.start_backward(plan, grads).wait()
 
     def start_forward(self, plan: LoadedPlan, rows: Tensor) -> Crossing:
-        """Start `forward`, which raises here. The rows must not change until it has been waited for."""
+        """Start `forward`; raises what it raises. `rows` must not change before the crossing has been waited for."""
         return self._start("forward", plan, plan.forward, rows)
 
     def start_backward(self, plan: LoadedPlan, grads: Tensor) -> Crossing:
-        """Start `backward`, which raises here. The gradients must not change until it has been waited for.
+        """Start `backward`; raises what it raises. `grads` must not change before the crossing has been waited for.
 
-        Where they are parts of sums and the two sides share no rank, this waits for the ranks of this side.
+        If `grads` are partial and the two sides share no rank, this waits for the other ranks of this side.
         """
         return self._start("backward", plan, plan.backward, grads)
 
@@ -160,14 +166,14 @@ class BoundaryCommunicator:
             _require_agreement(name, problem, plan.digest, group, self.device)
         elif problem:
             raise ValueError(problem)
-        assert direction is not None
+        assert direction is not None, "a plan without this direction has been refused"
         return Crossing(direction, rows.detach(), self, group, point_to_point=plan.point_to_point)
 
     def _group_of(self, direction: str) -> dist.ProcessGroup:
         return self.group if direction == "forward" else self.backward_group
 
     def _problem(self, name: str, plan: LoadedPlan, direction: LoadedDirection | None, rows: Tensor) -> str | None:
-        """What is wrong with this rank's plan or rows, if anything."""
+        """The error in this rank's plan or rows, if any."""
         if plan.ranks != self._ranks:
             found, expected = f"a plan for ranks {plan.ranks}", f"one for the communicator's ranks {self._ranks}"
         elif plan.rank != dist.get_rank():
@@ -177,10 +183,10 @@ class BoundaryCommunicator:
         elif rows.dim() != 2 or rows.shape[1] != self.width:
             found, expected = f"rows of shape {tuple(rows.shape)}", f"[rows, {self.width}]"
         elif rows.dtype != self.dtype:
-            found, expected = f"rows of {rows.dtype}", f"{self.dtype}, as the communicator was made for"
+            found, expected = f"rows of {rows.dtype}", f"{self.dtype}, as given to the communicator"
         elif len(rows) != direction.held:
             found = f"{len(rows)} rows"
-            expected = f"the {direction.held} that the plan says this rank holds; the plan was made for another batch"
+            expected = f"the {direction.held} that this rank holds in the plan; the plan is of another batch"
         else:
             return None
         return f"boundary {name} on rank {dist.get_rank()}: found {found}, expected {expected}"
@@ -189,9 +195,9 @@ class BoundaryCommunicator:
 def boundary_communicators(
     topology: Topology, width: int, dtype: torch.dtype, *, transport: torch.dtype | None = None, check: bool = True
 ) -> dict[str, BoundaryCommunicator]:
-    """A communicator for each boundary of the topology that this rank takes part in, by the module that rows leave.
+    """A communicator for each boundary of the topology that includes this rank, by source module.
 
-    `width`: elements of a row; the others as for `BoundaryCommunicator`.
+    `width`: elements of a row; the other arguments as for `BoundaryCommunicator`.
     """
     device = topology.platform.device
     return {
@@ -203,7 +209,7 @@ def boundary_communicators(
 
 
 class Crossing:
-    """Rows on their way. `wait` returns those that arrive; call it once."""
+    """A crossing in flight. Call `wait` once."""
 
     def __init__(
         self,
@@ -215,66 +221,65 @@ class Crossing:
         point_to_point: bool,
     ):
         self._communicator, self._group, self._point_to_point = communicator, group, point_to_point
-        self._dtype, self._wire = communicator.dtype, communicator.transport
-        self._loan = communicator._buffers.loan()
-        self._arrived = self._room(direction)
-        self._course = self._stages(direction, rows)
-        next(self._course, None)
+        self._dtype, self._wire_dtype = communicator.dtype, communicator.transport
+        self._lease = communicator._buffers.lease()
+        self._output = self._allocate_output(direction)
+        self._phases = self._run_phases(direction, rows)
+        next(self._phases, None)
 
     @torch.no_grad()
     def wait(self) -> Tensor:
         """Wait for the rows, [needed, width]. On a GPU the current stream waits, not the host."""
-        for _ in self._course:
+        for _ in self._phases:
             pass
-        result = self._arrived.to(self._dtype)
-        self._loan.give_back()
+        result = self._output.to(self._dtype)
+        self._lease.release()
         return result
 
-    def _room(self, direction: LoadedDirection) -> Tensor:
-        """Where rows arrive: the result itself, or, where the wire has a type of its own, a buffer."""
-        if self._wire == self._dtype:
-            shape = direction.rows, self._communicator.width
-            arrived = torch.empty(shape, dtype=self._dtype, device=self._communicator.device)
+    def _allocate_output(self, direction: LoadedDirection) -> Tensor:
+        """Where rows arrive: the result itself, or a buffer if the wire has its own dtype."""
+        if self._wire_dtype == self._dtype:
+            shape = direction.needed, self._communicator.width
+            output = torch.empty(shape, dtype=self._dtype, device=self._communicator.device)
         else:
-            arrived = self._loan.borrow(direction.rows, self._wire)
-        return arrived if direction.complete else arrived.zero_()
+            output = self._lease.acquire(direction.needed, self._wire_dtype)
+        return output if direction.complete else output.zero_()
 
-    def _stages(self, direction: LoadedDirection, rows: Tensor) -> Iterator[None]:
-        """Everything that happens, with a yield wherever an exchange is in the air."""
+    def _run_phases(self, direction: LoadedDirection, rows: Tensor) -> Iterator[None]:
+        """Run all phases. Yields while an exchange is in flight."""
         if direction.reduce is not None:
-            sums = self._loan.borrow(len(rows), self._dtype).copy_(rows)
-            flight = self._launch(direction.reduce, self._rounded(rows), sums)
-            if not self._point_to_point:  # Else the receivers may wait for the sums before this rank waits itself.
+            sums = self._lease.acquire(len(rows), self._dtype).copy_(rows)
+            exchange = self._launch(direction.reduce, self._to_wire_dtype(rows), sums)
+            if not self._point_to_point:  # Else receivers may wait for the sums before this rank calls `wait`.
                 yield
-            flight.land()
+            exchange.finish()
             rows = sums
-        rows = self._rounded(rows)
-        flight = None if direction.scatter is None else self._launch(direction.scatter, rows, self._arrived)
-        self._keep(direction, rows)
-        if flight is not None:
+        rows = self._to_wire_dtype(rows)
+        exchange = None if direction.scatter is None else self._launch(direction.scatter, rows, self._output)
+        self._copy_kept(direction, rows)
+        if exchange is not None:
             yield
-            flight.land()
+            exchange.finish()
         if direction.gather is not None:
-            flight = self._launch(direction.gather, self._arrived, self._arrived)
+            exchange = self._launch(direction.gather, self._output, self._output)
             yield
-            flight.land()
+            exchange.finish()
 
-    def _rounded(self, rows: Tensor) -> Tensor:
-        """The rows as they travel."""
-        return rows if self._wire == self._dtype else self._loan.borrow(len(rows), self._wire).copy_(rows)
+    def _to_wire_dtype(self, rows: Tensor) -> Tensor:
+        return rows if self._wire_dtype == self._dtype else self._lease.acquire(len(rows), self._wire_dtype).copy_(rows)
 
-    def _keep(self, direction: LoadedDirection, rows: Tensor) -> None:
-        """Put the rows that stay where they belong."""
-        with self._communicator._buffers.loan() as loan:
-            _put(self._arrived, direction.kept_to, _take(rows, direction.kept_from, loan))
+    def _copy_kept(self, direction: LoadedDirection, rows: Tensor) -> None:
+        """Copy the rows that stay on this rank into the output."""
+        with self._communicator._buffers.lease() as lease:
+            scatter_rows(self._output, direction.kept_to, gather_rows(rows, direction.kept_from, lease))
 
-    def _launch(self, plan: LoadedExchange, source: Tensor, target: Tensor) -> _Flight:
+    def _launch(self, plan: LoadedExchange, source: Tensor, target: Tensor) -> _PendingExchange:
         exchange = _point_to_point if self._point_to_point else _all_to_all
-        return _Flight(plan, source, target, self._communicator, self._group, exchange)
+        return _PendingExchange(plan, source, target, self._communicator, self._group, exchange)
 
 
-class _Flight:
-    """One exchange in the air."""
+class _PendingExchange:
+    """One exchange in flight."""
 
     def __init__(
         self,
@@ -286,88 +291,30 @@ class _Flight:
         exchange: _ExchangeFunction,
     ):
         self._plan, self._target = plan, target
-        self._loan = communicator._buffers.loan()
-        sent = _take(source, plan.send, self._loan)
-        # A run of rows is received where it belongs; others, and what is to be added, go through a buffer.
-        self._direct = isinstance(plan.receive, slice) and plan.stage != "reduce"
+        self._lease = communicator._buffers.lease()
+        sent = gather_rows(source, plan.send, self._lease)
+        # A contiguous run is received in place; other rows, and summands, go through a buffer.
+        self._in_place = isinstance(plan.receive, slice) and plan.phase != "reduce"
         rows = sum(plan.receive_counts)
-        self._received = target[plan.receive] if self._direct else self._loan.borrow(rows, source.dtype)
+        self._received = target[plan.receive] if self._in_place else self._lease.acquire(rows, source.dtype)
         self._works = exchange(self._received, sent, plan, group)
 
-    def land(self) -> None:
-        """Wait, and put the rows where they belong."""
+    def finish(self) -> None:
+        """Wait, then unpack the rows into the target."""
         for work in self._works:
             work.wait()
-        if self._plan.stage == "reduce":
-            _add(self._target, self._plan.receive, self._received, self._loan)
-        elif not self._direct:
-            _put(self._target, self._plan.receive, self._received)
-        self._loan.give_back()
+        if self._plan.phase == "reduce":
+            scatter_add_rows(self._target, self._plan.receive, self._received, self._lease)
+        elif not self._in_place:
+            scatter_rows(self._target, self._plan.receive, self._received)
+        self._lease.release()
 
 
-class _Buffers:
-    """Buffers that are lent and used again, so that a crossing allocates nothing but its result once crossings as
-    large have been seen: staged rows, sums, and copies in the type of the wire are all borrowed.
-
-    Buffers are bytes, for rows of any type, and their sizes are powers of two, so that batches whose sizes creep up do
-    not each need new ones.
-    """
-
-    def __init__(self, width: int, device: torch.device):
-        self.width = width
-        self._device = device
-        self._free: list[Tensor] = []
-
-    def loan(self) -> _Loan:
-        """Room for as many rows as are asked of it."""
-        return _Loan(self)
-
-    def take(self, size: int) -> Tensor:
-        """A buffer of at least so many bytes."""
-        fitting = [i for i, buffer in enumerate(self._free) if len(buffer) >= size]
-        if fitting:
-            return self._free.pop(min(fitting, key=lambda i: len(self._free[i])))
-        if self._free:  # Replace the smallest, so that the number of buffers stays that of those lent at once.
-            self._free.pop(min(range(len(self._free)), key=lambda i: len(self._free[i])))
-        return torch.empty(1 << max(0, size - 1).bit_length(), dtype=torch.uint8, device=self._device)
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Lend it to others."""
-        self._free.append(buffer)
+# ----------------------------------------------------------------------------------------- checks over ranks
 
 
-class _Loan:
-    """Buffers that are given back together, at the latest at the end of a `with`."""
-
-    def __init__(self, buffers: _Buffers):
-        self._buffers = buffers
-        self._borrowed: list[Tensor] = []
-
-    def borrow(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """Room for so many rows, with anything in it."""
-        width = self._buffers.width
-        size = rows * width * dtype.itemsize
-        buffer = self._buffers.take(size)
-        self._borrowed.append(buffer)
-        return buffer[:size].view(dtype).view(rows, width)
-
-    def give_back(self) -> None:
-        """Give everything back; on a GPU, what the current stream does next may write over it."""
-        while self._borrowed:
-            self._buffers.give_back(self._borrowed.pop())
-
-    def __enter__(self) -> _Loan:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.give_back()
-
-
-# ------------------------------------------------------------------------------------------ the agreement
-
-
-class _Opinion(NamedTuple):
-    """What a rank says of a crossing: what is wrong there, if anything, and the digest of its plan."""
+class _RankCheck(NamedTuple):
+    """A rank's view of a crossing: its error, if any, and the digest of its plan."""
 
     rank: int
     problem: str | None
@@ -377,33 +324,33 @@ class _Opinion(NamedTuple):
 def _require_agreement(
     name: str, problem: str | None, digest: int, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Raise the same `ValueError` on every rank where there is a problem on any, or the digests differ."""
+    """Raise the same `ValueError` on every rank if any has a problem or the digests differ."""
     # The largest and the smallest digest in one reduction.
     flags = torch.tensor([problem is not None, digest, -digest], dtype=torch.int64, device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
     problems, largest, smallest = flags.tolist()
     if problems or largest != -smallest:
-        opinions: list[Any] = [None] * group.size()
-        dist.all_gather_object(opinions, _Opinion(dist.get_rank(), problem, digest), group=group)
-        raise ValueError(_disagreement(name, opinions))
+        checks: list[Any] = [None] * group.size()
+        dist.all_gather_object(checks, _RankCheck(dist.get_rank(), problem, digest), group=group)
+        raise ValueError(_disagreement(name, checks))
 
 
-def _disagreement(name: str, opinions: Sequence[_Opinion]) -> str:
-    """What is wrong on each rank, and which ranks have the same plan."""
-    said = [opinion.problem for opinion in opinions if opinion.problem is not None]
+def _disagreement(name: str, checks: Sequence[_RankCheck]) -> str:
+    """The problems of all ranks, and which ranks have the same plan."""
+    lines = [check.problem for check in checks if check.problem is not None]
     ranks: dict[int, list[int]] = {}
-    for opinion in opinions:
-        ranks.setdefault(opinion.digest, []).append(opinion.rank)
+    for check in checks:
+        ranks.setdefault(check.digest, []).append(check.rank)
     if len(ranks) > 1:
         listed = "; ".join(f"one on ranks {format_ranks(alike)}" for alike in ranks.values())
-        said.append(
+        lines.append(
             f"boundary {name}: found plans of {len(ranks)} different batches ({listed}), expected parts of one plan "
             "on all ranks; plan with ownerships of the same batch"
         )
-    return "\n".join(said)
+    return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------ the exchanges
+# ------------------------------------------------------------------------------------------- exchanges
 
 _ExchangeFunction = Callable[[Tensor, Tensor, LoadedExchange, dist.ProcessGroup], Sequence[Any]]
 
@@ -417,7 +364,7 @@ def _all_to_all(received: Tensor, sent: Tensor, plan: LoadedExchange, group: dis
 
 
 def _point_to_point(received: Tensor, sent: Tensor, plan: LoadedExchange, group: dist.ProcessGroup) -> Sequence[Any]:
-    """A batch of sends and receives between those ranks only that have something for each other."""
+    """One batch of sends and receives, between ranks that exchange at least one row."""
     ranks = dist.get_process_group_ranks(group)
     sides = (dist.isend, sent, plan.send_counts), (dist.irecv, received, plan.receive_counts)
     batch = [
@@ -429,15 +376,15 @@ def _point_to_point(received: Tensor, sent: Tensor, plan: LoadedExchange, group:
     return dist.batch_isend_irecv(batch) if batch else []
 
 
-# ------------------------------------------------------------------------------------------------ indices
+# ------------------------------------------------------------------------------------------------ loading
 
 
 def _load_direction(plan: DirectionPlan, device: torch.device) -> LoadedDirection:
     return LoadedDirection(
         plan.held,
-        plan.rows,
-        _load_index(plan.kept_from, device),
-        _load_index(plan.kept_to, device),
+        plan.needed,
+        load_index(plan.kept_from, device),
+        load_index(plan.kept_to, device),
         _load_exchange(plan.exchange("reduce"), device),
         _load_exchange(plan.exchange("scatter"), device),
         _load_exchange(plan.exchange("gather"), device),
@@ -449,41 +396,9 @@ def _load_exchange(exchange: Exchange | None, device: torch.device) -> LoadedExc
     if exchange is None:
         return None
     return LoadedExchange(
-        exchange.stage,
-        _load_index(exchange.send, device),
+        exchange.phase,
+        load_index(exchange.send, device),
         exchange.send_counts.tolist(),
-        _load_index(exchange.receive, device),
+        load_index(exchange.receive, device),
         exchange.receive_counts.tolist(),
     )
-
-
-def _load_index(index: np.ndarray, device: torch.device) -> Index:
-    if not len(index):
-        return slice(0, 0)
-    if index[-1] - index[0] == len(index) - 1 and np.all(np.diff(index) == 1):
-        return slice(int(index[0]), int(index[-1]) + 1)
-    return on_device(torch.from_numpy(index), device)
-
-
-def _take(rows: Tensor, index: Index, loan: _Loan) -> Tensor:
-    """Those of `rows`, one after the other in memory."""
-    if not isinstance(index, slice):
-        return torch.index_select(rows, 0, index, out=loan.borrow(len(index), rows.dtype))
-    taken = rows[index]
-    return taken if taken.is_contiguous() else loan.borrow(len(taken), rows.dtype).copy_(taken)
-
-
-def _put(target: Tensor, index: Index, rows: Tensor) -> None:
-    if isinstance(index, slice):
-        target[index] = rows
-    else:
-        target.index_copy_(0, index, rows)
-
-
-def _add(target: Tensor, index: Index, rows: Tensor, loan: _Loan) -> None:
-    if rows.dtype != target.dtype:
-        rows = loan.borrow(len(rows), target.dtype).copy_(rows)
-    if isinstance(index, slice):
-        target[index] += rows
-    else:
-        target.index_add_(0, index, rows)

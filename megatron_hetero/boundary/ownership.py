@@ -1,18 +1,18 @@
 """Which rank holds which rows, and how the gradient of a row is held. Pure.
 
-A row is one embedding that crosses a boundary; rows have ids from 0. Ranks that hold the same rows for the same reason
-(replicated over `tp` without sequence-parallel activations) form a replica group.
+A row is one embedding that crosses a boundary; row ids start at 0. Ranks that replicate the same rows (over `tp`
+without sequence-parallel activations) form a replica group.
 
-The gradient of a replicated row is held in one of two ways, which decides what ⟨x, y⟩ over all ranks means:
+The gradient of a replicated row is held in one of two ways, which define ⟨x, y⟩ over all ranks:
 
-    invariant   each holder has the whole gradient; a row counts once, whatever the number of its holders
+    invariant   each holder has the whole gradient; a row counts once, however many ranks hold it
     partial     each holder has a part; the gradient is the sum over the holders
 
-Written down, an ownership is a list of groups and their rows in stored order, so that `Ownership.parse(str(x))` is `x`:
+As text, an ownership lists its groups and their rows in stored order. `Ownership.parse(str(x))` equals `x`:
 
     0: 0-3,8; 1: 4-7           rank 0 holds five rows, rank 1 four
     0,1: 0-8                   both hold all nine, invariant
-    0,1: 0-8 partial           the same, and their gradients are to be added up
+    0,1: 0-8 partial           the same, with gradients to be summed
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """The ranks of replica groups as arrays.
+    """The ranks of replica groups as arrays, int64.
 
-    `ranks`: int64, those of all groups, one group after the other; `starts`: where each group begins in it, and its
-    end. `sorted_ranks`, `sorted_groups`: every rank, ascending, and its group.
+    `ranks`: of all groups, concatenated; `starts`, [groups + 1]: where each group begins in it, and the end.
+    `sorted_ranks`, `sorted_groups`: all ranks, ascending, and the group of each.
     """
 
     ranks: np.ndarray
@@ -50,11 +50,11 @@ class Members:
         return np.diff(self.starts)
 
     def group_of(self, rank: int) -> int:
-        """The group of `rank`, -1 where it is in none."""
+        """The group of `rank`; -1 for none."""
         return int(self.groups_of(np.array([rank]))[0])
 
     def groups_of(self, ranks: np.ndarray) -> np.ndarray:
-        """The group of each of `ranks`, -1 where a rank is in none."""
+        """The group of each of `ranks`, int64; -1 for none."""
         if not len(self.sorted_ranks):
             return np.full(len(ranks), -1, np.int64)
         at = np.minimum(np.searchsorted(self.sorted_ranks, ranks), len(self.sorted_ranks) - 1)
@@ -63,7 +63,7 @@ class Members:
 
 @lru_cache(maxsize=64)
 def members_of(groups: Groups) -> Members:
-    """`groups` as arrays. Raises `ValueError` where a group is empty or a rank is in two."""
+    """`groups` as arrays. Raises `ValueError` if a group is empty or a rank is in two."""
     sizes = np.fromiter(map(len, groups), np.int64, len(groups))
     ranks = np.fromiter((rank for group in groups for rank in group), np.int64, int(sizes.sum()))
     order = np.argsort(ranks, kind="stable")
@@ -77,13 +77,12 @@ def members_of(groups: Groups) -> Members:
 class Ownership:
     """One side of a boundary.
 
-    `groups`: disjoint replica groups of ranks (a single rank where nothing is replicated). `ids`: int64, the rows that
-    the ranks of each group hold, in the order in which they store them, one group after the other; `starts`: int64
-    [groups + 1], where each group's rows begin in `ids`, and the end. No row may be held by two groups.
-    `gradient`: see the head of this file.
+    `groups`: disjoint replica groups of ranks, of one rank each if nothing is replicated. `ids`: int64, the rows that
+    the ranks of each group hold, in stored order, concatenated; `starts`: int64 [groups + 1], where each group's rows
+    begin in `ids`, and the end. No two groups hold the same row. `gradient`: see the module docstring.
 
     Raises:
-        ValueError: a rank is in two groups, `starts` do not part `ids`, or a row is below 0 or held twice.
+        ValueError: a rank is in two groups, `starts` do not partition `ids`, or a row is negative or held twice.
     """
 
     groups: Groups
@@ -104,7 +103,7 @@ class Ownership:
             raise ValueError(f"ownership: found rows {twice} held by two groups, or twice, expected one holder")
 
     def _require_starts(self) -> None:
-        """Check that `starts` part the rows into groups."""
+        """Check that `starts` partition the rows into groups."""
         groups, rows, starts = len(self.groups), len(self.ids), self.starts
         if len(starts) != groups + 1:
             found = f"{len(starts)} starts of {groups} groups, expected {groups + 1}, one of each and the end"
@@ -121,24 +120,24 @@ class Ownership:
     def of(
         cls, holders: Mapping[tuple[int, ...], Sequence[int] | np.ndarray], gradient: Gradient = "invariant"
     ) -> Ownership:
-        """From a mapping of replica group to the ids that each of its ranks holds, in stored order."""
+        """From a mapping of replica group to the row ids that each of its ranks holds, in stored order."""
         rows = [np.asarray(ids, dtype=np.int64) for ids in holders.values()]
-        return cls._joined(tuple(holders), rows, gradient)
+        return cls._concatenated(tuple(holders), rows, gradient)
 
     @classmethod
-    def _joined(cls, groups: Groups, rows: Sequence[np.ndarray], gradient: Gradient) -> Ownership:
+    def _concatenated(cls, groups: Groups, rows: Sequence[np.ndarray], gradient: Gradient) -> Ownership:
         ends = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         return cls(groups, np.concatenate([np.zeros(0, np.int64), *rows]), ends, gradient)
 
     @classmethod
-    def dealt(cls, groups: Groups, group_of_row: np.ndarray, gradient: Gradient = "invariant") -> Ownership:
-        """From the group of each row (int64 [rows]); every group stores its rows in ascending order."""
+    def from_assignment(cls, groups: Groups, group_of_row: np.ndarray, gradient: Gradient = "invariant") -> Ownership:
+        """From the group of each row, int64 [rows]. Every group stores its rows in ascending order."""
         counts = np.bincount(group_of_row, minlength=len(groups))
         small = group_of_row.astype(np.uint16) if len(groups) <= 1 << 16 else group_of_row  # sorts ten times as fast
         return cls(groups, np.argsort(small, kind="stable"), np.concatenate([[0], np.cumsum(counts)]), gradient)
 
     def of_groups(self, first: int, last: int) -> Ownership:
-        """The groups from `first` to below `last`, with their rows."""
+        """The groups [first, last), with their rows."""
         low, high = self.starts[first], self.starts[last]
         return Ownership(
             self.groups[first:last], self.ids[low:high], self.starts[first : last + 1] - low, self.gradient
@@ -146,18 +145,18 @@ class Ownership:
 
     @classmethod
     def parse(cls, text: str) -> Ownership:
-        """The ownership that `text` describes (head of this file). Raises `UserError` where it is malformed."""
+        """The ownership that `text` describes (see the module docstring). Raises `UserError` if it is malformed."""
         body = text.strip().removesuffix("partial")
         gradient: Gradient = "invariant" if body == text.strip() else "partial"
         try:
             parts = [_read_group(number, part) for number, part in enumerate(filter(str.strip, body.split(";")))]
-            return cls._joined(tuple(ranks for ranks, _ in parts), [rows for _, rows in parts], gradient)
+            return cls._concatenated(tuple(ranks for ranks, _ in parts), [rows for _, rows in parts], gradient)
         except ValueError as error:
             raise UserError.at(
                 f"ownership `{text}`",
                 found=str(error),
                 expected="`RANK[,RANK…]: ROWS[; …][ partial]`, such as `0: 0-3,8; 1,2: 4-7`",
-                fix="mend the text",
+                fix="correct the text",
             ) from None
 
     def __str__(self) -> str:
@@ -177,7 +176,7 @@ class Ownership:
 
     @property
     def rows(self) -> tuple[np.ndarray, ...]:
-        """The ids of each group."""
+        """The row ids of each group."""
         return tuple(np.split(self.ids, self.starts[1:-1])) if self.groups else ()
 
     @property
@@ -186,12 +185,12 @@ class Ownership:
         return tuple(self.members.sorted_ranks.tolist())
 
     def held_by(self, rank: int) -> np.ndarray:
-        """Ids that `rank` holds, in stored order; empty for a rank that is not on this side."""
+        """The row ids that `rank` holds, in stored order; empty for a rank that is not on this side."""
         group = self.members.group_of(rank)
         return self.ids[:0] if group < 0 else self.ids[self.starts[group] : self.starts[group + 1]]
 
-    def rows_of(self, rank: int) -> int:
-        """Number of rows that `rank` holds."""
+    def num_rows(self, rank: int) -> int:
+        """The number of rows that `rank` holds."""
         return len(self.held_by(rank))
 
     @cached_property
@@ -200,16 +199,16 @@ class Ownership:
         return np.repeat(np.arange(len(self.groups)), np.diff(self.starts))
 
     @property
-    def place_of_entry(self) -> np.ndarray:
-        """The place of each entry of `ids` in its group's order, int64."""
+    def index_of_entry(self) -> np.ndarray:
+        """The index of each entry of `ids` in its group's stored order, int64."""
         return np.arange(len(self.ids)) - self.starts[self.group_of_entry]
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each of `ids` the group that holds it, -1 for none, and its place in that group's order."""
+        """For each of `ids`, the group that holds it, -1 for none, and its index in that group's stored order."""
         size = 1 + int(max(self.ids.max(initial=-1), ids.max(initial=-1)))
-        group, place = np.full(size, -1, np.int64), np.zeros(size, np.int64)
-        group[self.ids], place[self.ids] = self.group_of_entry, self.place_of_entry
-        return group[ids], place[ids]
+        group, index = np.full(size, -1, np.int64), np.zeros(size, np.int64)
+        group[self.ids], index[self.ids] = self.group_of_entry, self.index_of_entry
+        return group[ids], index[ids]
 
 
 def _runs(rows: np.ndarray) -> str:
@@ -233,7 +232,7 @@ def _read_group(number: int, text: str) -> tuple[tuple[int, ...], np.ndarray]:
 
 
 def _read_run(text: str, among: str, *, rank: bool = False) -> range:
-    """A number, or ascending numbers such as ``0-3``, which ranks are not written as."""
+    """A number, or, for rows, ascending numbers such as ``0-3``."""
     found = re.fullmatch(r"([0-9]+)" if rank else r"([0-9]+)(?:\s*-\s*([0-9]+))?", text.strip())
     if found is None:
         raise ValueError(f"`{text.strip()}` among the {among}" if text.strip() else f"an empty place among the {among}")

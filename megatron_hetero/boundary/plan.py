@@ -1,5 +1,5 @@
-"""Plans a boundary: which rows each rank sends and receives in both directions, from who holds and who needs them. How
-they travel is in `routes`. Pure data.
+"""Plans a boundary from its two ownerships: the rows that each rank sends and receives in both directions. The routes
+of single rows are computed in `routes`. Pure data.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from zlib import crc32
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
-from megatron_hetero.boundary.plan_text import Move, described, moves_of
-from megatron_hetero.boundary.routes import Direction, DirectionPlan
+from megatron_hetero.boundary.plan_text import Move, describe_plan, moves_of
+from megatron_hetero.boundary.routes import DirectionPlan, Redistribution
 
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
     """One boundary for one rank and one batch.
 
-    `ranks`: those that take part, ascending; counts are in their order. `digest`: the `BoundaryPlan.digest` of the plan
-    that this is a part of. `point_to_point`: whether exchanges are batches of sends and receives, rather than
-    all-to-alls over all of `ranks`. `backward`: None where nothing will come back.
+    `ranks`: all participants, ascending; counts are in their order. `digest`: `BoundaryPlan.digest` of the whole plan.
+    `point_to_point`: whether exchanges are batches of sends and receives, or else all-to-alls over all of `ranks`.
+    `backward`: None where no gradients return.
     """
 
     rank: int
@@ -34,8 +34,8 @@ class RankPlan:
 
 
 class Traffic(NamedTuple):
-    """Rows that one rank moves in one direction, and the least that it could receive (None where only the sum over all
-    ranks has a least value: in a reduce the ranks can take over each other's share).
+    """Rows that one rank moves in one direction. `minimum`: the fewest it could receive; None where only the sum over
+    all ranks has a minimum, since in a reduce ranks can trade shares.
     """
 
     held: int
@@ -47,9 +47,9 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BoundaryPlan:
-    """How rows get from `source` to `destination`, and their gradients back. `row_bytes`: bytes of a row on the wire.
+    """Moves rows from `source` to `destination`, and their gradients back. `row_bytes`: bytes of a row on the wire.
 
-    `rank` gives one rank's part; `print` shows the whole.
+    `rank` returns one rank's part; `print` shows the whole plan.
     """
 
     source: Ownership
@@ -58,19 +58,17 @@ class BoundaryPlan:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that take part, ascending."""
+        """All participating ranks, ascending."""
         return tuple(np.union1d(self.source.members.ranks, self.destination.members.ranks).tolist())
 
     @property
     def point_to_point(self) -> bool:
-        """Whether source and destination have no rank in common."""
+        """Whether source and destination share no rank."""
         return len(self.ranks) == len(self.source.members.ranks) + len(self.destination.members.ranks)
 
     @cached_property
     def digest(self) -> int:
-        """A number of 32 bits that follows from who holds and who needs what: ranks with parts of plans that differ
-        can tell by it.
-        """
+        """CRC-32 of both ownerships, by which ranks tell that they hold parts of different plans."""
         digest = 0
         for side in (self.source, self.destination):
             digest = crc32(side.gradient.encode(), digest)
@@ -79,7 +77,7 @@ class BoundaryPlan:
         return digest
 
     def rank(self, rank: int, *, backward: bool = True) -> RankPlan:
-        """The part of `rank`, which is one of `ranks`; without `backward` of the forward direction only."""
+        """The part of `rank`, one of `ranks`. `backward=False`: of the forward direction only."""
         forward, back = self.directions.values()
         return RankPlan(
             rank,
@@ -91,35 +89,35 @@ class BoundaryPlan:
         )
 
     @cached_property
-    def directions(self) -> dict[str, Direction]:
-        """Forward and backward."""
+    def directions(self) -> dict[str, Redistribution]:
+        """The redistributions named `forward` and `backward`."""
         source, destination = self.source, self.destination
-        forward = Direction(source, destination, summed=False, once=False)
+        forward = Redistribution(source, destination, summed=False, once=False)
         summed, once = destination.gradient == "partial", source.gradient == "partial"
-        return {"forward": forward, "backward": Direction(destination, source, summed, once, mirror=forward)}
+        return {"forward": forward, "backward": Redistribution(destination, source, summed, once, mirror=forward)}
 
     def moves(self) -> tuple[Move, ...]:
-        """All moves of both directions, in the order in which they happen."""
+        """All moves of both directions, in order of execution."""
         return tuple(moves_of(self))
 
     def traffic(self, direction: str, rank: int) -> Traffic:
-        """What `rank` moves in "forward" or "backward"."""
+        """The traffic of `rank` in "forward" or "backward"."""
         chosen = self.directions[direction]
         plan = chosen.plan(rank, self.ranks)
-        return Traffic(plan.held, plan.rows, plan.received_rows, plan.sent_rows, chosen.minimum(rank))
+        return Traffic(plan.held, plan.needed, plan.received_rows, plan.sent_rows, chosen.minimum(rank))
 
     def __str__(self) -> str:
-        return "\n".join(described(self))
+        return "\n".join(describe_plan(self))
 
 
 def plan_boundary(source: Ownership, destination: Ownership, row_bytes: int) -> BoundaryPlan:
     """Plan a boundary. `row_bytes`: bytes of a row on the wire.
 
     Raises:
-        ValueError: a row is needed that nobody holds.
+        ValueError: no rank holds a row that is needed.
     """
     plan = BoundaryPlan(source, destination, row_bytes)
-    if plan.directions["forward"].rows < len(destination.ids):
+    if plan.directions["forward"].num_rows < len(destination.ids):
         group, _ = source.locate(destination.ids)
         at = int(np.flatnonzero(group < 0)[0])
         ranks = destination.groups[int(destination.group_of_entry[at])]

@@ -1,4 +1,4 @@
-"""A plan of a boundary for people to read: what it is, every move, and each rank's traffic."""
+"""The text of a boundary plan: a summary, every move, and each rank's traffic."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from megatron_hetero.boundary.plan import BoundaryPlan
 
 SHOWN = 256
-"""Moves, and ranks, that a plan's text lists at most."""
+"""The most moves, and the most ranks, that a plan's text lists."""
 
 
 class Move(NamedTuple):
-    """Rows that one rank sends to another in one stage of a direction. ``Move.parse(str(move)) == move``."""
+    """Rows that one rank sends to another in one phase of a direction. ``Move.parse(str(move)) == move``."""
 
     direction: str
-    stage: str
+    phase: str
     sender: int
     receiver: int
     rows: int
 
     def __str__(self) -> str:
-        return f"{self.direction:<8}  {self.stage:<7}  {self.sender:>6} -> {self.receiver:<6}  {self.rows:>9,}"
+        return f"{self.direction:<8}  {self.phase:<7}  {self.sender:>6} -> {self.receiver:<6}  {self.rows:>9,}"
 
     @classmethod
     def parse(cls, text: str) -> Move:
@@ -34,57 +34,57 @@ class Move(NamedTuple):
         found = re.match(r"(forward|backward) +(reduce|scatter|gather) +(\d+) -> (\d+) +([\d,]+)", text)
         if found is None:
             raise ValueError(f"found {text!r}, expected a line such as 'forward scatter 0 -> 1 17'")
-        direction, stage, *numbers = found.groups()
+        direction, phase, *numbers = found.groups()
         sender, receiver, rows = (int(number.replace(",", "")) for number in numbers)
-        return cls(direction, stage, sender, receiver, rows)
+        return cls(direction, phase, sender, receiver, rows)
 
 
-class _Counted(NamedTuple):
-    """The moves of one stage of one direction, as columns."""
+class _PhaseMoves(NamedTuple):
+    """The moves of one phase of one direction, as columns, int64 [moves]."""
 
     direction: str
-    stage: str
+    phase: str
     senders: np.ndarray
     receivers: np.ndarray
     rows: np.ndarray
 
 
-def _counted(plan: BoundaryPlan) -> list[_Counted]:
+def _phase_moves(plan: BoundaryPlan) -> list[_PhaseMoves]:
     """All moves of a plan."""
     found = []
     for name, direction in plan.directions.items():
-        everything = direction.rows_of(None)
-        found += [_Counted(name, stage, *direction.routes(stage, everything).counted()) for stage in direction.stages]
+        rows = direction.row_table(None)
+        found += [_PhaseMoves(name, phase, *direction.routes(phase, rows).row_counts()) for phase in direction.phases]
     return found
 
 
 def moves_of(plan: BoundaryPlan) -> Iterator[Move]:
-    """All moves of both directions, in the order in which they happen."""
-    return _moves(_counted(plan))
+    """All moves of both directions, in order of execution."""
+    return _moves(_phase_moves(plan))
 
 
-def _moves(counted: Sequence[_Counted]) -> Iterator[Move]:
-    def of_stage(stage: _Counted) -> Iterator[Move]:
-        columns = zip(stage.senders, stage.receivers, stage.rows, strict=True)
-        return (Move(stage.direction, stage.stage, *map(int, move)) for move in columns)
+def _moves(phases: Sequence[_PhaseMoves]) -> Iterator[Move]:
+    def of_phase(phase: _PhaseMoves) -> Iterator[Move]:
+        columns = zip(phase.senders, phase.receivers, phase.rows, strict=True)
+        return (Move(phase.direction, phase.phase, *map(int, move)) for move in columns)
 
-    return chain.from_iterable(map(of_stage, counted))
+    return chain.from_iterable(map(of_phase, phases))
 
 
-def described(plan: BoundaryPlan) -> Iterator[str]:
-    """The lines of a plan's text: what it is, its moves, each rank's traffic, and what they come to."""
-    how = "batched point-to-point" if plan.point_to_point else "one uneven all-to-all a stage"
+def describe_plan(plan: BoundaryPlan) -> Iterator[str]:
+    """The lines of a plan's text: a summary, its moves, each rank's traffic, and the totals."""
+    how = "batched point-to-point" if plan.point_to_point else "one uneven all-to-all per phase"
     rows = len(plan.destination.ids)
     yield f"boundary of {rows:,} rows of {plan.row_bytes:,} bytes over {len(plan.ranks)} ranks, {how}"
     for name, direction in plan.directions.items():
-        stages = ", ".join(direction.stages) or "nothing moves"
-        yield f"{name}: {stages}; {direction.minimum_total:,} rows received is the minimum{_gradient_note(plan, name)}"
-    counted = _counted(plan)
-    yield "direction stage        from -> to           rows           bytes"
-    yield from (f"{move}  {move.rows * plan.row_bytes:>14,}" for move in islice(_moves(counted), SHOWN))
-    yield from _more(sum(len(stage.rows) for stage in counted))
+        phases = ", ".join(direction.phases) or "nothing moves"
+        yield f"{name}: {phases}; {direction.minimum_total:,} rows received is the minimum{_gradient_note(plan, name)}"
+    moves = _phase_moves(plan)
+    yield "direction phase        from -> to           rows           bytes"
+    yield from (f"{move}  {move.rows * plan.row_bytes:>14,}" for move in islice(_moves(moves), SHOWN))
+    yield from _more(sum(len(phase.rows) for phase in moves))
     yield "direction   rank       held     needed  received bytes         minimum      sent bytes"
-    traffic = {name: _traffic_of_all(plan, name, counted) for name in plan.directions}
+    traffic = {name: _traffic_of_all(plan, name, moves) for name in plan.directions}
     for name, columns in traffic.items():
         yield from _rank_lines(plan, name, columns)
     for name, (_, _, received, sent, _) in traffic.items():
@@ -92,14 +92,16 @@ def described(plan: BoundaryPlan) -> Iterator[str]:
         yield f"{name}: at most {most:,} bytes received and {sent_most:,} bytes sent by a rank; {total:,} bytes in all"
 
 
-def _traffic_of_all(plan: BoundaryPlan, name: str, counted: Sequence[_Counted]) -> tuple[np.ndarray, ...]:
-    """The columns of `Traffic` for all ranks, from the moves: planning each rank would take long. -1 for None."""
+def _traffic_of_all(plan: BoundaryPlan, name: str, phases: Sequence[_PhaseMoves]) -> tuple[np.ndarray, ...]:
+    """The columns of `Traffic` for all ranks, int64 [ranks], -1 for None. Counts moves, since planning each rank is
+    slow.
+    """
     ranks, direction = np.array(plan.ranks, np.int64), plan.directions[name]
     received, sent = np.zeros((2, len(ranks)), np.int64)
-    for stage in counted:
-        if stage.direction == name:
-            np.add.at(received, np.searchsorted(ranks, stage.receivers), stage.rows)
-            np.add.at(sent, np.searchsorted(ranks, stage.senders), stage.rows)
+    for phase in phases:
+        if phase.direction == name:
+            np.add.at(received, np.searchsorted(ranks, phase.receivers), phase.rows)
+            np.add.at(sent, np.searchsorted(ranks, phase.senders), phase.rows)
     held, needed = (
         np.append(np.diff(side.starts), 0)[side.members.groups_of(ranks)] for side in (direction.held, direction.needed)
     )
@@ -118,7 +120,7 @@ def _rank_lines(plan: BoundaryPlan, name: str, columns: Sequence[np.ndarray]) ->
 
 
 def _more(lines: int) -> Iterator[str]:
-    """What a table leaves out."""
+    """How many lines a table omits."""
     if lines > SHOWN:
         yield f"… and {lines - SHOWN:,} more"
 

@@ -1,30 +1,29 @@
-"""The exact moves that turn one ownership of rows into another. Pure data.
+"""Routes: the moves that turn one ownership of rows into another, computed per rank. Pure data.
 
-A direction has up to three stages, each one uneven all-to-all (or batched point-to-point, where the two sides have no
-rank in common):
+A direction has up to three phases. Each is one uneven all-to-all, or a batch of point-to-point transfers where the two
+sides share no rank:
 
-  1. *reduce* (only where the rows that move are parts of a sum): every holder of a row sends its part to the one that
-     passes the row on, which adds them up;
-  2. *scatter*: every row that no member of its destination group holds crosses once, to one member of that group. Where
-     the source is replicated over n ranks, each sends about 1/n of the rows; where the destination is replicated over n
-     ranks, each receives about 1/n of them;
-  3. *gather* (only where some destination is replicated): inside each destination group, each member passes on its
-     portion to the members that do not hold those rows.
+  1. *reduce*, only for partial gradients: all holders of a row send their part to the row's sender, which adds them up;
+  2. *scatter*: every row that no member of its destination group holds crosses once, to its first receiver in that
+     group. A source replicated over n ranks sends about 1/n of the rows from each; a destination replicated over n
+     ranks receives about 1/n on each;
+  3. *gather*, only for replicated destinations: each member of a destination group sends its portion to the members
+     that do not hold those rows.
 
-Cases, for a row r with source group S and destination group D. Its *leaver* is the rank of S that passes it on, its
-*lander* the rank of D that gets it first:
+Cases, for a row r with source group S and destination group D. Its *sender* is the rank of S that sends it on, its
+*first receiver* the rank of D that gets it first:
 
-     S and D share ranks           the shared ranks keep r; one, its leaver and lander, passes it on to the rest of D
+     S and D share ranks           the shared ranks keep r; one, sender and first receiver, sends it to the rest of D
      they share none, |D| = 1      one member of S sends r to D
-     they share none, |D| > 1      one member of S sends r to one member of D, which passes it on to the rest
-     the parts in S are a sum      as above after stage 1, except that only the lander has the sum to begin with
-     D needs r in one place only   only the lander gets it
+     they share none, |D| > 1      one member of S sends r to one member of D, which sends it to the rest
+     the parts in S are a sum      as above after phase 1, but only the first receiver has the sum to begin with
+     D needs r on one rank only    only the first receiver gets it
 
-The last two arise in the backward pass. It is the adjoint of the forward pass: gradients travel from D to S, as parts
-of a sum where D holds them so (`Ownership.gradient` is partial), and to one holder only where S is partial. Rows that
-nobody needs get a gradient of zero.
+The last two occur in the backward pass, the adjoint of the forward pass: gradients travel from D to S, as summands
+where D holds partial gradients (`Ownership.gradient`), and to one holder only where S is partial. Rows that nobody
+needs get a gradient of zero.
 
-Nobody receives a row that it does not need or already holds, so that received rows are the minimum for the pair of
+No rank receives a row that it does not need or already holds, so received rows are the minimum for the pair of
 ownerships. Each rank computes its own part only.
 """
 
@@ -39,20 +38,20 @@ import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
 
-Stage = Literal["reduce", "scatter", "gather"]
-STAGES: tuple[Stage, ...] = ("reduce", "scatter", "gather")
+Phase = Literal["reduce", "scatter", "gather"]
+PHASES: tuple[Phase, ...] = ("reduce", "scatter", "gather")
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """One stage as one rank sees it, in row indices of its buffers.
+    """One phase on one rank, in row indices of its buffers; all arrays are int64.
 
-    `send`: int64, the rows to send, ordered by receiver; `send_counts`: int64, rows for each of the plan's ranks.
-    `receive`: int64, where the rows that arrive are put (or added, in a reduce), ordered by sender; `receive_counts`:
-    int64, rows from each of the plan's ranks.
+    `send`: the rows to send, ordered by receiver; `send_counts`: rows to each of the plan's ranks. `receive`: where
+    received rows are written (added, in a reduce), ordered by sender; `receive_counts`: rows from each of the plan's
+    ranks.
     """
 
-    stage: Stage
+    phase: Phase
     send: np.ndarray
     send_counts: np.ndarray
     receive: np.ndarray
@@ -63,104 +62,106 @@ class Exchange:
 class DirectionPlan:
     """One direction of a boundary for one rank.
 
-    `held`, `rows`: sizes of the buffers that rows leave and arrive in. `kept_from`, `kept_to`: indices of rows that
-    stay on the rank, from the first to the second. `exchanges`: the stages, the same ones on every rank. A reduce adds
-    to a copy of the first buffer, from which the scatter then reads; a gather reads and writes the second.
-    `complete`: whether every row of the second buffer is written; the others are zero.
+    `held`, `needed`: rows of the input and of the output buffer. `kept_from`, `kept_to`: int64, rows that stay on this
+    rank, as indices in the input and the output. `exchanges`: the phases, the same on every rank. A reduce adds to a
+    copy of the input, from which the scatter reads; a gather reads and writes the output. `complete`: whether every
+    output row is written; the others are zero.
     """
 
     held: int
-    rows: int
+    needed: int
     kept_from: np.ndarray
     kept_to: np.ndarray
     exchanges: tuple[Exchange, ...]
     complete: bool
 
-    def exchange(self, stage: Stage) -> Exchange | None:
-        """The exchange of that stage, if there is one."""
-        return next((e for e in self.exchanges if e.stage == stage), None)
+    def exchange(self, phase: Phase) -> Exchange | None:
+        """The exchange of `phase`, if there is one."""
+        return next((e for e in self.exchanges if e.phase == phase), None)
 
     @property
     def received_rows(self) -> int:
-        """Rows that reach this rank from others."""
+        """Rows received from other ranks."""
         return sum(int(e.receive_counts.sum()) for e in self.exchanges)
 
     @property
     def sent_rows(self) -> int:
-        """Rows that this rank sends to others."""
+        """Rows sent to other ranks."""
         return sum(int(e.send_counts.sum()) for e in self.exchanges)
 
     @property
     def collectives(self) -> int:
-        """Collectives that this direction takes: the same number on every rank."""
+        """The number of collectives, the same on every rank."""
         return len(self.exchanges)
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """Rows on their way, a column per property, ordered by pair of groups and then by place at the destination.
+class RowTable:
+    """Rows to move, one column per property, int64 [rows], ordered by pair of groups and then by destination index.
 
-    `held`, `needed`: the groups that hold and need the row; `from_place`, `to_place`: its places in their orders;
-    `index`, `count`: which of the rows of its pair of groups it is, and how many there are.
+    `held`, `needed`: the groups that hold and need the row; `source_index`, `target_index`: its indices in their
+    stored orders; `ordinal`, `count`: its number among the rows of its pair of groups, and how many these are.
     """
 
     held: np.ndarray
     needed: np.ndarray
-    from_place: np.ndarray
-    to_place: np.ndarray
-    index: np.ndarray
+    source_index: np.ndarray
+    target_index: np.ndarray
+    ordinal: np.ndarray
     count: np.ndarray
 
-    def repeated(self, times: np.ndarray) -> Rows:
-        """Each row as often as `times` says."""
-        return Rows(*(np.repeat(column, times) for column in self.__dict__.values()))
+    def repeated(self, times: np.ndarray) -> RowTable:
+        """Row i `times[i]` times."""
+        return RowTable(*(np.repeat(column, times) for column in self.__dict__.values()))
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Single rows from rank to rank: int64 columns. Where sender and receiver are the same the row stays."""
+    """Moves of single rows, as columns, int64 [moves]. A row whose sender is its receiver stays."""
 
     sender: np.ndarray
     receiver: np.ndarray
-    from_place: np.ndarray
-    to_place: np.ndarray
+    source_index: np.ndarray
+    target_index: np.ndarray
 
-    def counted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Senders, receivers and numbers of rows of all pairs of different ranks, ordered by sender and receiver."""
+    def row_counts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Senders, receivers and row counts of all pairs of different ranks, ordered by sender and receiver."""
         moved = self.sender != self.receiver
         ranks = 1 + int(self.receiver.max(initial=0))
         keys, rows = np.unique(self.sender[moved] * ranks + self.receiver[moved], return_counts=True)
         return keys // ranks, keys % ranks, rows
 
-    def exchange(self, stage: Stage, rank: int, ranks: Sequence[int]) -> Exchange:
-        """What `rank` sends and receives."""
+    def exchange(self, phase: Phase, rank: int, ranks: Sequence[int]) -> Exchange:
+        """The sends and receives of `rank`."""
         order = np.asarray(ranks)
 
-        def side(own: np.ndarray, other: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        def side(own: np.ndarray, other: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             mine = np.flatnonzero((own == rank) & (other != rank))
             mine = mine[np.argsort(other[mine], kind="stable")]
             peers = np.searchsorted(order, other[mine])
-            return places[mine], np.bincount(peers, minlength=len(order))
+            return indices[mine], np.bincount(peers, minlength=len(order))
 
-        send = side(self.sender, self.receiver, self.from_place)
-        return Exchange(stage, *send, *side(self.receiver, self.sender, self.to_place))
+        send = side(self.sender, self.receiver, self.source_index)
+        return Exchange(phase, *send, *side(self.receiver, self.sender, self.target_index))
 
 
 @dataclass(frozen=True, eq=False)
-class Direction:
-    """Rows from one ownership to another. `summed`: the holders of a row hold parts of a sum. `once`: a row is needed
-    by one member of its group only. `mirror`: the direction with the sides exchanged, where it is known.
+class Redistribution:
+    """One direction of a boundary, on all ranks: rows from ownership `held` to ownership `needed`.
+
+    `summed`: the holders of a row hold summands. `once`: one member of each destination group needs the row. `mirror`:
+    the redistribution with the sides exchanged, if known; it saves computing the pairs of groups again.
     """
 
     held: Ownership
     needed: Ownership
     summed: bool
     once: bool
-    mirror: Direction | None = None
+    mirror: Redistribution | None = None
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
-        """The stages that move anything on any rank."""
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases in which any rank moves a row."""
         held, needed = self._pairs
         shared = self._shared.counts(held * len(self.needed.groups) + needed)
         sharers, readers = self.held.members.sizes[held], self.needed.members.sizes[needed]
@@ -169,38 +170,38 @@ class Direction:
             "scatter": bool(np.any(shared == 0)),
             "gather": not self.once and bool(np.any(readers > (1 if self.summed else np.maximum(shared, 1)))),
         }
-        return tuple(stage for stage in STAGES if used[stage])
+        return tuple(phase for phase in PHASES if used[phase])
 
     def plan(self, rank: int, ranks: Sequence[int]) -> DirectionPlan:
         """The part of `rank`."""
-        rows = self.rows_of(rank)
-        # The scatter says which rows stay, also where it moves none.
+        rows = self.row_table(rank)
+        # The routes of the scatter include the rows that stay, even if it moves none.
         scatter = self.routes("scatter", rows)
-        routes = {stage: scatter if stage == "scatter" else self.routes(stage, rows) for stage in self.stages}
+        routes = {phase: scatter if phase == "scatter" else self.routes(phase, rows) for phase in self.phases}
         kept = np.flatnonzero((scatter.sender == rank) & (scatter.receiver == rank))
-        exchanges = tuple(routes[stage].exchange(stage, rank, ranks) for stage in self.stages)
-        arriving = sum(int(e.receive_counts.sum()) for e in exchanges if e.stage != "reduce")
-        needed = self.needed.rows_of(rank)
+        exchanges = tuple(routes[phase].exchange(phase, rank, ranks) for phase in self.phases)
+        arriving = sum(int(e.receive_counts.sum()) for e in exchanges if e.phase != "reduce")
+        needed = self.needed.num_rows(rank)
         return DirectionPlan(
-            held=self.held.rows_of(rank),
-            rows=needed,
-            kept_from=scatter.from_place[kept],
-            kept_to=scatter.to_place[kept],
+            held=self.held.num_rows(rank),
+            needed=needed,
+            kept_from=scatter.source_index[kept],
+            kept_to=scatter.target_index[kept],
             exchanges=exchanges,
             complete=len(kept) + arriving == needed,
         )
 
     def minimum(self, rank: int) -> int | None:
-        """The least rows that `rank` must receive: those it needs less those it holds."""
+        """The fewest rows that `rank` can receive: those it needs less those it holds. None without `has_minima`."""
         return int(self.missing(np.array([rank]))[0]) if self.has_minima else None
 
     @property
     def has_minima(self) -> bool:
-        """Whether each rank has a minimum of its own: no rows are added up, and all that need a row get it."""
+        """Whether each rank has a minimum of its own: no row is summed, and all ranks of a group get the row."""
         return not self.once and not (self.summed and self.held.members.sizes.max(initial=1) > 1)
 
     def missing(self, ranks: np.ndarray) -> np.ndarray:
-        """The rows that each of `ranks` needs, less those that it holds."""
+        """For each of `ranks`, the number of rows that it needs and does not hold."""
         keys, rows = self._rows_of_pairs
         held, needed = self.held.members.groups_of(ranks), self.needed.members.groups_of(ranks)
         groups = len(self.needed.groups)
@@ -212,12 +213,12 @@ class Direction:
 
     @cached_property
     def minimum_total(self) -> int:
-        """The least rows that all ranks together must receive.
+        """The fewest rows that all ranks together can receive.
 
-        Adding up a row from n holders takes n - 1 messages, bringing it to another rank one, and telling m - 1 more
-        ranks of a group m - 1.
+        Summing a row over n holders takes n - 1 messages, sending it to another rank one, and replicating it over a
+        group of m ranks m - 1.
         """
-        rows = self.rows_of(None)
+        rows = self.row_table(None)
         shared = self._shared.counts(rows.held * len(self.needed.groups) + rows.needed)
         parts = self.held.members.sizes[rows.held] if self.summed else 1
         readers = 1 if self.once else self.needed.members.sizes[rows.needed]
@@ -228,15 +229,15 @@ class Direction:
 
     @cached_property
     def _columns(self) -> tuple[np.ndarray, ...]:
-        """(held group, needed group, place there, place here) of all rows that are both held and needed."""
-        held, from_place = self.held.locate(self.needed.ids)
-        columns = held, self.needed.group_of_entry, from_place, self.needed.place_of_entry
+        """(held group, needed group, source index, target index) of all rows that are both held and needed."""
+        held, source_index = self.held.locate(self.needed.ids)
+        columns = held, self.needed.group_of_entry, source_index, self.needed.index_of_entry
         if np.all(held >= 0):
             return columns
         return tuple(column[held >= 0] for column in columns)
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """The number of rows that are both held and needed."""
         return len(self._columns[0])
 
@@ -251,7 +252,7 @@ class Direction:
 
     @cached_property
     def _rows_of_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """The pairs of groups that have rows as keys, ascending, and the number of rows of each."""
+        """The keys of the pairs of groups that have rows, ascending, and their row counts."""
         if self.mirror is None:
             held, needed, *_ = self._columns
             return np.unique(held * len(self.needed.groups) + needed, return_counts=True)
@@ -260,17 +261,17 @@ class Direction:
         order = np.argsort(keys)
         return keys[order], self.mirror._rows_of_pairs[1][order]
 
-    def rows_of(self, rank: int | None) -> Rows:
-        """The rows that a rank holds or needs, or all. A pair of groups is there with all of its rows or with none."""
-        held, needed, from_place, to_place = self._columns
+    def row_table(self, rank: int | None) -> RowTable:
+        """The rows that `rank` holds or needs; None: all. Contains all rows of a pair of groups or none."""
+        held, needed, source_index, target_index = self._columns
         if rank is not None:
             mine = (held == self.held.members.group_of(rank)) | (needed == self.needed.members.group_of(rank))
-            held, needed, from_place, to_place = (column[mine] for column in self._columns)
+            held, needed, source_index, target_index = (column[mine] for column in self._columns)
         key = held * len(self.needed.groups) + needed
-        order = np.lexsort((to_place, key))
+        order = np.lexsort((target_index, key))
         _, first, counts = np.unique(key[order], return_index=True, return_counts=True)
-        return Rows(
-            held[order], needed[order], from_place[order], to_place[order],
+        return RowTable(
+            held[order], needed[order], source_index[order], target_index[order],
             np.arange(len(order)) - np.repeat(first, counts), np.repeat(counts, counts),
         )  # fmt: skip
 
@@ -278,64 +279,64 @@ class Direction:
     def _shared(self) -> _SharedRanks:
         return _SharedRanks.of(self.held, self.needed)
 
-    def routes(self, stage: Stage, rows: Rows) -> Routes:
-        """How `rows` travel in a stage."""
-        return {"reduce": self._reduce, "scatter": self._scatter, "gather": self._gather}[stage](rows)
+    def routes(self, phase: Phase, rows: RowTable) -> Routes:
+        """The moves of `rows` in a phase."""
+        return {"reduce": self._reduce, "scatter": self._scatter, "gather": self._gather}[phase](rows)
 
-    def _ends(self, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Leaver and lander of each row, and the number of ranks that its groups share."""
+    def _endpoints(self, rows: RowTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sender and first receiver of each row, and the number of ranks that its two groups share."""
         holders, readers = self.held.members, self.needed.members
         key = rows.held * len(self.needed.groups) + rows.needed
         shared = self._shared.counts(key)
-        # Portions are contiguous runs; they begin at another member for each group, so that remainders spread.
-        portion = (rows.index * np.where(shared, shared, readers.sizes[rows.needed]) // rows.count) + rows.held
-        sender = (rows.index + rows.needed) % holders.sizes[rows.held]
-        leaver = holders.ranks[holders.starts[rows.held] + sender]
-        lander = readers.ranks[readers.starts[rows.needed] + portion % readers.sizes[rows.needed]]
+        # Portions are contiguous runs. They begin at another member for each group, which spreads the remainders.
+        portion = (rows.ordinal * np.where(shared, shared, readers.sizes[rows.needed]) // rows.count) + rows.held
+        member = (rows.ordinal + rows.needed) % holders.sizes[rows.held]
+        sender = holders.ranks[holders.starts[rows.held] + member]
+        first_receiver = readers.ranks[readers.starts[rows.needed] + portion % readers.sizes[rows.needed]]
         both = shared > 0
         if np.any(both):
             meeting = self._shared.rank_at(key[both], portion[both] % shared[both])
-            leaver[both], lander[both] = meeting, meeting
-        return leaver, lander, shared
+            sender[both], first_receiver[both] = meeting, meeting
+        return sender, first_receiver, shared
 
-    def _reduce(self, rows: Rows) -> Routes:
-        leaver, _, _ = self._ends(rows)
-        sender, times = _all_members(self.held, rows.held)
-        at = np.repeat(rows.from_place, times)
-        return Routes(sender, np.repeat(leaver, times), at, at)
+    def _reduce(self, rows: RowTable) -> Routes:
+        sender, _, _ = self._endpoints(rows)
+        holder, times = _all_members(self.held, rows.held)
+        index = np.repeat(rows.source_index, times)
+        return Routes(holder, np.repeat(sender, times), index, index)
 
-    def _scatter(self, rows: Rows) -> Routes:
-        leaver, lander, shared = self._ends(rows)
-        crossing = Routes(leaver, lander, rows.from_place, rows.to_place)
+    def _scatter(self, rows: RowTable) -> Routes:
+        sender, first_receiver, shared = self._endpoints(rows)
+        crossing = Routes(sender, first_receiver, rows.source_index, rows.target_index)
         if self.summed or self.once or not np.any(shared > 1):
             return crossing
-        # All shared ranks keep their copies, not only the one that passes the row on.
+        # All shared ranks keep their copies, not only the row's sender.
         member, times = _all_members(self.needed, rows.needed)
         copies = rows.repeated(times)
-        stays = (self.held.members.groups_of(member) == copies.held) & (member != np.repeat(leaver, times))
+        stays = (self.held.members.groups_of(member) == copies.held) & (member != np.repeat(sender, times))
         return Routes(
             np.concatenate([crossing.sender, member[stays]]),
             np.concatenate([crossing.receiver, member[stays]]),
-            np.concatenate([crossing.from_place, copies.from_place[stays]]),
-            np.concatenate([crossing.to_place, copies.to_place[stays]]),
+            np.concatenate([crossing.source_index, copies.source_index[stays]]),
+            np.concatenate([crossing.target_index, copies.target_index[stays]]),
         )
 
-    def _gather(self, rows: Rows) -> Routes:
-        _, lander, _ = self._ends(rows)
+    def _gather(self, rows: RowTable) -> Routes:
+        _, first_receiver, _ = self._endpoints(rows)
         receiver, times = _all_members(self.needed, rows.needed)
-        passer, at = np.repeat(lander, times), np.repeat(rows.to_place, times)
-        lacking = receiver != passer
+        source, index = np.repeat(first_receiver, times), np.repeat(rows.target_index, times)
+        lacking = receiver != source
         if not self.summed:
             lacking &= self.held.members.groups_of(receiver) != np.repeat(rows.held, times)
-        return Routes(passer[lacking], receiver[lacking], at[lacking], at[lacking])
+        return Routes(source[lacking], receiver[lacking], index[lacking], index[lacking])
 
 
 @dataclass(frozen=True, eq=False)
 class _SharedRanks:
-    """The ranks that a group that holds and a group that needs have in common.
+    """The ranks shared by a holding group and a needing group.
 
-    `keys`: of the pairs of groups that share ranks, ascending; `ranks`: those of each pair, one pair after the other;
-    `starts`: where each pair's begin, and the end.
+    `keys`: of the pairs of groups that share ranks, ascending; `ranks`: of all pairs, concatenated; `starts`: where
+    each pair's ranks begin, and the end.
     """
 
     keys: np.ndarray
@@ -356,18 +357,18 @@ class _SharedRanks:
         return at, (self.keys[at] == keys) if len(self.keys) else np.zeros(len(keys), bool)
 
     def counts(self, keys: np.ndarray) -> np.ndarray:
-        """How many ranks each of these pairs shares."""
+        """The number of shared ranks of each pair."""
         at, found = self._find(keys)
         return np.where(found, np.diff(self.starts)[at], 0) if len(self.keys) else np.zeros(len(keys), np.int64)
 
     def rank_at(self, keys: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """The shared rank of that index of each pair."""
+        """Of each pair, its shared rank number `index`."""
         at, _ = self._find(keys)
         return self.ranks[self.starts[at] + index]
 
 
 def _all_members(side: Ownership, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ranks of each of `groups`, one group after the other, and how many each has."""
+    """The ranks of each of `groups`, concatenated, and the size of each."""
     sizes = side.members.sizes[groups]
     within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return side.members.ranks[np.repeat(side.members.starts[groups], sizes) + within], sizes

@@ -1,1 +1,1 @@
-"""Executes a schedule on a rank, and watches that no rank waits for ever."""
+"""Executes a schedule on a rank, with a watchdog for ranks that wait forever."""

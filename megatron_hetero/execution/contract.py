@@ -1,7 +1,7 @@
-"""What the interpreter is given: micro-batches, and models, which may be any `torch.nn.Module` or callable that fits.
+"""The interface of the interpreter: micro-batches, and models, which may be any `torch.nn.Module` or callable.
 
-A module has stages, most often one. Which of the protocols below its model fulfils depends on where the stage stands.
-`batch` is whatever `DeviceMicroBatch.inputs` holds for the module; nobody but the model looks into it.
+A module has one or more stages. Which of the protocols below a stage's model implements depends on its position.
+`batch` is the module's entry in `DeviceMicroBatch.inputs`; only the model looks into it.
 
     stage                              is called with                returns
     first of an encoder                batch                         hidden states; on its last stage rows
@@ -9,14 +9,14 @@ A module has stages, most often one. Which of the protocols below its model fulf
     the same, where it `embeds`        batch, embed(batch), rows     the same
     any other                          batch, hidden states          the same
 
-Rows are [rows, width], those that this rank needs of all encoders, one encoder after the other. What an encoder
-returns are exactly those that this rank holds in the boundary's plan, [held, width]: where it computes on more, for
-kernels that need divisible lengths, it drops them. Hidden states have the shape that the next stage's `hidden_shape`
-says, and the interpreter's dtype. The loss is a scalar, the sum over this rank's part of the micro-batch.
+Rows are [needed, width], those that this rank needs of all encoders, concatenated by encoder. An encoder returns
+exactly the rows that this rank holds in the boundary's plan, [held, width]; if it pads to divisible lengths for its
+kernels, it drops the padding. Hidden states have the shape given by the next stage's `hidden_shape` and the
+interpreter's dtype. The loss is a scalar, the sum over this rank's part of the micro-batch.
 
-What a model is given is a leaf of its own graph, which ends with what it returns. Models communicate inside their own
-module as they like, if all ranks of a stage do so in one order. Where a schedule recomputes, an encoder is called twice
-with a micro-batch, and draws the same random numbers both times.
+Inputs are leaves of the model's own graph, which ends with its output. Models may communicate inside their module, in
+one order on all ranks of a stage. If a schedule recomputes, an encoder is called twice per micro-batch and draws the
+same random numbers both times.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EncoderStage(Protocol):
     """The first stage of an encoder."""
 
     def __call__(self, batch: Any, /) -> Tensor:
-        """Rows, [held, width], or hidden states where there are more stages."""
+        """Rows, [held, width], or hidden states if there are more stages."""
         ...
 
 
@@ -43,19 +43,19 @@ class TextStage(Protocol):
     """The first stage of the text module."""
 
     def __call__(self, batch: Any, rows: Tensor, /) -> Tensor:
-        """The sum of losses, a scalar, or hidden states where there are more stages. `rows`: [needed, width]."""
+        """The sum of losses, a scalar, or hidden states if there are more stages. `rows`: [needed, width]."""
         ...
 
 
 class EmbeddingTextStage(Protocol):
-    """The first stage of the text module, in two parts: what needs no rows is computed while they are on their way."""
+    """The first stage of the text module, in two parts: `embed` overlaps with the crossing of rows."""
 
     def embed(self, batch: Any, /) -> Tensor:
-        """What needs no rows, of any shape."""
+        """The part that needs no rows; of any shape."""
         ...
 
     def __call__(self, batch: Any, embedded: Tensor, rows: Tensor, /) -> Tensor:
-        """As `TextStage`, with what `embed` returned."""
+        """As `TextStage`, with the result of `embed`."""
         ...
 
 
@@ -63,11 +63,11 @@ class LaterStage(Protocol):
     """A stage of any module after its first."""
 
     def hidden_shape(self, batch: Any, /) -> Sequence[int]:
-        """The shape of what it is given: the rank makes room for it before it arrives."""
+        """The shape of the hidden states that it receives, for the receive buffer."""
         ...
 
     def __call__(self, batch: Any, hidden: Tensor, /) -> Tensor:
-        """Hidden states for the next stage, or what the module's last stage returns."""
+        """Hidden states for the next stage; on the last stage the module's output."""
         ...
 
 
@@ -77,10 +77,10 @@ StageModel = EncoderStage | TextStage | EmbeddingTextStage | LaterStage
 
 @dataclass(frozen=True, eq=False)
 class ModuleOnRank:
-    """What a rank holds of a module.
+    """A rank's part of a module.
 
-    `stages`: the model of each of its stages here, by number. `embeds`: whether the first one, of the text module, is
-    an `EmbeddingTextStage`.
+    `stages`: the models of its stages on this rank, by stage number. `embeds`: whether the first stage of the text
+    module is an `EmbeddingTextStage`.
     """
 
     stages: Mapping[int, StageModel]
@@ -89,10 +89,10 @@ class ModuleOnRank:
 
 @dataclass(frozen=True, eq=False)
 class DeviceMicroBatch:
-    """A micro-batch on the device, as far as a rank needs it.
+    """A rank's part of a micro-batch, on the device.
 
-    `inputs`: what each module reads; a module that has nothing to do, on all of its ranks, is missing (an encoder in a
-    micro-batch without images). `boundaries`: by encoder, how its rows cross; missing where nothing does.
+    `inputs`: the input of each module; without modules that have no work on any rank (an encoder in a micro-batch
+    without images). `boundaries`: by encoder, the plan of its rows; without encoders whose rows do not cross.
     """
 
     inputs: Mapping[str, Any]
@@ -101,10 +101,10 @@ class DeviceMicroBatch:
 
 @dataclass(frozen=True)
 class RandomStates:
-    """The states of the random generators that models draw from.
+    """Access to the states of the random generators that models use.
 
-    `read` returns them, as a value of its own; `write` puts such a value back. Both run between the launches of a step:
-    they should not wait for the device (the state of a CUDA generator is on the host).
+    `read` returns a copy of the states; `write` restores one. Both run between the launches of a step, so they should
+    not synchronise with the device (the state of a CUDA generator is on the host).
     """
 
     read: Callable[[], Any]

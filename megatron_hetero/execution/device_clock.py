@@ -1,4 +1,4 @@
-"""When the device has come to a point of its work, asked without waiting for it."""
+"""Marks in the work of a device, polled without synchronising."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ class Mark(Protocol):
     """A point in the work of a device."""
 
     def done(self) -> bool:
-        """Whether all work issued before the mark has ended. Returns at once; asked by one thread at a time, and not
-        again once it is true.
+        """Whether all work issued before the mark has ended. Does not block. Called by one thread at a time, and not
+        again after it has returned True.
         """
         ...
 
 
 class DeviceClock(Protocol):
-    """Sets marks in the work of a device."""
+    """Records marks in the work of a device."""
 
     def mark(self) -> Mark:
-        """A mark behind the work that this thread has issued so far."""
+        """A mark after the work that this thread has issued so far."""
         ...
 
 
 @dataclass(frozen=True)
 class CudaClock:
-    """Marks of a GPU: events on the current stream, each used again once the device has come to it."""
+    """Marks of a GPU: events on the current stream, reused once completed."""
 
     device: torch.device
     _free: deque[torch.cuda.Event] = field(default_factory=deque, init=False, repr=False)
 
     def mark(self) -> Mark:
-        """An event behind the work of the current stream."""
+        """An event after the work of the current stream."""
         try:
             event = self._free.pop()
         except IndexError:
@@ -43,8 +43,8 @@ class CudaClock:
         event.record()
         return _CudaMark(event, self)
 
-    def _has_come_to(self, event: torch.cuda.Event) -> bool:
-        # A thread begins on device 0, where a query would make a context.
+    def _has_completed(self, event: torch.cuda.Event) -> bool:
+        # A new thread is on device 0, where a query would create a context.
         torch.cuda.set_device(self.device)
         done = event.query()
         if done:
@@ -58,9 +58,9 @@ class _CudaMark:
     clock: CudaClock
 
     def done(self) -> bool:
-        return self.clock._has_come_to(self.event)
+        return self.clock._has_completed(self.event)
 
 
 def clock_of(device: torch.device) -> DeviceClock | None:
-    """The clock of a device; None of a CPU, whose work has ended when it has been issued."""
+    """The clock of a device; None for a CPU, whose work is synchronous."""
     return CudaClock(device) if device.type == "cuda" else None

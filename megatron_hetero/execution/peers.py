@@ -1,7 +1,7 @@
-"""What the watchdogs of all ranks tell each other, over the store of the default process group: that some rank works
-where others wait, and who waits when one of them gives up.
+"""Messages between the watchdogs of all ranks, over the store of the default process group: that a rank is working
+while others wait, and which ranks wait when one of them gives up.
 
-Nothing is asked before somebody has waited for long.
+The store is not used before a rank has waited for long.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _PREFIX = "watchdog"
 
 @dataclass(frozen=True)
 class RollCall:
-    """`first`: whether this rank was the first that gave up, and speaks for all. `absent`: ranks that did not say that
-    they wait, too.
+    """The answers when a rank gives up. `first`: whether it was the first to give up, and reports for all. `absent`:
+    ranks that did not answer that they wait, too.
     """
 
     first: bool
@@ -33,7 +33,7 @@ class RollCall:
 
 
 class Peers:
-    """The ranks of a process group, to one thread of one of them."""
+    """The ranks of a process group, for use by one thread of one of them."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self.store, self.rank, self.ranks = store, rank, ranks
@@ -41,13 +41,13 @@ class Peers:
 
     @classmethod
     def of_world(cls) -> Peers | None:
-        """Those of the default process group; None for a process alone."""
+        """The ranks of the default process group; None if it has one rank."""
         if dist.get_world_size() == 1:
             return None
         return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
     def beat(self, works: bool) -> int:
-        """Say that this rank `works`, where it does. Returns how often any has said so."""
+        """Report whether this rank `works`. Returns the number of reports of work by all ranks."""
         return self._connected().add(f"{_PREFIX}/beats", int(works))
 
     def given_up(self) -> bool:
@@ -55,11 +55,11 @@ class Peers:
         return self._connected().add(f"{_PREFIX}/given up", 0) > 0
 
     def answer(self) -> None:
-        """Say that this rank waits."""
+        """Report that this rank waits."""
         self._connected().set(self._key(self.rank), "waits")
 
     def roll_call(self, seconds: float) -> RollCall:
-        """Give up, and give the others some seconds to say that they wait, too."""
+        """Give up, and wait up to `seconds` for the others to answer that they wait, too."""
         self.answer()
         first = self._connected().add(f"{_PREFIX}/given up", 1) == 1
         absent, end = tuple(range(self.ranks)), time.monotonic() + seconds
@@ -68,7 +68,7 @@ class Peers:
         return RollCall(first, tuple(rank for rank in absent if not self._connected().check([self._key(rank)])))
 
     def _connected(self) -> Store:
-        # A connection of its own: the main thread may wait in the other one, which does one thing at a time.
+        # A separate connection: the main thread may block in the other one, which serves one request at a time.
         if self._own is None:
             self._own = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue] (the stub lacks it)
         return self._own  # pyright: ignore[reportReturnType]
@@ -78,7 +78,7 @@ class Peers:
 
 
 def within(seconds: float, work: Callable[[], T]) -> T | None:
-    """What `work` gives; None where it fails, or is not done in time: a store may be on a host that has stopped."""
+    """The result of `work`; None if it fails or takes longer: a store may be on a host that has stopped."""
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Watches a run: how long the parts of a step take, and that no rank waits for others for ever."""
+"""Times the parts of a step, and ends a process whose rank waits for others forever."""
 
 from __future__ import annotations
 
@@ -23,39 +23,37 @@ from megatron_hetero.execution.device_clock import DeviceClock, Mark, clock_of
 from megatron_hetero.execution.peers import Peers, RollCall, within
 from megatron_hetero.layout.grammar import format_ranks
 
-MOST_ISSUED = 1024
-"""Actions that may wait for the device; it takes no more launches at once, so that the host is rarely so far ahead."""
-LEAVING_S = 30.0
-"""Seconds after which a process that is given up ends, whatever it still has to say."""
+MAX_ISSUED = 1024
+"""The most actions tracked on the device. Its launch queue holds no more, so the host is rarely further ahead."""
+EXIT_TIMEOUT_S = 30.0
+"""Seconds after which a process that has given up ends, even if `on_exit` has not returned."""
 _ROLL_CALL_S = 5.0
-"""Seconds, at most, in which other ranks can say that they wait, too."""
+"""The most seconds in which other ranks can answer that they wait, too."""
 
 
 class Stopwatch:
-    """Seconds spent in named parts of a step: of the device's stream on a GPU (without waiting for it), of the host on
-    a CPU. `keeps`: whether laps are kept, for someone who reads them; otherwise profilers alone see the parts.
+    """Measures the seconds of named parts of a step: of the current stream on a GPU, without synchronising, and of the
+    host on a CPU. `record`: whether laps are recorded; otherwise only profilers see the parts.
     """
 
-    def __init__(self, platform: Platform, *, keeps: bool = True):
+    def __init__(self, platform: Platform, *, record: bool = True):
         self._platform = platform
-        self._keeps = keeps
+        self._record = record
         self._laps: list[tuple[str, Any, Any]] = []
 
     @contextlib.contextmanager
     def part(self, name: str, label: str = "") -> Iterator[None]:
-        """Count the time inside towards `name`. Profilers show it by `label`, or by `name` where that is left out."""
-        start = self._now() if self._keeps else None
+        """Add the time inside to `name`. Profilers show it as `label`, by default `name`."""
+        start = self._now() if self._record else None
         try:
             with torch.profiler.record_function(label or name):
                 yield
         finally:
-            if self._keeps:
+            if self._record:
                 self._laps.append((name, start, self._now()))
 
     def read(self) -> dict[str, list[float]]:
-        """The seconds of each lap of each part since the last reading. On a GPU the device must have been waited
-        for.
-        """
+        """The seconds of each lap, by part, since the last call. On a GPU, synchronise first."""
         seconds: dict[str, list[float]] = {}
         for name, start, stop in self._laps:
             lap = start.elapsed_time(stop) / 1000 if self._platform.is_cuda else stop - start
@@ -71,8 +69,8 @@ class Stopwatch:
         return event
 
 
-class _Doing(NamedTuple):
-    """What a rank waits for. `patient`: as long as any rank works."""
+class _Current(NamedTuple):
+    """The rank's current activity. `patient`: it may last while any rank works."""
 
     described: Callable[[], str]
     began: float
@@ -89,19 +87,18 @@ class _Issued:
 
 
 class Watchdog:
-    """Ends the process where one action takes longer than `timeout_s`, and says which. 0 never does.
+    """Ends the process if one action takes longer than `timeout_s`, and names the action. 0: never.
 
-    A rank whose peers are gone or wait for something else would otherwise wait for as long as the process group allows,
-    without a word.
+    Otherwise a rank whose peers are gone, or wait for something else, would wait silently until the process group times
+    out.
 
-    Outside of steps ranks wait for each other's files, too, which may take any time. There the clock starts again as
-    long as some rank says that it works (`waiting`, `working`): a rank that is stopped does not, nor do ranks that all
-    wait.
+    Outside of steps, ranks also wait for each other's files, for any time. There the time-out restarts while any rank
+    reports that it works (`waiting`, `working`): a stopped rank does not, nor do ranks that all wait.
 
-    On a device with a `clock`, an action takes until its work there has ended, counted from when that of the action
-    before it had. So what is named is the first action that did not end, however far the host is ahead of it. `leaving`
-    is called before the process ends and returns what else there is to say. With `peers`, the first rank that gives up
-    speaks for all, and names those that do not wait.
+    On a device with a `clock`, an action lasts until its work there has ended, counted from the end of the action
+    before it. So the action named is the first that has not ended, however far ahead the host is. `on_exit` is called
+    before the process ends and returns further text to print. With `peers`, the first rank that gives up reports for
+    all, and names those that do not wait.
     """
 
     def __init__(
@@ -109,14 +106,14 @@ class Watchdog:
         timeout_s: float,
         rank: int,
         clock: DeviceClock | None = None,
-        leaving: Callable[[], str] = lambda: "",
+        on_exit: Callable[[], str] = lambda: "",
         peers: Peers | None = None,
     ):
         self.timeout_s, self.rank = timeout_s, rank
         self._clock = clock if timeout_s > 0 else None
-        self._leaving, self._peers = leaving, peers
-        self._current: _Doing | None = None
-        # One thread adds at the end, another takes away at the front.
+        self._on_exit, self._peers = on_exit, peers
+        self._current: _Current | None = None
+        # One thread appends, another pops from the front.
         self._issued: deque[_Issued] = deque()
         self._device_idle_since = self._heard = time.monotonic()
         self._lock, self._at_work, self._work_done = threading.Lock(), 0, 0
@@ -124,42 +121,42 @@ class Watchdog:
             return
         threading.Thread(target=self._guard, name="schedule-watchdog", daemon=True).start()
         if clock is not None:
-            # Not the guard itself, which would be late where the device is slow to answer.
+            # A thread of its own: the guard would be late if the device is slow to answer.
             threading.Thread(target=self._follow_device, name="schedule-device-clock", daemon=True).start()
 
     @classmethod
     def of_world(cls, timeout_s: float, platform: Platform) -> Watchdog:
-        """That of a rank of the default process group."""
+        """The watchdog of this rank of the default process group."""
         rank = dist.get_rank()
         return cls(timeout_s, rank, clock_of(platform.device), partial(_traced, rank), Peers.of_world())
 
     @contextlib.contextmanager
     def doing(self, described: Callable[[], str]) -> Iterator[None]:
-        """What this rank does inside, described when it takes too long."""
+        """Watch an action. `described` returns its description if it takes too long."""
         outer, began = self._current, time.monotonic()
-        self._current = _Doing(described, began)
+        self._current = _Current(described, began)
         try:
             yield
         finally:
-            self._go_back_to(outer)
-        # Where the queue is full, the action counts towards the next one that finds room.
+            self._resume(outer)
+        # If the queue is full, the time of the action counts towards the next one that fits.
         clock = self._clock
-        if clock is not None and len(self._issued) < MOST_ISSUED:
+        if clock is not None and len(self._issued) < MAX_ISSUED:
             self._issued.append(_Issued(described, began, clock.mark()))
 
     @contextlib.contextmanager
     def waiting(self, described: Callable[[], str]) -> Iterator[None]:
-        """Inside, this rank does what it does together with others, for as long as some rank is `working`."""
+        """Watch a wait for other ranks, which may last as long as any rank is `working`."""
         outer = self._current
-        self._current = _Doing(described, time.monotonic(), patient=True)
+        self._current = _Current(described, time.monotonic(), patient=True)
         try:
             yield
         finally:
-            self._go_back_to(outer)
+            self._resume(outer)
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, this rank does by itself what may take long; other ranks may wait for it. For any thread."""
+        """Report long work of this rank alone, for which other ranks may wait. For any thread."""
         with self._lock:
             self._at_work += 1
         try:
@@ -170,19 +167,19 @@ class Watchdog:
                 self._work_done += 1
 
     def oldest(self) -> tuple[Callable[[], str], float] | None:
-        """The first action that has not ended, and since when nothing before it holds it up; None where all have."""
+        """The first action that has not ended, and the time since which nothing before it holds it up; None if idle."""
         current = self._current
         with contextlib.suppress(IndexError):
             first = self._issued[0]
-            # In this order: what was first may be taken away meanwhile, after the time has been noted.
+            # In this order: the other thread pops the first only after it has set the time.
             return first.described, max(first.began, self._device_idle_since)
         if current is None:
             return None
         heard = self._heard if current.patient else current.began
         return current.described, max(current.began, self._device_idle_since, heard)
 
-    def _go_back_to(self, outer: _Doing | None) -> None:
-        # What was done inside it is something that it came on with.
+    def _resume(self, outer: _Current | None) -> None:
+        # The inner activity counts as progress of the outer one.
         self._current = outer and outer._replace(began=time.monotonic())
 
     def _guard(self) -> None:
@@ -192,16 +189,16 @@ class Watchdog:
             oldest = self.oldest()
             age = time.monotonic() - oldest[1] if oldest else 0.0
             if self._peers is not None and not asks and (self._at_work or age > self.timeout_s / 8):
-                # From now on, and by another thread: a store may not answer.
+                # From now on, and in another thread: a store may not answer.
                 threading.Thread(target=self._follow_peers, args=(self._peers,), name="peers", daemon=True).start()
                 asks = True
             if oldest is not None and age > self.timeout_s:
-                self._leave(*oldest)
+                self._give_up(*oldest)
 
     def _follow_peers(self, peers: Peers) -> None:
-        """Tell the others that this rank works, or waits, and hear it of them, for as long as they can be asked."""
-        beats, told, asked = None, 0, time.monotonic()
-        with contextlib.suppress(Exception):  # The store is gone: then nobody is heard any more.
+        """Exchange reports of work and of waits with the other ranks, as long as the store answers."""
+        beats, reported, asked = None, 0, time.monotonic()
+        with contextlib.suppress(Exception):  # The store is gone: no more reports.
             while True:
                 time.sleep(min(1.0, self.timeout_s / 16))
                 now, oldest, current = time.monotonic(), self.oldest(), self._current
@@ -211,27 +208,27 @@ class Watchdog:
                 if not (patient or self._at_work) or now - asked < self.timeout_s / 8:
                     continue
                 done = self._work_done
-                heard = peers.beat(self._at_work > 0 or done != told)
+                heard = peers.beat(self._at_work > 0 or done != reported)
                 if beats is not None and heard != beats:
                     self._heard = now
-                beats, told, asked = heard, done, now
+                beats, reported, asked = heard, done, now
 
     def _follow_device(self) -> None:
-        """Take away what the device has ended, for as long as it can be asked."""
+        """Pop the actions that the device has finished, as long as it can be queried."""
         try:
             while True:
                 while self._issued and self._issued[0].mark.done():
                     self._device_idle_since = time.monotonic()
                     self._issued.popleft()
                 time.sleep(min(0.2, self.timeout_s / 20))
-        except RuntimeError:  # An error of the device: whoever issues the next work gets it, too.
+        except RuntimeError:  # A device error, which is raised to the next caller, too.
             self._clock = None
             self._issued.clear()
 
-    def _leave(self, described: Callable[[], str], since: float) -> None:
+    def _give_up(self, described: Callable[[], str], since: float) -> None:
         waited, what, called = time.monotonic() - since, described(), self._roll_call()
-        speaks = called is None or called.first
-        if speaks:
+        reports = called is None or called.first
+        if reports:
             print(
                 f"rank {self.rank}: found {what} unfinished after {waited:.0f} s, expected it within "
                 f"schedule.timeout_s = {self.timeout_s:g}, because {_suspected(called)}. Look for the first error of "
@@ -239,17 +236,17 @@ class Watchdog:
                 file=sys.stderr,
                 flush=True,
             )
-        # What else there is to say may ask a driver that does not answer, with the interpreter's lock held.
-        faulthandler.dump_traceback_later(LEAVING_S, exit=True)
-        more = self._leaving()
-        if more and speaks:
+        # `on_exit` may block in a driver with the GIL held.
+        faulthandler.dump_traceback_later(EXIT_TIMEOUT_S, exit=True)
+        more = self._on_exit()
+        if more and reports:
             print(more, file=sys.stderr, flush=True)
-        if not speaks:  # The first one ends the job when it has spoken.
+        if not reports:  # The first one ends the job after its report.
             time.sleep(2 * self._roll_call_s)
         leave("", 1)
 
     def _roll_call(self) -> RollCall | None:
-        """What is known of other ranks; None where nothing is, so that each speaks for itself."""
+        """The answers of the other ranks; None if there are none, so that each rank reports for itself."""
         if self._peers is None:
             return None
         peers = Peers(self._peers.store, self.rank, self._peers.ranks)
@@ -270,6 +267,6 @@ def _suspected(called: RollCall | None) -> str:
 
 
 def _traced(rank: int) -> str:
-    """Where the NCCL operations of a rank that is given up can be read; empty without NCCL."""
+    """Writes the last NCCL operations of this rank to a file. Returns a note with its path; empty without NCCL."""
     path = write_trace(rank)
     return "" if path is None else f"rank {rank}: wrote its last NCCL operations to {path}"

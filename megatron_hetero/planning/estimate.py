@@ -26,7 +26,7 @@ from megatron_hetero.planning.shards import ModuleShards, Shard, encoder_shards,
 from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.planning.work import durations, encoder_trains, text_passes
 from megatron_hetero.schedule.program import Role, Schedule
-from megatron_hetero.schedule.simulator import Key, Simulation, simulate
+from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
 from megatron_hetero.sharding.stages import Stage, stages_of_rank
 
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary", "workspace")
@@ -63,7 +63,7 @@ class Plan:
     boundaries: tuple[Boundary, ...]
     shards: Mapping[str, ModuleShards]
     memory: np.ndarray
-    work: Mapping[Key, float]
+    work: Mapping[DurationKey, float]
     simulation: Simulation
 
     @classmethod
@@ -181,7 +181,7 @@ class _Memory:
         for boundary in self.boundaries:
             loans = {d: loans_of(t, boundary.row_bytes, rounded) for d, t in boundary.traffic.items()}
             backward = loans.get("backward") or [None] * len(loans["forward"])
-            crossing = [[a for a in role.actions if a.op in ("start", "wait") and a.module == boundary.encoder]
+            crossing = [[a for a in role.actions if a.op in ("start", "finish") and a.module == boundary.encoder]
                         for role in self.job.schedule.roles]  # fmt: skip
             known: dict[tuple[int, CrossingLoans, CrossingLoans | None], int] = {}
             ranks = boundary.traffic["forward"].ranks.tolist()
@@ -194,7 +194,7 @@ class _Memory:
 
     def _activations(self, role: Role, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
         """Peak bytes of activations and workspace of the ranks of a role, int64 [ranks, 2]."""
-        names = dict.fromkeys(name for name, _ in role.places)
+        names = dict.fromkeys(name for name, _ in role.held_stages)
         ranks = np.array(role.ranks)
         columns = [self._shard_numbers(name, ranks) for name in names]
         sides = [self.job.schedule.crosses(role, boundary.encoder) for boundary in self.boundaries]
@@ -221,7 +221,7 @@ class _Memory:
         needed = {e: n * width for e, n, (_, on) in zip(encoders, rows[1::2], sides, strict=True) if on}
         stages = {
             (name, stage): self._stage(name, stage, self.shards[name].shards[numbers[name]])
-            for name, stage in role.places
+            for name, stage in role.held_stages
             if self.shards[name].used
         }
         return RankBytes(stages, held, needed, self.job.transport != self.job.dtype)

@@ -18,7 +18,7 @@ from megatron_hetero.schedule.drawing import (
     draw_panel,
     new_figure,
     require_picture,
-    rows_of,
+    timelines_of,
     write_picture,
 )
 from megatron_hetero.schedule.simulator import Span
@@ -50,7 +50,7 @@ def require_writable_picture(file: Path) -> None:
 
 def draw_plan(plan: Plan, file: Path) -> None:
     """Draw topology and schedule to an SVG or PNG file. Raises `UserError`."""
-    rows = _shown(rows_of(plan.simulation))
+    rows = _shown(timelines_of(plan.simulation))
     scaled = {_short(label): [_scaled(span) for span in spans] for label, spans in rows.items()}
     colours = colours_of([scaled])
     modules = len(plan.layouts)

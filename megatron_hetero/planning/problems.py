@@ -67,7 +67,7 @@ def _memory(plan: Plan) -> Iterator[PlanProblem]:
 
 def _against_activations(plan: Plan, role: Role) -> str:
     """The setting that helps most and is not in use yet."""
-    names = list(dict.fromkeys(name for name, _ in role.places))
+    names = list(dict.fromkeys(name for name, _ in role.held_stages))
     keeping = [name for name in names if plan.config.model.recompute.get(name, "none") == "none"]
     if keeping:
         flags = " and ".join(f"--model.recompute.{name} full" for name in keeping)
@@ -160,7 +160,7 @@ def _waiting(plan: Plan) -> Iterator[PlanProblem]:
 
 
 def _modules(role: Role) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for name, _ in role.places))
+    return tuple(dict.fromkeys(name for name, _ in role.held_stages))
 
 
 def _against_waiting(plan: Plan, names: tuple[str, ...]) -> str:

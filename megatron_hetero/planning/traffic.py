@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hetero.boundary.plan import BoundaryPlan
-from megatron_hetero.boundary.routes import Direction, Routes, Stage
+from megatron_hetero.boundary.routes import Phase, Redistribution, Routes
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Indexed:
 class StageTraffic:
     """One exchange: rows that each of the plan's ranks sends and receives, and the pairs of ranks that exchange any."""
 
-    stage: Stage
+    stage: Phase
     send: Indexed
     receive: Indexed
     pairs: int
@@ -59,7 +59,7 @@ class DirectionTraffic:
         """Rows that each rank sends to others."""
         return sum((s.send.counts for s in self.stages), np.zeros(len(self.ranks), np.int64))
 
-    def stage(self, name: Stage) -> StageTraffic | None:
+    def stage(self, name: Phase) -> StageTraffic | None:
         """The exchange of that stage, if there is one."""
         return next((s for s in self.stages if s.stage == name), None)
 
@@ -75,27 +75,27 @@ def traffic_of(plan: BoundaryPlan) -> dict[str, DirectionTraffic]:
     return {name: _direction(direction, ranks) for name, direction in plan.directions.items()}
 
 
-def _direction(direction: Direction, ranks: np.ndarray) -> DirectionTraffic:
-    rows = direction.rows_of(None)
+def _direction(direction: Redistribution, ranks: np.ndarray) -> DirectionTraffic:
+    rows = direction.row_table(None)
     scatter = direction.routes("scatter", rows)
-    routes: dict[Stage, Routes] = {}
-    for stage in direction.stages:
+    routes: dict[Phase, Routes] = {}
+    for stage in direction.phases:
         routes[stage] = scatter if stage == "scatter" else direction.routes(stage, rows)
     held, needed = (
         np.append(np.diff(side.starts), 0)[side.members.groups_of(ranks)] for side in (direction.held, direction.needed)
     )
     stays = scatter.sender == scatter.receiver
-    kept = _indexed(scatter.sender[stays], scatter.sender[stays], scatter.from_place[stays], ranks)
+    kept = _indexed(scatter.sender[stays], scatter.sender[stays], scatter.source_index[stays], ranks)
     return DirectionTraffic(ranks, held, needed, kept, tuple(_stage(name, r, ranks) for name, r in routes.items()))
 
 
-def _stage(name: Stage, routes: Routes, ranks: np.ndarray) -> StageTraffic:
+def _stage(name: Phase, routes: Routes, ranks: np.ndarray) -> StageTraffic:
     moved = routes.sender != routes.receiver
     sender, receiver = routes.sender[moved], routes.receiver[moved]
     return StageTraffic(
         name,
-        _indexed(sender, receiver, routes.from_place[moved], ranks),
-        _indexed(receiver, sender, routes.to_place[moved], ranks),
+        _indexed(sender, receiver, routes.source_index[moved], ranks),
+        _indexed(receiver, sender, routes.target_index[moved], ranks),
         len(np.unique(sender * (1 + receiver.max(initial=0)) + receiver)),
     )
 

@@ -14,7 +14,7 @@ from megatron_hetero.models.common.flops import (
 )
 from megatron_hetero.names import TEXT, parts_of
 from megatron_hetero.planning.assumed import AssumedBatch
-from megatron_hetero.schedule.simulator import Key
+from megatron_hetero.schedule.simulator import DurationKey
 from megatron_hetero.sharding.stages import Stage
 
 FORWARD = Passes(inputs=False, weights=False)
@@ -46,13 +46,13 @@ def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: f
 
 def durations(
     config: Config, assumed: AssumedBatch, stages: Mapping[str, Sequence[Stage]], images: Mapping[str, float]
-) -> dict[Key, float]:
+) -> dict[DurationKey, float]:
     """Operations of one rank in all work of a step, by module, kind and stage. `images`: of an encoder's replica.
 
     A backward pass costs one forward pass for the gradients of inputs and one for those of weights, where they are
     computed, and one more where layers are recomputed.
     """
-    found: dict[Key, float] = {}
+    found: dict[DurationKey, float] = {}
     for name, of_module in stages.items():
         for number, stage in enumerate(of_module):
             text = name == TEXT

@@ -1,1 +1,1 @@
-"""The order in which modules and boundaries run in a step."""
+"""Schedules: the order in which modules and boundaries run in a step."""

@@ -1,10 +1,10 @@
-"""What a rank does in a step: small frozen values with a short text, ``Action.parse(str(action)) == action``.
+"""The actions of a rank in a step: small frozen values with a short text, ``Action.parse(str(action)) == action``.
 
 This comment is the specification. A model is a graph of modules: encoders, each with a boundary to the one text module.
-A module has stages, numbered along its pipeline; with virtual stages, stage s of the text is on the ranks of pipeline
-coordinate s mod pp. A step runs M micro-batches, numbered from 0. Its kinds of work are
+A module has stages, numbered along its pipeline; with virtual stages, stage s of the text module is on the ranks of
+pipeline coordinate s mod pp. A step runs M micro-batches, numbered from 0. The kinds of work are
 
-    F   forward of a stage. Keeps what its backward needs, unless the module recomputes
+    F   forward of a stage; keeps what its backward needs, unless the module recomputes
     R   the same forward again, just before its backward, of a module that recomputes
     B   backward of a stage
 
@@ -13,48 +13,48 @@ and the actions, which a rank executes one after the other:
     op      text               meaning
     run     text.1.F3          compute the forward of stage 1 of `text`, micro-batch 3
     send    text.1>2.F3        stage 1 sends its output (B: the gradient of its input) to stage 2. Never blocks
-    post    text.2<1.F3        stage 2 is ready to receive it. Never blocks
-    take    text.2<1.F3!       wait until it has arrived; directly before its use
+    irecv   text.2<1.F3        stage 2 posts the receive for it. Never blocks
+    wait    text.2<1.F3!       wait until it has arrived; directly before its use
     start   vision>text.F3     rows leave the last stage of `vision` for the first of `text`. Never blocks
-            text>vision.B3     the gradients of rows go back
-    wait    vision>text.F3!    wait until the rows are there, and may be used, or are gone, and may be overwritten
+            text>vision.B3     their gradients go back
+    finish  vision>text.F3!    wait until the rows have arrived and may be used, or have left and may be overwritten
             text>vision.B3!    the same for their gradients
 
-A pipeline transfer (`send`, `post`, `take`) is between a rank and the one rank with the same other coordinates in the
-other stage. Ranks post what they receive of a module from another rank in the order in which that rank sends it. So
-an ordered pair of ranks is a queue, and needs no tags.
+A pipeline transfer (`send`, `irecv`, `wait`) is between a rank and the one rank with the same other coordinates in the
+other stage. A rank posts the receives of a module from another rank in the order in which that rank sends. So an
+ordered pair of ranks is a queue and needs no tags.
 
-On NCCL every communicator is a queue too, on each of its ranks: what is posted early holds up all that follows it
-there, and a send ends only when its receive has begun. "Never blocks" is said of the host. So whatever may be posted
+On NCCL every communicator is a queue too, on each of its ranks: an operation issued early holds up all that follow it
+there, and a send ends only when its receive has begun. "Never blocks" refers to the host. So whatever may be issued
 early has a communicator of its own: each ordered pair of ranks in a pipeline one for F and R and one for B, each
-boundary one for F and one for B. What becomes of the actions on streams is in `streams`, when they end in `deadlock`.
+boundary one for F and one for B. How actions map to streams is in `streams`, when they deadlock in `deadlock`.
 
-A crossing (`start`, `wait`) is one operation of many ranks, its *participants*: those of the last stage of the encoder
-and of the first stage of the text, of all replicas. Every participant starts and waits for every crossing once, also
-where it has no rows, and a rank that is on both sides does so once for both.
+A crossing (`start`, `finish`) is one operation of many ranks, its *participants*: those of the last stage of the
+encoder and of the first stage of the text module, of all replicas. Every participant starts and finishes every crossing
+once, also if it has no rows, and a rank on both sides does so once for both.
 
-  * Where the two sides share no rank, it is batched point-to-point. The `wait` of a sender ends when all receivers have
-    started; that of a receiver when all senders have started and the other receivers wait too (they may gather rows
-    among themselves). In each direction all participants start in one order, and wait in one order.
-    Where rows are sums of parts that several senders hold, the senders add them up inside `start`.
-  * Where they share ranks it is a collective over all participants. `start` enters its first exchange, `wait` the
-    others, so that a `wait` ends when all participants wait. All starts and waits, of both directions and of all such
-    boundaries, are in one order on the ranks that take part in them.
+  * If the two sides share no rank, it is batched point-to-point. The `finish` of a sender ends when all receivers have
+    started; that of a receiver when all senders have started and the other receivers have reached their `finish` too
+    (they may gather rows among themselves). In each direction all participants start in one order, and finish in one
+    order. Partial gradients held by several senders are summed inside `start`.
+  * If they share ranks, it is a collective over all participants. `start` enters its first exchange, `finish` the
+    others, so that a `finish` ends when all participants have reached theirs. All starts and finishes, of both
+    directions and of all such boundaries, are in one order on the ranks that take part in them.
 
 What an action needs before it:
 
-    run F, R    of stage s > 0: its `take` from s - 1. Of the text's first stage: the `wait` F of every encoder
-    run R       its F
-    run B       its F (or R, where the module recomputes); its `take` B from the next stage. Of an encoder's last stage:
-                the `wait` B
-    send        its run
-    start F     on the encoder's side: F of its last stage. On the text's side: nothing
-    start B     on the text's side: B of its first stage. On the encoder's side: nothing
-    take, wait  its `post` or `start`, and what is said above of other ranks
+    run F, R      of stage s > 0: its `wait` from s - 1. Of the text module's first stage: `finish` F of every encoder
+    run R         its F
+    run B         its F (R if the module recomputes); its `wait` B from the next stage. Of an encoder's last stage: the
+                  `finish` B
+    send          its run
+    start F       on the encoder's side: F of its last stage. On the text module's side: nothing
+    start B       on the text module's side: B of its first stage. On the encoder's side: nothing
+    wait, finish  its `irecv` or `start`, and what is said above of other ranks
 
-Which actions a rank executes follows from its modules and stages alone (`expected_actions`), in which order from the
-builder. For `--vision-parallel dp:1@0 --text-parallel pp:2@1-2`, run-ahead 0 and two micro-batches, one step per line
-(``-`` is no action; columns wait for each other as said above):
+Which actions a rank executes follows from its modules and stages alone (`expected_actions`); the builder determines
+their order. For `--vision-parallel dp:1@0 --text-parallel pp:2@1-2`, run-ahead 0 and two micro-batches, one step per
+line (``-`` is no action; columns wait for each other as said above):
 
     step  vision.0         text.0           text.1
           @0               @1               @2
@@ -72,21 +72,21 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Op = Literal["run", "send", "post", "take", "start", "wait"]
+Op = Literal["run", "send", "irecv", "wait", "start", "finish"]
 Kind = Literal["F", "R", "B"]
 NAME = r"[A-Za-z_][\w-]*"
-"""What modules are called."""
+"""A module's name, as a regular expression."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of one rank, of one micro-batch. See the head of this file.
+    """One action of one rank, of one micro-batch. See the module docstring.
 
-    op           module       stage            peer
-    run          of the work  of the work      None
-    send         of both      the sender's     the receiver's stage
-    post, take   of both      the receiver's   the sender's stage
-    start, wait  the encoder  None             the text module
+    op             module       stage            peer
+    run            of the work  of the work      None
+    send           of both      the sender's     the receiver's stage
+    irecv, wait    of both      the receiver's   the sender's stage
+    start, finish  the encoder  None             the text module
     """
 
     op: Op
@@ -103,25 +103,25 @@ class Action:
                 return f"{self.module}.{self.stage}.{work}"
             case "send":
                 return f"{self.module}.{self.stage}>{self.peer}.{work}"
-            case "post" | "take":
-                return f"{self.module}.{self.stage}<{self.peer}.{work}{'!' if self.op == 'take' else ''}"
+            case "irecv" | "wait":
+                return f"{self.module}.{self.stage}<{self.peer}.{work}{'!' if self.op == 'wait' else ''}"
         ends = (self.module, self.peer) if self.kind == "F" else (self.peer, self.module)
-        return f"{ends[0]}>{ends[1]}.{work}{'!' if self.op == 'wait' else ''}"
+        return f"{ends[0]}>{ends[1]}.{work}{'!' if self.op == 'finish' else ''}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action with that text. Raises `ValueError`."""
+        """The inverse of `str`. Raises `ValueError`."""
         if found := _RUN.fullmatch(text):
             module, stage, kind, batch = found.groups()
             return run(kind, module, int(stage), int(batch))  # pyright: ignore[reportArgumentType]
         if found := _TRANSFER.fullmatch(text):
             module, stage, arrow, peer, kind, batch = found.groups()
-            op = {">": "send", "<": "post", "<!": "take"}[arrow + text[len(text.rstrip("!")) :]]
+            op = {">": "send", "<": "irecv", "<!": "wait"}[arrow + text[len(text.rstrip("!")) :]]
             return cls(op, kind, module, int(batch), int(stage), int(peer))  # pyright: ignore[reportArgumentType]
         if found := _CROSSING.fullmatch(text):
-            source, target, kind, batch, waits = found.groups()
+            source, target, kind, batch, finishes = found.groups()
             encoder, into = (source, target) if kind == "F" else (target, source)
-            return cls("wait" if waits else "start", kind, encoder, int(batch), None, into)  # pyright: ignore
+            return cls("finish" if finishes else "start", kind, encoder, int(batch), None, into)  # pyright: ignore
         raise ValueError(
             f"found {text!r}, expected an action such as 'text.1.F3', 'text.1>2.F3', 'text.2<1.F3', 'text.2<1.F3!', "
             "'vision>text.F3' or 'vision>text.F3!'"
@@ -143,21 +143,21 @@ def send(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Ac
     return Action("send", kind, module, micro_batch, stage, peer)
 
 
-def post(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
-    """`stage` is ready to receive from the stage `peer`."""
-    return Action("post", kind, module, micro_batch, stage, peer)
+def irecv(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
+    """`stage` posts the receive from the stage `peer`."""
+    return Action("irecv", kind, module, micro_batch, stage, peer)
 
 
-def take(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
-    """`stage` waits for what the stage `peer` sends it."""
-    return Action("take", kind, module, micro_batch, stage, peer)
+def wait(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
+    """`stage` waits for its receive from the stage `peer`."""
+    return Action("wait", kind, module, micro_batch, stage, peer)
 
 
 def start(kind: Kind, encoder: str, text: str, micro_batch: int) -> Action:
-    """Rows (F) of the encoder, or their gradients (B), start to cross."""
+    """Start a crossing of the encoder's rows (F) or of their gradients (B)."""
     return Action("start", kind, encoder, micro_batch, None, text)
 
 
-def wait(kind: Kind, encoder: str, text: str, micro_batch: int) -> Action:
-    """Wait for the crossing."""
-    return Action("wait", kind, encoder, micro_batch, None, text)
+def finish(kind: Kind, encoder: str, text: str, micro_batch: int) -> Action:
+    """Finish a crossing that has started."""
+    return Action("finish", kind, encoder, micro_batch, None, text)

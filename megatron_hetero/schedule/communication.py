@@ -1,4 +1,4 @@
-"""What actions communicate over, and with whom, in a schedule. Pure."""
+"""The communicators and the peers of actions. Pure."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from megatron_hetero.schedule.program import Schedule
 
 
 def use_of(schedule: Schedule, action: Action) -> Link | Crossing:
-    """What an action that moves something uses a communicator for."""
+    """The use of a communicator by a transfer or crossing."""
     direction: Direction = "backward" if action.kind == "B" else "forward"
-    if action.op in ("start", "wait"):
+    if action.op in ("start", "finish"):
         return Crossing(action.module, schedule.text.name, direction)
     sender = action.stage if action.op == "send" else action.peer
-    assert isinstance(sender, int), "work moves nothing"
+    assert isinstance(sender, int), "work uses no communicator"
     return Link(action.module, direction, schedule.module[action.module].coordinate(sender))
 
 
-def described(schedule: Schedule, rank: int, action: Action) -> str:
-    """An action of `rank` with its micro-batch, the ranks that it is with, and the communicator."""
+def describe_action(schedule: Schedule, rank: int, action: Action) -> str:
+    """An action of `rank` in words: its micro-batch, its peers and its communicator."""
     if action.op == "run":
         others = "the other ranks of its stage"
-    elif action.op in ("start", "wait"):
+    elif action.op in ("start", "finish"):
         source, destination = schedule.sides(action.module)
         others = f"ranks {format_ranks(sorted({*source, *destination} - {rank}))} over {use_of(schedule, action)}"
     else:
-        others = f"rank {schedule.partner(rank, action)} over {use_of(schedule, action)}"
+        others = f"rank {schedule.peer_rank(rank, action)} over {use_of(schedule, action)}"
     return f"action {action} of micro-batch {action.micro_batch}, with {others},"

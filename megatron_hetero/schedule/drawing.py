@@ -1,4 +1,4 @@
-"""Pictures of when ranks do what: as text, and with matplotlib as SVG or PNG."""
+"""Timelines of ranks, as text, and as SVG or PNG with matplotlib."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import Simulation, Span, role_label
 
-Rows = Mapping[str, Sequence[Span]]
-"""Spans by label of their row: what ranks did, simulated or recorded."""
+Timelines = Mapping[str, Sequence[Span]]
+"""Spans, simulated or recorded, by the label of their row in the picture."""
 
 
-def rows_of(simulation: Simulation) -> dict[str, Sequence[Span]]:
-    """The rows of a simulation, one per role."""
+def timelines_of(simulation: Simulation) -> dict[str, Sequence[Span]]:
+    """The timelines of a simulation, one per role."""
     pairs = zip(simulation.schedule.roles, simulation.spans, strict=True)
     return {role_label(role): spans for role, spans in pairs}
 
@@ -33,8 +33,8 @@ def timeline(simulation: Simulation, *, unit: float | None = None, columns: int 
         1 text.0        tF0 tF1         tB0 =       tB1 =
         2 text.1            tF0 tB0 =   tF1 tB1 =
 
-    A cell names the work in which it begins, `=` where that goes on, nothing where the ranks wait. After `columns`
-    cells ``…`` says that there are more.
+    A cell names the work that begins in it, `=` continues it, an empty cell is idle. Lines longer than `columns` cells
+    end in ``…``.
     """
     works = [s for spans in simulation.spans for s in spans if s.action.op == "run" and s.end > s.start]
     unit = unit or min((s.end - s.start for s in works), default=1.0)
@@ -61,13 +61,13 @@ def _cells(names: Mapping[str, str], spans: Iterable[Span], unit: float) -> Iter
 
 
 def _short_names(schedule: Schedule) -> dict[str, str]:
-    """The shortest beginnings of the modules' names that tell them apart."""
+    """The shortest distinct prefixes of the modules' names."""
     names = [module.name for module in schedule.modules]
-    long = {n: next(i for i in range(1, len(n) + 1) if _alone(n, i, names)) for n in names}
+    long = {n: next(i for i in range(1, len(n) + 1) if _is_distinct(n, i, names)) for n in names}
     return {name: name[:length] for name, length in long.items()}
 
 
-def _alone(name: str, length: int, names: Iterable[str]) -> bool:
+def _is_distinct(name: str, length: int, names: Iterable[str]) -> bool:
     return length == len(name) or not any(n.startswith(name[:length]) for n in names if n != name)
 
 
@@ -78,18 +78,18 @@ def _label(names: Mapping[str, str], action: Action) -> str:
 # ------------------------------------------------------------------------------------------------ pictures
 
 
-def draw(panels: Mapping[str, Simulation | Rows], file: str | Path) -> None:
-    """Draws time by rank, coloured by module: one panel below the other, on one scale of time.
+def draw(panels: Mapping[str, Simulation | Timelines], file: str | Path) -> None:
+    """Draw timelines, coloured by module: panels below each other on a shared time axis.
 
     Args:
-        panels: a simulation, or recorded spans by label of the row, by title of the panel.
+        panels: by title, a simulation, or recorded spans by row label.
         file: ends in .svg or .png.
 
     Raises:
-        UserError: the file has another ending, or matplotlib is not installed.
+        UserError: another file suffix, or matplotlib is not installed.
     """
     require_picture(file)
-    held = {title: rows_of(panel) if isinstance(panel, Simulation) else panel for title, panel in panels.items()}
+    held = {title: timelines_of(panel) if isinstance(panel, Simulation) else panel for title, panel in panels.items()}
     heights = [max(1, len(rows)) for rows in held.values()]
     figure = new_figure((14, 1.2 * len(held) + 0.38 * sum(heights)))
     axes = figure.subplots(len(held), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
@@ -102,25 +102,25 @@ def draw(panels: Mapping[str, Simulation | Rows], file: str | Path) -> None:
 
 
 def require_picture(file: str | Path) -> None:
-    """Check that the file is one that pictures are drawn to. Raises `UserError`."""
+    """Check that the file is .svg or .png. Raises `UserError`."""
     if Path(file).suffix not in (".svg", ".png"):
         expected = "a name that ends in .svg or .png"
         raise UserError.at("drawing of a schedule", found=str(file), expected=expected, fix="rename it")
 
 
 def write_picture(figure: Any, file: Path) -> None:
-    """Write a figure, whole or not at all. Raises `UserError`."""
+    """Write a figure atomically. Raises `UserError`."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format=file.suffix[1:], dpi=130)
-    place = Path(os.path.realpath(file))
-    partial = place.with_name(f".{place.name}.partial")
+    target = Path(os.path.realpath(file))
+    partial = target.with_name(f".{target.name}.partial")
     try:
-        if place.exists() and not place.is_file():  # a device, or a pipe
-            place.write_bytes(drawn.getvalue())
+        if target.exists() and not target.is_file():  # a device, or a pipe
+            target.write_bytes(drawn.getvalue())
             return
         try:
             partial.write_bytes(drawn.getvalue())
-            partial.replace(place)
+            partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
@@ -133,7 +133,7 @@ def write_picture(figure: Any, file: Path) -> None:
 
 
 def new_figure(size: tuple[float, float]) -> Any:
-    """A figure of matplotlib of so many inches. Raises `UserError` where it is not installed."""
+    """A matplotlib figure of `size`, in inches. Raises `UserError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -146,18 +146,18 @@ def new_figure(size: tuple[float, float]) -> Any:
     return Figure(figsize=size, layout="constrained")
 
 
-def colours_of(panels: Iterable[Rows]) -> dict[str, str]:
+def colours_of(panels: Iterable[Timelines]) -> dict[str, str]:
     """A colour for each module, the same in all panels."""
     names = dict.fromkeys(s.action.module for rows in panels for spans in rows.values() for s in spans)
     return {name: f"C{i % 10}" for i, name in enumerate(sorted(names))}
 
 
 _STYLE: dict[str, dict[str, Any]] = {"F": {"alpha": 0.45}, "R": {"alpha": 0.45, "hatch": "////"}, "B": {"alpha": 0.9}}
-"""How forward, repeated forward and backward look in their module's colour."""
+"""The style of forward, recomputed forward and backward, in the colour of their module."""
 
 
-def draw_panel(axis: Any, title: str, rows: Rows, colours: Mapping[str, str]) -> None:
-    """Draws one panel on an axis of matplotlib."""
+def draw_panel(axis: Any, title: str, rows: Timelines, colours: Mapping[str, str]) -> None:
+    """Draw one panel on a matplotlib axis."""
     seconds = max((s.end for spans in rows.values() for s in spans), default=0.0)
     for at, spans in enumerate(rows.values()):
         _draw_row(axis, at, spans, colours, seconds)
@@ -170,12 +170,12 @@ def draw_panel(axis: Any, title: str, rows: Rows, colours: Mapping[str, str]) ->
 
 
 def _draw_row(axis: Any, at: int, spans: Sequence[Span], colours: Mapping[str, str], seconds: float) -> None:
-    """The spans of one row. All of one kind are one object, since thousands would take matplotlib long."""
+    """The spans of one row. Those of one kind are one artist, since matplotlib is slow with thousands."""
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
     waits = []
     for span in spans:
         took = span.end - span.start
-        if span.action.op in ("take", "wait") and took > 0:
+        if span.action.op in ("wait", "finish") and took > 0:
             waits.append((span.start, took))
         if span.action.op == "run" and took > 0:
             bars.setdefault((span.action.module, span.action.kind), []).append((span.start, took))
@@ -188,15 +188,15 @@ def _draw_row(axis: Any, at: int, spans: Sequence[Span], colours: Mapping[str, s
 
 
 def _number(axis: Any, at: int, span: Span, seconds: float) -> None:
-    """The micro-batch of a span, where there is room for it."""
+    """The micro-batch of a span, if it fits."""
     if span.end - span.start > 0.012 * seconds:
         colour = "white" if span.action.kind == "B" else "black"
         middle = (span.start + span.end) / 2
         axis.text(middle, at, span.action.micro_batch, ha="center", va="center", fontsize=7, color=colour)
 
 
-def draw_legend(figure: Any, panels: Iterable[Rows], colours: Mapping[str, str]) -> None:
-    """Adds the legend of panels to a figure."""
+def draw_legend(figure: Any, panels: Iterable[Timelines], colours: Mapping[str, str]) -> None:
+    """Add the legend of all panels to a figure."""
     from matplotlib.patches import Patch
 
     names = {"F": "forward", "R": "forward again", "B": "backward"}

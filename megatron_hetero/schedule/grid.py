@@ -1,4 +1,4 @@
-"""Schedules as text: a line per step, a column per role. Columns wait for each other as the actions say.
+"""Schedules as text: a line per step, a column per role. Columns wait for each other as specified in `actions`.
 
 micro-batches: 2
 vision: dp:1@0 ahead 0
@@ -24,18 +24,18 @@ from megatron_hetero.schedule.program import Module, Role, Schedule, Style, find
 EMPTY = "-"
 MARK = "<-- ERROR HERE"
 SHOWN_ROLES = 6
-"""Columns of an excerpt, at most."""
+"""The most columns of an excerpt."""
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The whole text, which `parse_schedule` reads."""
+    """The text of a schedule; `parse_schedule` is the inverse."""
     roles = range(len(schedule.roles))
     lines = _aligned([*_titles(schedule, roles), *_cells(schedule, roles, steps(replay(schedule)))])
     return "\n".join([f"micro-batches: {schedule.micro_batches}", *map(str, schedule.modules), *lines])
 
 
 def excerpt(schedule: Schedule, points: Sequence[Point], around: int = 4) -> str:
-    """The grid near `points`, which are marked, with the roles of these first."""
+    """The grid around `points`, which are marked. Their roles come first."""
     step = steps(replay(schedule))
     marks = {point: f" {MARK}" for point in points}
     near = {step.get(point, step.get((point[0], point[1] - 1), 0)) for point in points}
@@ -83,7 +83,7 @@ def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The schedule that `format_schedule` has written. Raises `ValueError`."""
+    """The inverse of `format_schedule`. Raises `ValueError`."""
     lines = [line for line in text.splitlines() if line.strip()]
     head = next((i for i, line in enumerate(lines) if line.split()[0] == "step"), None)
     if head is None or head + 1 >= len(lines) or not (found := re.fullmatch(r"micro-batches: (\d+)", lines[0])):

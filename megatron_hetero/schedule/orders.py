@@ -1,4 +1,4 @@
-"""In which order a pipeline rank of the text module runs forwards and backwards.
+"""The order in which a pipeline rank of the text module runs forwards and backwards.
 
 For pp:3 and five micro-batches (1F1B; time goes to the right):
 
@@ -6,8 +6,8 @@ For pp:3 and five micro-batches (1F1B; time goes to the right):
     stage 1      F0 F1       B0 F2    B1 F3    B2 F4    B3       B4
     stage 2         F0 B0       F1 B1    F2 B2    F3 B3    F4 B4
 
-1F1B is by Narayanan et al. 2019 (PipeDream) in the flushing variant of Narayanan et al. 2021 (arXiv 2104.04473), and
-interleaving of virtual stages is section 2.2 of the latter, with the warm-up of Megatron-LM.
+1F1B: Narayanan et al. 2019 (PipeDream), in the flushing variant of Narayanan et al. 2021 (arXiv 2104.04473).
+Interleaving of virtual stages: section 2.2 of the latter, with the warm-up of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_hetero.schedule.program import Module
 
 
 class Work(NamedTuple):
-    """Kind, stage and micro-batch."""
+    """A unit of work of the text module."""
 
     kind: Kind
     stage: int
@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
 
 def pipeline_order(module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
-    """What the ranks at a pipeline coordinate run: 1F1B, interleaved where the module has virtual stages."""
+    """The work of the ranks at a pipeline coordinate, in order: 1F1B, interleaved if the module has virtual stages."""
     pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
     if module.virtual == 1:
         warm_up, forwards = left, [Work("F", coordinate, m) for m in micro_batches]
@@ -43,7 +43,7 @@ def pipeline_order(module: Module, coordinate: int, micro_batches: Sequence[int]
 
 
 def _alternated(forwards: list[Work], backwards: list[Work], warm_up: int) -> list[Work]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    """`warm_up` forwards, then forwards and backwards alternating, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     steady = len(forwards) - warm_up
     pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
@@ -53,8 +53,8 @@ def _alternated(forwards: list[Work], backwards: list[Work], warm_up: int) -> li
 def _interleaved(kind: Kind, module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
     """pp micro-batches through each of the rank's stages in turn, then the next pp of them.
 
-    The order is that of a multiple of pp micro-batches; those that are not there have number -1 and are left out later.
-    An order without cycles has none when a micro-batch is left out of it everywhere.
+    The micro-batches are padded to a multiple of pp; the padding has number -1 and is dropped later. Dropping a
+    micro-batch everywhere adds no cycle to an order.
     """
     pp = module.layout.pp
     padded = [*micro_batches, *[-1] * (-len(micro_batches) % pp)]

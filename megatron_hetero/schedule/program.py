@@ -1,7 +1,7 @@
-"""A schedule: modules, and what every rank does in a step. Pure data; what actions mean is in `actions`.
+"""A schedule: modules, and the actions of every rank in a step. Pure data; actions are specified in `actions`.
 
-Ranks that hold the same stages of the same modules have one *role* and one list of actions, so that a schedule is as
-large as there are different ranks (about as many as pipeline stages), not as there are ranks.
+Ranks that hold the same stages of the same modules share one *role* and one list of actions, so the size of a schedule
+grows with the number of roles (about that of pipeline stages), not of ranks.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, Kind
 
 Style = Literal["text", "waves", "recompute", "ahead"]
-Place = tuple[str, int]
+StageId = tuple[str, int]
 """A module and one of its stages."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module as schedules see it.
+    """A module as seen by schedules.
 
-    `style`: `text` for the one that all others feed; how it is run for an encoder: `waves` of `window` micro-batches,
-    `recompute` (keep only rows, run forward again before backward), `ahead` of the text by at most `window` more
+    `style`: `text` for the module that all others feed; for an encoder `waves` of `window` micro-batches, `recompute`
+    (keep only rows, run forward again before backward) or `ahead` of the text module by at most `window` more
     micro-batches. `virtual`: stages per pipeline rank. `backward`: whether there is a backward pass.
     """
 
@@ -46,19 +46,19 @@ class Module:
         return stage % self.layout.pp
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold `stage`, ascending. Those at equal places in two stages are each other's partners."""
+        """The ranks that hold `stage`, ascending. The i-th ranks of two stages are peers."""
         per_stage = self.layout.size // self.layout.pp  # `pp` varies slowest among ranks.
         first = self.coordinate(stage) * per_stage
         return self.layout.ranks[first : first + per_stage]
 
     @cached_property
     def forward_kinds(self) -> tuple[Kind, ...]:
-        """Kinds of work that run forward."""
+        """The kinds of forward work."""
         return ("F", "R") if self.recomputes else ("F",)
 
     @property
     def recomputes(self) -> bool:
-        """Whether F keeps nothing, and R is run before B."""
+        """Whether F keeps no activations and R runs before B."""
         return self.style == "recompute" and self.backward
 
     def __str__(self) -> str:
@@ -69,16 +69,16 @@ class Module:
 
 @dataclass(frozen=True)
 class Role:
-    """Ranks that hold the same `places` and execute the same `actions`."""
+    """Ranks that hold the same `held_stages` and execute the same `actions`."""
 
-    places: tuple[Place, ...]
+    held_stages: tuple[StageId, ...]
     ranks: tuple[int, ...]
     actions: tuple[Action, ...] = ()
 
     @property
     def name(self) -> str:
         """Such as ``vision.0+text.1``."""
-        return "+".join(f"{module}.{stage}" for module, stage in self.places)
+        return "+".join(f"{module}.{stage}" for module, stage in self.held_stages)
 
     @property
     def ranks_text(self) -> str:
@@ -91,23 +91,23 @@ class Role:
 
 def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
     """The roles of all ranks, without actions, in the order of their first ranks."""
-    places: dict[int, tuple[Place, ...]] = {}
+    stages_of_rank: dict[int, tuple[StageId, ...]] = {}
     for module in modules:
         for coordinate in range(module.layout.pp):
             held = tuple((module.name, stage) for stage in range(coordinate, module.stages, module.layout.pp))
             for rank in module.stage_ranks(coordinate):
-                places[rank] = places.get(rank, ()) + held
-    ranks: dict[tuple[Place, ...], list[int]] = {}
-    for rank in sorted(places):
-        ranks.setdefault(places[rank], []).append(rank)
+                stages_of_rank[rank] = stages_of_rank.get(rank, ()) + held
+    ranks: dict[tuple[StageId, ...], list[int]] = {}
+    for rank in sorted(stages_of_rank):
+        ranks.setdefault(stages_of_rank[rank], []).append(rank)
     return tuple(Role(held, tuple(members)) for held, members in ranks.items())
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does in a step of `micro_batches`. `modules`: the encoders, then the text module.
+    """The actions of every rank in a step of `micro_batches`. `modules`: the encoders, then the text module.
 
-    `megatron_hetero.schedule.grid` has its text, `megatron_hetero.schedule.checks` what must be true of it.
+    Its text is in `megatron_hetero.schedule.grid`, its invariants in `megatron_hetero.schedule.checks`.
     """
 
     modules: tuple[Module, ...]
@@ -135,38 +135,38 @@ class Schedule:
         return {rank: index for index, role in enumerate(self.roles) for rank in role.ranks}
 
     def actions_of(self, rank: int) -> tuple[Action, ...]:
-        """What `rank` does. `KeyError` where it holds no module."""
+        """The actions of `rank`. Raises `KeyError` if it holds no module."""
         return self.roles[self.role_index[rank]].actions
 
-    def partner(self, rank: int, action: Action) -> int:
-        """The rank that a `send`, `post` or `take` of `rank` is with."""
-        assert isinstance(action.stage, int) and isinstance(action.peer, int), f"{action} has no single partner"
+    def peer_rank(self, rank: int, action: Action) -> int:
+        """The other rank of a `send`, `irecv` or `wait` of `rank`."""
+        assert isinstance(action.stage, int) and isinstance(action.peer, int), f"{action} has no single peer"
         module = self.module[action.module]
         return module.stage_ranks(action.peer)[module.stage_ranks(action.stage).index(rank)]
 
     def sides(self, encoder: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ranks on the encoder's and on the text's side of a boundary."""
+        """The ranks on the encoder's and on the text module's side of a boundary."""
         source = self.module[encoder]
         return source.stage_ranks(source.stages - 1), self.text.stage_ranks(0)
 
     @cached_property
     def collective(self) -> dict[str, bool]:
-        """For each encoder, whether the sides of its boundary share ranks, so that crossings are collectives."""
+        """For each encoder, whether its crossings are collectives: the sides of its boundary share ranks."""
         return {e.name: not set.isdisjoint(*map(set, self.sides(e.name))) for e in self.encoders}
 
     def crosses(self, role: Role, encoder: str) -> tuple[bool, bool]:
-        """Whether the role is on the encoder's, and on the text's, side of the boundary."""
-        return (encoder, self.module[encoder].stages - 1) in role.places, (self.text.name, 0) in role.places
+        """Whether the role is on the encoder's, and on the text module's, side of the boundary."""
+        return (encoder, self.module[encoder].stages - 1) in role.held_stages, (self.text.name, 0) in role.held_stages
 
     @property
     def in_flight_between_waves(self) -> int:
-        """Micro-batches that the first stage of the text has run forward and not backward when the next wave is
+        """Micro-batches in flight, after forward and before backward, on the first text stage when the next wave is
         encoded. Interleaved stages drain first.
         """
         return self.text.layout.pp - 1 if self.text.virtual == 1 else 0
 
     def activation_bound(self, module: Module, coordinate: int) -> int:
-        """The most micro-batches' (of the text, with virtual stages, stages') activations that may live on a rank."""
+        """The most micro-batches (with virtual stages: stages) whose activations may live on a rank at once."""
         pp, left = module.layout.pp, module.layout.pp - 1 - coordinate
         match module.style:
             case "text" if module.virtual == 1:
@@ -177,6 +177,6 @@ class Schedule:
                 return module.window + self.in_flight_between_waves
             case "recompute":
                 return 2 * left + 1
-        # `ahead`: what is in flight between the first text stage's F and B, and what was encoded ahead of it.
+        # `ahead`: in flight between F and B of the first text stage, and encoded ahead of it.
         in_flight = self.text.layout.pp * (1 if self.text.virtual == 1 else 2)
         return in_flight + 1 + module.window + left

@@ -1,4 +1,4 @@
-"""What the head of `actions` says, as functions: which actions a role executes, and what each needs before it."""
+"""The specification in `actions` as functions: the actions that a role executes, and the dependencies of each."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_hetero.schedule.actions import Action, post, run, send, start, wait
+from megatron_hetero.schedule.actions import Action, finish, irecv, run, send, start
 from megatron_hetero.schedule.program import Module, Role, Schedule
 from megatron_hetero.schedule.transfers import input_of, output_of
 
 
 def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
-    """The actions that ranks with these places execute, each once, in no particular order."""
+    """The actions that the role executes, each once, in no particular order."""
     found: list[Action] = []
-    for name, stage in role.places:
+    for name, stage in role.held_stages:
         module = schedule.module[name]
         for kind in (*module.forward_kinds, *(["B"] if module.backward else [])):
             for m in range(schedule.micro_batches):
@@ -25,23 +25,23 @@ def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
             for kind in ("F", "B") if encoder.backward else ("F",):
                 for m in range(schedule.micro_batches):
                     crossing = kind, encoder.name, schedule.text.name, m
-                    found += [start(*crossing), wait(*crossing)]
+                    found += [start(*crossing), finish(*crossing)]
     return found
 
 
-def needed_on_rank(schedule: Schedule, role: Role, action: Action) -> list[Action]:
-    """The actions that the same rank must have executed before."""
+def local_dependencies(schedule: Schedule, role: Role, action: Action) -> list[Action]:
+    """The actions that the same rank must have executed before `action`."""
     match action.op:
         case "run":
-            return _needed_by_work(schedule, schedule.module[action.module], action)
+            return _dependencies_of_work(schedule, schedule.module[action.module], action)
         case "send":
-            assert action.stage is not None
+            assert action.stage is not None, "a send has a stage"
             return [run(action.kind, action.module, action.stage, action.micro_batch)]
-        case "post":
+        case "irecv":
             return []
-        case "take":
-            return [_as(post, action)]
         case "wait":
+            return [_as(irecv, action)]
+        case "finish":
             return [start(action.kind, action.module, str(action.peer), action.micro_batch)]
     on_encoder, on_text = schedule.crosses(role, action.module)
     if action.kind == "F":
@@ -50,18 +50,18 @@ def needed_on_rank(schedule: Schedule, role: Role, action: Action) -> list[Actio
     return [run("B", schedule.text.name, 0, action.micro_batch)] if on_text else []
 
 
-def _needed_by_work(schedule: Schedule, module: Module, work: Action) -> list[Action]:
+def _dependencies_of_work(schedule: Schedule, module: Module, work: Action) -> list[Action]:
     stage, m, text = work.stage, work.micro_batch, schedule.text.name
-    assert stage is not None
+    assert stage is not None, "work has a stage"
     needed = [arriving[1]] if (arriving := input_of(module, work)) else []
     if work.kind == "R":
         needed.append(run("F", module.name, stage, m))
     if work.kind == "B":
         needed.append(run(module.forward_kinds[-1], module.name, stage, m))
         if module is not schedule.text and stage == module.stages - 1:
-            needed.append(wait("B", module.name, text, m))
+            needed.append(finish("B", module.name, text, m))
     elif module is schedule.text and stage == 0:
-        needed += [wait("F", encoder.name, text, m) for encoder in schedule.encoders]
+        needed += [finish("F", encoder.name, text, m) for encoder in schedule.encoders]
     return needed
 
 
@@ -70,52 +70,52 @@ def _as(make, action: Action) -> Action:
 
 
 class Event(NamedTuple):
-    """A role has executed an action, or (`waits`) has come to it, which is what a `wait` of others may need."""
+    """A role has executed an action, or with `reached` has reached it, which `finish` on other roles may depend on."""
 
     role: int
     action: Action
-    waits: bool = False
+    reached: bool = False
 
 
-class Needs:
-    """What an action needs of other ranks, by role.
+class Dependencies:
+    """The dependencies of actions on other ranks, by role.
 
-    A role counts as needing what any of its ranks needs, and as having done what all of its ranks have: roles are
-    replayed as if their ranks kept pace. Where this finds no deadlock there is none.
+    A role depends on what any of its ranks depends on, and has executed what all of its ranks have: roles are replayed
+    as if their ranks kept pace. If this finds no deadlock, there is none.
     """
 
     def __init__(self, schedule: Schedule):
         self._schedule = schedule
 
     def of(self, role: int, action: Action) -> list[Event]:
-        """The events that end the action; nothing for actions that do not block."""
-        if action.op == "take":
+        """The events that the action waits for; none for actions that do not block."""
+        if action.op == "wait":
             sent = send(action.kind, action.module, action.peer, action.stage, action.micro_batch)  # pyright: ignore
-            return [Event(other, sent) for other in self.partners(role, action)]
-        if action.op != "wait" or action.module not in self._participants:
+            return [Event(other, sent) for other in self.peer_roles(role, action)]
+        if action.op != "finish" or action.module not in self._participants:
             return []
         if self._schedule.collective[action.module]:
-            return [Event(other, action, waits=True) for other in self._participants[action.module]]
+            return [Event(other, action, reached=True) for other in self._participants[action.module]]
         started = start(action.kind, action.module, str(action.peer), action.micro_batch)
         mine, others = self.own_and_other_side(role, action.module)
         needed = [Event(other, started) for other in others]
         if self.receives(role, action):
-            needed += [Event(other, action, waits=True) for other in mine if other != role]
+            needed += [Event(other, action, reached=True) for other in mine if other != role]
         return needed
 
     def receives(self, role: int, action: Action) -> bool:
-        """Whether the role is on the side where the rows, or gradients, of the crossing arrive."""
+        """Whether the role is on the receiving side of the crossing."""
         return self._schedule.crosses(self._schedule.roles[role], action.module)[action.kind == "F"]
 
-    def partners(self, role: int, action: Action) -> tuple[int, ...]:
-        """The roles with which the ranks of `role` make a transfer."""
+    def peer_roles(self, role: int, action: Action) -> tuple[int, ...]:
+        """The roles of the peers of a pipeline transfer of `role`."""
         module = self._schedule.module.get(action.module)
         if module is None or action.stage is None or not isinstance(action.peer, int):
             return ()
-        return self._partners.get((module.name, role, module.coordinate(action.peer)), ())
+        return self._peer_roles.get((module.name, role, module.coordinate(action.peer)), ())
 
     def own_and_other_side(self, role: int, encoder: str) -> tuple[list[int], list[int]]:
-        """The roles that take part in crossings on the role's own side, and on the other."""
+        """The roles that take part in crossings on the role's own side, and those on the other side."""
         on_encoder = self._schedule.crosses(self._schedule.roles[role], encoder)[0]
         sides = [[o for o in self._participants[encoder] if self._side(o, encoder) == s] for s in (True, False)]
         return (sides[0], sides[1]) if on_encoder else (sides[1], sides[0])
@@ -133,8 +133,8 @@ class Needs:
         }
 
     @cached_property
-    def _partners(self) -> dict[tuple[str, int, int], tuple[int, ...]]:
-        """By module, role and the pipeline coordinate next to it: the roles of its ranks' partners there."""
+    def _peer_roles(self) -> dict[tuple[str, int, int], tuple[int, ...]]:
+        """By module, role and adjacent pipeline coordinate: the roles of its ranks' peers there."""
         found: dict[tuple[str, int, int], set[int]] = {}
         for name, here, there, pair in self._pairs():
             found.setdefault((name, pair[0], there), set()).add(pair[1])

@@ -1,4 +1,4 @@
-"""What a user may say about the schedule, and what is chosen where nothing is said."""
+"""The user's settings of the schedule, and their defaults."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ ScheduleKind = Literal["auto", "waves", "recompute", "ahead"]
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """How modules take turns. What is None is chosen from the layouts."""
+    """How modules take turns. None: chosen from the layouts."""
 
     kind: ScheduleKind = "auto"
     """How encoders that share ranks with the text module run: in `waves`, or with `recompute` (keep only the rows, run
     forward again before backward). `ahead`: no encoder shares ranks with the text module. `auto`: waves or ahead."""
     waves: int | None = None
-    """Micro-batches that are encoded at a time. Encoder activations live of as many, and of pp - 1 more where the text
+    """Micro-batches encoded at a time. Encoder activations of as many live at once, and of pp - 1 more if the text
     module has stages."""
     run_ahead: int | None = None
-    """Micro-batches that an encoder on ranks of its own may be ahead of the text module. With 0 it starts one when
-    the first text stage has taken the last one."""
+    """Micro-batches that an encoder on its own ranks may be ahead of the text module. With 0 it starts one when the
+    first text stage has received the one before."""
     virtual_stages: int = 1
-    """Stages of the text module on each of its pipeline ranks; more than one interleaves them."""
+    """Stages of the text module per pipeline rank; more than one are interleaved."""
 
 
 def sharing_encoders(layouts: Mapping[str, Layout], text: str) -> tuple[str, ...]:
-    """The encoders that share ranks with the text module, or with an encoder that does: they take turns with it."""
+    """The encoders that share ranks with the text module, directly or through another encoder; they take turns with
+    it.
+    """
     found, ranks, more = [], set(layouts[text].ranks), True
     while more:
         more = [name for name in layouts if name not in (text, *found) and not ranks.isdisjoint(layouts[name].ranks)]
@@ -41,18 +43,13 @@ def sharing_encoders(layouts: Mapping[str, Layout], text: str) -> tuple[str, ...
     return tuple(name for name in layouts if name in found)
 
 
-def default_settings(layouts: Mapping[str, Layout], micro_batches: int, *, text: str = "text") -> ScheduleSettings:
-    """What is chosen where the user says nothing. Raises `UserError`."""
-    return resolve_settings(ScheduleSettings(), layouts, micro_batches, text=text)
-
-
 def resolve_settings(
     settings: ScheduleSettings, layouts: Mapping[str, Layout], micro_batches: int, *, text: str = "text"
 ) -> ScheduleSettings:
-    """The settings with everything chosen that applies; what does not apply stays None.
+    """The settings with all defaults filled in; those that do not apply stay None.
 
     Raises:
-        UserError: a setting is out of range, or says something about encoders that are not there.
+        UserError: a setting is out of range, or applies to encoders that do not exist.
     """
     _require_known(settings, layouts, micro_batches, text)
     sharing = sharing_encoders(layouts, text)
@@ -70,9 +67,9 @@ def resolve_settings(
 
 
 def _default_waves(pp: int, micro_batches: int, virtual_stages: int) -> int:
-    """Without stages, one at a time. With stages, waves of equal size near 3 pp: in simulations, stages that wait for
-    each other at each wave then cost less than 5 % of a step, for an encoder without stages and with a quarter of the
-    text's work or more; with stages of its own, or virtual stages of the text, up to 6.5 %.
+    """Without stages, 1. With stages, waves of equal size near 3 pp: in simulations, stages waiting for each other at
+    each wave then cost less than 5 % of a step, for an encoder without stages and with at least a quarter of the text
+    module's work; with stages of its own, or virtual text stages, up to 6.5 %.
     """
     if pp == 1:
         return 1
@@ -134,7 +131,7 @@ def _require_kind_fits(kind: str, sharing: Collection[str], text: str) -> None:
             "schedule.kind",
             found=f"`{kind}`, while no encoder shares ranks with `{text}`",
             expected="ahead",
-            because="encoders on ranks of their own run beside it",
+            because="encoders on ranks of their own run concurrently with it",
             fix="set schedule.kind to auto",
         )
 

@@ -1,4 +1,4 @@
-"""Times of a schedule's actions, given how long work and transfers take; and what that means for ranks and memory."""
+"""Simulates the times of a schedule's actions from the durations of work and transfers: bubbles, peak activations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule, live_activations
 from megatron_hetero.schedule.checks.replay import replay
 from megatron_hetero.schedule.program import Role, Schedule
-from megatron_hetero.schedule.semantics import Needs
+from megatron_hetero.schedule.semantics import Dependencies
 
-Key = tuple[str, str, int]
-"""Of work: module, kind (F, R, B), stage. Of a transfer: the same of the sender. Of a crossing: encoder, kind, -1."""
-Durations = Callable[[str, str, int], float] | Mapping[Key, float] | float
+DurationKey = tuple[str, str, int]
+"""Work: (module, kind (F, R, B), stage). Transfer: the same, of the sender. Crossing: (encoder, kind, -1)."""
+Durations = Callable[[str, str, int], float] | Mapping[DurationKey, float] | float
 
 
 class Span(NamedTuple):
@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """`spans`: for each role, its actions with their times. All ranks of a role have the same."""
+    """The times of a schedule. `spans`: the actions of each role with their times, the same on all of its ranks."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
@@ -40,11 +40,11 @@ class Simulation:
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """Seconds in which the rank computes."""
+        """Seconds of work on the rank."""
         return sum(s.end - s.start for s in self.spans[self.schedule.role_index[rank]] if s.action.op == "run")
 
     def bubble(self, rank: int) -> float:
-        """Share of the step in which the rank does not compute."""
+        """Share of the step in which the rank is idle, from 0 to 1."""
         return 1 - self.busy(rank) / self.seconds if self.seconds else 0.0
 
     @cached_property
@@ -54,20 +54,20 @@ class Simulation:
         return sum(n * bubble for n, bubble in weighted) / sum(n for n, _ in weighted)
 
     def peak_activations(self, rank: int) -> dict[str, int]:
-        """By module, of how many micro-batches (with virtual stages: of stages) activations live at once."""
+        """By module, the most micro-batches (with virtual stages: stages) whose activations live at once."""
         role = self.schedule.roles[self.schedule.role_index[rank]]
-        names = dict.fromkeys(name for name, _ in role.places)
+        names = dict.fromkeys(name for name, _ in role.held_stages)
         return {name: max(live_activations(self.schedule, role, name), default=0) for name in names}
 
 
 def simulate(schedule: Schedule, durations: Durations, transfers: Durations = 0.0) -> Simulation:
-    """The times at which a checked schedule's actions happen if each happens as soon as it can.
+    """Simulate a checked schedule, with each action as early as possible.
 
     Args:
-        durations: seconds of work, by module, kind and stage (see `Key`); a function (called for each action), a
-            mapping or one number.
-        transfers: seconds that a transfer or crossing takes once both sides are ready. Ranks go on meanwhile, and
-            transfers do not slow each other down.
+        durations: seconds of work, by module, kind and stage (see `DurationKey`): a function (called for each action),
+            a mapping or one number.
+        transfers: seconds of a transfer or crossing once both sides are ready. Transfers overlap with work, and do not
+            slow each other down.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -84,13 +84,15 @@ def simulate(schedule: Schedule, durations: Durations, transfers: Durations = 0.
 
 
 class _Clock:
-    """The time of each role, which advances action by action."""
+    """The clocks of all roles, advanced action by action."""
 
-    def __init__(self, schedule: Schedule, duration: Callable[[Key], float], transfer: Callable[[Key], float]):
+    def __init__(
+        self, schedule: Schedule, duration: Callable[[DurationKey], float], transfer: Callable[[DurationKey], float]
+    ):
         self._schedule, self._duration, self._transfer = schedule, duration, transfer
-        self._needs = Needs(schedule)
+        self._dependencies = Dependencies(schedule)
         self._ready: dict[tuple[int, Action], float] = {}
-        """When each send, post and start was executed."""
+        """When each send, irecv and start was executed."""
         self.spans: list[list[Span]] = [[] for _ in schedule.roles]
 
     def advance(self, role: int, action: Action) -> None:
@@ -98,35 +100,35 @@ class _Clock:
         end = now
         match action.op:
             case "run":
-                assert action.stage is not None
+                assert action.stage is not None, "work has a stage"
                 end = now + self._duration((action.module, action.kind, action.stage))
-            case "take":
-                end = max(now, self._arrival_of_transfer(role, action))
             case "wait":
+                end = max(now, self._arrival_of_transfer(role, action))
+            case "finish":
                 end = max(now, self._arrival_of_crossing(role, action))
             case _:
                 self._ready[role, action] = now
         self.spans[role].append(Span(action, now, end))
 
     def _arrival_of_transfer(self, role: int, action: Action) -> float:
-        """Data move when they are sent and their receive is posted."""
-        assert isinstance(action.peer, int) and action.stage is not None
-        posted = Action("post", action.kind, action.module, action.micro_batch, action.stage, action.peer)
-        sent = [self._ready[event] for event in ((e.role, e.action) for e in self._needs.of(role, action))]
+        """A transfer begins when it is sent and its receive is posted."""
+        assert isinstance(action.peer, int) and action.stage is not None, f"{action} is no transfer"
+        posted = Action("irecv", action.kind, action.module, action.micro_batch, action.stage, action.peer)
+        sent = [self._ready[event] for event in ((e.role, e.action) for e in self._dependencies.of(role, action))]
         took = self._transfer((action.module, action.kind, action.peer))
         return max(self._ready[role, posted], *sent) + took
 
     def _arrival_of_crossing(self, role: int, action: Action) -> float:
-        """Rows move when this rank and all that it exchanges rows with have started."""
+        """A crossing begins when this rank and all that it exchanges rows with have started."""
         started = Action("start", action.kind, action.module, action.micro_batch, None, action.peer)
-        own, other = self._needs.own_and_other_side(role, action.module)
+        own, other = self._dependencies.own_and_other_side(role, action.module)
         members = {*own, *other} if self._schedule.collective[action.module] else {role, *other}
         return max(self._ready[member, started] for member in members) + self._transfer(
             (action.module, action.kind, -1)
         )
 
 
-def _lookup(name: str, durations: Durations) -> Callable[[Key], float]:
+def _lookup(name: str, durations: Durations) -> Callable[[DurationKey], float]:
     if callable(durations):
         return lambda key: durations(*key)
     if isinstance(durations, Mapping):
@@ -134,7 +136,7 @@ def _lookup(name: str, durations: Durations) -> Callable[[Key], float]:
     return lambda key: durations
 
 
-def _found(name: str, durations: Mapping[Key, float], key: Key) -> float:
+def _found(name: str, durations: Mapping[DurationKey, float], key: DurationKey) -> float:
     if key not in durations:
         where = f"simulation, {name}"
         expected = "seconds for each module, kind and stage"

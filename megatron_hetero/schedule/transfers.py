@@ -1,8 +1,8 @@
-"""Puts the transfers between pipeline stages around the work of each role.
+"""Adds the transfers between pipeline stages to the work of each role.
 
-An output is sent right after its work. A receive is posted one work earlier than the one that uses it, so that it
-arrives meanwhile, and taken directly before that. Posts keep the order in which the sender sends: what comes before it
-from the same rank is posted with it.
+An output is sent right after its work. A receive is posted one work before the one that uses it, so that they overlap,
+and waited for directly before its use. Receives are posted in the order in which the sender sends: those that precede
+it from the same rank are posted with it.
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from megatron_hetero.schedule.actions import Action, post, send, take
+from megatron_hetero.schedule.actions import Action, irecv, send, wait
 from megatron_hetero.schedule.program import Module, Role, Schedule
 
 Source = tuple[str, int]
-"""A module and the pipeline coordinate that sends."""
+"""A module and the sender's pipeline coordinate."""
 
 
 def source_stage(module: Module, work: Action) -> int | None:
-    """The stage whose output `work` of the module uses, if there is one."""
-    assert work.stage is not None
+    """The stage whose output `work` uses, if any."""
+    assert work.stage is not None, "work has a stage"
     source = work.stage + (1 if work.kind == "B" else -1)
     return source if 0 <= source < module.stages else None
 
 
 def target_stage(module: Module, work: Action) -> int | None:
-    """The stage that uses the output of `work` of the module, if there is one."""
-    assert work.stage is not None
+    """The stage that uses the output of `work`, if any."""
+    assert work.stage is not None, "work has a stage"
     target = work.stage - (1 if work.kind == "B" else -1)
     return target if 0 <= target < module.stages else None
 
 
 def input_of(module: Module, work: Action) -> tuple[Action, Action] | None:
-    """The `post` and the `take` of what `work` uses, if it uses another stage's output."""
+    """The `irecv` and the `wait` of the input of `work`, if it comes from another stage."""
     source = source_stage(module, work)
     if source is None:
         return None
-    assert work.stage is not None
+    assert work.stage is not None, "work has a stage"
     where = work.kind, work.module, work.stage, source, work.micro_batch
-    return post(*where), take(*where)
+    return irecv(*where), wait(*where)
 
 
 def output_of(module: Module, work: Action) -> Action | None:
-    """The `send` of what `work` computes, if another stage uses it."""
+    """The `send` of the output of `work`, if another stage uses it."""
     target = target_stage(module, work)
     if target is None:
         return None
-    assert work.stage is not None
+    assert work.stage is not None, "work has a stage"
     return send(work.kind, work.module, work.stage, target, work.micro_batch)
 
 
 def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tuple[Role, ...]:
-    """The schedule's roles with their orders of work and crossings, and the transfers that these need."""
+    """The schedule's roles with actions: `orders`, the work and crossings of each, and the transfers between stages."""
     sent = _sent(schedule, orders)
     return tuple(
         replace(role, actions=tuple(_completed(schedule, role, order, sent)))
@@ -61,12 +61,12 @@ def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> tu
 
 
 def _sent(schedule: Schedule, orders: Iterable[Sequence[Action]]) -> dict[tuple[Source, int], list[Action]]:
-    """What each source sends to each coordinate of its module, as the posts of the receiver, in order."""
+    """The messages from each source to each coordinate of its module, in order, as the receiver's `irecv`."""
     found: dict[tuple[Source, int], list[Action]] = {}
     known: set[Source] = set()
     for role, order in zip(schedule.roles, orders, strict=True):
-        # Ranks of one stage run the module in one order, whichever other modules they hold.
-        new = {_source(schedule, name, stage) for name, stage in role.places} - known
+        # All ranks of a stage run the module in one order, whatever other modules they hold.
+        new = {_source(schedule, name, stage) for name, stage in role.held_stages} - known
         known |= new
         for work in order:
             if work.op != "run" or _source(schedule, work.module, work.stage) not in new:
@@ -74,15 +74,15 @@ def _sent(schedule: Schedule, orders: Iterable[Sequence[Action]]) -> dict[tuple[
             module = schedule.module[work.module]
             target = target_stage(module, work)
             if target is not None:
-                assert work.stage is not None
-                arriving = post(work.kind, work.module, target, work.stage, work.micro_batch)
+                assert work.stage is not None, "work has a stage"
+                arriving = irecv(work.kind, work.module, target, work.stage, work.micro_batch)
                 source = _source(schedule, work.module, work.stage)
                 found.setdefault((source, module.coordinate(target)), []).append(arriving)
     return found
 
 
 def _source(schedule: Schedule, module: str, stage: int | None) -> Source:
-    assert stage is not None
+    assert stage is not None, "work has a stage"
     return module, schedule.module[module].coordinate(stage)
 
 
@@ -90,7 +90,7 @@ def _completed(
     schedule: Schedule, role: Role, order: Sequence[Action], sent: dict[tuple[Source, int], list[Action]]
 ) -> Iterator[Action]:
     queues: dict[Source, deque[Action]] = {}
-    for name, stage in role.places:
+    for name, stage in role.held_stages:
         module = schedule.module[name]
         for coordinate in {(module.coordinate(stage) + by) % module.layout.pp for by in (1, -1)}:
             arriving = sent.get(((name, coordinate), module.coordinate(stage)), ())
@@ -103,23 +103,23 @@ def _completed(
             yield action
             continue
         for work in (action, next(following)):
-            yield from _posts(schedule, work, queues, posted)
+            yield from _irecvs(schedule, work, queues, posted)
         module = schedule.module[action.module]
         if arriving := input_of(module, action):
             yield arriving[1]
         yield action
-        if leaving := output_of(module, action):
-            yield leaving
+        if sending := output_of(module, action):
+            yield sending
 
 
-def _posts(
+def _irecvs(
     schedule: Schedule, work: Action | None, queues: dict[Source, deque[Action]], posted: set[Action]
 ) -> Iterator[Action]:
-    """Post what `work` uses, after all that its sender sends before."""
+    """Post the receive of the input of `work`, and before it all earlier ones from the same sender."""
     arriving = work and input_of(schedule.module[work.module], work)
     if not arriving:
         return
-    assert isinstance(arriving[0].peer, int)
+    assert isinstance(arriving[0].peer, int), "the peer of a transfer is a stage"
     queue = queues[_source(schedule, arriving[0].module, arriving[0].peer)]
     while arriving[0] not in posted:
         posted.add(queue[0])

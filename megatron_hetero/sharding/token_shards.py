@@ -57,7 +57,7 @@ class TokenShards:
     def ownership(self, encoder: str) -> Ownership:
         """Which rows of an encoder each rank needs, in ascending order: those of the tokens that it embeds."""
         group, _ = self._cut_places[encoder]
-        return Ownership.dealt(holding_groups(self.layout, self.sharded), group)
+        return Ownership.from_assignment(holding_groups(self.layout, self.sharded), group)
 
     def share(self, rank: int) -> TokenShare:
         """What `rank` works on."""

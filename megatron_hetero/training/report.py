@@ -50,7 +50,7 @@ def _boundary(encoder: str, run: Run, batch: StepBatch) -> Table:
         received, sent = sum(d.received_rows for d in directions), sum(d.sent_rows for d in directions)
         table.add_row(
             name,
-            f"{sum(d.rows for d in directions):,}",
+            f"{sum(d.needed for d in directions):,}",
             f"{received:,}",
             f"{received * row_bytes:,}",
             f"{sent * row_bytes:,}",

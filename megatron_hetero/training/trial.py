@@ -97,6 +97,6 @@ def _pixels(encoders: Mapping[str, EncoderShape], plan: MicroBatchPlan) -> dict[
     found = {}
     for name, pixels in plan.pixels.items():
         shape, generator = encoders[name], torch.Generator().manual_seed(0)
-        patches = pixels.exchange.forward.rows * shape.unit + pixels.padding
+        patches = pixels.exchange.forward.needed * shape.unit + pixels.padding
         found[name] = torch.randn(patches, shape.patch_elements, generator=generator)
     return found

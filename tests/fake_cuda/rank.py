@@ -49,7 +49,7 @@ class _Phases(Stopwatch):
 def _phase(action: Action) -> str:
     if action.op == "run":
         return f"{action.module} {OF_KIND[action.kind]}"
-    return "boundary" if action.op in ("start", "wait") else "pipeline"
+    return "boundary" if action.op in ("start", "finish") else "pipeline"
 
 
 def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:

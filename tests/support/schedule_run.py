@@ -106,16 +106,16 @@ class _Rank:
                 self._run(at, action)
             case "send":
                 self.leaving.append(self._transfer(action, sends=True))
-            case "post" if action.kind == "B":
+            case "irecv" if action.kind == "B":
                 self.deferred.setdefault(action.module, deque()).append(action)
                 self._receive_what_is_known(action.module)
-            case "post":
+            case "irecv":
                 self.works[action] = self._transfer(action, sends=False)
-            case "take":
-                self.works[replace(action, op="post")].wait()
+            case "wait":
+                self.works[replace(action, op="irecv")].wait()
             case "start" if action not in self.works:
                 self.works[action] = self._start(action)
-            case "wait":
+            case "finish":
                 self._finish(action)
 
     def _run(self, at: int, action: Action) -> None:
@@ -126,7 +126,7 @@ class _Rank:
             self._receive_what_is_known(action.module)
         elif action.module == self.text and action.stage == 0:
             # The next crossing, where it is the return of this micro-batch's rows, starts amid the backward.
-            following = next((a for a in self.actions[at:] if a.op in ("start", "wait")), None)
+            following = next((a for a in self.actions[at:] if a.op in ("start", "finish")), None)
             returns = ("start", "B", action.micro_batch)
             if following and (following.op, following.kind, following.micro_batch) == returns:
                 self.works[following] = self._start(following)
@@ -138,7 +138,7 @@ class _Rank:
 
     def _transfer(self, action: Action, *, sends: bool) -> Any:
         call, group = dist.isend if sends else dist.irecv, self._group(action)
-        return call(torch.ones(2), self.schedule.partner(self.rank, action), group=group)
+        return call(torch.ones(2), self.schedule.peer_rank(self.rank, action), group=group)
 
     def _receive_what_is_known(self, module: str) -> None:
         """A gradient is received when what it is of has been computed."""

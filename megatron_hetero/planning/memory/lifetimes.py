@@ -2,13 +2,13 @@
 
 The interpreter's rules (`schedule.runtime`), in bytes:
 
-    post       room for hidden states, or their gradients, of a neighbouring stage
-    wait F     the tokens' embedding, on the first text stage; it ends in the forward
+    irecv      room for hidden states, or their gradients, of a neighbouring stage
+    finish F   the tokens' embedding, on the first text stage; it ends in the forward
     start F    room for rows, on the first text stage, which live until their gradients leave (`start B`)
     run F, R   what the stage keeps until its backward, where there is one; what it sends lives as long; at its end,
                workspace
     run B      ends that; for its time, what one recomputed layer makes, and workspace. On the first text stage,
-               gradients of rows, until they have left (`wait B`)
+               gradients of rows, until they have left (`finish B`)
     start B    room for gradients of rows, on the encoder's side, which its backward ends
 """
 
@@ -55,7 +55,7 @@ class _Ledger:
         self.live: dict[object, int] = {}
         self.total = self.peak = self.busiest = 0
         self._handlers: dict[str, Callable[[Action], None]] = {
-            "run": self._run, "post": self._post, "start": self._start, "wait": self._wait,
+            "run": self._run, "irecv": self._irecv, "start": self._start, "finish": self._finish,
         }  # fmt: skip
 
     def execute(self, action: Action) -> None:
@@ -76,7 +76,7 @@ class _Ledger:
     def _end(self, name: object) -> None:
         self.total -= self.live.pop(name, 0)
 
-    def _post(self, action: Action) -> None:
+    def _irecv(self, action: Action) -> None:
         assert action.stage is not None
         if stage := self.of_rank.stages.get((action.module, action.stage)):
             self._make(("arriving", action.kind, action.module, action.stage, action.micro_batch), stage.message)
@@ -131,7 +131,7 @@ class _Ledger:
         if holds and not self.of_rank.late:
             self._make(("returned", action.module, action.micro_batch), self.of_rank.held[action.module])
 
-    def _wait(self, action: Action) -> None:
+    def _finish(self, action: Action) -> None:
         reads, holds = self._sides(action)
         name = action.module, action.micro_batch
         text = self.of_rank.stages.get((self.schedule.text.name, 0))

@@ -90,7 +90,7 @@ def peak_staging(actions: Iterable[Action], forward: CrossingLoans, backward: Cr
         if action.op == "start" and loans is not None:
             courses[key] = _course(pool, loans)
             next(courses[key], None)
-        elif action.op == "wait" and key in courses:
+        elif action.op == "finish" and key in courses:
             for _ in courses.pop(key):
                 pass
     return pool.peak

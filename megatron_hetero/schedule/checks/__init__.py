@@ -1,1 +1,1 @@
-"""Whether a schedule ends: every send has its receive, and nothing waits in a cycle. Pure."""
+"""Checks that a schedule ends: every send has its receive, and no ranks wait in a cycle. Pure."""

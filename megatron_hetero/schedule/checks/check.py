@@ -1,15 +1,15 @@
-"""Finds what is wrong with a schedule, and shows where.
+"""Checks a schedule before it runs, and reports the first error with its location.
 
-In this order, since each rests on those before:
+In this order, since each check relies on those before:
 
-  1. the actions of a role: none missing (such as the receive of what another sends), doubled, or of a module, stage or
-     micro-batch that is not its own;
-  2. their order on the role: nothing is used before it has been waited for, nothing is sent before it is there;
-  3. queues: what a rank receives from another is posted in the order in which it is sent;
-  4. crossings: their participants start, and wait for, them in one order;
-  5. deadlock: no ranks wait for each other in a cycle, by the rules of NCCL (`deadlock`), which are stricter than
+  1. the actions of a role: none missing (such as the receive for another role's send), duplicated, or of a module,
+     stage or micro-batch that is not its own;
+  2. their order on the role: nothing is used before it has been waited for, or sent before it is computed;
+  3. queues: a rank posts the receives from another rank in the order of its sends;
+  4. crossings: their participants start and finish them in one order;
+  5. deadlock: no cycle of ranks that wait for each other, by the rules of NCCL (`deadlock`), which are stricter than
      gloo's: a communicator is a queue, sends wait for their receives, and all streams of a rank share one queue, as
-     with CUDA_DEVICE_MAX_CONNECTIONS=1. The message has the whole cycle;
+     with CUDA_DEVICE_MAX_CONNECTIONS=1. The message shows the whole cycle;
   6. memory: no rank holds activations of more micro-batches than its module's style allows.
 """
 
@@ -21,23 +21,23 @@ from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.schedule.actions import Action, post
+from megatron_hetero.schedule.actions import Action, irecv
 from megatron_hetero.schedule.checks.deadlock import DESIGN, Waiting, find_cycle
 from megatron_hetero.schedule.checks.replay import Point
 from megatron_hetero.schedule.checks.streams import Wiring
 from megatron_hetero.schedule.grid import excerpt
 from megatron_hetero.schedule.program import Role, Schedule
-from megatron_hetero.schedule.semantics import Needs, expected_actions, needed_on_rank
+from megatron_hetero.schedule.semantics import Dependencies, expected_actions, local_dependencies
 
 
 class ScheduleError(UserError):
-    """A schedule that cannot be executed."""
+    """A schedule that cannot run."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong. `points`: where, as roles and indices of actions; the first is the one to look at. `details`: more
-    lines to show.
+    """An error in a schedule. `points`: its location, as roles and indices of actions, the main one first. `details`:
+    further lines of the message.
     """
 
     points: tuple[Point, ...]
@@ -45,11 +45,11 @@ class Problem:
     expected: str
     because: str
     details: tuple[str, ...] = ()
-    fix: str = "mend the order of actions, or build the schedule with `build_schedule`"
+    fix: str = "fix the order of actions, or build the schedule with `build_schedule`"
 
 
 def check_schedule(schedule: Schedule, wiring: Wiring = DESIGN) -> None:
-    """Raises `ScheduleError` at the first problem. `wiring`: which of its operations share a communicator."""
+    """Raise `ScheduleError` for the first problem, if any. `wiring`: which operations share a communicator."""
     problem = find_problem(schedule, wiring)
     if problem is None:
         return
@@ -67,7 +67,7 @@ def check_schedule(schedule: Schedule, wiring: Wiring = DESIGN) -> None:
 
 
 def find_problem(schedule: Schedule, wiring: Wiring = DESIGN) -> Problem | None:
-    """The first problem of the schedule."""
+    """The first problem of the schedule, if any."""
     for find in (_wrong_actions, _wrong_order, _wrong_queues, _wrong_crossings):
         problem = next(find(schedule), None)
         if problem is not None:
@@ -81,43 +81,43 @@ def find_problem(schedule: Schedule, wiring: Wiring = DESIGN) -> Problem | None:
 def _wrong_actions(schedule: Schedule) -> Iterator[Problem]:
     for index, role in enumerate(schedule.roles):
         expected = expected_actions(schedule, role)
-        lacking = Counter(expected) - Counter(role.actions)
+        missing = Counter(expected) - Counter(role.actions)
         known, seen = set(expected), set()
         for at, action in enumerate(role.actions):
             if action not in known or action in seen:
-                yield _surplus(index, at, action, action in known, list(lacking))
+                yield _unexpected(index, at, action, action in known, list(missing))
             seen.add(action)
-        if lacking:
-            yield _lacking(schedule, index, next(iter(lacking)))
+        if missing:
+            yield _missing(schedule, index, next(iter(missing)))
 
 
-def _surplus(role: int, at: int, action: Action, twice: bool, lacking: Sequence[Action]) -> Problem:
+def _unexpected(role: int, at: int, action: Action, twice: bool, missing: Sequence[Action]) -> Problem:
     found = f"`{action}` twice" if twice else f"`{action}`, which is none of its actions"
     because = "every action is executed once, on the ranks of its stage"
-    if lacking:
-        because += f"; `{_closest(action, lacking)}` is missing"
+    if missing:
+        because += f"; `{_closest(action, missing)}` is missing"
     return Problem(((role, at),), found, "each of its actions once", because)
 
 
 def _closest(action: Action, others: Sequence[Action]) -> Action:
-    """The one that differs in the fewest fields."""
+    """The one that differs from `action` in the fewest fields."""
     fields = ("op", "kind", "module", "micro_batch", "stage", "peer")
     return max(others, key=lambda other: sum(getattr(action, f) == getattr(other, f) for f in fields))
 
 
-def _lacking(schedule: Schedule, index: int, lacking: Action) -> Problem:
+def _missing(schedule: Schedule, index: int, missing: Action) -> Problem:
     role = schedule.roles[index]
-    users = (at for at, action in enumerate(role.actions) if lacking in needed_on_rank(schedule, role, action))
+    users = (at for at, action in enumerate(role.actions) if missing in local_dependencies(schedule, role, action))
     return Problem(
-        ((index, next(users, len(role.actions))),), f"no `{lacking}`", "each of its actions once", _purpose(lacking)
+        ((index, next(users, len(role.actions))),), f"no `{missing}`", "each of its actions once", _purpose(missing)
     )
 
 
 def _purpose(action: Action) -> str:
-    if action.op in ("run", "wait", "start"):
+    if action.op in ("run", "finish", "start"):
         return {
             "run": "every stage runs every micro-batch once",
-            "wait": "what crosses must have arrived before it is used",
+            "finish": "what crosses must have arrived before it is used",
             "start": "every participant takes part in every crossing",
         }[action.op]
     other = f"stage {action.peer} of `{action.module}`"
@@ -131,9 +131,9 @@ def _wrong_order(schedule: Schedule) -> Iterator[Problem]:
     for index, role in enumerate(schedule.roles):
         done: set[Action] = set()
         for at, action in enumerate(role.actions):
-            for needed in needed_on_rank(schedule, role, action):
+            for needed in local_dependencies(schedule, role, action):
                 if needed not in done:
-                    found, because = f"`{needed}` after it", f"`{action}` needs what that brings"
+                    found, because = f"`{needed}` after it", f"`{action}` depends on it"
                     yield Problem(((index, at), (index, role.actions.index(needed))), found, "it before", because)
             done.add(action)
 
@@ -142,32 +142,32 @@ def _wrong_order(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _wrong_queues(schedule: Schedule) -> Iterator[Problem]:
-    needs = Needs(schedule)
+    dependencies = Dependencies(schedule)
     for index, role in enumerate(schedule.roles):
         for key, posted in _by_source(schedule, role).items():
-            for sender in needs.partners(index, posted[0]):
+            for sender in dependencies.peer_roles(index, posted[0]):
                 sent = _by_target(schedule, schedule.roles[sender], key)
                 yield from _first_difference(schedule, (index, posted), (sender, sent))
 
 
 def _by_source(schedule: Schedule, role: Role) -> dict[tuple[str, int], list[Action]]:
-    """What the role posts, by module and the pipeline coordinate that sends."""
+    """The receives that the role posts, by module and the sender's pipeline coordinate."""
     found: dict[tuple[str, int], list[Action]] = {}
     for action in role.actions:
-        if action.op == "post":
-            assert isinstance(action.peer, int)
+        if action.op == "irecv":
+            assert isinstance(action.peer, int), "the peer of a transfer is a stage"
             coordinate = schedule.module[action.module].coordinate(action.peer)
             found.setdefault((action.module, coordinate), []).append(action)
     return found
 
 
 def _by_target(schedule: Schedule, sender: Role, key: tuple[str, int]) -> dict[int, list[Action]]:
-    """What the role sends of a module, as the receivers' posts, by the pipeline coordinate that receives."""
+    """The role's sends of a module, as `irecv` of their receivers, by the receiver's pipeline coordinate."""
     found: dict[int, list[Action]] = {}
     for a in sender.actions:
         if a.op == "send" and a.module == key[0]:
-            assert isinstance(a.peer, int) and a.stage is not None
-            arriving = post(a.kind, a.module, a.peer, a.stage, a.micro_batch)
+            assert isinstance(a.peer, int) and a.stage is not None, "a transfer is between two stages"
+            arriving = irecv(a.kind, a.module, a.peer, a.stage, a.micro_batch)
             found.setdefault(schedule.module[a.module].coordinate(a.peer), []).append(arriving)
     return found
 
@@ -177,15 +177,13 @@ def _first_difference(
 ) -> Iterator[Problem]:
     index, posted = receiver
     role, first = schedule.roles[index], posted[0]
-    assert first.stage is not None
+    assert first.stage is not None, "an irecv has a stage"
     sent = sender[1].get(schedule.module[first.module].coordinate(first.stage), [])
     for mine, theirs in zip_longest(posted, sent):
         if mine != theirs:
             at = role.actions.index(mine) if mine in role.actions else len(role.actions) - 1
             who = schedule.roles[sender[0]]
-            because = (
-                f"{who} sends what that receives, and messages between two ranks arrive in the order they are sent"
-            )
+            because = f"{who} sends in that order, and messages between two ranks arrive in the order they are sent"
             yield Problem(((index, at),), f"`{mine}`", f"`{theirs}`", because)
             return
 
@@ -193,8 +191,8 @@ def _first_difference(
 # -------------------------------------------------------------------------------------------- 4. crossings
 
 Lane = tuple[str, ...]
-"""Crossings whose order all participants share: all of the boundaries that are collectives, else those of one boundary
-in one direction, starts and waits apart.
+"""Crossings that all participants execute in one order: those of all boundaries that are collectives together; of other
+boundaries those of one direction, starts and finishes separately.
 """
 
 
@@ -204,21 +202,21 @@ def _wrong_crossings(schedule: Schedule) -> Iterator[Problem]:
         members = [(index, each[lane]) for index, each in enumerate(lanes) if lane in each]
         for at, (one, points) in enumerate(members):
             for other, others in members[at + 1 :]:
-                yield from _unlike(schedule, (one, points), (other, others))
+                yield from _different_order(schedule, (one, points), (other, others))
 
 
 def _lanes(schedule: Schedule, role: Role) -> dict[Lane, list[int]]:
     found: dict[Lane, list[int]] = {}
     for at, action in enumerate(role.actions):
-        if action.op in ("start", "wait"):
+        if action.op in ("start", "finish"):
             collective = schedule.collective[action.module]
             lane = ("collectives",) if collective else (action.module, action.kind, action.op)
             found.setdefault(lane, []).append(at)
     return found
 
 
-def _unlike(schedule: Schedule, one: tuple[int, list[int]], other: tuple[int, list[int]]) -> Iterator[Problem]:
-    """Where two roles do the crossings in which both take part in different orders."""
+def _different_order(schedule: Schedule, one: tuple[int, list[int]], other: tuple[int, list[int]]) -> Iterator[Problem]:
+    """The first crossing that two roles, among those of both, execute in different orders."""
     both = set.intersection(*({_action(schedule, (role, at)).module for at in ats} for role, ats in (one, other)))
     common = ([(role, at) for at in ats if _action(schedule, (role, at)).module in both] for role, ats in (one, other))
     for mine, theirs in zip(*common, strict=True):
@@ -245,7 +243,7 @@ def _deadlock(schedule: Schedule, wiring: Wiring) -> Problem | None:
     problem = Problem(
         tuple(dict.fromkeys((schedule.role_index[each.rank], each.at) for each in cycle)),
         "a deadlock",
-        "an order in which all can go on",
+        "an order in which all can proceed",
         f"on NCCL they wait in a cycle: {' for '.join(names)}",
         tuple(map(str, cycle)),
     )
@@ -255,7 +253,7 @@ def _deadlock(schedule: Schedule, wiring: Wiring) -> Problem | None:
 
 
 def _from_first(cycle: tuple[Waiting, ...]) -> tuple[Waiting, ...]:
-    """The cycle from where it is best begun: where something stands behind another one, else with other ranks."""
+    """The cycle, rotated to begin at an operation queued behind another one, else at a change of ranks."""
     behind = (at for at, each in enumerate(cycle) if each.reason == "behind")
     others = (at for at, each in enumerate(cycle) if each.ranks != cycle[at - 1].ranks)
     first = next(behind, next(others, 0))
@@ -266,8 +264,8 @@ def _from_first(cycle: tuple[Waiting, ...]) -> tuple[Waiting, ...]:
 
 
 def live_activations(schedule: Schedule, role: Role, module: str) -> list[int]:
-    """After each action of the role, of how many micro-batches (with virtual stages: of stages) the module's
-    activations live.
+    """After each action of the role, the number of micro-batches (with virtual stages: of stages) whose activations of
+    the module are live.
     """
     keeps = schedule.module[module].forward_kinds[-1] if schedule.module[module].backward else None
     counts, live = [], 0
@@ -291,5 +289,5 @@ def _too_many_activations(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _held(schedule: Schedule, role: Role) -> Iterable[tuple[str, int]]:
-    """The modules of a role, with the role's pipeline coordinate in each."""
-    return dict.fromkeys((name, schedule.module[name].coordinate(stage)) for name, stage in role.places)
+    """The modules of a role, with its pipeline coordinate in each."""
+    return dict.fromkeys((name, schedule.module[name].coordinate(stage)) for name, stage in role.held_stages)

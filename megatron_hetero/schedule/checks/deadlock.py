@@ -1,28 +1,28 @@
-"""Whether a schedule ends on NCCL, and if not, who waits for whom in a cycle.
+"""Whether a schedule ends on NCCL, and if not, the cycle of ranks that wait for each other.
 
 The rules, for what the host of each rank issues (`streams`):
 
-  * work and waits begin when all work and waits that were issued before them have ended;
-  * an operation begins when these have, and what was issued before it on its communicator has ended;
+  * work and stream waits begin when all work and stream waits issued before them have ended;
+  * an operation begins when these have ended, and the operation before it on its communicator;
   * work ends when all ranks of its stage have begun it, a collective when all its participants have, a batch of
     point-to-point when all counterparts have, a send and its receive when both have begun: nothing is buffered;
-  * a wait ends when its operation has.
+  * a stream wait ends when its operation has.
 
-With a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for) besides:
+With a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for) also:
 
   * work and operations begin when all work and operations that the rank issued before, on any stream, have begun.
 
-All of these are "and": what waits for something waits for all of it. So a schedule ends if and only if there is no
-cycle in the graph of beginnings and ends; how long anything takes does not matter. What a batch of data leaves out of
-it, it leaves out on all ranks that take part, which adds no cycle.
+All of these are conjunctions: each event waits for all of its predecessors. So a schedule ends if and only if the graph
+of beginnings and ends has no cycle, whatever the durations. What a batch of data skips, it skips on all ranks that take
+part, which adds no cycle.
 
-Hosts never wait here. They do on NCCL where two ranks first send to each other on a communicator: these connect, and
-each call returns when the other rank has made its own. Many schedules would not survive that, since they post early;
-so ranks are taken to be connected before a schedule begins.
+Hosts never wait here. On NCCL they do when two ranks first send to each other on a communicator: the two connect, and
+each call returns when the other rank has made its own. Many schedules would deadlock on that, since they post early; so
+ranks are assumed to be connected before a schedule begins.
 
-Ranks are taken together: first those of a role, as if each needed what any of them needs, which finds every cycle;
-where it finds one, again only those whose partners in all pipelines are taken together too. Then each rank needs what
-one of them needs, so that a cycle of these is one of ranks.
+Ranks are checked in classes. First by role, as if each rank depended on what any rank of the role depends on, which
+finds every cycle. If there is one, again by classes of ranks whose peers in all pipelines are of one class too. Then
+each rank has the dependencies of its class, so that a cycle of classes is one of ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_hetero.schedule.checks.streams import Issue, LinkOf, Wiring, issue
 from megatron_hetero.schedule.program import Role, Schedule
 
 DESIGN = Wiring()
-"""The communicators that `Topology` makes."""
+"""The communicators that `Topology` creates."""
 
 
 Reason = Literal["begin", "end", "behind", "after"]
@@ -47,12 +47,12 @@ Reason = Literal["begin", "end", "behind", "after"]
 
 @dataclass(frozen=True)
 class Waiting:
-    """What ranks of a role wait in, and for what, which is where the next of a cycle of these wait.
+    """An action in which ranks of a role wait, and what for: the action of the next `Waiting` of the cycle.
 
     `ranks`: such as ``rank 0 (vision.0)``; `rank`: the first of them; `at`: the index of their action; `what`: the
-    action, or which part of it; `communicator`: None on their compute stream. `reason`: they wait for `ranks_there`
-    to `begin` what they do `there`; for the `end` of their own operation; they stand `behind` another one on their
-    communicator; or come `after` what they issued before.
+    action, or a part of it; `communicator`: None on the compute stream. `reason`: they wait for `ranks_there` to
+    `begin` the action `there`; for the `end` of their own operation; they are `behind` another operation on their
+    communicator; or begin `after` what they issued before.
     """
 
     rank: int
@@ -76,13 +76,12 @@ class Waiting:
 
 
 def find_cycle(schedule: Schedule, wiring: Wiring = DESIGN, *, single_queue: bool = True) -> tuple[Waiting, ...] | None:
-    """Who waits for whom for ever; None where the schedule ends.
+    """The cycle of ranks that wait for each other; None if the schedule ends.
 
     Args:
-        schedule: whose roles have all of their actions once, and wait for what they have started.
+        schedule: its roles have all of their actions once, and finish what they start.
         wiring: which operations share a communicator.
-        single_queue: whether a rank has one hardware queue for all its streams. A schedule that ends with one ends
-            with more.
+        single_queue: all streams of a rank share one hardware queue. A schedule that ends with one ends with more.
     """
     found = _cycle(schedule, schedule.roles, lambda role: lambda action: None, wiring, single_queue)
     if found is None:
@@ -94,7 +93,7 @@ def find_cycle(schedule: Schedule, wiring: Wiring = DESIGN, *, single_queue: boo
         rank = role.ranks[0]
 
         def sender(action: Action) -> int:
-            return index[rank if action.op == "send" else schedule.partner(rank, action)]
+            return index[rank if action.op == "send" else schedule.peer_rank(rank, action)]
 
         return sender
 
@@ -102,7 +101,7 @@ def find_cycle(schedule: Schedule, wiring: Wiring = DESIGN, *, single_queue: boo
 
 
 def _classes(schedule: Schedule) -> list[Role]:
-    """The roles, divided until the partners of a class's ranks in each pipeline are all of one class."""
+    """The roles, refined until the peers of a class's ranks in each pipeline are all of one class."""
     color = dict(schedule.role_index)
     neighbors = [_neighbors(stages) for stages in _pipelines(schedule)]
     while True:
@@ -122,39 +121,39 @@ def _classes(schedule: Schedule) -> list[Role]:
 
 
 def _pipelines(schedule: Schedule) -> list[list[tuple[int, ...]]]:
-    """Of each module with stages, the ranks of each stage."""
+    """The ranks of each stage, for each module with stages."""
     return [[m.stage_ranks(s) for s in range(m.layout.pp)] for m in schedule.modules if m.layout.pp > 1]
 
 
 def _neighbors(stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
-    """The ranks before and after each in its pipeline, which is a ring."""
+    """The previous and the next rank of each in its pipeline, taken as a ring."""
     rings = zip(*stages, strict=True)
     return {rank: (ring[at - 1], ring[(at + 1) % len(ring)]) for ring in rings for at, rank in enumerate(ring)}
 
 
 # --------------------------------------------------------------------------------------------- the graph
 
-Event = int
-"""A beginning, an end, or that all have begun something."""
+Node = int
+"""An event: a beginning, an end, or that all counterparts have begun."""
 
 
-class _Place(NamedTuple):
-    """Which party's issue an event is the beginning, or end, of."""
+class _IssueEnd(NamedTuple):
+    """The issue, of a party, that a node is the beginning or the end of."""
 
     party: int
     issue: int
-    ends: bool
+    is_end: bool
 
 
 class _Graph:
-    """Events, and which of them each is followed by. Number 2 i is the beginning of the i-th of all issues, 2 i + 1 its
-    end (a wait only has an end); then come those that all that join something have begun it.
+    """Events as nodes, each with its followers. Node 2 i is the beginning of the i-th of all issues, 2 i + 1 its end (a
+    stream wait only has an end); then come the nodes that stand for all counterparts having begun.
     """
 
     def __init__(self, issued: Sequence[Sequence[Issue]], single_queue: bool):
         self.first = [0, *accumulate(2 * len(each) for each in issued)]
-        self.followers: list[list[Event]] = [[] for _ in range(self.first[-1])]
-        self.all_begun: dict[Hashable, Event] = {}
+        self.followers: list[list[Node]] = [[] for _ in range(self.first[-1])]
+        self.all_begun: dict[Hashable, Node] = {}
         for first, each in zip(self.first, issued, strict=False):
             self._add_streams(first, each)
             self._add_counterparts(first, each)
@@ -163,15 +162,15 @@ class _Graph:
                 for begin, following in pairwise(operations):
                     self.followers[begin].append(following)
 
-    def place(self, event: Event) -> _Place | None:
-        """Whose it is, if it is of one party."""
-        if event >= self.first[-1]:
+    def issue_of(self, node: Node) -> _IssueEnd | None:
+        """The issue of a node; None for one of several parties."""
+        if node >= self.first[-1]:
             return None
-        party = bisect_right(self.first, event) - 1
-        at, ends = divmod(event - self.first[party], 2)
-        return _Place(party, at, bool(ends))
+        party = bisect_right(self.first, node) - 1
+        at, is_end = divmod(node - self.first[party], 2)
+        return _IssueEnd(party, at, bool(is_end))
 
-    def _add_streams(self, first: Event, issued: Sequence[Issue]) -> None:
+    def _add_streams(self, first: Node, issued: Sequence[Issue]) -> None:
         followers, computed, last = self.followers, None, {}
         for begin, issue in zip(count(first, 2), issued, strict=False):
             end = begin + 1
@@ -190,74 +189,74 @@ class _Graph:
                 followers[last[issue.stream]].append(begin)
             last[issue.stream] = end
 
-    def _add_counterparts(self, first: Event, issued: Sequence[Issue]) -> None:
+    def _add_counterparts(self, first: Node, issued: Sequence[Issue]) -> None:
         for begin, issue in zip(count(first, 2), issued, strict=False):
             if issue.waits is None:
                 self.followers[begin].append(self._all(issue.joins))
                 self.followers[self._all(issue.needs)].append(begin + 1)
 
-    def _all(self, key: Hashable) -> Event:
-        event = self.all_begun.setdefault(key, len(self.followers))
-        if event == len(self.followers):
+    def _all(self, key: Hashable) -> Node:
+        node = self.all_begun.setdefault(key, len(self.followers))
+        if node == len(self.followers):
             self.followers.append([])
-        return event
+        return node
 
-    def stuck(self) -> set[Event]:
+    def stuck(self) -> set[Node]:
         """The events that never happen."""
         before = [0] * len(self.followers)
         for each in self.followers:
-            for event in each:
-                before[event] += 1
-        ready = [event for event, n in enumerate(before) if not n]
+            for node in each:
+                before[node] += 1
+        ready = [node for node, n in enumerate(before) if not n]
         while ready:
-            for event in self.followers[ready.pop()]:
-                before[event] -= 1
-                if not before[event]:
-                    ready.append(event)
-        return {event for event, n in enumerate(before) if n}
+            for node in self.followers[ready.pop()]:
+                before[node] -= 1
+                if not before[node]:
+                    ready.append(node)
+        return {node for node, n in enumerate(before) if n}
 
 
 def _cycle(
     schedule: Schedule, parties: Sequence[Role], link: Callable[[Role], LinkOf], wiring: Wiring, single_queue: bool
 ) -> tuple[Waiting, ...] | None:
-    """The cycle, of parties that execute the actions of their role. `link`: see `LinkOf`."""
+    """The cycle, if any, of parties that each execute the actions of their role. `link`: see `LinkOf`."""
     issued = [issues(schedule, party, wiring, link(party)) for party in parties]
     graph = _Graph(issued, single_queue)
     stuck = graph.stuck()
     if not stuck:
         return None
-    return _described(parties, issued, [*filter(None, map(graph.place, _short_cycle(graph, stuck)))])
+    return _described(parties, issued, [*filter(None, map(graph.issue_of, _short_cycle(graph, stuck)))])
 
 
-def _short_cycle(graph: _Graph, stuck: set[Event]) -> list[Event]:
-    """A short cycle among the events that never happen; each waits for the next."""
-    before: dict[Event, list[Event]] = {event: [] for event in stuck}
-    for event in stuck:
-        for follower in graph.followers[event]:
-            before[follower].append(event)
-    event, path = min(stuck), {}
-    while event not in path:
-        path[event] = None
-        event = before[event][0]
-    events = list(path)
-    cycle = events[events.index(event) :]
-    return min((_shortest(before, event, cycle) for event in cycle[:100]), key=len)
+def _short_cycle(graph: _Graph, stuck: set[Node]) -> list[Node]:
+    """A short cycle among `stuck`; each node waits for the next."""
+    before: dict[Node, list[Node]] = {node: [] for node in stuck}
+    for node in stuck:
+        for follower in graph.followers[node]:
+            before[follower].append(node)
+    node, path = min(stuck), {}
+    while node not in path:
+        path[node] = None
+        node = before[node][0]
+    nodes = list(path)
+    cycle = nodes[nodes.index(node) :]
+    return min((_shortest(before, node, cycle) for node in cycle[:100]), key=len)
 
 
-def _shortest(before: dict[Event, list[Event]], first: Event, known: list[Event]) -> list[Event]:
-    """The shortest cycle through `first`, which is one of a cycle that is known."""
-    reached: dict[Event, Event] = {}
+def _shortest(before: dict[Node, list[Node]], first: Node, known: list[Node]) -> list[Node]:
+    """The shortest cycle through `first`; `known` is a cycle that contains it."""
+    reached: dict[Node, Node] = {}
     frontier = deque([first])
     while frontier:
-        event = frontier.popleft()
-        for other in before[event]:
+        node = frontier.popleft()
+        for other in before[node]:
             if other == first:
-                path = [event]
+                path = [node]
                 while path[-1] != first:
                     path.append(reached[path[-1]])
                 return path[::-1]
             if other not in reached:
-                reached[other] = event
+                reached[other] = node
                 frontier.append(other)
     return known
 
@@ -266,32 +265,30 @@ def _shortest(before: dict[Event, list[Event]], first: Event, known: list[Event]
 
 
 def _described(
-    parties: Sequence[Role], issued: Sequence[Sequence[Issue]], cycle: Sequence[_Place]
+    parties: Sequence[Role], issued: Sequence[Sequence[Issue]], cycle: Sequence[_IssueEnd]
 ) -> tuple[Waiting, ...]:
-    # Beginning and end of one issue are one line, and so is what comes after what comes after something.
-    places = [place for at, place in enumerate(cycle) if place[:2] != cycle[at - 1][:2]]
-    reasons = [_reason(issued, *pair) for pair in _around(places)]
-    kept = [
-        place for at, place in enumerate(places) if reasons[at] in ("begin", "end") or reasons[at] != reasons[at - 1]
-    ]
+    # The beginning and the end of an issue share a line, and so do successive "after"s.
+    ends = [end for at, end in enumerate(cycle) if end[:2] != cycle[at - 1][:2]]
+    reasons = [_reason(issued, *pair) for pair in _around(ends)]
+    kept = [end for at, end in enumerate(ends) if reasons[at] in ("begin", "end") or reasons[at] != reasons[at - 1]]
     return tuple(_waiting(parties, issued, *pair) for pair in _around(kept))
 
 
-def _around(places: Sequence[_Place]) -> Iterator[tuple[_Place, _Place]]:
-    """Each with the next, the last with the first."""
-    return zip(places, [*places[1:], *places[:1]], strict=True)
+def _around(ends: Sequence[_IssueEnd]) -> Iterator[tuple[_IssueEnd, _IssueEnd]]:
+    """Pairs of successive ends; the last is paired with the first."""
+    return zip(ends, [*ends[1:], *ends[:1]], strict=True)
 
 
-def _reason(issued: Sequence[Sequence[Issue]], mine: _Place, other: _Place) -> Reason:
+def _reason(issued: Sequence[Sequence[Issue]], mine: _IssueEnd, other: _IssueEnd) -> Reason:
     one, two = issued[mine.party][mine.issue], issued[other.party][other.issue]
     if mine.party != other.party:
         return "begin"
     if one.waits == other.issue:
         return "end"
-    return "behind" if one.stream is not None and one.stream == two.stream and other.ends else "after"
+    return "behind" if one.stream is not None and one.stream == two.stream and other.is_end else "after"
 
 
-def _waiting(parties: Sequence[Role], issued: Sequence[Sequence[Issue]], mine: _Place, other: _Place) -> Waiting:
+def _waiting(parties: Sequence[Role], issued: Sequence[Sequence[Issue]], mine: _IssueEnd, other: _IssueEnd) -> Waiting:
     role, issue = parties[mine.party], issued[mine.party][mine.issue]
     whom, there = parties[other.party], issued[other.party][other.issue]
     return Waiting(

@@ -1,26 +1,26 @@
-"""What the actions of a rank become on a GPU: work on its compute stream, operations on the streams of communicators.
+"""Maps the actions of a rank to a GPU: work on its compute stream, operations on the streams of communicators.
 
-NCCL gives a communicator one stream on each of its ranks, first in, first out, for its collectives and, where it was
-made eagerly, for its unbatched point-to-point too. A rank's host issues what its actions say and waits for nothing.
+NCCL gives a communicator one stream on each of its ranks, first in, first out, for its collectives and, if created
+eagerly, for its unbatched point-to-point too. The host of a rank issues its actions and never blocks.
 
-  * *Work* (a `run`) is on the compute stream. All ranks of a stage compute it together: they may communicate inside.
+  * *Work* (a `run`) is on the compute stream. All ranks of a stage compute it together, since it may communicate.
   * An *operation* is on the stream of its communicator. A batch of point-to-point is one operation.
-  * A *wait* (in `take` and `wait`) makes the compute stream wait for the end of an operation.
+  * A *stream wait* (in `wait` and `finish`) makes the compute stream wait for the end of an operation.
 
-    action         sending side, or collective                       receiving side
-    run            work                                              the same
-    send           operation                                         -
-    post           -                                                 operation; of a B whose F is still to run: after it
-    take           -                                                 wait
-    start, apart   B: reduce, wait for it; then the batch of sends   the batch of receives
-    wait, apart    wait for it                                       wait for it; gather, wait for that
-    start, shared  operation of all participants                     the same
-    wait, shared   wait for it; one more operation, wait for that    the same
+    action            sending side, or collective                       receiving side
+    run               work                                              the same
+    send              operation                                         -
+    irecv             -                                                 operation; of a B whose F has not run: after it
+    wait              -                                                 stream wait
+    start, disjoint   B: reduce, wait for it; then the batch of sends   the batch of receives
+    finish, disjoint  wait for it                                       wait for it; gather, wait for that
+    start, shared     operation of all participants                     the same
+    finish, shared    wait for it; one more operation, wait for that    the same
 
-"Apart" and "shared" are boundaries whose sides share no rank, and ranks. Which of the exchanges of a crossing a batch
-needs, and between which ranks, follows from its plan; here a crossing has all of them, between all ranks of its sides.
-A start of B may come in the middle of the text's backward, as soon as the gradients of rows are known, so that
-this work has two parts. Tokens are embedded before rows are waited for.
+The sides of a "disjoint" boundary share no rank, those of a "shared" one do. Which exchanges of a crossing a batch
+needs, between which ranks, depends on its plan; here a crossing has all of them, between all ranks of its sides. A
+start of B may occur during the backward of the text module, as soon as the gradients of rows are known, so that this
+work has two parts. Tokens are embedded before rows are waited for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron_hetero.distributed.communicators import Crossing, Link
-from megatron_hetero.schedule.actions import Action, post, start
+from megatron_hetero.schedule.actions import Action, irecv, start
 from megatron_hetero.schedule.communication import use_of
 from megatron_hetero.schedule.program import Role, Schedule
 
@@ -40,27 +40,26 @@ from megatron_hetero.schedule.program import Role, Schedule
 class Wiring:
     """Which operations of a rank share a communicator.
 
-    `links`: who has a communicator for activations (F, R) and one for gradients (B): each rank with the one that it
-    sends to (`pair`), or the ranks of a pipeline together. `boundaries`: what has one: each direction of a boundary, or
-    the boundary. The defaults are what `megatron_hetero.distributed.communicators` lists.
+    `links`: one communicator for activations (F, R) and one for gradients (B) per ordered pair of ranks (`pair`) or per
+    pipeline. `boundaries`: one communicator per direction of a boundary, or per boundary. The defaults are those of
+    `megatron_hetero.distributed.communicators`.
     """
 
     links: Literal["pair", "pipeline"] = "pair"
     boundaries: Literal["direction", "boundary"] = "direction"
 
     def of(self, use: Link | Crossing) -> str:
-        """The name of the communicator of a use."""
+        """The name of the communicator for a use."""
         if isinstance(use, Link):
             return str(use) if self.links == "pair" else f"{use.module} {use.direction}"
         return str(use) if self.boundaries == "direction" else f"{use.source}-{use.destination}"
 
 
 class Issue(NamedTuple):
-    """What a host issues: work (no `stream`), an operation, or a wait (`waits`: the index of the operation).
+    """A unit that a host issues: work (no `stream`), an operation, or a stream wait (`waits`: the operation's index).
 
-    `at`: the index of the action that it is a part of. `part`: which part, in words before the action's name. `joins`:
-    what counts as begun, as far as this is concerned, when it begins. `needs`: it ends when all that join this have
-    begun.
+    `at`: the index of its action. `part`: which part of the action, as text before its name. `joins`: the event that it
+    contributes to by beginning. `needs`: it ends when all issues that join this event have begun.
     """
 
     at: int
@@ -72,11 +71,11 @@ class Issue(NamedTuple):
 
 
 LinkOf = Callable[[Action], Hashable]
-"""Tells the transfers of one stage, kind and micro-batch apart, where ranks of a stage have different partners."""
+"""Distinguishes the transfers of one stage, kind and micro-batch whose ranks have different peers."""
 
 
 def issues(schedule: Schedule, role: Role, wiring: Wiring, link: LinkOf = lambda action: None) -> list[Issue]:
-    """What the host of each rank of the role issues, in order. Wants actions that are complete, each once."""
+    """The issues of each rank of the role, in order. Its actions must be complete, each once."""
     host = _Host(schedule, role, wiring, link)
     for at, action in enumerate(role.actions):
         host.issue(at, action)
@@ -84,18 +83,18 @@ def issues(schedule: Schedule, role: Role, wiring: Wiring, link: LinkOf = lambda
 
 
 class _Host:
-    """Issues the actions of one role."""
+    """The host of one role: turns its actions into issues."""
 
     def __init__(self, schedule: Schedule, role: Role, wiring: Wiring, link: LinkOf):
         self.schedule, self.role, self.wiring, self.link = schedule, role, wiring, link
         self.text = schedule.text.name
         self.issued: list[Issue] = []
         self.crosses = {e.name: schedule.crosses(role, e.name) for e in schedule.encoders}
-        self.place = {action: at for at, action in enumerate(role.actions)}
-        self.crossings = [a for a in role.actions if a.op in ("start", "wait")]
-        self.following = 0
-        self.operation: dict[Action, int] = {}  # of each post and start, its (last) operation
-        self.early: dict[Action, int] = {}  # of each post whose `take` came before, the wait
+        self.position = {action: at for at, action in enumerate(role.actions)}
+        self.crossings = [a for a in role.actions if a.op in ("start", "finish")]
+        self.next_crossing = 0
+        self.operation: dict[Action, int] = {}  # by irecv or start, its (last) operation
+        self.early: dict[Action, int] = {}  # by irecv that its `wait` precedes, that wait
         self.ran: set[tuple[str, int | None, int]] = set()
         self.deferred: dict[str, deque[Action]] = {}
         self.embedded: set[int] = set()
@@ -106,16 +105,16 @@ class _Host:
                 self._run(at, action)
             case "send":
                 self._transfer(at, action, "send")
-            case "post":
-                self._post(action)
-            case "take":
-                self._take(at, action)
+            case "irecv":
+                self._irecv(action)
+            case "wait":
+                self._wait(at, action)
             case "start":
                 self._start(action)
-                self.following += 1
-            case "wait":
+                self.next_crossing += 1
+            case "finish":
                 self._finish(at, action)
-                self.following += 1
+                self.next_crossing += 1
 
     def _add(self, issue: Issue) -> int:
         self.issued.append(issue)
@@ -124,7 +123,7 @@ class _Host:
     def _stream(self, action: Action) -> str:
         return self.wiring.of(use_of(self.schedule, action))
 
-    def _wait(self, at: int, part: str, operation: int) -> None:
+    def _stream_wait(self, at: int, part: str, operation: int) -> None:
         self.issued.append(Issue(at, part, waits=operation))
 
     # ------------------------------------------------------------------------------------------------ work
@@ -144,24 +143,24 @@ class _Host:
         self.issued.append(Issue(at, part, None, key, key))
 
     def _starts_early(self, action: Action) -> Action | None:
-        """The start of the return of this micro-batch's rows, where that is the next crossing of the rank."""
-        following = self.crossings[self.following] if self.following < len(self.crossings) else None
+        """The start of B of this micro-batch, if it is the next crossing of the rank."""
+        following = self.crossings[self.next_crossing] if self.next_crossing < len(self.crossings) else None
         if following and (following.op, following.kind, following.micro_batch) == ("start", "B", action.micro_batch):
             return following
         return None
 
     # ------------------------------------------------------------------------------------------- pipelines
 
-    def _transfer(self, at: int, action: Action, what: Literal["send", "post"]) -> int:
+    def _transfer(self, at: int, action: Action, what: Literal["send", "irecv"]) -> int:
         source, stream = action.stage if what == "send" else action.peer, self._stream(action)
         message = action.kind, action.module, source, action.micro_batch, self.link(action)
         return self._add(Issue(at, "", stream, message, message))
 
-    def _post(self, action: Action) -> None:
+    def _irecv(self, action: Action) -> None:
         if action.kind != "B":
             self._receive(action)
             return
-        # A gradient is as large as the output that it is of, and received once that is known.
+        # A gradient has the shape of its output, and is received once that is known.
         self.deferred.setdefault(action.module, deque()).append(action)
         self._post_deferred(action.module)
 
@@ -171,23 +170,23 @@ class _Host:
             self._receive(waiting.popleft())
 
     def _receive(self, action: Action) -> None:
-        self.operation[action] = self._transfer(self.place[action], action, "post")
+        self.operation[action] = self._transfer(self.position[action], action, "irecv")
         if action in self.early:
             wait = self.early[action]
             self.issued[wait] = self.issued[wait]._replace(waits=self.operation[action])
 
-    def _take(self, at: int, action: Action) -> None:
-        posted = post(action.kind, action.module, action.stage, action.peer, action.micro_batch)  # pyright: ignore
-        if posted not in self.operation:  # It waits for what is received later.
+    def _wait(self, at: int, action: Action) -> None:
+        posted = irecv(action.kind, action.module, action.stage, action.peer, action.micro_batch)  # pyright: ignore
+        if posted not in self.operation:  # The receive is issued later.
             self.early[posted] = len(self.issued)
-        self._wait(at, "", self.operation.get(posted, -1))
+        self._stream_wait(at, "", self.operation.get(posted, -1))
 
     # ------------------------------------------------------------------------------------------ boundaries
 
     def _start(self, action: Action) -> None:
         if action in self.operation:  # It started early.
             return
-        at, key = self.place[action], (action.kind, action.module, action.micro_batch)
+        at, key = self.position[action], (action.kind, action.module, action.micro_batch)
         stream = self._stream(action)
         if self.schedule.collective[action.module]:
             self.operation[action] = self._add(Issue(at, "", stream, (key, 1), (key, 1)))
@@ -197,7 +196,7 @@ class _Host:
             return
         if action.kind == "B" and len(self.schedule.sides(action.module)[1]) > 1:
             part = "the sums of "
-            self._wait(at, part, self._add(Issue(at, part, stream, (key, "reduce"), (key, "reduce"))))
+            self._stream_wait(at, part, self._add(Issue(at, part, stream, (key, "reduce"), (key, "reduce"))))
         self.operation[action] = self._add(Issue(at, "", stream, (key, "out"), (key, "in")))
 
     def _finish(self, at: int, action: Action) -> None:
@@ -205,15 +204,15 @@ class _Host:
             self.embedded.add(action.micro_batch)
             self._work(at, "the embedding before ", ("embed", action.micro_batch))
         started = start(action.kind, action.module, self.text, action.micro_batch)
-        self._wait(at, "", self.operation[started])
+        self._stream_wait(at, "", self.operation[started])
         if not self.schedule.collective[action.module] and not self._gathers(action):
             return
         key = (action.kind, action.module, action.micro_batch), 2
         part, stream = "the gather of ", self._stream(action)
-        self._wait(at, part, self._add(Issue(at, part, stream, key, key)))
+        self._stream_wait(at, part, self._add(Issue(at, part, stream, key, key)))
 
     def _gathers(self, action: Action) -> bool:
-        """Whether the role receives, and its side has others to gather from."""
+        """Whether the role receives, and its side has several ranks."""
         return self._receives(action) and len(self.schedule.sides(action.module)[action.kind == "F"]) > 1
 
     def _receives(self, action: Action) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan_text import SHOWN, Move
-from tests.unit.boundary.simulation import ROW_BYTES, Boundary, Course
+from tests.unit.boundary.simulation import ROW_BYTES, Boundary, SimulatedDirection
 
 
 def check_everything(boundary: Boundary) -> None:
@@ -44,7 +44,7 @@ class Values:
         whole = self._rng.integers(1, 1000, self.rows.shape)
         if side.gradient == "invariant":
             return [whole[side.held_by(rank)] for rank in self.boundary.plan.ranks]
-        return [self._rng.integers(1, 1000, side.rows_of(rank)) for rank in self.boundary.plan.ranks]
+        return [self._rng.integers(1, 1000, side.num_rows(rank)) for rank in self.boundary.plan.ranks]
 
     def total(self, side: Ownership, gradients: list[np.ndarray]) -> np.ndarray:
         """The whole gradient of each row, 0 where nobody holds it."""
@@ -100,16 +100,16 @@ def check_adjoint(boundary: Boundary) -> None:
 
 
 def check_received(boundary: Boundary) -> None:
-    for name, (held, needed, course) in boundary.courses.items():
+    for name, (held, needed, simulated) in boundary.directions.items():
         direction = boundary.plan.directions[name]
-        for rank, plan in zip(course.ranks, course.plans, strict=True):
+        for rank, plan in zip(simulated.ranks, simulated.plans, strict=True):
             least = np.setdiff1d(np.intersect1d(needed.held_by(rank), held.ids), held.held_by(rank))
             traffic = boundary.plan.traffic(name, rank)
-            assert traffic[:4] == (held.rows_of(rank), needed.rows_of(rank), plan.received_rows, plan.sent_rows)
+            assert traffic[:4] == (held.num_rows(rank), needed.num_rows(rank), plan.received_rows, plan.sent_rows)
             assert traffic.minimum in (None, plan.received_rows)
             assert traffic.minimum in (None, len(least))
             assert traffic.minimum is not None or not plain(name, held, needed)
-        received, sent = (sum(getattr(p, f"{what}_rows") for p in course.plans) for what in ("received", "sent"))
+        received, sent = (sum(getattr(p, f"{what}_rows") for p in simulated.plans) for what in ("received", "sent"))
         assert received == sent == direction.minimum_total
 
 
@@ -122,11 +122,11 @@ def plain(direction: str, held: Ownership, needed: Ownership) -> bool:
 def check_even_shares(boundary: Boundary) -> None:
     """What the members of a group send to one receiver, and what those of a group get from another, differs by one row
     at most."""
-    for held, needed, course in boundary.courses.values():
-        if (stage := course.stages.get("scatter")) is None:
+    for held, needed, simulated in boundary.directions.values():
+        if (phase := simulated.phases.get("scatter")) is None:
             continue
-        ranks = np.array(course.ranks)
-        senders, receivers = ranks[stage.sender], ranks[stage.receiver]
+        ranks = np.array(simulated.ranks)
+        senders, receivers = ranks[phase.sender], ranks[phase.receiver]
         loads = Counter(zip(senders.tolist(), receivers.tolist(), strict=True))
         pairs = np.stack([held.members.groups_of(senders), needed.members.groups_of(receivers)], axis=1)
         for giving, taking in np.unique(pairs, axis=0).tolist():
@@ -137,7 +137,7 @@ def check_even_shares(boundary: Boundary) -> None:
 
 
 def check_text(boundary: Boundary) -> None:
-    moves = [move for name, (*_, course) in boundary.courses.items() for move in course.moves(name)]
+    moves = [move for name, (*_, simulated) in boundary.directions.items() for move in simulated.moves(name)]
     assert list(boundary.plan.moves()) == moves
     assert all(Move.parse(str(move)) == move for move in moves)
     lines = str(boundary.plan).splitlines()[4:]  # after what the plan is, both directions, and the table's head
@@ -145,17 +145,17 @@ def check_text(boundary: Boundary) -> None:
     assert len(boundary.plan.ranks) <= SHOWN
     table = lines[-2 - 2 * len(boundary.plan.ranks) :]
     rows = [line.replace(",", "").split() for line in table[:-2]]
-    for name, (*_, course) in boundary.courses.items():
-        received, sent = ([n * ROW_BYTES for n in column] for column in _traffic(course))
+    for name, (*_, simulated) in boundary.directions.items():
+        received, sent = ([n * ROW_BYTES for n in column] for column in _traffic(simulated))
         own = [row for row in rows if row[0] == name]
         assert [[int(row[i]) for i in (1, 4, 6)] for row in own] == [
-            [rank, *traffic] for rank, *traffic in zip(course.ranks, received, sent, strict=True)
+            [rank, *traffic] for rank, *traffic in zip(simulated.ranks, received, sent, strict=True)
         ]
         assert all(row[5] in ("shared", row[4]) for row in own)
         summary = f"{max(received, default=0):,} bytes received and {max(sent, default=0):,} bytes sent by a rank"
         assert f"{name}: at most {summary}; {sum(sent):,} bytes in all" in table[-2:]
 
 
-def _traffic(course: Course) -> tuple[list[int], list[int]]:
+def _traffic(simulated: SimulatedDirection) -> tuple[list[int], list[int]]:
     """Rows that each rank receives and sends."""
-    return [plan.received_rows for plan in course.plans], [plan.sent_rows for plan in course.plans]
+    return [plan.received_rows for plan in simulated.plans], [plan.sent_rows for plan in simulated.plans]

@@ -151,7 +151,7 @@ def cross(ranks: tuple[int, ...], placement: Placement, seeds: range) -> dict[st
         met["no rows"] += not len(boundary.plan.source.ids)
         met["all-to-alls"] += sum(spy.all_to_alls for spy in spies)
         met["batches"] += sum(spy.batches for spy in spies)
-        met["summed"] += sum("reduce" in direction.stages for direction in directions)
+        met["summed"] += sum("reduce" in direction.phases for direction in directions)
     return met
 
 
@@ -239,10 +239,10 @@ def two_at_once(ranks: tuple[int, ...], placement: Placement, seeds: range, last
 
 
 def allocate(placement: Placement, seeds: range, transport: torch.dtype | None) -> set[str]:
-    """Cross parts of a batch once all of it has crossed: nothing but the results may be allocated. Returns the stages
+    """Cross parts of a batch once all of it has crossed: nothing but the results may be allocated. Returns the phases
     that were met.
     """
-    stages: set[str] = set()
+    phases: set[str] = set()
     for seed in seeds:
         rng = np.random.default_rng(seed)
         source, destination = random_boundary(rng, range(dist.get_world_size()), 64, placement)
@@ -252,9 +252,9 @@ def allocate(placement: Placement, seeds: range, transport: torch.dtype | None) 
         _allocated(communicator, boundaries[:2])
         found, results = _allocated(communicator, boundaries[2:])
         assert found == results, f"seed {seed}: allocated {found} bytes for results of {results}"
-        stages |= {stage for direction in boundaries[2].plan.directions.values() for stage in direction.stages}
-        stages |= {"kept" for kept in (boundaries[2].loaded.forward.kept_from,) if isinstance(kept, Tensor)}
-    return stages
+        phases |= {phase for direction in boundaries[2].plan.directions.values() for phase in direction.phases}
+        phases |= {"kept" for kept in (boundaries[2].loaded.forward.kept_from,) if isinstance(kept, Tensor)}
+    return phases
 
 
 def _subset(ownership: Ownership, chosen: np.ndarray) -> Ownership:

@@ -50,7 +50,7 @@ def test_random_boundaries_of_up_to_64_ranks(boundary: Boundary) -> None:
 # ------------------------------------------------------------------------------------------ known cases
 
 KNOWN = [
-    # source, destination, stages forward and backward
+    # source, destination, phases forward and backward
     ("0: 0-3; 1: 4-7", "0: 0-3; 1: 4-7", "", ""),
     ("0: 0-3", "1: 0-3", "scatter", "scatter"),
     ("0: 0-3; 1: 4-7", "0: 0-2; 1: 3-7", "scatter", "scatter"),
@@ -77,11 +77,11 @@ KNOWN = [
 
 
 @pytest.mark.parametrize("source, destination, forward, backward", KNOWN)
-def test_stages(source: str, destination: str, forward: str, backward: str) -> None:
+def test_phases(source: str, destination: str, forward: str, backward: str) -> None:
     boundary = Boundary.parse(source, destination)
     for name, expected in (("forward", forward), ("backward", backward)):
-        assert boundary.plan.directions[name].stages == tuple(expected.split())
-        assert {part.collectives for part in boundary.courses[name][2].plans} <= {len(expected.split())}
+        assert boundary.plan.directions[name].phases == tuple(expected.split())
+        assert {part.collectives for part in boundary.directions[name][2].plans} <= {len(expected.split())}
     check_everything(boundary)
 
 

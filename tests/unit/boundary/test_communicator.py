@@ -60,7 +60,7 @@ KINDS = {
     "width": r"rows of shape \(\d+, 4\), expected \[rows, 3\]",
     "dims": r"rows of shape \(1, \d+, 3\), expected \[rows, 3\]",
     "dtype": r"rows of torch.float32, expected torch.float64, as .*",
-    "count": r"\d+ rows, expected the \d+ that the plan says this rank holds; .*",
+    "count": r"\d+ rows, expected the \d+ that this rank holds in the plan; .*",
     "part": r"the part of rank \d of the plan, expected its own",
     "plan": r"a plan for ranks \(0, 1\), expected one for the communicator's ranks \(0, 1, 2, 3\)",
 }

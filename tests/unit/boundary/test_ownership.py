@@ -81,7 +81,7 @@ def test_a_row_held_twice_is_refused() -> None:
 def test_a_rank_in_two_groups_and_a_group_of_none_are_refused() -> None:
     for groups in (((0, 1), (1, 2)), ((0, 0),), ((0,), ())):
         with pytest.raises(ValueError, match="expected groups of one rank or more, each rank in one group"):
-            Ownership.dealt(groups, np.zeros(3, np.int64))
+            Ownership.from_assignment(groups, np.zeros(3, np.int64))
 
 
 @pytest.mark.parametrize(
@@ -108,21 +108,21 @@ def test_ranks_outside_an_ownership_hold_nothing() -> None:
     ownership = Ownership.of({(3, 1): [5, 2], (7,): []})
     assert ownership.ranks == (1, 3, 7)
     assert ownership.held_by(1).tolist() == ownership.held_by(3).tolist() == [5, 2]
-    assert [ownership.rows_of(rank) for rank in (0, 1, 7, 9)] == [0, 2, 0, 0]
-    assert Ownership.of({}).ranks == () and Ownership.of({}).rows_of(0) == 0
+    assert [ownership.num_rows(rank) for rank in (0, 1, 7, 9)] == [0, 2, 0, 0]
+    assert Ownership.of({}).ranks == () and Ownership.of({}).num_rows(0) == 0
 
 
 @given(ownerships())
-def test_dealt_rows_are_those_of_the_group_in_ascending_order(ownership: Ownership) -> None:
+def test_assigned_rows_are_those_of_the_group_in_ascending_order(ownership: Ownership) -> None:
     group, _ = ownership.locate(np.sort(ownership.ids))
-    dealt = Ownership.dealt(ownership.groups, group, ownership.gradient)
-    for found, rows in zip(dealt.rows, ownership.rows, strict=True):
+    assigned = Ownership.from_assignment(ownership.groups, group, ownership.gradient)
+    for found, rows in zip(assigned.rows, ownership.rows, strict=True):
         assert np.sort(ownership.ids)[found].tolist() == np.sort(rows).tolist()
 
 
 @given(ownerships())
 def test_rows_are_where_locate_says(ownership: Ownership) -> None:
     asked = np.arange(ownership.ids.max(initial=-1) + 3)
-    for row, group, place in zip(asked, *ownership.locate(asked), strict=True):
+    for row, group, index in zip(asked, *ownership.locate(asked), strict=True):
         assert (group < 0) == (row not in ownership.ids)
-        assert group < 0 or ownership.rows[group][place] == row
+        assert group < 0 or ownership.rows[group][index] == row

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hetero.boundary.communicator import _Buffers
+from megatron_hetero.boundary.buffers import BufferPool
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.execution.runtime import _Execution
@@ -84,21 +84,21 @@ def _optimizer_bytes(optimizer: Any) -> int:
     return total
 
 
-class _CountedBuffers(_Buffers):
+class _CountedBuffers(BufferPool):
     """Buffers that know the most that there were."""
 
     def __init__(self, width: int, device: torch.device):
         super().__init__(width, device)
         self.lent, self.peak = 0, 0
 
-    def take(self, size: int) -> Tensor:
-        buffer = super().take(size)
+    def acquire(self, size: int) -> Tensor:
+        buffer = super().acquire(size)
         self.lent += buffer.nbytes
         self.peak = max(self.peak, self.lent + sum(b.nbytes for b in self._free))
         return buffer
 
-    def give_back(self, buffer: Tensor) -> None:
-        super().give_back(buffer)
+    def release(self, buffer: Tensor) -> None:
+        super().release(buffer)
         self.lent -= buffer.nbytes
 
 
@@ -160,14 +160,20 @@ class LiveActivations:
         execution = self.execution
         if execution is None:
             return
-        for of_kind in (execution.entered, execution.left, execution.arrived, execution.embedded, execution.row_grads):
+        for of_kind in (
+            execution.inputs,
+            execution.outputs,
+            execution.received,
+            execution.embedded,
+            execution.row_grads,
+        ):
             yield from of_kind.values()
         for rows in execution.rows.values():
             yield from (t for t in (rows, rows.grad) if t is not None)
-        yield from (buffer for buffer, _ in execution.arriving.values())
+        yield from (buffer for buffer, _ in execution.receives.values())
         for crossing in execution.crossings.values():
-            if crossing._wire == crossing._dtype:
-                yield crossing._arrived
+            if crossing._wire_dtype == crossing._dtype:
+                yield crossing._output
 
 
 class _Plain:

@@ -68,7 +68,7 @@ def test_traffic_is_that_of_each_ranks_plan(world: int, vision: str, text: str, 
     for name, traffic in traffic_of(boundary).items():
         for i, rank in enumerate(traffic.ranks.tolist()):
             direction = getattr(boundary.rank(rank), name)
-            assert (traffic.held[i], traffic.needed[i]) == (direction.held, direction.rows)
+            assert (traffic.held[i], traffic.needed[i]) == (direction.held, direction.needed)
             assert (traffic.received[i], traffic.sent[i]) == (direction.received_rows, direction.sent_rows)
             _assert_same(traffic.kept, i, direction.kept_from)
             for stage in traffic.stages:

@@ -6,7 +6,7 @@ nothing changes. Nothing here is shared with `megatron_hetero.schedule.checks.st
 
 A batch may leave things out: `absent` modules of micro-batches that have nothing for them, and `bare` messages of a
 crossing apart, which carry no row. Which start of a return comes in the middle of the backward, and which receive is
-put off, is what `megatron_hetero.execution.runtime` does.
+deferred, is what `megatron_hetero.execution.runtime` does.
 """
 
 from __future__ import annotations
@@ -103,31 +103,31 @@ class Gpus:
     def _issued(self, rank: int) -> list[Entry]:
         made: list[Entry] = []
         actions = self.schedule.actions_of(rank)
-        put_off: dict[str, list[Action]] = defaultdict(list)
+        deferred: dict[str, list[Action]] = defaultdict(list)
         done: set[Action] = set()
 
         def receive_what_is_known(module: str) -> None:
-            while put_off[module]:
-                a = put_off[module][0]
+            while deferred[module]:
+                a = deferred[module][0]
                 if not any(self._is_forward_of(a, d) for d in done):
                     return
-                made.append(self._message(rank, put_off[module].pop(0)))
+                made.append(self._message(rank, deferred[module].pop(0)))
 
         for at, a in enumerate(actions):
             if (a.module, a.micro_batch) in self.absent:
                 continue
             if a.op == "run":
                 made += self._work(rank, a, actions[at:], done)
-            elif a.op == "send" or (a.op == "post" and a.kind != "B"):
+            elif a.op == "send" or (a.op == "irecv" and a.kind != "B"):
                 made.append(self._message(rank, a))
-            elif a.op == "post":
-                put_off[a.module].append(a)
+            elif a.op == "irecv":
+                deferred[a.module].append(a)
                 receive_what_is_known(a.module)
-            elif a.op == "take":
-                made.append(Entry(rank, a, "compute", waits=True, of=_with(a, "post")))
+            elif a.op == "wait":
+                made.append(Entry(rank, a, "compute", waits=True, of=_with(a, "irecv")))
             elif a.op == "start" and a not in done:
                 made += self._start(rank, a)
-            elif a.op == "wait":
+            elif a.op == "finish":
                 made += self._finish(rank, a, done)
             done.add(a)
             if a.op == "run" and a.kind != "B":
@@ -151,7 +151,7 @@ class Gpus:
         parts = [self._together(rank, a, "compute", (a, part), ranks) for part in "xy"]
         if (a.module, a.kind, a.stage) != (self.schedule.text.name, "B", 0) or not self.schedule.encoders:
             return parts[:1]
-        crossing = next((b for b in rest if b.op in ("start", "wait")), None)
+        crossing = next((b for b in rest if b.op in ("start", "finish")), None)
         if not crossing or (crossing.module, crossing.micro_batch) in self.absent:
             return parts
         if (crossing.op, crossing.kind, crossing.micro_batch) != ("start", "B", a.micro_batch):
@@ -160,7 +160,7 @@ class Gpus:
         return [parts[0], *self._start(rank, crossing), parts[1]]
 
     def _message(self, rank: int, a: Action) -> Entry:
-        other = self.schedule.partner(rank, a)
+        other = self.schedule.peer_rank(rank, a)
         source, target = (rank, other) if a.op == "send" else (other, rank)
         way = "back" if a.kind == "B" else "forth"
         message = (a.kind, a.micro_batch, max(a.stage, a.peer), min(a.stage, a.peer), a.module, source, target)  # pyright: ignore

@@ -25,7 +25,7 @@ class Execution:
         self.schedule, self.random = schedule, random
         self.at = {rank: 0 for role in schedule.roles for rank in role.ranks}
         self.sent: dict[tuple, list] = defaultdict(list)
-        self.posted: dict[tuple, list] = defaultdict(list)
+        self.receives: dict[tuple, list] = defaultdict(list)
         self.holds: dict[int, set] = defaultdict(set)
         self.started: dict[tuple, list] = defaultdict(list)
         self.entered: dict[tuple, list] = defaultdict(list)
@@ -42,7 +42,7 @@ class Execution:
                 awake.discard(rank)
         if any(self.at[rank] < len(self.schedule.actions_of(rank)) for rank in self.at):
             raise Failure("deadlock")
-        if any(len(self.sent[key]) != len(self.posted[key]) for key in {*self.sent, *self.posted}):
+        if any(len(self.sent[key]) != len(self.receives[key]) for key in {*self.sent, *self.receives}):
             raise Failure("messages that nobody received")
 
     def _advance(self, rank: int) -> bool:
@@ -60,22 +60,22 @@ class Execution:
 
     def _send(self, rank: int, a: Action) -> bool:
         self._require(rank, Action("run", a.kind, a.module, a.micro_batch, a.stage))
-        self.sent[a.module, rank, self.schedule.partner(rank, a)].append((a.kind, a.stage, a.peer, a.micro_batch))
+        self.sent[a.module, rank, self.schedule.peer_rank(rank, a)].append((a.kind, a.stage, a.peer, a.micro_batch))
         return True
 
-    def _post(self, rank: int, a: Action) -> bool:
-        self.posted[a.module, self.schedule.partner(rank, a), rank].append((a.kind, a.peer, a.stage, a.micro_batch))
+    def _irecv(self, rank: int, a: Action) -> bool:
+        self.receives[a.module, self.schedule.peer_rank(rank, a), rank].append((a.kind, a.peer, a.stage, a.micro_batch))
         return True
 
-    def _take(self, rank: int, a: Action) -> bool:
-        key, wanted = (a.module, self.schedule.partner(rank, a), rank), (a.kind, a.peer, a.stage, a.micro_batch)
-        if wanted not in self.posted[key]:
-            raise Failure(f"rank {rank} takes {a} without a post")
-        number = self.posted[key].index(wanted)
+    def _wait(self, rank: int, a: Action) -> bool:
+        key, wanted = (a.module, self.schedule.peer_rank(rank, a), rank), (a.kind, a.peer, a.stage, a.micro_batch)
+        if wanted not in self.receives[key]:
+            raise Failure(f"rank {rank} waits for {a} without an irecv")
+        number = self.receives[key].index(wanted)
         if number >= len(self.sent[key]):
             return False
         if self.sent[key][number] != wanted:
-            raise Failure(f"rank {rank} takes {a} and gets {self.sent[key][number]}")
+            raise Failure(f"rank {rank} waits for {a} and gets {self.sent[key][number]}")
         return True
 
     # -------------------------------------------------------------------------------------------- crossings
@@ -106,7 +106,7 @@ class Execution:
             if len(theirs) >= len(mine) and theirs[len(mine) - 1] != a:
                 raise Failure(f"rank {rank} does {a} while rank {other} does {theirs[len(mine) - 1]}")
 
-    def _wait(self, rank: int, a: Action) -> bool:
+    def _finish(self, rank: int, a: Action) -> bool:
         begun = Action("start", a.kind, a.module, a.micro_batch, None, a.peer)
         self._require(rank, begun)
         if self.waiting.get(rank) != a:
@@ -135,12 +135,12 @@ class Execution:
         back = a.kind == "B"
         source = a.stage + 1 if back else a.stage - 1  # pyright: ignore[reportOptionalOperand]
         if 0 <= source < module.stages:
-            self._require(rank, Action("take", a.kind, a.module, m, a.stage, source))
+            self._require(rank, Action("wait", a.kind, a.module, m, a.stage, source))
         elif back and module.style != "text":
-            self._require(rank, Action("wait", "B", a.module, m, None, text.name))
+            self._require(rank, Action("finish", "B", a.module, m, None, text.name))
         elif not back and module.style == "text":
             for encoder in self.schedule.encoders:
-                self._require(rank, Action("wait", "F", encoder.name, m, None, text.name))
+                self._require(rank, Action("finish", "F", encoder.name, m, None, text.name))
         if a.kind != "F":
             again = back and module.style == "recompute"
             self._require(rank, Action("run", "R" if again else "F", a.module, m, a.stage))

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.schedule.actions import Action, post, run, send, start, take, wait
+from megatron_hetero.schedule.actions import Action, finish, irecv, run, send, start, wait
 
 _NAMES = st.sampled_from(["vision", "text", "vision2", "a", "F", "audio-in", "B_3"])
 _KINDS = st.sampled_from(["F", "R", "B"])
 _NUMBERS = st.integers(0, 999)
 _STAGES = _NUMBERS
-_TRANSFERS = st.sampled_from([send, post, take]).flatmap(
+_TRANSFERS = st.sampled_from([send, irecv, wait]).flatmap(
     lambda make: st.builds(make, _KINDS, _NAMES, _STAGES, _STAGES, _NUMBERS)
 )
-_CROSSINGS = st.sampled_from([start, wait]).flatmap(
+_CROSSINGS = st.sampled_from([start, finish]).flatmap(
     lambda make: st.builds(make, st.sampled_from("FB"), _NAMES, _NAMES, _NUMBERS)
 )
 _ACTIONS = st.builds(run, _KINDS, _NAMES, _NUMBERS, _NUMBERS) | _TRANSFERS | _CROSSINGS
@@ -31,10 +31,10 @@ def test_texts() -> None:
     assert [
         str(run("F", "text", 1, 3)),
         str(send("F", "text", 1, 2, 3)),
-        str(post("B", "text", 1, 2, 3)),
-        str(take("B", "text", 1, 2, 3)),
+        str(irecv("B", "text", 1, 2, 3)),
+        str(wait("B", "text", 1, 2, 3)),
         str(start("F", "vision", "text", 3)),
-        str(wait("B", "vision", "text", 3)),
+        str(finish("B", "vision", "text", 3)),
     ] == ["text.1.F3", "text.1>2.F3", "text.1<2.B3", "text.1<2.B3!", "vision>text.F3", "text>vision.B3!"]
 
 

@@ -13,7 +13,7 @@ from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule, live_activations
 from megatron_hetero.schedule.grid import format_schedule, parse_schedule
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.schedule.settings import ScheduleKind, ScheduleSettings, default_settings
+from megatron_hetero.schedule.settings import ScheduleKind, ScheduleSettings, resolve_settings
 from tests.unit.schedule.oracle import execute
 from tests.unit.schedule.shapes import layouts, schedules
 
@@ -48,7 +48,7 @@ def test_roles_part_the_ranks(schedule: Schedule) -> None:
     ranks = sorted(rank for module in schedule.modules for rank in set(module.layout.ranks))
     assert sorted(schedule.role_index) == sorted(set(ranks))
     for role in schedule.roles:
-        for name, stage in role.places:
+        for name, stage in role.held_stages:
             assert set(role.ranks) <= set(schedule.module[name].stage_ranks(stage))
 
 
@@ -162,7 +162,7 @@ def test_rows_leave_one_micro_batch_after_the_other(run_ahead: int, virtual: int
     chosen = ScheduleSettings(run_ahead=run_ahead, virtual_stages=virtual)
     for batches in range(1, 9):
         actions = build_schedule(model, batches, chosen).actions_of(1)
-        crossings = [str(a) for a in actions if a.op in ("start", "wait") and a.kind == "F"]
+        crossings = [str(a) for a in actions if a.op in ("start", "finish") and a.kind == "F"]
         assert crossings == [f"vision>text.F{m}{end}" for m in range(batches) for end in ("", "!")]
 
 
@@ -188,14 +188,20 @@ def test_modules_without_backward() -> None:
 def test_partners_have_the_same_other_coordinates() -> None:
     schedule = build_schedule(layouts(text="tp:2,pp:2,dp:2@0-7"), 1)
     sent = next(a for a in schedule.actions_of(3) if a.op == "send")
-    assert schedule.partner(3, sent) == 7
+    assert schedule.peer_rank(3, sent) == 7
 
 
 def test_defaults_follow_from_the_layouts() -> None:
-    assert default_settings(layouts(vision="sp:8@0-7", text="tp:8@0-7"), 8) == ScheduleSettings("waves", 1)
-    assert default_settings(layouts(vision="sp:8@0-7", text="tp:2,pp:4@0-7"), 20) == ScheduleSettings("waves", 10)
-    assert default_settings(layouts(vision="dp:2@0-1", text="tp:2,pp:3@2-7"), 20) == ScheduleSettings("ahead", None, 1)
-    assert default_settings(layouts(text="pp:2@0-1"), 20) == ScheduleSettings("ahead")
+    assert resolve_settings(ScheduleSettings(), layouts(vision="sp:8@0-7", text="tp:8@0-7"), 8) == ScheduleSettings(
+        "waves", 1
+    )
+    assert resolve_settings(
+        ScheduleSettings(), layouts(vision="sp:8@0-7", text="tp:2,pp:4@0-7"), 20
+    ) == ScheduleSettings("waves", 10)
+    assert resolve_settings(
+        ScheduleSettings(), layouts(vision="dp:2@0-1", text="tp:2,pp:3@2-7"), 20
+    ) == ScheduleSettings("ahead", None, 1)
+    assert resolve_settings(ScheduleSettings(), layouts(text="pp:2@0-1"), 20) == ScheduleSettings("ahead")
 
 
 @pytest.mark.parametrize(

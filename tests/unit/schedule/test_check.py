@@ -48,7 +48,7 @@ def repetitions(draw: st.DrawFn) -> Schedule:
 
 @st.composite
 def changes(draw: st.DrawFn) -> Schedule:
-    """A field of an action has another value: its micro-batch, stage, partner, kind, module or sort."""
+    """A field of an action has another value: its micro-batch, stage, peer, kind, module or sort."""
     schedule = draw(schedules(most_batches=5))
     role, at = point(draw, schedule)
     actions = list(schedule.roles[role].actions)
@@ -56,7 +56,7 @@ def changes(draw: st.DrawFn) -> Schedule:
     others = {
         "micro_batch": [m for m in range(schedule.micro_batches + 1) if m != old.micro_batch],
         "kind": [kind for kind in "FRB" if kind != old.kind],
-        "op": [op for op in ("run", "send", "post", "take", "start", "wait") if op != old.op],
+        "op": [op for op in ("run", "send", "irecv", "wait", "start", "finish") if op != old.op],
         "module": [name for name in [*schedule.module, "nobody"] if name != old.module],
     }
     if old.stage is not None:
@@ -161,7 +161,7 @@ def test_a_deadlock_names_who_waits_for_whom() -> None:
     broken = moved(broken, 2, ["text.1<0.F1!", "text.1.F1"], before="text.1.B0")
     said = message(moved(broken, 2, ["text.1<0.F1"], before="text.1.F0"))
     assert "a deadlock" in said and "wait in a cycle" in said
-    assert "cycle: rank 2 (text.1) for rank 1 (text.0) for rank 2 (text.1). Mend the order" in said
+    assert "cycle: rank 2 (text.1) for rank 1 (text.0) for rank 2 (text.1). Fix the order" in said
     backward, forward = "communicator `text backward from stage 1`", "communicator `text forward from stage 0`"
     assert said.splitlines()[1:7] == [
         f"rank 2 (text.1): `text.1>0.B0` on {backward} begins after `text.1<0.F1!`",
@@ -180,9 +180,9 @@ def test_crossings_in_different_orders() -> None:
 
 
 def test_messages_in_another_order_than_they_are_sent() -> None:
-    posts = [str(a) for a in PIPELINE.roles[1].actions if str(a).startswith("text.0<1") and not str(a).endswith("!")]
-    actions = [str(a) for a in PIPELINE.roles[1].actions if str(a) not in posts]
-    said = message(with_actions(PIPELINE, 1, list(map(Action.parse, [*reversed(posts), *actions]))))
+    irecvs = [str(a) for a in PIPELINE.roles[1].actions if str(a).startswith("text.0<1") and not str(a).endswith("!")]
+    actions = [str(a) for a in PIPELINE.roles[1].actions if str(a) not in irecvs]
+    said = message(with_actions(PIPELINE, 1, list(map(Action.parse, [*reversed(irecvs), *actions]))))
     assert "messages between two ranks arrive in the order they are sent" in said
 
 

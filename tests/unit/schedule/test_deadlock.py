@@ -20,7 +20,7 @@ from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule
 from megatron_hetero.schedule.checks.deadlock import find_cycle
 from megatron_hetero.schedule.checks.streams import Wiring, issues
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.schedule.semantics import needed_on_rank
+from megatron_hetero.schedule.semantics import local_dependencies
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.unit.schedule.gpus import Gpus
 from tests.unit.schedule.shapes import layouts, schedules
@@ -112,7 +112,7 @@ def test_the_message_has_the_whole_cycle() -> None:
     said = refusal(build_schedule(layouts(vision="dp:1@0", text="dp:1@1"), 2), SHARED).splitlines()
     vision, text, on = "rank 0 (vision.0)", "rank 1 (text.0)", "on communicator `vision-text`"
     assert said[0] == (
-        f"schedule, {text}, at `text>vision.B0`: found a deadlock, expected an order in which all can go on, because "
+        f"schedule, {text}, at `text>vision.B0`: found a deadlock, expected an order in which all can proceed, because "
         f"on NCCL they wait in a cycle: {text} for {vision} for {text}. Give each of these a communicator of its own, "
         "as `Topology` does."
     )
@@ -145,7 +145,7 @@ def permuted(schedule: Schedule, random: Random) -> Schedule:
 def _keeps_needs(schedule: Schedule, index: int, actions: list[Action]) -> bool:
     done: set[Action] = set()
     for action in actions:
-        if not done.issuperset(needed_on_rank(schedule, schedule.roles[index], action)):
+        if not done.issuperset(local_dependencies(schedule, schedule.roles[index], action)):
             return False
         done.add(action)
     return True
@@ -192,7 +192,7 @@ def with_actions(schedule: Schedule, rank: int, actions: list[Action]) -> Schedu
 
 def test_a_single_queue_refuses_more() -> None:
     """Rows that leave as soon as they are encoded stand behind others, and keep the encoder's GPU from the backward
-    that the text's next gradients wait for, before which the text takes no rows.
+    that the text's next gradients wait for, before which the text receives no rows.
     """
     chosen = ScheduleSettings(run_ahead=3, virtual_stages=2)
     schedule = build_schedule(layouts(vision="dp:1@0", text="pp:4@1-4"), 12, chosen)
@@ -211,9 +211,9 @@ def test_a_single_queue_refuses_more() -> None:
     assert re.search(r"rank 0 \(vision.0\): `text>vision.B\d+` on communicator `text>vision` begins after", said)
 
 
-def test_ranks_of_a_role_with_different_partners() -> None:
-    """Ranks 0 and 1 have one role; their partners, 2 and 3, do not. Rank 2 takes F1 before it runs F0, for which rank 3
-    waits before it posts F1. That would be a cycle if rank 2 needed what rank 3 does with F1.
+def test_ranks_of_a_role_with_different_peers() -> None:
+    """Ranks 0 and 1 have one role; their peers, 2 and 3, do not. Rank 2 waits for F1 before it runs F0, for which
+    rank 3 waits before it posts F1. That would be a cycle if rank 2 needed what rank 3 does with F1.
     """
     schedule = build_schedule(layouts(a="dp:1@2", text="tp:2,pp:2@0-3"), 3)
     assert schedule.role_index[0] == schedule.role_index[1] and schedule.role_index[2] != schedule.role_index[3]

@@ -9,7 +9,7 @@ import pytest
 import megatron_hetero.schedule.actions as actions
 from megatron_hetero.errors import UserError
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.drawing import draw, rows_of, timeline
+from megatron_hetero.schedule.drawing import draw, timeline, timelines_of
 from megatron_hetero.schedule.grid import format_schedule, parse_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.schedule.simulator import simulate
@@ -71,7 +71,7 @@ def test_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     simulation = simulate(SCHEDULE, unit, 0.1)
     for name in ("a.svg", "a.png"):
-        draw({"simulated": simulation, "recorded": rows_of(simulation)}, tmp_path / name)
+        draw({"simulated": simulation, "recorded": timelines_of(simulation)}, tmp_path / name)
         assert (tmp_path / name).stat().st_size > 10_000
     assert "vision forward" in (tmp_path / "a.svg").read_text() or "<path" in (tmp_path / "a.svg").read_text()
     with pytest.raises(UserError, match=r"ends in .svg or .png"):

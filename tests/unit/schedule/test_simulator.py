@@ -58,7 +58,7 @@ def test_encoders_side_by_side_cost_no_more_than_one() -> None:
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 def test_how_far_a_fast_encoder_runs_ahead(run_ahead: int) -> None:
-    """It starts a micro-batch when the text has taken the one before it, or an earlier one by the run-ahead."""
+    """It starts a micro-batch when the text has received the one before it, or an earlier one by the run-ahead."""
     schedule = build_schedule(layouts(vision="dp:1@0", text="tp:1@1"), 6, ScheduleSettings(run_ahead=run_ahead))
     frozen = build_schedule(
         layouts(vision="dp:1@0", text="tp:1@1"), 6, ScheduleSettings(run_ahead=run_ahead), forward_only=["vision"]
@@ -66,8 +66,8 @@ def test_how_far_a_fast_encoder_runs_ahead(run_ahead: int) -> None:
     for each in (schedule, frozen):
         at = ends(simulate(each, lambda module, kind, stage: 0.1 if module == "vision" else 5.0))
         for m in range(1 + run_ahead, 6):
-            taken = at[f"1 vision>text.F{m - 1 - run_ahead}!"][1]
-            assert at[f"0 vision.0.F{m}"][0] >= taken
+            received = at[f"1 vision>text.F{m - 1 - run_ahead}!"][1]
+            assert at[f"0 vision.0.F{m}"][0] >= received
         first = [at[f"0 vision.0.F{m}"][0] for m in range(run_ahead + 1)]
         assert max(first) < 1  # None of these waits for the text's five seconds.
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.execution.device_clock import CudaClock, clock_of
-from megatron_hetero.execution.watch import MOST_ISSUED, Stopwatch, Watchdog
+from megatron_hetero.execution.watch import MAX_ISSUED, Stopwatch, Watchdog
 
 
 def test_the_stopwatch_keeps_laps_and_starts_again() -> None:
@@ -60,11 +60,11 @@ class Device:
 
     class Mark:
         def __init__(self) -> None:
-            self.ended = self.told = False
+            self.ended = self.reported = False
 
         def done(self) -> bool:
-            assert not self.told, "asked again"
-            self.told = self.ended
+            assert not self.reported, "asked again"
+            self.reported = self.ended
             return self.ended
 
     def mark(self) -> Device.Mark:
@@ -133,8 +133,8 @@ def test_time_counts_from_the_end_of_the_action_before() -> None:
 def test_the_queue_is_bounded() -> None:
     device = Device()
     watchdog = Watchdog(1000.0, rank=0, clock=device)
-    issue(watchdog, *map(str, range(MOST_ISSUED + 10)))
-    assert len(device.marks) == MOST_ISSUED and oldest(watchdog) == "0"
+    issue(watchdog, *map(str, range(MAX_ISSUED + 10)))
+    assert len(device.marks) == MAX_ISSUED and oldest(watchdog) == "0"
     for mark in device.marks:
         mark.ended = True
     assert soon(lambda: watchdog.oldest() is None)

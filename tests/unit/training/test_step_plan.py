@@ -57,7 +57,7 @@ def embedded_units(plans: list[MicroBatchPlan], packs: list[PackShape], vision: 
     for rank, plan in enumerate(plans):
         forward, replica = plan.pixels["vision"].exchange.forward, vision.group_of(rank, "tp", "sp", "cp")
         assert plan.pixels["vision"].exchange.ranks == replica
-        result = np.full(forward.rows, -1)
+        result = np.full(forward.needed, -1)
         result[forward.kept_to] = decoded_units(plan, packs)[forward.kept_from]
         results.append(result)
     for stage in ("scatter", "gather"):
@@ -95,7 +95,7 @@ def test_every_image_is_decoded_once_and_every_unit_encoded_once(case: Case) -> 
     copies = 1 if sharded["vision"] else vision.tp
     assert Counter(np.concatenate(units).tolist()) == Counter(dict.fromkeys(range(total), copies))
     for rank, plan in enumerate(plans):
-        assert plan.boundaries["vision"].backward.rows == len(units[rank]), "gradients come back of other rows"
+        assert plan.boundaries["vision"].backward.needed == len(units[rank]), "gradients come back of other rows"
         if not sharded["vision"]:
             assert units[rank].tolist() == units[vision.group_of(rank, "tp")[0]].tolist()
 
@@ -112,7 +112,7 @@ def test_every_image_position_gets_its_row(case: Case) -> None:
         assert needed.tolist() == sorted(needed.tolist())
         found.update(needed.tolist())
         if plan.boundaries:
-            assert plan.boundaries["vision"].forward.rows == len(needed)
+            assert plan.boundaries["vision"].forward.needed == len(needed)
     copies = 1 if sharded["text"] else text.tp
     assert found == Counter(dict.fromkeys(range(sum(len(p.images[0].positions) for p in packs)), copies))
 
@@ -187,7 +187,7 @@ def test_no_rank_needs_more_than_its_rows_in_its_shard() -> None:
     packs = random_packs("ragged", layouts["text"], 5)
     plans = [plan.boundaries["vision"] for plan in plans_of((packs, layouts, {"vision": True, "text": True}, 0))]  # pyright: ignore
     total = sum(prod(grid) // SHAPE.unit for grid in packs[0].images[0].grids)
-    assert total == sum(plan.forward.rows for plan in plans) == first_rows_of_images(packs)[-1]
+    assert total == sum(plan.forward.needed for plan in plans) == first_rows_of_images(packs)[-1]
     assert 0 < sum(plan.forward.received_rows for plan in plans) <= total
     windows = [int(n) for grid in packs[0].images[0].grids for n in SHAPE.order(grid).windows]
     assert sum(windows) == total
