@@ -313,10 +313,8 @@ def load_config(argv: Sequence[str]) -> Config:
     """
     line = _read_command(argv)
     if line.plan is not None:
-        why = "only pretrain_vlm.py plans"
-        raise UserError.at(
-            "--plan", found="the flag", expected="no --plan", because=why, fix="run pretrain_vlm.py --plan"
-        )
+        why = "this program does not plan"
+        raise UserError.at("--plan", found="this flag", expected="none", because=why, fix="use pretrain_vlm.py")
     return _config_of(line)
 
 

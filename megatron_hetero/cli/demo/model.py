@@ -1,4 +1,4 @@
-"""A small Qwen2.5-VL folder with random weights, a tokenizer trained on the spot, and processor files."""
+"""A small Qwen2.5-VL folder: random weights, a tokenizer trained on the demo's text, and processor files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.folders import mrope_section
 
-# transformers and torch are imported where they are used: they take seconds that Ctrl-C may interrupt.
+# transformers and torch are imported where they are used: that takes seconds, which Ctrl-C may interrupt.
 if TYPE_CHECKING:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
@@ -55,7 +55,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the demo model. Heads on both sides divide by 4, so `sp:4` and `tp:4` are legal."""
+    """Sizes of the demo model. Both modules have 4 heads, so `sp:4` and `tp:4` are legal."""
 
     vision_layers: int = 4
     vision_hidden: int = 64
@@ -64,15 +64,15 @@ class ModelShape:
     text_hidden: int = 96
     text_heads: int = 4
     text_kv_heads: int = 2
-    # Small models learn in fewer steps from larger weights than the real ones' 0.02, and in pictures of a few tokens
-    # they tell positions apart by faster rotations than theirs, which serve thousands.
+    # Small models learn in fewer steps from larger initial weights than the published 0.02, and tell positions apart in
+    # pictures of a few tokens with faster rotations than the published ones, which serve thousands of tokens.
     initializer_range: float = 0.1
     rope_theta: float = 8.0
 
     def __post_init__(self) -> None:
         for name, size in asdict(self).items():
             if size <= 0:
-                _refuse(name, f"{size}", "more than 0", "raise it")
+                _refuse(name, f"{size}", "> 0", "raise it")
         _check_divides("vision_hidden", self.vision_hidden, 4 * self.vision_heads, "4 x vision_heads")
         _check_divides("text_hidden", self.text_hidden, 2 * self.text_heads, "2 x text_heads")
         _check_divides("text_heads", self.text_heads, self.text_kv_heads, "text_kv_heads")
@@ -85,7 +85,7 @@ def _check_divides(name: str, size: int, divisor: int, what: str) -> None:
 
 
 def _refuse(name: str, found: str, expected: str, fix: str) -> NoReturn:
-    raise UserError.at(_flag(name), found=found, expected=expected, because="heads are cut evenly", fix=fix)
+    raise UserError.at(_flag(name), found=found, expected=expected, because="heads have equal sizes", fix=fix)
 
 
 def _flag(name: str) -> str:
@@ -105,7 +105,7 @@ def write_model(folder: Path, corpus: Iterable[str], shape: ModelShape, seed: in
 
 
 def train_tokenizer(corpus: Iterable[str], vocab_size: int = 384) -> Qwen2Tokenizer:
-    """A byte-level BPE with Qwen2's splitting rule, learned from `corpus`, plus Qwen2.5-VL's special tokens."""
+    """A byte-level BPE tokenizer with Qwen2's pre-tokenizer, trained on `corpus`, plus Qwen2.5-VL's special tokens."""
     from tokenizers import pre_tokenizers
     from tokenizers.trainers import BpeTrainer
     from transformers import Qwen2Tokenizer
@@ -156,7 +156,7 @@ def _vision_config(shape: ModelShape) -> dict[str, Any]:
         "out_hidden_size": shape.text_hidden,
         "patch_size": 14,
         "window_size": 112,
-        # Every second layer sees the whole picture, the last one among them.
+        # Full attention in every second layer, the last one included.
         "fullatt_block_indexes": list(range(shape.vision_layers - 1, -1, -2))[::-1],
         "initializer_range": shape.initializer_range,
     }
@@ -182,7 +182,7 @@ def _text_config(shape: ModelShape, tokens: int) -> dict[str, Any]:
 
 
 def build_model(config: Qwen2_5_VLConfig, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """The model with random weights; leaves the caller's random state as it was."""
+    """The model with random weights; the caller's random state is unchanged."""
     import torch
     from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -206,6 +206,6 @@ def write_processor(folder: Path) -> None:
     Qwen2VLImageProcessorPil().save_pretrained(folder)
     path = folder / "preprocessor_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
-    # The names of the real model's folder: AutoImageProcessor picks the installed backend, and AutoProcessor works too.
+    # As in published folders: AutoImageProcessor picks the installed backend, and AutoProcessor works too.
     settings |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
