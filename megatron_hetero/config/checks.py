@@ -85,7 +85,7 @@ def _wrong(name: str, found: object, expected: str, why: str, do: str) -> UserEr
 
 def _unused(name: str, found: object, why: str, do: str) -> UserError:
     """For a setting without effect: a user's setting is never silently ignored."""
-    return _wrong(name, found, "it unset", why, do)
+    return _wrong(name, found, "no value", why, do)
 
 
 def _check_numbers(config: Config) -> None:
@@ -95,7 +95,7 @@ def _check_numbers(config: Config) -> None:
             expected = f"{'≥' if inclusive else '>'} {bound}"
             raise _wrong(name, value, expected, "", "raise or remove it")
     if 0 < (seconds := config.schedule.timeout_s) < 1:
-        why = "an action may take that long"
+        why = "actions may take that long"
         raise _wrong("schedule.timeout_s", seconds, "0 or ≥ 1", why, "raise it, or set 0 to disable the watchdog")
 
 
