@@ -87,7 +87,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The table of flags in the README, from the code.
+# The table of flags in docs/configuration.md, from the code.
 readme: $(INSTALLED)
 	$(BIN)/python -m tests.unit.test_readme
 

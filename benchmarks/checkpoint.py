@@ -114,7 +114,7 @@ class Cost:
 
 def _measure_tools(report: CheckpointReport, folder: Path, rounds: int) -> None:
     [checkpoint] = (folder / "checkpoints").glob("step-*")
-    tools = "megatron_hetero.tools"
+    tools = "megatron_hetero.cli"
     ways = {
         "idle": ["-c", IDLE],
         "transformers": ["-c", RIVAL, str(folder / "model"), str(folder / "saved")],

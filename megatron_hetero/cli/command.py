@@ -1,4 +1,4 @@
-"""What the tools for checkpoints have in common: flags for folders, and a progress bar."""
+"""Shared by the command-line tools: argument types, `--encoder`, and a progress bar."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def a_path(text: str) -> Path:
-    """A path that a file can have, for `argparse`."""
-    why = "nothing" if not text else "a NUL character" if "\0" in text else unusable(Path(text).absolute())
+    """A valid path, for `argparse`."""
+    why = "empty" if not text else "with a NUL character" if "\0" in text else unusable(Path(text).absolute())
     if why is not None:
-        raise argparse.ArgumentTypeError(f"expected a path that a file can have, found {quoted(text)} ({why})")
+        raise argparse.ArgumentTypeError(f"found {quoted(text)}, {why}, expected a valid path")
     return Path(text)
 
 
 def add_encoders(parser: argparse.ArgumentParser, text: str) -> None:
-    """Give the command line `--encoder NAME=DIR`, with its help."""
+    """Add `--encoder NAME=DIR` with its help text."""
     parser.add_argument("--encoder", type=_named_folder, action="append", default=[], metavar="NAME=DIR", help=text)
 
 
@@ -35,22 +35,22 @@ def _named_folder(text: str) -> tuple[str, Path]:
     """`NAME=DIR` as a name and a folder, for `argparse`."""
     name, equals, folder = text.partition("=")
     if not name or not equals or not folder:
-        raise argparse.ArgumentTypeError(f"expected NAME=DIR, found {text}")
+        raise argparse.ArgumentTypeError(f"found {text}, expected NAME=DIR")
     return name, a_path(folder)
 
 
 def by_name(given: Sequence[tuple[str, Path]]) -> dict[str, Path]:
-    """The folders of `--encoder`. Raises `UserError` where one is given twice."""
+    """The folders of `--encoder` by name. Raises `UserError` if a name is given twice."""
     folders = dict(given)
     if len(folders) < len(given):
         names = ", ".join(name for name, _ in given)
-        raise UserError.at("--encoder", found=names, expected="each name once", fix="remove the repetition")
+        raise UserError.at("--encoder", found=names, expected="each name once", fix="remove the duplicate")
     return folders
 
 
 @contextmanager
 def progress() -> Iterator[Advance]:
-    """A bar on a terminal, nothing elsewhere."""
+    """A progress bar on a terminal; elsewhere nothing is printed."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda what, done, total: None

@@ -1,8 +1,8 @@
-"""Greedy answers of a `transformers` folder, compared with a data set's: the exact-match rate.
+"""Exact-match rate of a `transformers` folder on a data set, with greedy decoding.
 
     python -m megatron_hetero.cli.evaluate HF_DIR --annotations FILE --images DIR [--limit N] [--blank]
 
-`--blank` hides the pictures, which shows what can be had by guessing.
+`--blank` replaces the pictures by grey ones: the rate of guessing.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from megatron_hetero.terminal import Parser, console
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, found {text}")
+        raise argparse.ArgumentTypeError(f"found {text}, expected ≥ 1")
     return number
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megatron_hetero.cli.evaluate",
-        description="Answer a data set's questions greedily with plain transformers and print the exact-match rate.",
+        description="Answer a data set's questions greedily with plain transformers; print the exact-match rate.",
     )
     parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="Qwen2.5-VL folder in transformers format")
-    parser.add_argument("--annotations", type=a_path, required=True, help="LLaVA-style JSON or JSONL")
-    parser.add_argument("--images", type=a_path, help="folder that image paths are relative to")
-    parser.add_argument("--limit", type=_positive, help="answer only the first so many records")
-    parser.add_argument("--blank", action="store_true", help="show uniform grey pictures of the same sizes instead")
-    parser.add_argument("--max-new-tokens", type=_positive, default=8, help="longest answer (default 8)")
-    parser.add_argument("--batch-size", type=_positive, default=16, help="questions answered at once (default 16)")
-    parser.add_argument("--min-pixels", type=_positive, help="as data.min_pixels in training (default: the folder's)")
-    parser.add_argument("--max-pixels", type=_positive, help="as data.max_pixels in training (default: the folder's)")
-    parser.add_argument("--device", default="cpu", help="where the model runs (default cpu)")
+    parser.add_argument("--annotations", type=a_path, required=True, help="annotations in LLaVA format")
+    parser.add_argument("--images", type=a_path, help="image folder, the base of relative image paths")
+    parser.add_argument("--limit", type=_positive, help="maximum number of records (default: all)")
+    parser.add_argument("--blank", action="store_true", help="use uniform grey pictures of the same size")
+    parser.add_argument("--max-new-tokens", type=_positive, default=8, help="maximum tokens per answer (default 8)")
+    parser.add_argument("--batch-size", type=_positive, default=16, help="questions per batch (default 16)")
+    parser.add_argument("--min-pixels", type=_positive, help="as data.min_pixels (default: from HF_DIR)")
+    parser.add_argument("--max-pixels", type=_positive, help="as data.max_pixels (default: from HF_DIR)")
+    parser.add_argument("--device", default="cpu", help="torch device (default cpu)")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; returns the exit status."""
     return ended(lambda: _evaluate(vars(_parser().parse_args(arguments))))
 
 
@@ -54,11 +54,8 @@ def _evaluate(options: dict[str, Any]) -> None:
 
     disable_progress_bar()
     if options["images"] is not None and not options["images"].is_dir():
-        expected, fix = (
-            "the folder that image paths are relative to",
-            "correct the path, or leave it out",
-        )
-        raise UserError.at("--images", found=f"{options['images']}, which is no folder", expected=expected, fix=fix)
+        fix = "correct the path, or remove the flag"
+        raise UserError.at("--images", found=f"{options['images']}, not a folder", expected="a folder", fix=fix)
     result = exact_match(options.pop("hf_dir"), options.pop("annotations"), options.pop("images"), **options)
     console().print(result_table(result))
 

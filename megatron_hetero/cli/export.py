@@ -1,8 +1,8 @@
-"""A checkpoint as a `transformers` folder, without a GPU or torchrun.
+"""Converts a checkpoint to a `transformers` folder, without a GPU or torchrun.
 
     python -m megatron_hetero.cli.export CHECKPOINT HF_DIR [--dtype float32|bfloat16|stored]
 
-The checkpoint is checked file by file first. One shard of the model at a time is in memory.
+Every file of the checkpoint is verified first. Only one shard of the model is in memory at a time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron_hetero.cli.command import a_path, add_encoders, by_name, progress
 from megatron_hetero.distributed.launch import ended
 from megatron_hetero.terminal import Parser
 
-# What reads checkpoints is imported where it is used: it brings torch, which takes seconds that `--help` need not wait
-# for, and which Ctrl-C may interrupt.
+# Modules that import torch are imported where they are used: that takes seconds, which `--help` need not wait for and
+# Ctrl-C may interrupt.
 
 
 def export(options: argparse.Namespace) -> str:
-    """What the command line asks for; returns what was done. Raises `UserError`."""
+    """Export, and return a summary. Raises `UserError`."""
     from megatron_hetero.checkpoint.exporting import OpenCheckpoint, export_checkpoint
     from megatron_hetero.checkpoint.model_sources import ModelSources
 
@@ -42,37 +42,42 @@ def export(options: argparse.Namespace) -> str:
 def _positive(text: str) -> float:
     number = float(text)
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected more than 0, found {text}")
+        raise argparse.ArgumentTypeError(f"found {text}, expected > 0")
     return number
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megatron_hetero.cli.export",
-        description="Write the model of a checkpoint in transformers format.",
+        description="Export a checkpoint in transformers format.",
     )
     parser.add_argument(
-        "checkpoint", type=a_path, metavar="CHECKPOINT", help="its folder, or one of checkpoints: newest"
+        "checkpoint",
+        type=a_path,
+        metavar="CHECKPOINT",
+        help="checkpoint, or folder of checkpoints: the newest",
     )
-    parser.add_argument(
-        "hf_dir", type=a_path, metavar="HF_DIR", help="where to write: new, empty, or an earlier export"
-    )
+    parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="output folder: new, empty, or an earlier export")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "stored"),
-        help="type of the weights (default: model.dtype of the run); stored: each as the checkpoint has it",
+        help="dtype of the weights (default: model.dtype of the run); stored keeps the checkpoint's dtype per tensor",
     )
-    parser.add_argument("--model", type=a_path, metavar="DIR", help="where the folder of model.hf_path is now")
-    parser.add_argument("--vision", type=a_path, metavar="DIR", help="where that of model.hf_path_vision is now")
-    add_encoders(parser, "where that of model.encoders.NAME.hf_path is now")
+    parser.add_argument("--model", type=a_path, metavar="DIR", help="new location of model.hf_path")
+    parser.add_argument("--vision", type=a_path, metavar="DIR", help="new location of model.hf_path_vision")
+    add_encoders(parser, "new location of model.encoders.NAME.hf_path")
     parser.add_argument(
-        "--shard-gb", type=_positive, default=5.0, metavar="GB", help="largest file of weights, in 10^9 bytes (5)"
+        "--shard-gb",
+        type=_positive,
+        default=5.0,
+        metavar="GB",
+        help="maximum weight file size, 10^9 bytes (default 5)",
     )
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; returns the exit status."""
     return ended(lambda: export(_parser().parse_args(arguments)))
 
 

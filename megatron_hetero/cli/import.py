@@ -1,8 +1,8 @@
-"""`transformers` folders as a checkpoint that a run in any layout begins from, without a GPU or torchrun.
+"""Converts `transformers` folders to a checkpoint that a run in any layout starts from, without a GPU or torchrun.
 
     python -m megatron_hetero.cli.import HF_DIR CHECKPOINT
 
-The checkpoint holds weights alone, in the types of the folder. One tensor at a time is in memory.
+The checkpoint holds only weights, in their stored dtype. Only one tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_hetero.terminal import Parser
 
 
 def import_model(options: argparse.Namespace) -> str:
-    """What the command line asks for; returns what was done. Raises `UserError`."""
+    """Import, and return a summary. Raises `UserError`."""
     from megatron_hetero.checkpoint.importing import UNTRAINED, import_folders, with_own_encoders
     from megatron_hetero.checkpoint.model_sources import ModelSources
 
@@ -30,26 +30,26 @@ def import_model(options: argparse.Namespace) -> str:
     found = f"--checkpoint.dir {target.parent}" if target.name == UNTRAINED else f"--checkpoint.resume {target}"
     return (
         f"wrote {options.checkpoint}: {done.tensors} tensors, {decimal(done.size)}, {' and '.join(done.dtypes)}, "
-        f"in {time.perf_counter() - start:.1f} s; a run begins from it with {found}"
+        f"in {time.perf_counter() - start:.1f} s; start a run from it with {found}"
     )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megatron_hetero.cli.import",
-        description="Write the weights of a model in transformers format as a checkpoint.",
+        description="Import the weights of a transformers folder as a checkpoint.",
     )
-    parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="Qwen2.5-VL folder, as model.hf_path")
-    parser.add_argument("checkpoint", type=a_path, metavar="CHECKPOINT", help="where to write: a new or empty folder")
+    parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="Qwen2.5-VL folder, as for model.hf_path")
+    parser.add_argument("checkpoint", type=a_path, metavar="CHECKPOINT", help="output folder: new or empty")
     parser.add_argument("--vision", type=a_path, metavar="DIR", help="as model.hf_path_vision")
     add_encoders(parser, "as model.encoders.NAME.hf_path (default: those in HF_DIR/encoders)")
     parser.add_argument("--fresh-projector", action="store_true", help="as model.fresh_projector")
-    parser.add_argument("--seed", type=int, help="of a fresh projector, as train.seed (0)")
+    parser.add_argument("--seed", type=int, help="seed of a fresh projector, as train.seed (default 0)")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; returns the exit status."""
     return ended(lambda: import_model(_parser().parse_args(arguments)))
 
 

@@ -1,7 +1,7 @@
-"""Shows what the model is trained on: ``python -m megatron_hetero.cli.inspect_data --config FILE -n 5``.
+"""Prints training samples: ``python -m megatron_hetero.cli.inspect_data --config FILE -n 5``.
 
-For each of the first samples: the rendered text with the supervised tokens coloured and set in ⟦ ⟧, image sizes and
-grids. All flags of training are understood, so a run can be inspected by its own command line.
+For each of the first samples: the rendered text with supervised tokens coloured and in ⟦ ⟧, image sizes and grids. All
+training flags are accepted, so a run can be inspected with its own command line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SUPERVISED_MARKS = ("⟦", "⟧")
 
 
 def rendered(processor: Processor, sample: TokenizedSample) -> Text:
-    """The sample's text as the model reads it; supervised stretches are marked, an image's tokens counted."""
+    """The sample's text as the model reads it; supervised spans are marked, image tokens counted."""
     text = Text()
     keys = zip(sample.supervised.tolist(), np.isin(sample.input_ids, processor.row_tokens).tolist(), strict=True)
     position = 0
@@ -50,7 +50,7 @@ def rendered(processor: Processor, sample: TokenizedSample) -> Text:
 
 
 def show_sample(console: Console, processor: Processor, sample: TokenizedSample, max_seq_length: int | None) -> None:
-    """Prints one sample."""
+    """Print one sample."""
     record = sample.record
     note = " — longer than data.max_seq_length" if max_seq_length and len(sample) > max_seq_length else ""
     # Not a rule: it would cut long paths.
@@ -68,7 +68,7 @@ def show_sample(console: Console, processor: Processor, sample: TokenizedSample,
 
 
 def show(config: Config, count: int, console: Console) -> None:
-    """Prints the first ``count`` samples that a run with this configuration reads."""
+    """Print the first ``count`` samples that a run with this configuration reads."""
     from megatron_hetero.batch.sources import open_mixture, open_processor
 
     mixture, processor = open_mixture(config), open_processor(config)
@@ -81,22 +81,22 @@ def show(config: Config, count: int, console: Console) -> None:
 def _count(text: str) -> int:
     number = int(text)
     if number < 0:
-        raise argparse.ArgumentTypeError(f"expected 0 or more, found {text}")
+        raise argparse.ArgumentTypeError(f"found {text}, expected ≥ 0")
     return number
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megatron_hetero.cli.inspect_data",
-        description="Print samples as the model is trained on them. All flags of training are accepted.",
+        description="Print training samples with supervised tokens marked. All training flags are accepted.",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", type=_count, default=5, metavar="COUNT", help="how many samples to print (default 5)")
+    parser.add_argument("-n", type=_count, default=5, metavar="COUNT", help="number of samples to print (default 5)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; returns the exit status."""
     return ended(lambda: _inspect(*_parser().parse_known_args(argv)))
 
 

@@ -1,4 +1,4 @@
-"""Make everything that a first training run needs: a small model, drawn pictures with questions, a configuration.
+"""Creates everything for a first training run: a small model, drawn pictures with questions, a configuration.
 
 python -m megatron_hetero.cli.make_demo DIR [--seed N] [--train-pictures N] [--heldout-questions N] [--force]
 
@@ -7,7 +7,7 @@ DIR/data/train.jsonl     questions about pictures, LLaVA-style
 DIR/data/heldout.jsonl   questions about combinations of properties that training never shows
 DIR/data/images/*.png
 DIR/config.yaml          the configuration of the run
-DIR/demo.json            the options it was made with
+DIR/demo.json            the options of the demo
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from megatron_hetero.terminal import Parser
 # Moved into place in this order: the marker comes last, so a folder that has it is complete.
 MARKER = "demo.json"
 PARTS = ("model", "data", "config.yaml", MARKER)
-# To be raised when the same options come to mean other bytes.
+# Increment when the same options produce other bytes.
 FORMAT = 1
 WORK = ".making-"
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What decides every byte of the demo."""
+    """Options that determine every byte of the demo."""
 
     seed: int = 0
     train_pictures: int = 8000
@@ -54,7 +54,7 @@ class DemoOptions:
         for name, least in {"seed": 0, "train_pictures": 1, "heldout_questions": 1}.items():
             if (value := getattr(self, name)) < least:
                 flag = "--" + name.replace("_", "-")
-                raise UserError.at(flag, found=str(value), expected=f"{least} or more", fix=f"raise {flag}")
+                raise UserError.at(flag, found=str(value), expected=f"≥ {least}", fix=f"raise {flag}")
 
     def to_json(self) -> str:
         """The text of the marker file."""
@@ -62,18 +62,18 @@ class DemoOptions:
 
 
 def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool = False) -> bool:
-    """Writes the demo into `folder`, all of it or nothing.
+    """Write the demo into `folder`, all of it or nothing.
 
     Args:
-        folder: new, empty, or holding this demo already.
+        folder: new, empty, or with this demo already.
         options: seed and sizes.
-        force: replace what this tool writes in a folder that holds other things; the rest of it is left alone.
+        force: replace the demo's files in a folder with other content, which stays.
 
     Returns:
-        False if the folder held the very same demo already and nothing was written.
+        False if the folder already had this demo and nothing was written.
 
     Raises:
-        UserError: the folder holds something else.
+        UserError: the folder has other content.
     """
     options = options or DemoOptions()
     if not force and _holds(folder, options):
@@ -84,7 +84,7 @@ def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool =
         _write_all(folder, options)
     except OSError as error:
         raise UserError.at(
-            folder, found=str(error), expected="a folder that can be written", fix="choose another DIR, or make space"
+            folder, found=str(error), expected="a writable folder", fix="choose another DIR, or free space"
         ) from error
     return True
 
@@ -103,14 +103,14 @@ def _refuse_other_content(folder: Path) -> None:
         raise UserError.at(
             folder,
             found=f"{', '.join(others[:5])}{', ...' if len(others) > 5 else ''}",
-            expected="a new or empty folder, or one with the demo of the same options",
+            expected="a new or empty folder, or this demo with the same options",
             because=f"{', '.join(PARTS)} would be replaced",
-            fix="choose another DIR, or add --force to replace just those",
+            fix="choose another DIR, or pass --force to replace only those",
         )
 
 
 def _write_all(folder: Path, options: DemoOptions) -> None:
-    """Writes beside the destination and then moves, so that a run cut short leaves no half of a demo."""
+    """Write beside the destination, then move: an interrupted run leaves no partial demo."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as name:
         made = Path(name)
@@ -151,7 +151,7 @@ def _write_samples(data: Path, split: str, samples: Sequence[Sample]) -> None:
 
 
 def _corpus(samples: Iterable[Sample]) -> list[str]:
-    """All text of the data."""
+    """All text for training the tokenizer."""
     return [text for s in samples for text in (s.question, s.answer)]
 
 
@@ -163,23 +163,26 @@ def _config_text(options: DemoOptions) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megatron_hetero.cli.make_demo",
-        description="Make a small Qwen2.5-VL with random weights, drawn pictures with questions, and a configuration.",
+        description="Create a small Qwen2.5-VL with random weights, drawn pictures with questions and a configuration.",
     )
     default, shape = DemoOptions(), DemoSizes()
-    parser.add_argument("folder", type=a_path, metavar="DIR", help="where to write: a new or empty folder")
-    parser.add_argument("--seed", type=int, default=default.seed, help="decides weights, pictures and questions")
-    parser.add_argument("--train-pictures", type=int, default=default.train_pictures, help="pictures to train on")
-    parser.add_argument("--heldout-questions", type=int, default=default.heldout_questions, help="questions held out")
+    parser.add_argument("folder", type=a_path, metavar="DIR", help="output folder: new or empty")
+    for flag, value, text in (
+        ("--seed", default.seed, "seed of weights, pictures and questions"),
+        ("--train-pictures", default.train_pictures, "number of training pictures"),
+        ("--heldout-questions", default.heldout_questions, "number of held-out questions"),
+    ):
+        parser.add_argument(flag, type=int, default=value, help=f"{text} (default {value})")
     for name, value in asdict(shape).items():
         if isinstance(value, int):
             flag = "--" + name.replace("_", "-")
-            parser.add_argument(flag, type=int, default=value, help=f"size of the model (default {value})")
-    parser.add_argument("--force", action="store_true", help=f"replace {', '.join(PARTS)} in DIR, nothing else")
+            parser.add_argument(flag, type=int, default=value, help=f"{name.replace('_', ' ')} (default {value})")
+    parser.add_argument("--force", action="store_true", help=f"replace {', '.join(PARTS)} in DIR and nothing else")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command; returns the exit status."""
     return ended(lambda: _make(vars(_parser().parse_args(arguments))))
 
 
@@ -187,7 +190,7 @@ def _make(given: dict[str, Any]) -> str:
     folder, force = given.pop("folder"), given.pop("force")
     sizes = {name: given.pop(name) for name in asdict(DemoSizes()) if name in given}
     written = make_demo(folder, DemoOptions(**given, shape=DemoSizes(**sizes)), force=force)
-    return f"{'wrote' if written else 'the same demo is already in'} {folder}; next: --config {folder / 'config.yaml'}"
+    return f"{'wrote' if written else 'already up to date:'} {folder}; next: --config {folder / 'config.yaml'}"
 
 
 if __name__ == "__main__":

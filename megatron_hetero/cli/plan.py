@@ -1,4 +1,4 @@
-"""What `--plan` does."""
+"""The `--plan` command."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron_hetero.planning.report import print_plan
 
 
 def show_plan(config: Config, request: PlanRequest) -> None:
-    """Print the plan of a configuration, and draw it where that is asked for. Raises `UserError`."""
+    """Print the plan of a configuration, and draw it on request. Raises `UserError`."""
     if request.picture is not None:
         require_writable_picture(request.picture)
     if request.files:
-        from megatron_hetero.planning.files import require_files  # Here, since it brings torch.
+        from megatron_hetero.planning.files import require_files  # Not at the top: it imports torch.
 
         require_files(config)
     replaced = request.picture is not None and request.picture.exists()
@@ -22,4 +22,4 @@ def show_plan(config: Config, request: PlanRequest) -> None:
     print_plan(plan)
     if request.picture is not None:
         draw_plan(plan, request.picture)
-        print(f"\nThe picture is in {request.picture}{', in place of the file that was there' if replaced else ''}")
+        print(f"\nwrote {request.picture}{', replacing the previous file' if replaced else ''}")

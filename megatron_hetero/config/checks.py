@@ -1,4 +1,4 @@
-"""What a configuration's values must fulfil, alone and with each other. Nothing but the values is needed."""
+"""Validation of a configuration's values, alone and against each other. Needs nothing but the values."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         TrainConfig,
     )
 
-# Lowest value of each number, and whether the number itself is allowed.
-_LOWEST: dict[str, tuple[float, bool]] = {
+# Lower bound of each number, and whether it is inclusive.
+_BOUNDS: dict[str, tuple[float, bool]] = {
     "data.max_seq_length": (1, True),
     "data.min_pixels": (1, True),
     "data.max_pixels": (1, True),
@@ -66,7 +66,7 @@ _LOWEST: dict[str, tuple[float, bool]] = {
 
 
 def check(config: Config) -> None:
-    """Check all values. Raises `UserError` for the first that makes no sense."""
+    """Check all values. Raises `UserError` for the first invalid one."""
     _check_numbers(config)
     _check_model(config.model)
     _check_data(config.data, config.eval)
@@ -84,15 +84,20 @@ def _wrong(name: str, found: object, expected: str, why: str, do: str) -> UserEr
     return UserError.at(f"{name} (--{name})", found=str(found), expected=expected, because=why, fix=do)
 
 
+def _unused(name: str, found: object, why: str, do: str) -> UserError:
+    """For a setting without effect: a user's setting is never silently ignored."""
+    return _wrong(name, found, "no value", why, do)
+
+
 def _check_numbers(config: Config) -> None:
-    for name, (lowest, itself) in _LOWEST.items():
+    for name, (bound, inclusive) in _BOUNDS.items():
         value: Any = reduce(getattr, name.split("."), config)
-        if value is not None and not (value >= lowest if itself else value > lowest):
-            expected = f"{lowest} or more" if itself else f"more than {lowest}"
-            raise _wrong(name, value, expected, "smaller values mean nothing here", "raise it, or leave it out")
+        if value is not None and not (value >= bound if inclusive else value > bound):
+            expected = f"{'≥' if inclusive else '>'} {bound}"
+            raise _wrong(name, value, expected, "", "raise or remove it")
     if 0 < (seconds := config.schedule.timeout_s) < 1:
-        why = "what ranks do together may take that long"
-        raise _wrong("schedule.timeout_s", seconds, "0, or 1 or more", why, "raise it, or set 0 for no limit")
+        why = "actions may take that long"
+        raise _wrong("schedule.timeout_s", seconds, "0 or ≥ 1", why, "raise it, or set 0 to disable the watchdog")
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -104,24 +109,27 @@ def _check_model(model: ModelConfig) -> None:
             raise _wrong("model.freeze", found, expected, "the model has no other parts", "rename or remove it")
     if len(set(model.freeze)) != len(model.freeze):
         found = ", ".join(model.freeze)
-        raise _wrong("model.freeze", found, "each part once", "a part is frozen or not", "remove the repetition")
+        raise _wrong("model.freeze", found, "each part once", "", "remove the duplicate")
     if set(model.freeze) == set(model.parts):
-        why, expected = "then nothing is left to train", f"not all of {', '.join(model.parts)}"
-        raise _wrong("model.freeze", "all parts", expected, why, "remove one of them")
+        why, expected = "nothing is left to train", f"not all of {', '.join(model.parts)}"
+        raise _wrong("model.freeze", "all parts", expected, why, "remove one")
 
 
 def _check_encoder(where: str, name: str, encoder: EncoderConfig) -> None:
     if not ENCODER_NAME.fullmatch(name) or name in TAKEN or name.endswith("_projector"):
-        expected, why = "a name of a-z, 0-9 and _ with another meaning nowhere", "flags and records use it"
+        expected, why = "an unreserved name of a-z, 0-9 and _", "flags and records use it"
         raise _wrong("model.encoders", f"the name `{name}`", expected, why, "rename the encoder, for example `detail`")
     low, high = encoder.min_pixels, encoder.max_pixels
     for field_name, area in (("min_pixels", low), ("max_pixels", high)):
         if area is not None and area < 1:
-            why = "smaller values mean nothing here"
-            raise _wrong(f"{where}.{field_name}", area, "1 or more", why, "raise it, or leave it out")
+            raise _wrong(f"{where}.{field_name}", area, "≥ 1", "", "raise or remove it")
+    _check_pixels(where, low, high)
+
+
+def _check_pixels(where: str, low: int | None, high: int | None) -> None:
     if low is not None and high is not None and low > high:
-        expected, why = f"at most {where}.max_pixels, {high}", "no image could have so many and so few"
-        raise _wrong(f"{where}.min_pixels", low, expected, why, "lower it, or raise the other")
+        fix = f"lower it, or raise {where}.max_pixels"
+        raise _wrong(f"{where}.min_pixels", low, f"≤ {where}.max_pixels = {high}", "no image could fit", fix)
 
 
 def _check_data(data: DataConfig, evaluation: EvalConfig) -> None:
@@ -130,18 +138,16 @@ def _check_data(data: DataConfig, evaluation: EvalConfig) -> None:
             why = "`%` separates a name from its rate"
             raise _wrong("data.registry", f"the name `{name}`", "a name without `%`", why, "rename the data set")
     if not data.datasets:
-        raise _wrong("data.datasets", "an empty list", "a name or more", "there is nothing to train on", "add one")
+        raise _wrong("data.datasets", "an empty list", "at least one name", "there is nothing to train on", "add one")
     _check_registered("data.datasets", [Share.parse(text).name for text in data.datasets], data.registry)
     _check_registered("eval.datasets", evaluation.datasets, data.registry)
-    if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
-        expected, why = f"at most data.max_pixels, {data.max_pixels}", "no image could have so many and so few"
-        raise _wrong("data.min_pixels", data.min_pixels, expected, why, "lower it, or raise the other")
+    _check_pixels("data", data.min_pixels, data.max_pixels)
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
     if checkpoint.dir is not None:
         return
-    # A checkpoint to go on from may be named without a folder for new ones.
+    # A checkpoint to resume from may be given without a folder for new ones.
     reads = () if checkpoint.resume in ("auto", "never") else ("resume", "allow_changes")
     for f in fields(checkpoint):
         value = getattr(checkpoint, f.name)
@@ -149,110 +155,103 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
             why = f"nothing is {'written' if reads else 'written or read'} without checkpoint.dir"
             found = str(value).lower() if isinstance(value, bool) else value
             found = ", ".join(value) if isinstance(value, tuple) else found
-            raise _wrong(f"checkpoint.{shown_name(f)}", found, "nothing", why, "set checkpoint.dir, or remove it")
+            raise _unused(f"checkpoint.{shown_name(f)}", found, why, "set checkpoint.dir, or remove it")
 
 
 def _check_profile(train: TrainConfig) -> None:
     start, steps, iters = train.profile.start, train.profile.steps, train.iters
     if not start and steps != type(train.profile)().steps:
-        why, do = "train.profile.start is 0, which traces no step", "set train.profile.start, or remove it"
-        raise _wrong("train.profile.steps", steps, "nothing", why, do)
+        why, do = "train.profile.start is 0, which disables profiling", "set train.profile.start, or remove it"
+        raise _unused("train.profile.steps", steps, why, do)
     if start > iters:
-        expected, do = f"at most train.iters, {iters}", "lower it, or raise train.iters"
-        raise _wrong("train.profile.start", start, expected, "no later step would be traced", do)
+        expected, do = f"≤ train.iters = {iters}", "lower it, or raise train.iters"
+        raise _wrong("train.profile.start", start, expected, "no later step is trained", do)
     if start and start + steps - 1 > iters:
         most = iters - start + 1
-        expected, why = f"at most {most} from step {start} on", f"train.iters is {iters}, and what is traced is written"
-        raise _wrong("train.profile.steps", steps, expected, f"{why} after the last of them", f"lower it to {most}")
+        expected, why = f"≤ {most} from step {start} on", f"train.iters is {iters}, and the trace is written"
+        raise _wrong("train.profile.steps", steps, expected, f"{why} after its last step", f"lower it to {most}")
 
 
 def _check_evaluation(config: Config) -> None:
     evaluation, export, model = config.eval, config.export, config.model
     names = ", ".join(evaluation.datasets)
     if len(set(evaluation.datasets)) != len(evaluation.datasets):
-        raise _wrong("eval.datasets", names, "each name once", "each is measured as a whole", "remove the repetition")
+        raise _wrong("eval.datasets", names, "each name once", "", "remove the duplicate")
     if evaluation.interval and not names:
         why = "there is nothing to evaluate"
-        raise _wrong("eval.interval", evaluation.interval, "0 without eval.datasets", why, "name some in eval.datasets")
+        raise _wrong("eval.interval", evaluation.interval, "0 without eval.datasets", why, "set eval.datasets")
     if names and not evaluation.interval and model.encoders:
-        why = "answers come from `transformers`, which has no such model"
-        fix = "set eval.interval to measure them during training, or remove them"
+        why = "`transformers` has no such model to answer them"
+        fix = "set eval.interval to evaluate during training, or remove them"
         raise _wrong("eval.datasets", names, "none with model.encoders", why, fix)
     if names and not evaluation.interval and export.hf_dir is None:
-        why = "the exported model is what answers"
-        fix = "set export.hf_dir, or eval.interval to measure them during training"
+        why = "the exported model answers them"
+        fix = "set export.hf_dir, or eval.interval to evaluate during training"
         raise _wrong("eval.datasets", names, "none without export.hf_dir", why, fix)
     for f in fields(evaluation):
         value = getattr(evaluation, f.name)
         if f.name in ("limit", "max_new_tokens") and value != f.default and not config.answers:
-            why = "it is about the answers of the exported model, and none is asked"
-            fix = "remove it, or set eval.datasets and export.hf_dir, for a model of one encoder"
-            raise _wrong(f"eval.{f.name}", value, "nothing", why, fix)
+            why = "no exported model answers questions in this run"
+            fix = "remove it, or set eval.datasets and export.hf_dir for a model of one encoder"
+            raise _unused(f"eval.{f.name}", value, why, fix)
 
 
 def _check_registered(where: str, names: Sequence[str], registry: Mapping[str, object]) -> None:
     for name in names:
         if name not in registry:
-            known = ", ".join(registry) or "none yet"
-            found, why = f"`{name}`{did_you_mean(name, registry)}", "only these have files"
+            known = ", ".join(registry) or "empty"
+            found = f"`{name}`{did_you_mean(name, registry)}"
             do = f"correct the name, or add data.registry.{name} with annotations and images"
-            raise _wrong(where, found, f"names of data.registry ({known})", why, do)
+            raise _wrong(where, found, f"a name from data.registry ({known})", "", do)
 
 
 def _check_batch(train: TrainConfig) -> None:
     batch, micro = train.global_batch_size, train.micro_batch_size
     if batch % micro:
         best = max(n for n in range(1, min(micro, batch) + 1) if batch % n == 0)
-        expected, why = f"a divisor of train.global_batch_size, {batch}", "a step is a whole number of micro-batches"
+        expected, why = f"a divisor of train.global_batch_size = {batch}", "a step is a whole number of micro-batches"
         raise _wrong("train.micro_batch_size", micro, expected, why, f"try `--train.micro_batch_size {best}`")
 
 
 def _check_optimizer(optimizer: OptimizerConfig, iters: int) -> None:
     for beta in optimizer.betas:
         if not 0 <= beta < 1:
-            why = "they are decay rates"
-            raise _wrong(
-                "optimizer.betas", beta, "two numbers from 0 to below 1", why, "try `--optimizer.betas 0.9 0.999`"
-            )
+            raise _wrong("optimizer.betas", beta, "two numbers in [0, 1)", "", "try `--optimizer.betas 0.9 0.999`")
     if optimizer.min_lr > optimizer.lr:
-        expected, why = f"at most optimizer.lr, {optimizer.lr}", "the rate falls to it"
-        raise _wrong("optimizer.min_lr", optimizer.min_lr, expected, why, "lower it, or raise the other")
+        expected, why = f"≤ optimizer.lr = {optimizer.lr}", "the learning rate decays to it"
+        raise _wrong("optimizer.min_lr", optimizer.min_lr, expected, why, "lower it, or raise optimizer.lr")
     if optimizer.warmup_iters > iters:
-        expected, why = f"at most train.iters, {iters}", "the rate would never reach its highest value"
+        expected, why = f"≤ train.iters = {iters}", "the learning rate would never peak"
         raise _wrong(
             "optimizer.warmup_iters", optimizer.warmup_iters, expected, why, f"try `--optimizer.warmup_iters {iters}`"
         )
     if optimizer.warmup_iters == iters and optimizer.min_lr:
         why, do = f"all {iters} steps are warm-up", "remove it, or lower optimizer.warmup_iters"
-        raise _wrong("optimizer.min_lr", optimizer.min_lr, "nothing", why, do)
+        raise _unused("optimizer.min_lr", optimizer.min_lr, why, do)
     _check_unused(optimizer)
 
 
 def _check_frozen(optimizer: OptimizerConfig, model: ModelConfig) -> None:
-    """Rates of what is frozen, and recomputing without a backward pass, would have no effect."""
+    """Learning rates of frozen parts, and recomputation without a backward pass, would have no effect."""
     frozen = set(model.freeze)
     encoders, projectors = zip(*(parts_of(name) for name in model.encoder_names), strict=True)
     rates = {"lr_vision": (optimizer.lr_vision, encoders), "lr_projector": (optimizer.lr_projector, projectors)}
     for name, (rate, parts) in rates.items():
         if rate is not None and frozen.issuperset(parts):
-            why, do = f"{', '.join(parts)} in model.freeze has no rate", "remove it, or train one of them"
-            raise _wrong(f"optimizer.{name}", rate, "nothing", why, do)
+            why, do = f"model.freeze has {', '.join(parts)}", "remove it, or train one of them"
+            raise _unused(f"optimizer.{name}", rate, why, do)
     for name, how in model.recompute.items():
         if how == "full" and name in model.encoder_names and frozen.issuperset(parts_of(name)):
-            why, do = f"{name} is frozen as a whole and has no backward pass", "remove it"
-            raise _wrong(f"model.recompute.{name}", how, "nothing", why, do)
+            raise _unused(f"model.recompute.{name}", how, f"{name} is frozen and has no backward pass", "remove it")
 
 
 def _check_plan(plan: PlanConfig) -> None:
     if plan.supervised > 1:
-        why = "it is a share of the tokens"
-        raise _wrong(
-            "plan.supervised", plan.supervised, "more than 0 and at most 1", why, "try `--plan.supervised 0.5`"
-        )
+        raise _wrong("plan.supervised", plan.supervised, "> 0 and ≤ 1", "it is a share", "try `--plan.supervised 0.5`")
 
 
 def _check_unused(optimizer: OptimizerConfig) -> None:
-    """Settings that would have no effect are errors: a user's setting is never silently ignored."""
+    """Settings that the optimizer or its schedule does not use."""
     defaults = {f.name: f.default for f in fields(optimizer)}
     unused: dict[str, tuple[str, str]] = dict.fromkeys(OPTIMIZERS[optimizer.name].unused, ("name", optimizer.name))
     if optimizer.schedule == "constant":
@@ -260,5 +259,5 @@ def _check_unused(optimizer: OptimizerConfig) -> None:
     for name, (setting, reason) in unused.items():
         value = getattr(optimizer, name)
         if value != defaults[name]:
-            why = f"optimizer.{setting} is {reason}, which does not use it"
-            raise _wrong(f"optimizer.{name}", value, "nothing", why, f"remove it, or change optimizer.{setting}")
+            setting = f"optimizer.{setting}"
+            raise _unused(f"optimizer.{name}", value, f"{setting} is {reason}", f"remove it, or change {setting}")

@@ -1,6 +1,6 @@
-"""Turns what a YAML file or the command line says into a value of the type that a field has.
+"""Converts values from YAML and flags to the type of their field.
 
-YAML and flags take the same path. Flags bring text, so numbers and booleans may be written as text.
+Both take the same path. Flags are text, so numbers and booleans are accepted as text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_hetero.layout.grammar import did_you_mean
 
 
 class ConversionError(Exception):
-    """What was found and what was expected of a value."""
+    """The value found, and the value expected."""
 
     def __init__(self, found: str, expected: str) -> None:
         super().__init__(found)
@@ -30,13 +30,13 @@ def convert(value: object, kind: Any, base: Path) -> Any:
     """`value` as a `kind`.
 
     Args:
-        value: what YAML gives: text, a number, a boolean, None or a list of these.
-        kind: str, int, float, bool, Path, a Literal of texts, one of these or None, a tuple of one of these, or a
-            Literal and what any other value is.
+        value: a YAML value: text, a number, a boolean, None or a list of these.
+        kind: str, int, float, bool, Path, a Literal of texts, one of these or None, a tuple of one of these, or the
+            union of a Literal and the type of any other value.
         base: the folder that relative paths start from.
 
     Raises:
-        ConversionError: the value does not fit.
+        ConversionError: the value is not a `kind`.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
@@ -54,7 +54,7 @@ def convert(value: object, kind: Any, base: Path) -> Any:
 
 
 def describe(kind: Any) -> str:
-    """The values that a type takes, in a user's words."""
+    """A type in a user's words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return " or ".join("none" if arg is NoneType else describe(arg) for arg in args)
@@ -66,17 +66,17 @@ def describe(kind: Any) -> str:
 
 
 def show(value: object) -> str:
-    """A value as an error message quotes it, with its type."""
+    """A value as error messages quote it, with its type."""
     if value is None:
-        return "nothing"
+        return "null"
     names = {bool: "the boolean", int: "the integer", float: "the number", str: "the text", list: "the list"}
-    # Of lists and mappings the first items: aliases of YAML make a few lines as long as they like.
+    # Only the first items of lists and mappings: YAML aliases expand a few lines without limit.
     text = str(value).lower() if isinstance(value, bool) else value if isinstance(value, str) else reprlib.repr(value)
     return f"{names.get(type(value), f'a {type(value).__name__}')} `{text[:80]}`"
 
 
 def _word_or(value: object, words: list[str], other: Any, base: Path) -> Any:
-    """One of the `words`, or what `other` makes of the value."""
+    """One of the `words`, or the value as an `other`."""
     if value in words:
         return value
     try:
@@ -106,13 +106,13 @@ def _path(value: object, base: Path) -> Path:
     try:
         home = Path(value).expanduser()
     except RuntimeError:
-        raise ConversionError(show(value), "a path whose home folder exists") from None
-    # Links stay as the user wrote them, so that messages name a path that the user knows.
+        raise ConversionError(show(value), "a path with an existing home folder") from None
+    # Links stay unresolved, so that messages name the path that the user wrote.
     path = Path(os.path.abspath(base / home))
     if (why := unusable(path)) is not None:
-        raise ConversionError(f"{show(value)}, {why}", "a path that a file can have")
+        raise ConversionError(f"{show(value)}, {why}", "a valid path")
     if is_loop(path):
-        raise ConversionError(f"{show(value)}, a link that leads to itself", "a path that leads somewhere")
+        raise ConversionError(f"{show(value)}, a symbolic link loop", "a path without loops")
     return path
 
 
@@ -136,7 +136,7 @@ def _integer(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         if abs(value) < 2**63:
             return value
-        raise ConversionError(show(value), "an integer of 64 bits")
+        raise ConversionError(show(value), "a 64-bit integer")
     raise ConversionError(show(value), "an integer")
 
 

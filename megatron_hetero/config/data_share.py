@@ -1,4 +1,4 @@
-"""How much of a data set an epoch takes: ``name%rate``."""
+"""Sampling rate of a data set per epoch: ``name%rate``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ _RATE = re.compile(r"\d+(\.\d+)?")
 
 @dataclass(frozen=True)
 class Share:
-    """A data set and the part of it that one epoch takes: ``share(text) == name%rate``.
-
-    ``rate`` is in units of the whole data set: 1/2 is half of it, 5/2 all of it twice and half of it once more.
-    """
+    """A data set and its sampling rate per epoch, written ``name%percent``."""
 
     name: str
+    """Key of the data set in `data.registry`."""
     rate: Fraction = Fraction(1)
+    """Epochs of the data set per epoch of the mixture: 1/2 is half of it, 5/2 two and a half passes."""
 
     @classmethod
     def parse(cls, text: str) -> Share:
@@ -36,8 +35,8 @@ class Share:
             raise UserError.at(
                 "data.datasets",
                 found=repr(text),
-                expected="`name` or `name%rate` with a rate above 0 in percent",
-                fix=f"write {name or 'name'}%50 for half of the data set in each epoch",
+                expected="`name` or `name%rate` with a percentage > 0",
+                fix=f"write {name or 'name'}%50 for half of the data set per epoch",
             )
         return cls(name, Fraction(percent) / 100)
 
@@ -45,5 +44,5 @@ class Share:
         return self.name if self.rate == 1 else f"{self.name}%{float(self.rate * 100):g}"
 
     def count(self, records: int) -> int:
-        """Samples per epoch from a data set of so many records: rate · records, rounded up."""
+        """Samples per epoch from a data set with this many records: rate · records, rounded up."""
         return math.ceil(self.rate * records)

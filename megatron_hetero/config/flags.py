@@ -24,37 +24,40 @@ from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean
 
 
 class PlanRequest(NamedTuple):
-    """That a plan is wanted in place of training: for how many ranks, the file of its picture, if any, and whether the
-    files that training reads are looked for.
-    """
+    """A request for a plan instead of training."""
 
     world_size: int = 1
+    """Number of ranks to plan for."""
     picture: Path | None = None
+    """File to draw the plan to."""
     files: bool = False
+    """Whether the input files of training must exist."""
 
 
 class CommandLine(NamedTuple):
-    """What the command line says: the settings, the configuration file if any, whether help is wanted, and the plan if
-    one is.
-    """
+    """A parsed command line."""
 
     settings: Tree
+    """Settings given by flags."""
     config: Path | None
+    """The YAML file of `--config`."""
     help: bool
+    """Whether `--help` was given."""
     plan: PlanRequest | None = None
+    """The plan request of `--plan`."""
 
 
 PLAN_FLAGS = {
     "--plan": (
         "no value",
         "off",
-        "Print what training would take instead: parameters, traffic, memory, schedule.",
+        "Print parameters, traffic, memory and schedule of the run instead of training.",
     ),
-    "--world-size": ("integer", "1", "Number of ranks that `--plan` is for."),
-    "--plan-files": ("no value", "off", "Refuse a plan where weights, annotations or image folders are not there."),
-    "--plan-svg": ("path", "none", "Draw topology and schedule of the plan too, to a file that ends in .svg or .png."),
+    "--world-size": ("integer", "1", "Number of ranks to plan for."),
+    "--plan-files": ("no value", "off", "Fail if weights, annotations or image folders are missing."),
+    "--plan-svg": ("path", "none", "Also draw topology and schedule to a .svg or .png file."),
 }
-"""Flags without a setting: values, default and meaning."""
+"""Flags that are not settings: values, default and help text."""
 
 
 def read_flags(argv: Sequence[str], root: type) -> CommandLine:
@@ -81,7 +84,7 @@ def _plan_request(given: Mapping[str, list[str]]) -> PlanRequest | None:
     """The plan that `PLAN_FLAGS` ask for. Raises `UserError`."""
     for flag in ("--plan", "--plan-files"):
         if values := given.get(flag):
-            raise UserError.at(flag, found=f"`{values[0]}`", expected="no value", fix=f"write {flag} alone")
+            raise UserError.at(flag, found=f"`{values[0]}`", expected="no value", fix=f"write only {flag}")
     if "--plan" not in given:
         for flag in given:
             raise without_plan(flag)
@@ -91,10 +94,10 @@ def _plan_request(given: Mapping[str, list[str]]) -> PlanRequest | None:
 
 
 def without_plan(flag: str) -> UserError:
-    """For a flag that only a plan uses, on a command line that asks for none."""
+    """The error for a flag of `--plan` without it."""
     why, fix = "only a plan uses it", "add --plan to plan, or remove it to train"
     if flag == "--world-size":
-        why = "training runs on the ranks that torchrun starts"
+        why = "torchrun sets the number of ranks in training"
         fix = f"add --plan, or start training with {LAUNCHER} --nproc-per-node"
     return UserError.at(flag, found="it without --plan", expected="both", because=why, fix=fix)
 
@@ -115,8 +118,7 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         if word.startswith("--") or word == "-h":
             flag, equals, value = word.partition("=")
             if flag in found:
-                why = "only one can win"
-                raise UserError.at(flag, found="it twice", expected="it once", because=why, fix="remove one")
+                raise UserError.at(flag, found="it given twice", expected="it once", fix="remove one")
             found[flag] = [value] if equals else []
         elif not flag:
             expected = "a flag such as --config FILE"
@@ -147,53 +149,57 @@ def _insert(tree: Tree, flag: str, values: list[str], root: type) -> None:
     for name in parents:
         tree = tree.setdefault(name, {})
     if last in tree:
-        raise UserError.at(flag, found=f"a second flag for {'.'.join(path)}", expected="one", fix="remove one")
+        raise UserError.at(flag, found=f"{'.'.join(path)} given twice", expected="it once", fix="remove one")
     value = values if get_origin(kind) is tuple else _one(flag, values)
     tree[last] = Setting(value, flag, Path.cwd())
 
 
 def _hint(flag: str, root: type) -> str:
-    """The flag, with the full name of one that was perhaps meant, for flags whose section is unknown."""
+    """The flag with the closest full flag name, for an unknown section."""
     return f"{flag}{did_you_mean(flag, [row.flag for row in flag_rows(root)])}"
 
 
 def _no_such_flag(flag: str, root: type) -> UserError:
     below = [row.flag for row in flag_rows(root) if row.flag.startswith(f"{flag}.")]
-    guess = f" (it has {', '.join(below)})" if below else did_you_mean(flag, [row.flag for row in flag_rows(root)])
-    found = f"a flag that does not exist{guess}"
-    return UserError.at(flag, found=found, expected="--SECTION.FIELD", fix="see --help")
+    known = [row.flag for row in flag_rows(root)]
+    guess = f" (a section with {', '.join(below)})" if below else did_you_mean(flag, known)
+    return UserError.at(flag, found=f"an unknown flag{guess}", expected="--SECTION.FIELD", fix="see --help")
 
 
 # --------------------------------------------------------------------------------------- documentation
 
 
 class FlagRow(NamedTuple):
-    """One flag as `--help` and the README show it."""
+    """One flag as `--help` and docs/configuration.md show it."""
 
     flag: str
+    """Such as `--train.iters`."""
     values: str
+    """Its type in a user's words."""
     default: str
+    """Its default, or how that is chosen."""
     text: str
+    """Its help text, one sentence or more."""
 
 
 @lru_cache
 def flag_rows(root: type) -> tuple[FlagRow, ...]:
     """Every flag, in the order of the configuration."""
-    config = FlagRow("--config", "path", "none", "YAML file with settings; flags win over it.")
+    config = FlagRow("--config", "path", "none", "YAML configuration file; flags override it.")
     return config, *(FlagRow(flag, *shown) for flag, shown in PLAN_FLAGS.items()), *_rows(root, "--")
 
 
 def print_help(root: type) -> None:
-    """Prints every flag with its values, default and meaning."""
+    """Print every flag with its values, default and help text."""
     console = Console(highlight=False)
-    console.print("Flags win over the YAML file, the file wins over the defaults.\n", soft_wrap=True)
+    console.print("Flags override the YAML file, the file overrides the defaults.\n", soft_wrap=True)
     for row in flag_rows(root):
         text = f"  [{row.values}]  (default: {row.default})\n    {row.text}"
         console.print(Text.assemble((row.flag, "bold"), text), soft_wrap=True)
 
 
 def markdown_table(root: type) -> str:
-    """The flags as a table in Markdown."""
+    """All flags as a Markdown table."""
     lines = ["| flag | values | default | meaning |", "|---|---|---|---|"]
     for row in flag_rows(root):
         flag, values, default, text = (cell.replace("|", "\\|") for cell in row)

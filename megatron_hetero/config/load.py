@@ -1,10 +1,10 @@
-"""Builds nested dataclasses from a YAML file and the command line, with errors that name what is wrong.
+"""Builds nested dataclasses from a YAML file and the command line, with errors that name the source.
 
-A tree of settings has the shape of the YAML file: sections, fields, and names below fields that are
-mappings. Its leaves are `Setting` values, which remember where they came from. Both sources are read
-into such trees, the trees are merged, and one function builds the dataclasses from the result.
+A tree of settings has the shape of the YAML file: sections, fields, and keys of mappings. Its leaves are `Setting`
+values, which remember their source. Both sources are read into such trees, the trees are merged, and one function
+builds the dataclasses from the result.
 
-Mappings (``Mapping[str, T]``) take any name; dataclasses take only their fields.
+Mappings (``Mapping[str, T]``) take any key; dataclasses take only their fields.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from megatron_hetero.layout.grammar import did_you_mean
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 20
-"""Of a YAML file: a hundred times a long one."""
+"""Maximum size of a YAML file: a hundred times a long one."""
 Tree = dict[str, Any]
 """Names to `Setting` leaves or further trees."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that the user gave: as it was written, where, and the folder that its relative paths start from."""
+    """A value from the user."""
 
     value: object
+    """The value as written."""
     where: str
+    """Its source: a flag or a file."""
     base: Path
+    """The folder that relative paths start from."""
 
 
 def option(default: T, text: str, shown: str = "") -> T:
-    """A dataclass field with a default, its sentence of documentation, and how the default is shown to users."""
+    """A dataclass field with a default, its help text, and the default as shown to users if that differs."""
     metadata = {"help": text, "shown": shown}
     if isinstance(default, dict):
         return cast(T, field(default_factory=lambda: dict(default), metadata=metadata))
@@ -47,7 +50,7 @@ def option(default: T, text: str, shown: str = "") -> T:
 
 
 def required(text: str) -> Any:
-    """A dataclass field that the user must set, with its sentence of documentation."""
+    """A required dataclass field with its help text."""
     return field(metadata={"help": text})
 
 
@@ -60,7 +63,7 @@ def children(kind: Any) -> dict[str, Any] | None:
 
 
 def shown_name(f: Field[Any]) -> str:
-    """What users call a field: a word of Python's own, such as `async`, has an underscore after it in the code."""
+    """A field's name in YAML and flags: Python keywords such as `async` carry a trailing underscore in the code."""
     return f.name.removesuffix("_")
 
 
@@ -70,7 +73,7 @@ def item_type(kind: Any) -> Any:
 
 
 def step(kind: Any, name: str, path: tuple[str, ...], where: str) -> Any:
-    """The type of what `name` means below a value of type `kind` at `path`.
+    """The type of `name` below a value of type `kind` at `path`.
 
     Raises:
         UserError: there is no such field.
@@ -84,7 +87,6 @@ def step(kind: Any, name: str, path: tuple[str, ...], where: str) -> Any:
             where,
             found=f"`{'.'.join((*path, name))}`{did_you_mean(name, known)}",
             expected=f"a {what}, one of {', '.join(known)}",
-            because="unknown names would be silently ignored",
             fix="rename or remove it",
         )
     return known[name]
@@ -102,16 +104,16 @@ def read_yaml(file: Path, root: type) -> Tree:
     """The settings of a YAML file for the dataclass `root`; relative paths start from the file's folder.
 
     Raises:
-        UserError: the file is missing or broken, or has names that `root` has not.
+        UserError: the file is missing or malformed, or has keys that `root` lacks.
     """
     try:
         # A SafeLoader: builds plain values only.
         content = yaml.load(read_text(file, MOST_BYTES), Loader=_Loader)
     except OSError as error:
         found = (error.strerror or str(error)).lower()
-        expected = "a YAML file that can be read"
+        expected = "a readable YAML file"
         raise UserError.at(f"--config {file}", found=found, expected=expected, fix="correct the path") from None
-    # Values that look like dates or numbers but are none raise ValueError, endless nesting RecursionError.
+    # Malformed dates and numbers raise ValueError, deep nesting RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _broken(file, error) from None
     return _tree(content, root, (), file) if content is not None else {}
@@ -126,8 +128,8 @@ def _tree(content: object, kind: Any, path: tuple[str, ...], file: Path) -> Any:
         raise UserError.at(
             _named(path, file),
             found=show(content),
-            expected="a mapping of names to values, written `name: value`",
-            fix="mend the file",
+            expected="a mapping, `key: value`",
+            fix="correct the file",
         )
     return {
         _name(name, path, file): _tree(value, step(kind, name, path, str(file)), (*path, name), file)
@@ -147,13 +149,13 @@ def _named(path: tuple[str, ...], file: Path) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, except that a name given twice is an error instead of the last one winning, and that plain words
-    are read as in YAML 1.2: `0400` is 400, and `4:16`, `on` and `2024-01-01` are text, not a number, a boolean, a date.
+    """The safe loader with two changes: a duplicate key is an error, and plain scalars follow YAML 1.2 (`0400` is 400;
+    `4:16`, `on` and `2024-01-01` are text, not a number, a boolean, a date).
     """
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
 
-    # Here and not in construct_mapping, which may see a node after `<<` has brought in names of another.
+    # Not in construct_mapping, which may see a node after `<<` has merged in another's keys.
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
@@ -161,23 +163,23 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in lines:
-                problem = f"`{key.value}` twice, first in line {lines[key.value]}"
+                problem = f"`{key.value}` given twice, first in line {lines[key.value]}"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             lines[key.value] = key.start_mark.line + 1
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
-        # Once each: of merges of merges there may be more than fit in memory.
+        # Deduplicated: nested merges may expand beyond memory.
         names = [(key.tag, key.value) if isinstance(key, yaml.ScalarNode) else key for key, _ in node.value]
         node.value = list(dict(zip(names, node.value, strict=True)).values())
 
 
 class _Dumper(yaml.SafeDumper):
-    """The safe dumper, except that it quotes texts that `_Loader` would read as something else."""
+    """The safe dumper, except that it quotes text that `_Loader` would not read as text."""
 
 
-# What is none of these is text, which a field of another type takes or refuses as it does a flag's.
+# Everything else is text, which fields of other types convert or refuse as they do a flag's.
 for _tag, _words, _first in (
     ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -203,25 +205,25 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _number)
 
 
 def yaml_of(plain: object) -> str:
-    """Plain values as YAML that `read_yaml` reads as the same values."""
+    """Plain values as YAML that `read_yaml` reads back unchanged."""
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _broken(file: Path, error: Exception) -> UserError:
-    """The error for broken YAML, with line and column."""
+    """The error for malformed YAML, with line and column."""
     mark = getattr(error, "problem_mark", None)
     problem = " ".join(str(getattr(error, "problem", None) or error).split()).removeprefix("found ")
-    problem = f"broken YAML ({problem})" if problem.startswith("expected") else problem
+    problem = f"malformed YAML ({problem})" if problem.startswith("expected") else problem
     where = f"{file}, line {mark.line + 1}, column {mark.column + 1}" if mark else file
-    expected = "YAML in UTF-8, each name once, written `name: value`"
-    return UserError.at(f"--config {where}", found=problem, expected=expected, fix="mend the file")
+    expected = "UTF-8 YAML, `key: value`, each key once"
+    return UserError.at(f"--config {where}", found=problem, expected=expected, fix="correct the file")
 
 
 # ---------------------------------------------------------------------------------- trees to dataclasses
 
 
 def merge(base: Tree, over: Tree) -> Tree:
-    """Both trees; where both have a leaf, the one of `over`."""
+    """The union of both trees; leaves of `over` override those of `base`."""
     both = {n: merge(base[n], over[n]) for n in base.keys() & over.keys() if isinstance(over[n], dict)}
     return base | over | both
 
@@ -230,16 +232,16 @@ def build(kind: type[T], tree: Tree) -> T:
     """An instance of the dataclass `kind`, from the settings and its defaults.
 
     Raises:
-        UserError: required fields are missing, or a value has a wrong type.
+        UserError: required fields are missing, or a value has the wrong type.
     """
     missing = list(_missing(kind, tree, ()))
     if missing:
         raise UserError.at(
             ", ".join(missing),
-            found="nothing",
-            expected="a value",
+            found="no value",
+            expected="one",
             because="there is no default",
-            fix=f"add it to the file given with --config, or use the flag --{missing[0]} VALUE",
+            fix=f"add it to the --config file, or pass --{missing[0]} VALUE",
         )
     return _value(kind, tree, ())
 

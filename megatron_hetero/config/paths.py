@@ -1,4 +1,4 @@
-"""That what a run writes takes the place of nothing that it reads, or writes elsewhere: links do not hide it."""
+"""Checks that no output of a run overwrites one of its inputs or another output, through symbolic links too."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ CHECKPOINTS, LOGS = "checkpoint.dir", "log.dir"
 
 
 class _Conflict(NamedTuple):
-    """Why a path cannot be what a setting names: the other setting, its path, and the reason."""
+    """A conflict between an output path and another path of the run."""
 
     setting: str
+    """The other setting."""
     path: Path
+    """Its path."""
     because: str
+    """The reason for the message."""
 
 
 _Rule = Callable[[Path, Mapping[str, Path]], Iterator[_Conflict]]
 
 
 def check_paths(config: Config) -> None:
-    """Check where a run writes. Raises `UserError` with another place that will do."""
+    """Check the output paths of a run. Raises `UserError` with a path that works."""
     given = dict(_given(config))
     places = {name: resolved(path, name) for name, path in given.items()}
     if config.export.hf_dir is not None:
@@ -40,7 +43,7 @@ def check_paths(config: Config) -> None:
 
 
 def _given(config: Config) -> Iterator[tuple[str, Path]]:
-    """What is read and written, the export aside, by setting."""
+    """All inputs and outputs but the export, by setting."""
     model, checkpoint = config.model, config.checkpoint
     yield "model.hf_path", model.hf_path
     if model.hf_path_vision is not None:
@@ -68,36 +71,36 @@ def _require(setting: str, given: Path, places: Mapping[str, Path], rule: _Rule,
     raise UserError.at(
         f"{setting} (--{setting})",
         found=str(given),
-        expected=f"a folder apart from {conflict.setting} ({conflict.path})",
+        expected=f"a folder separate from {conflict.setting} ({conflict.path})",
         because=conflict.because,
         fix=f"try `--{setting} {good}`",
     )
 
 
 def _of_export(target: Path, places: Mapping[str, Path]) -> Iterator[_Conflict]:
-    """An export removes what was in its folder, and what it calls its own beside it."""
+    """An export replaces its folder and its temporary folders beside it."""
     gone = {target, partial_of(target), replaced_of(target), lock_of(target)}
     for setting, path in places.items():
         if gone & {path, *path.parents}:
-            yield _Conflict(setting, path, "the export replaces its folder whole")
+            yield _Conflict(setting, path, "the export replaces the whole folder")
         if setting.startswith("model.") and path in target.parents:
-            yield _Conflict(setting, path, "a model's folder holds one model")
+            yield _Conflict(setting, path, "a model folder holds one model")
     yield from _inside(target, places)
 
 
 def _of_logs(log: Path, places: Mapping[str, Path]) -> Iterator[_Conflict]:
-    """A run sets aside what an earlier one has left under the names that it needs."""
+    """A run moves an earlier run's files away from the names it needs."""
     for setting, path in places.items():
         if path.parent == log and path.name in TAKEN:
-            yield _Conflict(setting, log, f"the run's own {path.name} goes there")
+            yield _Conflict(setting, log, f"the run writes its own {path.name} there")
     yield from _inside(log, {name: path for name, path in places.items() if name != LOGS})
 
 
 def _inside(path: Path, places: Mapping[str, Path]) -> Iterator[_Conflict]:
-    """A path in `checkpoint.dir` or `log.dir` must leave the names to them that they use."""
+    """A path in `checkpoint.dir` or `log.dir` must avoid their reserved names."""
     for setting, names in ((CHECKPOINTS, is_ours), (LOGS, TAKEN.__contains__)):
         folder = places.get(setting)
         if folder is not None and folder in path.parents:
             name = path.relative_to(folder).parts[0]
             if names(name):
-                yield _Conflict(setting, folder, f"{name} there is of {setting} itself")
+                yield _Conflict(setting, folder, f"{name} is reserved there")

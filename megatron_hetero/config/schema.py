@@ -1,7 +1,7 @@
-"""The configuration of a run: what can be set, and the defaults. Its values are checked in `config_checks`.
+"""The configuration of a run: all settings with their defaults. `checks` validates the values.
 
-Values come from the defaults, over which a YAML file wins, over which flags win. The sentence at each
-field is its help text and its row in the README.
+Flags override the YAML file, which overrides the defaults. The sentence at each field is its help text and its row in
+docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -26,59 +26,59 @@ from megatron_hetero.layout.grammar import did_you_mean
 from megatron_hetero.names import TEXT, VISION, parts_of
 
 Overridable = Literal["data.datasets", "data.shuffle", "train.seed", "train.global_batch_size", "model.hf_path"]
-"""What may differ from a checkpoint's configuration where `checkpoint.allow_changes` names it."""
+"""Settings that `checkpoint.allow_changes` lets differ from the checkpoint's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """One further encoder in `model.encoders`, beside that of `model.hf_path`."""
+    """One entry of `model.encoders`: an encoder in addition to that of `model.hf_path`."""
 
-    hf_path: Path = required("Folder of a Qwen2.5-VL model whose vision encoder becomes a further encoder NAME.")
-    token: str = required("Token that stands for one of its rows, such as `<|video_pad|>`.")
-    min_pixels: int | None = option(None, "Fewest pixels of one of its images.", "its folder's")
-    max_pixels: int | None = option(None, "Most pixels of one of its images.", "its folder's")
+    hf_path: Path = required("Qwen2.5-VL folder whose vision encoder becomes the additional encoder NAME.")
+    token: str = required("Placeholder token of its rows, such as `<|video_pad|>`.")
+    min_pixels: int | None = option(None, "Minimum image area in pixels; smaller images are upscaled.", "its folder's")
+    max_pixels: int | None = option(None, "Maximum image area in pixels; larger images are downscaled.", "its folder's")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Section `model`."""
 
-    hf_path: Path = required("Folder of a Qwen2.5-VL model in `transformers` format; training starts from its weights.")
+    hf_path: Path = required("Qwen2.5-VL folder in `transformers` format to start training from.")
     hf_path_vision: Path | None = option(
         None,
-        "Folder of a Qwen2.5-VL model whose vision encoder takes the place of that of `model.hf_path`, which may then "
-        "be a Qwen2 or Qwen2.5 language model alone.",
+        "Qwen2.5-VL folder whose vision encoder replaces that of `model.hf_path`, which may then be a plain Qwen2 or "
+        "Qwen2.5 language model.",
     )
     fresh_projector: bool = option(
-        False, "Whether the projector of the vision encoder starts anew; one that does not fit always does."
+        False, "Reinitialize the vision projector; one whose width does not match always is."
     )
     dtype: Literal["float32", "bfloat16"] = option(
-        "bfloat16", "Type of weights and activations; with bfloat16, gradients and master weights are float32."
+        "bfloat16", "Dtype of weights and activations; with bfloat16, gradients and master weights are float32."
     )
     encoders: Mapping[str, EncoderConfig] = option(
-        {}, "Further encoders by name; `<NAME>` in a human turn shows one an image of the field NAME of the record."
+        {}, "Additional encoders by name; `<NAME>` in a human turn stands for an image from the record's field NAME."
     )
     freeze: tuple[str, ...] = option(
-        (), "Parts whose weights do not change: vision, projector, text; of a further encoder NAME, NAME_projector."
+        (), "Parts to freeze: vision, projector, text; NAME and NAME_projector for an additional encoder."
     )
     recompute: Mapping[str, Literal["none", "full"]] = option(
-        {}, "Activations of a module that are computed again in the backward pass instead of kept.", "none"
+        {}, "Activation recomputation of a module: full recomputes in the backward pass instead of storing.", "none"
     )
     sequence_parallel: Mapping[str, bool] = option(
-        {}, "Whether a module splits its activations along the sequence over its tp ranks.", "true"
+        {}, "Megatron sequence parallelism of a module: activations split along the sequence over its tp ranks.", "true"
     )
     backend: Literal["auto", "torch", "te"] = option(
-        "auto", "Where layers come from: plain PyTorch, Transformer Engine, or the latter where it is installed."
+        "auto", "Layer implementation: PyTorch, Transformer Engine, or auto (Transformer Engine if installed)."
     )
 
     @property
     def encoder_names(self) -> tuple[str, ...]:
-        """All encoders, that of `hf_path` first."""
+        """All encoders; that of `hf_path` comes first."""
         return (VISION, *self.encoders)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What can be frozen."""
+        """The parts that can be frozen."""
         return tuple(part for module in (*self.encoder_names, TEXT) for part in parts_of(module))
 
 
@@ -86,8 +86,8 @@ class ModelConfig:
 class DatasetConfig:
     """One data set in `data.registry`."""
 
-    annotations: Path = required("File with the data set's samples in LLaVA's format, JSON or JSONL.")
-    images: Path | None = option(None, "Folder that the data set's image names are relative to; none for text alone.")
+    annotations: Path = required("Annotation file in LLaVA format, JSON or JSONL.")
+    images: Path | None = option(None, "Image folder, the base of relative image paths; none for text-only data.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +95,20 @@ class DataConfig:
     """Section `data`."""
 
     registry: Mapping[str, DatasetConfig] = required("Data sets by name.")
-    datasets: tuple[str, ...] = required("Data sets to train on; `name%50` takes half of its samples in an epoch.")
-    shuffle: bool = option(True, "Whether every epoch goes through the samples in a new random order.")
-    max_seq_length: int = option(4096, "Longest sample, in tokens, image tokens included.")
-    too_long: Literal["error", "skip"] = option("error", "What happens to a sample that is longer; none is ever cut.")
-    min_pixels: int | None = option(None, "Fewest pixels of an image; smaller ones are enlarged.", "the model's")
-    max_pixels: int | None = option(None, "Most pixels of an image; larger ones are reduced.", "the model's")
+    datasets: tuple[str, ...] = required("Data sets to train on; `name%50` samples half of it per epoch.")
+    shuffle: bool = option(True, "Reshuffle the samples every epoch.")
+    max_seq_length: int = option(4096, "Maximum sample length in tokens, image tokens included.")
+    too_long: Literal["error", "skip"] = option(
+        "error", "Action on a longer sample: fail or skip; samples are never truncated."
+    )
+    min_pixels: int | None = option(None, "Minimum image area in pixels; smaller images are upscaled.", "the model's")
+    max_pixels: int | None = option(None, "Maximum image area in pixels; larger images are downscaled.", "the model's")
     balance: Literal["off", "replica"] = option(
-        "replica", "How images are dealt to the encoder's replicas: in order, or so that predicted work is even."
+        "replica",
+        "Assignment of images to encoder replicas: in order (off), or balanced by predicted compute (replica).",
     )
     workers: int = option(
-        2, "Threads per rank that tokenise and decode the next step in the background; 0 does it between the steps."
+        2, "Background threads per rank that tokenize and decode the next step; 0 loads between steps."
     )
 
 
@@ -114,7 +117,7 @@ class BoundaryConfig:
     """Section `boundary`."""
 
     transport: Literal["exact", "bfloat16"] = option(
-        "exact", "What rows and their gradients are sent as between modules: as they are, or rounded to bfloat16."
+        "exact", "Dtype of rows and gradients between modules: unchanged (exact), or rounded to bfloat16."
     )
 
 
@@ -124,20 +127,20 @@ class ScheduleConfig:
 
     kind: Literal["auto", "waves", "recompute", "ahead"] = option(
         "auto",
-        "How an encoder takes turns with the text module: on shared ranks in waves, or with recompute (it keeps only "
-        "the rows and runs again before its backward pass); on ranks of its own ahead.",
+        "Encoder schedule. On ranks shared with the text module: waves, or recompute (store only the rows, repeat the "
+        "forward pass before the backward pass). On separate ranks: ahead.",
     )
     waves: int | None = option(
-        None, "Micro-batches that an encoder on shared ranks encodes at a time.", "1, near 3 pp with text stages"
+        None, "Micro-batches per wave of an encoder on shared ranks.", "1; near 3*pp with text stages"
     )
     run_ahead: int | None = option(
-        None, "Micro-batches that an encoder on its own ranks may be ahead of the text module.", "1"
+        None, "Micro-batches that an encoder on separate ranks may run ahead of the text module.", "1"
     )
-    virtual_stages: int = option(1, "Stages of the text module on each of its pp ranks; several are interleaved.")
+    virtual_stages: int = option(1, "Virtual pipeline stages per pp rank of the text module (interleaved 1F1B).")
     timeout_s: float = option(
         1800.0,
-        "Seconds after which a rank gives up what it does with others, and says what: an action of a step or "
-        "evaluation, or a start, save or export in which no rank is at work by itself; 0 is never.",
+        "Watchdog timeout per action, seconds; 0 disables. Also ends a start, save or export without progress on any "
+        "rank.",
     )
 
 
@@ -145,8 +148,8 @@ class ScheduleConfig:
 class ProfileConfig:
     """Section `train.profile`."""
 
-    start: int = option(0, "First step that is traced, into a file per rank in log.dir; 0 traces none.")
-    steps: int = option(1, "Number of steps that are traced.")
+    start: int = option(0, "First step to profile, one trace per rank in log.dir; 0 disables.")
+    steps: int = option(1, "Number of steps to profile.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +157,9 @@ class TrainConfig:
     """Section `train`."""
 
     iters: int = option(100, "Number of training steps.")
-    global_batch_size: int = option(8, "Samples per step, over all replicas.")
-    micro_batch_size: int = option(1, "Samples that one replica of the text module packs into one sequence.")
-    seed: int = option(0, "Seed of everything random.")
+    global_batch_size: int = option(8, "Samples per step, over all data-parallel replicas.")
+    micro_batch_size: int = option(1, "Samples packed into one sequence, per text replica and micro-batch.")
+    seed: int = option(0, "Random seed.")
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
@@ -164,17 +167,17 @@ class TrainConfig:
 class OptimizerConfig:
     """Section `optimizer`."""
 
-    name: Literal["adamw", "sgd"] = option("adamw", "AdamW, or plain SGD without momentum or decay.")
-    lr: float = option(1e-5, "Highest learning rate.")
-    min_lr: float = option(0.0, "Learning rate of the last step under the linear and cosine schedules.")
-    lr_vision: float | None = option(None, "Highest learning rate of the encoders, min_lr scaled alike.", "lr")
-    lr_projector: float | None = option(None, "Highest learning rate of the projectors, min_lr scaled alike.", "lr")
-    betas: tuple[float, float] = option((0.9, 0.999), "Decay rates of AdamW's two moments.")
-    eps: float = option(1e-8, "Added to the denominator of AdamW.")
-    weight_decay: float = option(0.0, "Decay of AdamW; biases and one-dimensional parameters are exempt.")
-    clip_grad: float = option(1.0, "Largest norm of all gradients together; larger ones are scaled down. 0 is off.")
-    schedule: Literal["constant", "linear", "cosine"] = option("cosine", "How the learning rate goes on after warm-up.")
-    warmup_iters: int = option(0, "Steps in which the learning rate rises to its highest value.")
+    name: Literal["adamw", "sgd"] = option("adamw", "AdamW, or plain SGD without momentum and weight decay.")
+    lr: float = option(1e-5, "Peak learning rate.")
+    min_lr: float = option(0.0, "Final learning rate of the linear and cosine schedules.")
+    lr_vision: float | None = option(None, "Peak learning rate of the encoders; min_lr scales with it.", "lr")
+    lr_projector: float | None = option(None, "Peak learning rate of the projectors; min_lr scales with it.", "lr")
+    betas: tuple[float, float] = option((0.9, 0.999), "AdamW betas.")
+    eps: float = option(1e-8, "AdamW epsilon.")
+    weight_decay: float = option(0.0, "AdamW weight decay; biases and 1-D parameters are exempt.")
+    clip_grad: float = option(1.0, "Maximum global gradient norm; 0 disables clipping.")
+    schedule: Literal["constant", "linear", "cosine"] = option("cosine", "Learning-rate schedule after warm-up.")
+    warmup_iters: int = option(0, "Warm-up steps.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,13 +186,13 @@ class LogConfig:
 
     dir: Path = option(
         Path("runs"),
-        "Folder for metrics.jsonl, the resolved configuration and TensorBoard's files; those of an earlier run are set "
-        "aside in it.",
+        "Folder for metrics.jsonl, the resolved configuration and TensorBoard events; files of an earlier run move to "
+        "a subfolder.",
     )
-    tensorboard: bool = option(False, "Whether metrics are written for TensorBoard too.")
+    tensorboard: bool = option(False, "Also write metrics for TensorBoard.")
 
     def __post_init__(self) -> None:
-        # The default starts from the current directory, as paths in flags do.
+        # The default is relative to the current directory, as paths in flags are.
         object.__setattr__(self, "dir", self.dir.absolute())
 
 
@@ -197,23 +200,21 @@ class LogConfig:
 class CheckpointConfig:
     """Section `checkpoint`."""
 
-    dir: Path | None = option(None, "Folder that checkpoints are written to, if any.")
-    interval: int = option(1000, "Steps between checkpoints; one is written after the last step too.")
-    async_: bool = option(
-        False, "Whether training goes on while a checkpoint is written, from a copy in the host's memory."
-    )
-    keep_last: int | None = option(None, "Newest checkpoints that are kept; older ones are removed.", "all")
+    dir: Path | None = option(None, "Checkpoint folder; none writes no checkpoints.")
+    interval: int = option(1000, "Steps between checkpoints; the last step is always saved.")
+    async_: bool = option(False, "Save in the background, from a copy in host memory.")
+    keep_last: int | None = option(None, "Number of newest checkpoints to keep; older ones are deleted.", "all")
     on_failure: Literal["stop", "continue"] = option(
-        "stop", "What happens where a checkpoint cannot be written: training stops, or says so and goes on."
+        "stop", "Action if a checkpoint cannot be written: stop, or warn and continue."
     )
     resume: Literal["auto", "never"] | Path = option(
-        "auto", "What training goes on from: `auto`, the newest checkpoint in dir if any; `never`; or one's path."
+        "auto", "Resume from the newest checkpoint in dir if any (auto), from a given checkpoint (its path), or never."
     )
     allow_changes: tuple[Overridable, ...] = option(
         (),
-        "Settings that may differ from the checkpoint's, though the data goes on elsewhere with them: data.datasets, "
-        "data.shuffle, train.seed, train.global_batch_size; model.hf_path allows other configuration, tokenizer and "
-        "processor files of all the model's folders.",
+        "Settings allowed to differ from the checkpoint's although they change the data stream: data.datasets, "
+        "data.shuffle, train.seed, train.global_batch_size. model.hf_path allows changed configuration, tokenizer and "
+        "processor files in any model folder.",
     )
 
 
@@ -223,8 +224,7 @@ class ExportConfig:
 
     hf_dir: Path | None = option(
         None,
-        "Folder that the trained model is written to in `transformers` format, if any; an earlier export is replaced, "
-        "nothing else.",
+        "Export the trained model to this folder in `transformers` format; only an earlier export is overwritten.",
     )
 
 
@@ -233,34 +233,34 @@ class EvalConfig:
     """Section `eval`."""
 
     datasets: tuple[str, ...] = option(
-        (), "Held-out data sets: measured during training, and their questions are put to the exported model."
+        (), "Held-out data sets, evaluated during training and answered by the exported model."
     )
     interval: int = option(
-        0, "Steps after which their loss and exact match are measured, and once more after the last step; 0 is never."
+        0, "Steps between evaluations of loss and exact match; the last step is always evaluated. 0 disables."
     )
-    limit: int | None = option(None, "Most samples of each of these data sets that the exported model answers.", "all")
-    max_new_tokens: int = option(16, "Most tokens of an answer.")
+    limit: int | None = option(None, "Maximum samples per data set that the exported model answers.", "all")
+    max_new_tokens: int = option(16, "Maximum tokens per answer of the exported model.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Section `plan`: what `--plan` assumes of the data."""
+    """Section `plan`: the data that `--plan` assumes."""
 
-    images: int = option(1, "Images of each sample, for each encoder, that `--plan` assumes.")
-    image_side: int = option(896, "Width and height of these images in pixels, as they are encoded.")
-    tokens: int = option(512, "Tokens of each sample besides its image tokens.")
-    supervised: float = option(0.5, "Share of these tokens that the loss counts: the last ones.")
+    images: int = option(1, "Assumed images per sample and encoder.")
+    image_side: int = option(896, "Assumed image width and height in pixels, as encoded.")
+    tokens: int = option(512, "Assumed tokens per sample, image tokens excluded.")
+    supervised: float = option(0.5, "Assumed share of these tokens that is supervised: the last ones.")
     memory_gb: float | None = option(
-        None, "Memory of a device in GB (10^9 bytes); ranks that need more are listed as problems.", "unknown"
+        None, "Device memory in GB (10^9 bytes); ranks that exceed it are reported as problems.", "unknown"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that can be set. Its values are checked when it is made.
+    """All settings, validated on construction.
 
     Raises:
-        UserError: a value makes no sense, alone or with the others.
+        UserError: a value is invalid, alone or combined with others.
     """
 
     model: ModelConfig
@@ -268,7 +268,7 @@ class Config:
         {}, "Layout of a module, such as `sp:8` or `tp:4,dp:2@0-7`.", "dp over all ranks"
     )
     parallel_layers: Mapping[str, tuple[int, ...]] = option(
-        {}, "Layers of each pipeline stage of a module, in order, such as `10 18`.", "even"
+        {}, "Layers per pipeline stage of a module, in order, such as `10 18`.", "even"
     )
     data: DataConfig
     boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
@@ -283,8 +283,8 @@ class Config:
 
     @property
     def answers(self) -> bool:
-        """Whether the exported model answers the questions of `eval.datasets` after training, which plain
-        `transformers` can where there is one encoder.
+        """Whether the exported model answers the questions of `eval.datasets` after training. Plain `transformers`
+        supports this with one encoder only.
         """
         return bool(self.eval.datasets) and self.export.hf_dir is not None and not self.model.encoders
 
@@ -293,26 +293,28 @@ class Config:
 
 
 def load_command(argv: Sequence[str]) -> tuple[Config, PlanRequest | None]:
-    """The configuration that a command line (without the program's name) asks for, and the plan if it asks for one;
+    """The configuration of a command line (without the program's name), and the plan request if there is one;
     ``--help`` prints and exits.
 
     Raises:
-        UserError: a file, name or value is wrong; the message names it and says what to do.
+        UserError: a file, name or value is invalid; the message names it and the fix.
     """
     line = _read_command(argv)
-    if line.plan is None and "plan" in line.settings:  # In a file the section is there for later plans.
+    if line.plan is None and "plan" in line.settings:  # In a file the section may wait for a later plan.
         raise without_plan(f"--plan.{next(iter(line.settings['plan']))}")
     return _config_of(line), line.plan
 
 
 def load_config(argv: Sequence[str]) -> Config:
-    """The configuration of a command line that asks for no plan, whatever it says of one. Raises `UserError`, as
-    `load_command` does.
+    """The configuration of a command line without ``--plan``.
+
+    Raises:
+        UserError: as `load_command`, or the command line asks for a plan.
     """
     line = _read_command(argv)
     if line.plan is not None:
-        why = "this program makes none"
-        raise UserError.at("--plan", found="it", expected="no plan", because=why, fix="use pretrain_vlm.py")
+        why = "this program does not plan"
+        raise UserError.at("--plan", found="this flag", expected="none", because=why, fix="use pretrain_vlm.py")
     return _config_of(line)
 
 
@@ -335,7 +337,7 @@ def to_yaml(config: Config) -> str:
 
 
 def flat_settings(config: Config) -> dict[str, str]:
-    """Every setting with its value, as text, by the name that users know: `optimizer.lr`."""
+    """Every setting as text, by its dotted name: `optimizer.lr`."""
     return dict(_flat(_plain(config), ""))
 
 
@@ -348,15 +350,15 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def flag_table_markdown() -> str:
-    """The README's table of every flag."""
+    """The table of all flags in docs/configuration.md."""
     return markdown_table(Config)
 
 
 def require_modules(config: Config, modules: Iterable[str]) -> None:
-    """Checks that settings by module name modules of the model.
+    """Check that per-module settings name modules of the model.
 
     Raises:
-        UserError: a setting names another module.
+        UserError: a setting names an unknown module.
     """
     known = list(modules)
     by_module = {
@@ -372,13 +374,13 @@ def require_modules(config: Config, modules: Iterable[str]) -> None:
                     f"{where}.{name}",
                     found=f"module `{name}`{did_you_mean(name, known)}",
                     expected=f"one of {', '.join(known)}",
-                    because="the model has no other",
+                    because="the model has no other modules",
                     fix="rename or remove it",
                 )
 
 
 def _plain(value: Any) -> Any:
-    """Values as YAML has them: lists for tuples, text for paths."""
+    """Values as YAML types: lists for tuples, text for paths."""
     if is_dataclass(value):
         return {shown_name(f): _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, dict):

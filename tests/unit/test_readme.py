@@ -1,6 +1,6 @@
 """README and docs agree with the code: flags, commands, links, examples.
 
-`python -m tests.unit.test_readme` writes the table of flags into the README.
+`python -m tests.unit.test_readme` writes the table of flags into docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from megatron_hetero.data.validation import validate_record
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+FLAGS = ROOT / "docs" / "configuration.md"
+MOST_LINES = 200
+"""Of the README: what is longer belongs in docs/."""
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BEGIN, END = "<!-- flags:begin -->\n", "<!-- flags:end -->"
 FIX = "run `make readme`"
@@ -37,10 +40,19 @@ def _named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_the_table_of_flags_is_what_the_code_says() -> None:
-    text = README.read_text(encoding="utf-8")
+    text = FLAGS.read_text(encoding="utf-8")
     assert text.count(BEGIN) == text.count(END) == 1
     assert text == _with_table(text), FIX
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_named)
@@ -58,12 +70,20 @@ def test_flags_named_in_the_text_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=_named)
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    headings = re.findall(r"^#+ (.+)$", text, re.M)
-    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
     for target in re.findall(r"\]\(([^)]+)\)", text):
-        assert target.removeprefix("#") in anchors if target[0] == "#" else (page.parent / target).exists(), target
+        name, _, anchor = target.partition("#")
+        linked = page.parent / name if name else page
+        assert linked.exists() and (not anchor or anchor in _anchors(linked)), target
     for path in re.findall(r"(?:examples|docs|tests|megatron_hetero)/[\w/.]*\w", text):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_named)
+def test_python_files_named_in_the_text_exist(page: Path) -> None:
+    files = [str(file) for folder in ("megatron_hetero", "tests", "examples") for file in (ROOT / folder).rglob("*.py")]
+    files += map(str, ROOT.glob("*.py"))
+    for name in re.findall(r"`([\w/.]+\.py)`", page.read_text(encoding="utf-8")):
+        assert any(file.endswith(f"/{name}") for file in files), name
 
 
 def test_make_targets_named_in_the_text_exist() -> None:
@@ -102,4 +122,4 @@ def test_sessions_in_the_text_run(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    README.write_text(_with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    FLAGS.write_text(_with_table(FLAGS.read_text(encoding="utf-8")), encoding="utf-8")

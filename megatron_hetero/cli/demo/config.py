@@ -1,11 +1,11 @@
-"""The configuration of the demo's run, with values found by trying."""
+"""The demo's training configuration, with empirical values."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Positions are learned last, all at once, somewhere between step 150 and 300; that depends on the seed. The rest of
-# the steps is the margin. With half of the pictures the same steps learn the training pictures, but less of the rule.
+# Positions are learned last, abruptly, between steps 150 and 300 depending on the seed; the other steps are margin.
+# With half of the pictures, the same steps fit the training pictures but generalize less.
 ITERS = 450
 BATCH = 32
 LEARNING_RATE = 2e-3

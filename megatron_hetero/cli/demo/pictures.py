@@ -1,8 +1,8 @@
-"""Drawn pictures of one coloured shape, and what can be seen in them.
+"""Drawn pictures of one coloured shape, and their properties.
 
-A scene has a colour and a position. One (colour, position) pair in four is held out: training shows every
-colour and every position, but never these pairs together, so a model that answers about them has learned the
-two properties and not the pictures.
+A scene has a colour and a position. One (colour, position) pair in four is held out: training shows every colour and
+every position, but never these pairs. A model that answers questions about them has learned the two properties, not the
+pictures.
 
     position       red  green  blue  yellow  ...      x = held out: (colour - position) % 4 == 0
     top left        x                        ...
@@ -45,7 +45,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Scene:
-    """What one picture shows."""
+    """The content of one picture."""
 
     colour: str
     position: str
@@ -57,7 +57,7 @@ class Scene:
 
     @property
     def pair(self) -> Pair:
-        """The combination of properties that may be held out."""
+        """The (colour, position) pair, which may be held out."""
         return self.colour, self.position
 
 
@@ -74,7 +74,7 @@ def training_pairs() -> tuple[Pair, ...]:
 
 
 def random_scene(pair: Pair, rng: random.Random) -> Scene:
-    """A scene with the given pair and everything else left to chance."""
+    """A scene with the given pair, random otherwise."""
     return Scene(
         colour=pair[0],
         position=pair[1],
@@ -92,7 +92,7 @@ def draw(scene: Scene) -> Image.Image:
     picture = Image.new("RGB", scene.size, (scene.brightness,) * 3)
     x, y = POSITIONS[scene.position]
     centre = ((x + scene.shift[0]) * width, (y + scene.shift[1]) * height)
-    # Long pictures get a larger shape, as far as their short side allows; a shape is never smaller than a patch.
+    # Elongated pictures get a larger shape, limited by the short side; a shape is never smaller than a patch.
     radius = scene.radius * min(max(width, height) / 1.5, min(width, height))
     _draw_shape(ImageDraw.Draw(picture), scene.shape, centre, max(radius, 9.0), COLOURS[scene.colour])
     return picture

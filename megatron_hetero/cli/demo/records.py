@@ -1,4 +1,4 @@
-"""The demo's LLaVA-style records: questions about drawn pictures, one property asked per question."""
+"""The demo's LLaVA-style records: questions about drawn pictures, one property per question."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sample:
     scenes: tuple[Scene, ...]
 
     def record(self, name: str) -> dict[str, Any]:
-        """The LLaVA-style record; its pictures are called after it."""
+        """The LLaVA-style record; its pictures are named after it."""
         question = f"{IMAGE}\n" * len(self.scenes) + self.question
         turns = [{"from": "human", "value": question}, {"from": "gpt", "value": self.answer}]
         record: dict[str, Any] = {"id": name, "conversations": turns}
@@ -50,7 +50,7 @@ class Sample:
 
 
 def training_samples(pictures: int, seed: int) -> list[Sample]:
-    """Samples that together show `pictures` pictures, in random order."""
+    """Samples with `pictures` pictures in total, in random order."""
     rng = random.Random(seed)
     samples: list[Sample] = []
     shown = 0
@@ -71,7 +71,7 @@ def _training_sample(turn: int, pictures_left: int, rng: random.Random) -> Sampl
 
 
 def held_out_samples(questions: int, seed: int) -> list[Sample]:
-    """Questions about held-out pairs; every run of 2 x pairs questions has every answer equally often."""
+    """Questions about held-out pairs; each block of 2 x pairs questions asks both properties of every pair once."""
     rng = random.Random(seed + 1)
     samples: list[Sample] = []
     while len(samples) < questions:
@@ -82,13 +82,13 @@ def held_out_samples(questions: int, seed: int) -> list[Sample]:
 
 
 def about_one(kind: str, pair: Pair, rng: random.Random) -> Sample:
-    """A question about the one shape of one picture."""
+    """A question about the shape in one picture."""
     scene = random_scene(pair, rng)
     return Sample(kind, QUESTIONS[kind], _answer(kind, scene), (scene,))
 
 
 def about_two(rng: random.Random) -> Sample:
-    """A question about what the shapes of two pictures have in common."""
+    """A question about the property that the shapes in two pictures share."""
     kind = rng.choice(list(PLURAL_QUESTIONS))
     first, second = rng.choice([(a, b) for a in training_pairs() for b in training_pairs() if _agree(kind, a, b)])
     scenes = (random_scene(first, rng), random_scene(second, rng))
@@ -101,7 +101,7 @@ def _agree(kind: str, first: Pair, second: Pair) -> bool:
 
 
 def text_only(rng: random.Random) -> Sample:
-    """A question that needs no picture."""
+    """A question without a picture."""
     word = rng.choice(list(OPPOSITES))
     return Sample("text", f"What is the opposite of {word}?", OPPOSITES[word], ())
 

@@ -27,7 +27,7 @@ class DemoSizes:
     def __post_init__(self) -> None:
         for name, size in asdict(self).items():
             if size <= 0:
-                _refuse(name, f"{size}", "more than 0", "raise it")
+                _refuse(name, f"{size}", "> 0", "raise it")
         _check_divides("vision_hidden", self.vision_hidden, 4 * self.vision_heads, "4 x vision_heads")
         _check_divides("text_hidden", self.text_hidden, 2 * self.text_heads, "2 x text_heads")
         _check_divides("text_heads", self.text_heads, self.text_kv_heads, "text_kv_heads")
@@ -40,7 +40,7 @@ def _check_divides(name: str, size: int, divisor: int, what: str) -> None:
 
 
 def _refuse(name: str, found: str, expected: str, fix: str) -> NoReturn:
-    raise UserError.at(_flag(name), found=found, expected=expected, because="heads are cut evenly", fix=fix)
+    raise UserError.at(_flag(name), found=found, expected=expected, because="heads have equal sizes", fix=fix)
 
 
 def _flag(name: str) -> str:

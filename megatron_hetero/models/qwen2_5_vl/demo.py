@@ -1,4 +1,4 @@
-"""A small Qwen2.5-VL folder with random weights, a tokenizer trained on the spot, and processor files."""
+"""A small Qwen2.5-VL folder: random weights, a tokenizer trained on the demo's text, and processor files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_hetero.models.common.demo_sizes import DemoSizes
 from megatron_hetero.models.qwen2_5_vl.joining import mrope_section
 
-# transformers and torch are imported where they are used: they take seconds that Ctrl-C may interrupt.
+# transformers and torch are imported where they are used: that takes seconds, which Ctrl-C may interrupt.
 if TYPE_CHECKING:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
@@ -67,7 +67,7 @@ def write_model(folder: Path, corpus: Iterable[str], shape: DemoSizes, seed: int
 
 
 def train_tokenizer(corpus: Iterable[str], vocab_size: int = 384) -> Qwen2Tokenizer:
-    """A byte-level BPE with Qwen2's splitting rule, learned from `corpus`, plus Qwen2.5-VL's special tokens."""
+    """A byte-level BPE tokenizer with Qwen2's pre-tokenizer, trained on `corpus`, plus Qwen2.5-VL's special tokens."""
     from tokenizers import pre_tokenizers
     from tokenizers.trainers import BpeTrainer
     from transformers import Qwen2Tokenizer
@@ -118,7 +118,7 @@ def _vision_config(shape: DemoSizes) -> dict[str, Any]:
         "out_hidden_size": shape.text_hidden,
         "patch_size": 14,
         "window_size": 112,
-        # Every second layer sees the whole picture, the last one among them.
+        # Full attention in every second layer, the last one included.
         "fullatt_block_indexes": list(range(shape.vision_layers - 1, -1, -2))[::-1],
         "initializer_range": shape.initializer_range,
     }
@@ -144,7 +144,7 @@ def _text_config(shape: DemoSizes, tokens: int) -> dict[str, Any]:
 
 
 def build_model(config: Qwen2_5_VLConfig, tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """The model with random weights; leaves the caller's random state as it was."""
+    """The model with random weights; the caller's random state is unchanged."""
     import torch
     from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -168,6 +168,6 @@ def write_processor(folder: Path) -> None:
     Qwen2VLImageProcessorPil().save_pretrained(folder)
     path = folder / "preprocessor_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
-    # The names of the real model's folder: AutoImageProcessor picks the installed backend, and AutoProcessor works too.
+    # As in published folders: AutoImageProcessor picks the installed backend, and AutoProcessor works too.
     settings |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

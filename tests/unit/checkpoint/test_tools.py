@@ -279,7 +279,7 @@ def test_the_checkpoint_must_be_the_models(untouched: Untouched, more_folders: P
     refused(capsys, status, "--encoder: found sound, expected one of the model's further encoders (none)")
     with pytest.raises(SystemExit, match="2"):
         exported(checkpoint, target, "--encoder", "detail")
-    assert not target.exists() and "expected NAME=DIR, found detail" in capsys.readouterr().err
+    assert not target.exists() and "found detail, expected NAME=DIR" in capsys.readouterr().err
 
 
 def test_a_folder_that_has_moved(model: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -557,7 +557,7 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
 
 MEMORY = """
 import importlib, resource, sys
-from megatron_hetero.tools import export
+from megatron_hetero.cli import export
 importer = importlib.import_module("megatron_hetero.cli.import")
 assert "torch" not in sys.modules, "the command line is read before anything slow is imported"
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

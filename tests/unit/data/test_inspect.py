@@ -80,4 +80,4 @@ def test_bad_input_is_one_message(config_file: Path, capsys: pytest.CaptureFixtu
 def test_a_count_below_none_is_refused(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         inspect.main(["--config", str(config_file), "-n", "-1"])
-    assert "expected 0 or more, found -1" in capsys.readouterr().err
+    assert "found -1, expected ≥ 0" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_shares_round_trip(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["c%", "c%0", "c%0.0", "c%-5", "c%half", "c%nan", "c%1e3", "%50", "c%50%"])
 def test_bad_rates_are_named(registry: dict[str, RegistryEntry], text: str) -> None:
-    with pytest.raises(UserError, match=r"data\.datasets: found '.*a rate above 0 in percent.*%50") as caught:
+    with pytest.raises(UserError, match=r"data\.datasets: found '.*a percentage > 0.*%50") as caught:
         Mixture.parse([text], registry, shuffle=False, seed=0)
     assert repr(text) in str(caught.value)
 

@@ -173,8 +173,8 @@ def test_a_picture_that_is_replaced_is_told_of(
     planned = _with_plan(load_command(plan_flags(f"--plan --plan-svg {tmp_path}/a.png")))
     for _ in range(2):
         show_plan(*planned)
-    first, second = capsys.readouterr().out.split("The picture is in ")[1:]
-    assert "in place of the file that was there" not in first and "in place of the file that was there" in second
+    first, second = capsys.readouterr().out.split("\nwrote ")[1:]
+    assert "replacing the previous file" not in first and "replacing the previous file" in second
 
 
 def test_the_program_plans_without_megatron_data_or_weights(plan_flags: Callable[[str], list[str]]) -> None:

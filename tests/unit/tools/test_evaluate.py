@@ -190,7 +190,7 @@ def test_pictures_take_a_folder_of_images(demo: Path, data: tuple[Path, Path], c
     command = [str(demo / "model"), "--annotations", str(data[0])]
     assert main(command) == 1 and "--images of tools.evaluate" in capsys.readouterr().err
     assert main([*command, "--images", "nowhere"]) == 1
-    assert "error: --images: found nowhere, which is no folder" in capsys.readouterr().err
+    assert "error: --images: found nowhere, not a folder" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_no_model_yet(data: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
