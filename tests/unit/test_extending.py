@@ -1,0 +1,56 @@
+"""docs/extending.md speaks of the code as it is: its files, its names, its floors."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_house import FLOORS
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+SPANS = sorted(set(re.findall(r"`([^`\n]+)`", TEXT)))
+FAMILY = ROOT / "megatron_hetero/models/qwen2_5_vl"
+PACKAGE_FILES = [span for span in SPANS if re.fullmatch(r"megatron_hetero/[\w/]+\.py", span)]
+
+
+@pytest.mark.parametrize("span", [span for span in SPANS if re.search(r"[/.](py)?$|/", span) and "NAME" not in span])
+def test_files_and_folders_are_there(span: str) -> None:
+    places = [ROOT / span, ROOT / "megatron_hetero" / span, FAMILY / span]
+    assert any(place.exists() for place in places)
+
+
+@pytest.mark.parametrize("span", [span for span in SPANS if re.fullmatch(r"[A-Z]\w*(\.[a-z]\w*)?|[a-z]+_\w+", span)])
+def test_names_are_in_the_files_that_are_named(span: str) -> None:
+    """Each is defined in one of the package files that the page names; after a dot its member."""
+    name, _, member = span.partition(".")
+    found = [node for file in PACKAGE_FILES for node in _defined(ROOT / file) if _name(node) == name]
+    assert found, f"{name} is in none of the files that the page names"
+    if member:
+        assert any(_name(inner) == member for node in found for inner in ast.walk(node))
+
+
+def _defined(file: Path) -> list[ast.stmt]:
+    return ast.parse(file.read_text(encoding="utf-8")).body
+
+
+def _name(node: ast.AST) -> str | None:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return node.name
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        return node.targets[0].id
+    return node.target.id if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else None
+
+
+def test_the_floors_are_those_that_the_order_is_held_to() -> None:
+    rows = re.findall(r"^\| (`[^|]+) \|", TEXT, re.MULTILINE)
+    named = [[name.removesuffix(".py").rstrip("/") for name in re.findall(r"`([^`]+)`", row)] for row in rows]
+    floors = [floor.split() for floor in FLOORS.strip().split("\n")]
+    order = {name: number for number, floor in enumerate(floors) for name in floor}
+    assert sorted(name for row in named for name in row) == sorted(order)
+    lowest = [min(order[name] for name in row) for row in named]
+    highest = [max(order[name] for name in row) for row in named]
+    assert all(high < low for high, low in zip(highest, lowest[1:], strict=False))
