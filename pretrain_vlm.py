@@ -24,7 +24,7 @@ from megatron_hetero.training.stopping import StopRequest, stop_requests
 if TYPE_CHECKING:
     from megatron_hetero.distributed.platform import Platform
     from megatron_hetero.training.metrics import Writer
-    from megatron_hetero.training.trainer import Run
+    from megatron_hetero.training.trainer import Trainer
 
 
 def main(argv: Sequence[str]) -> None:
@@ -60,9 +60,9 @@ def train_and_export(config: Config, platform: Platform, request: StopRequest) -
     watchdog = Watchdog.of_world(config.schedule.timeout_s, platform)
     with watchdog.working():  # Imports may take long, and other ranks wait for this one.
         from megatron_hetero.training.ending import Ending
-        from megatron_hetero.training.trainer import Run
+        from megatron_hetero.training.trainer import Trainer
 
-    run = Run.build(config, platform, watchdog)
+    run = Trainer.build(config, platform, watchdog)
     request.begin()
     ending = Ending(run)
     with run.writer:
@@ -83,7 +83,7 @@ def train_and_export(config: Config, platform: Platform, request: StopRequest) -
     return stopped is None
 
 
-def train_steps(run: Run, writer: Writer, request: StopRequest) -> int | None:
+def train_steps(run: Trainer, writer: Writer, request: StopRequest) -> int | None:
     """Train all steps that are left, save and evaluate. Returns the step after which this was stopped, if it was."""
     from megatron_hetero.evaluation.held_out import HeldOutEvaluation
     from megatron_hetero.training.report import describe, describe_boundaries

@@ -17,7 +17,7 @@ from megatron_hetero.checkpoint.background import HostCopies
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.training.trainer import Run
+from megatron_hetero.training.trainer import Trainer
 
 BLOCK = 1 << 22
 APART = 1000
@@ -40,7 +40,7 @@ class SavingBench:
     def __init__(self, platform: Platform, folder: Path, vision: str, text: str, samples: int):
         self.memory = Memory(platform)
         line = f"--checkpoint.dir {folder}/checkpoints --checkpoint.interval {APART} --checkpoint.keep_last 1"
-        self.run = Run.build(load_config([*run_flags(folder, vision, text, samples), *line.split()]), platform)
+        self.run = Trainer.build(load_config([*run_flags(folder, vision, text, samples), *line.split()]), platform)
         self.batch = self.run.loader.load(1, map)
         self.checkpoints, self.copies = folder / "checkpoints", HostCopies(platform)
         self.savers = {beside: self._saver(beside) for beside in (False, True)}

@@ -16,7 +16,7 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.training.trainer import Run
+from megatron_hetero.training.trainer import Trainer
 
 LEARNING_RATE = 1e-5
 
@@ -43,7 +43,7 @@ class ScheduleBench:
         settings: Mapping[str, ScheduleSettings],
     ):
         self.memory = Memory(platform)
-        run = Run.build(load_config(run_flags(folder, vision, text, samples)), platform)
+        run = Trainer.build(load_config(run_flags(folder, vision, text, samples)), platform)
         self.watch = ActionWatch(platform, [module.name for module in run.schedule.encoders])
         run.interpreter.watch = self.watch
         self.run = replace(run, watch=self.watch)
@@ -84,7 +84,7 @@ class ScheduleBench:
         """Train once; the peak memory of that."""
         return self.memory.peak(lambda: self.step(name))
 
-    def _run(self, name: str) -> Run:
+    def _run(self, name: str) -> Trainer:
         self.watch.spans.clear()
         self.watch.read()
         return replace(self.run, schedule=self._schedules[name])

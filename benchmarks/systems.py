@@ -15,13 +15,13 @@ from torch import Tensor
 
 from benchmarks.material import SAMPLES
 from benchmarks.meter import CollectiveMeter, total_bytes, total_seconds
-from megatron_hetero.config.schema import load_config
-from megatron_hetero.data.mixture import Mixture, RegistryEntry
+from megatron_hetero.config.schema import DatasetConfig, load_config
+from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.execution.watch import Stopwatch
 from megatron_hetero.processor.processor import Processor
-from megatron_hetero.training.trainer import Run
+from megatron_hetero.training.trainer import Trainer
 
 LEARNING_RATE = 1e-4
 MAX_PIXELS = 4_000_000
@@ -96,7 +96,7 @@ class PhaseWatch(Stopwatch):
 
 
 class Ours:
-    """`Run`, as `pretrain_vlm.py` runs it; batches are prepared beforehand."""
+    """`Trainer`, as `pretrain_vlm.py` runs it; batches are prepared beforehand."""
 
     def __init__(self, platform: Platform, folder: Path, cases: int, vision: str, text: str, sequence_parallel: bool):
         self.memory = Memory(platform)
@@ -110,7 +110,7 @@ class Ours:
         flags += f"--vision-parallel {vision} --text-parallel {text} "
         if not sequence_parallel:
             flags += "--model.sequence_parallel.vision false --model.sequence_parallel.text false"
-        run = Run.build(load_config(flags.split()), platform)
+        run = Trainer.build(load_config(flags.split()), platform)
         self.watch = PhaseWatch(platform)
         self.run = replace(run, watch=self.watch)
         self.run.interpreter.watch = self.watch
@@ -159,7 +159,7 @@ class Plain:
         )
         self.model = {"fsdp": _fully_shard, "ddp": _replicate}[wrap](LossOf(model).to(platform.device), platform)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-        registry = {"d": RegistryEntry(folder / "data.jsonl", folder / "images")}
+        registry = {"d": DatasetConfig(annotations=folder / "data.jsonl", images=folder / "images")}
         mixture = Mixture.parse(("d",), registry, False, 0)
         processor = Processor.from_folder(folder / "model", None, MAX_PIXELS)
         self.batches = [plain_batch(mixture, processor, i, platform.device) for i in range(cases)]

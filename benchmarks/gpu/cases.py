@@ -14,7 +14,7 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.gradients import scale_gradients
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.training.export import assemble, gather_parameters
-from megatron_hetero.training.trainer import Run
+from megatron_hetero.training.trainer import Trainer
 
 SIZE = ModelSize(
     vision_hidden=256, vision_layers=8, vision_heads=4, text_hidden=512, text_layers=4, text_heads=8, text_kv_heads=4
@@ -59,12 +59,12 @@ def flags(folder: Path, vision: str, text: str, dtype: str, *more: str) -> list[
     return [*common.split(), *more]
 
 
-def build(platform: Platform, given: list[str]) -> Run:
+def build(platform: Platform, given: list[str]) -> Trainer:
     """The run, as the program builds it."""
-    return Run.build(load_config(given), platform)
+    return Trainer.build(load_config(given), platform)
 
 
-def gradients(run: Run, step: int = 1) -> tuple[float, dict[str, Tensor]]:
+def gradients(run: Trainer, step: int = 1) -> tuple[float, dict[str, Tensor]]:
     """Loss and every gradient of a step, before clipping, by stored name, on the host of the first rank. With an
     optimizer that shares gradients out there must be one rank.
     """
@@ -74,7 +74,7 @@ def gradients(run: Run, step: int = 1) -> tuple[float, dict[str, Tensor]]:
     return summary.loss_sum / batch.supervised, stored(run, lambda p: p.main_grad)
 
 
-def stored(run: Run, value: Any) -> dict[str, Tensor]:
+def stored(run: Trainer, value: Any) -> dict[str, Tensor]:
     """What `value` has of each parameter, by stored name, fp32 on the host of the first rank; nothing elsewhere."""
     parts = gather_parameters(run.modules, run.topology, value)
     return {name: tensor.float() for name, tensor in assemble(parts, stored_shapes(run.shapes))}

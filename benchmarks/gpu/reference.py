@@ -14,7 +14,8 @@ from torch import Tensor
 
 from benchmarks.gpu.cases import LEARNING_RATE, SIDES
 from benchmarks.systems import MAX_PIXELS, plain_inputs
-from megatron_hetero.data.mixture import Mixture, RegistryEntry
+from megatron_hetero.config.schema import DatasetConfig
+from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.processor.processor import Processor
 
@@ -44,7 +45,7 @@ class Reference:
         from transformers import Qwen2_5_VLForConditionalGeneration
 
         loaded: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
-        registry = {"d": RegistryEntry(annotations, annotations.parent / "images")}
+        registry = {"d": DatasetConfig(annotations=annotations, images=annotations.parent / "images")}
         processor, mixture = Processor.from_folder(model, None, MAX_PIXELS), Mixture.parse(("d",), registry, False, 0)
         return cls(loaded.to(device), processor, mixture, device)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_hetero.config.schema import Config
-from megatron_hetero.data.mixture import Mixture, RegistryEntry
-from megatron_hetero.processor.processor import EncoderSource, Processor
+from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.processor.processor import Processor
 
 
 def open_mixture(config: Config) -> Mixture:
@@ -20,21 +20,16 @@ def open_held_out(config: Config) -> dict[str, Mixture]:
 
 
 def _mixture(config: Config, datasets: Sequence[str], shuffle: bool) -> Mixture:
-    registry = {name: RegistryEntry(entry.annotations, entry.images) for name, entry in config.data.registry.items()}
-    return Mixture.parse(datasets, registry, shuffle, config.train.seed, config.model.encoder_names)
+    return Mixture.parse(datasets, config.data.registry, shuffle, config.train.seed, config.model.encoder_names)
 
 
 def open_processor(config: Config) -> Processor:
     """The tokenizer of `model.hf_path` and the image processor of each encoder. Raises `UserError`."""
-    further = {
-        name: EncoderSource(encoder.hf_path, encoder.token, encoder.min_pixels, encoder.max_pixels)
-        for name, encoder in config.model.encoders.items()
-    }
     data = config.data
     return Processor.from_folder(
         config.model.hf_path,
         data.min_pixels,
         data.max_pixels,
-        encoders=further,
+        encoders=config.model.encoders,
         hf_path_vision=config.model.hf_path_vision,
     )

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from megatron_hetero.config.data_share import Share
+from megatron_hetero.config.schema import DatasetConfig
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.errors import UserError
 from megatron_hetero.names import VISION
-
-
-@dataclass(frozen=True)
-class RegistryEntry:
-    """Where a named data set lies. Relative paths were already resolved by the caller.
-
-    Attributes:
-        annotations: JSON list or JSONL file.
-        images: folder the image paths in it are relative to; None for text-only data.
-    """
-
-    annotations: Path
-    images: Path | None = None
 
 
 class Mixture:
@@ -51,7 +37,7 @@ class Mixture:
     def parse(
         cls,
         datasets: Sequence[str],
-        registry: Mapping[str, RegistryEntry],
+        registry: Mapping[str, DatasetConfig],
         shuffle: bool,
         seed: int,
         encoders: Sequence[str] = (VISION,),
@@ -120,7 +106,7 @@ class Mixture:
         return generator.permutation(order) if self.shuffle else order
 
 
-def _check_name(name: str, registry: Mapping[str, RegistryEntry]) -> None:
+def _check_name(name: str, registry: Mapping[str, DatasetConfig]) -> None:
     if name in registry:
         return
     close = difflib.get_close_matches(name, registry, n=1)

@@ -24,7 +24,7 @@ from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.training.metrics import EvaluationMetrics
 from megatron_hetero.training.metrics_history import evaluated_after
-from megatron_hetero.training.trainer import Run
+from megatron_hetero.training.trainer import Trainer
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class HeldOut:
     schedule: Schedule
 
     @classmethod
-    def of(cls, name: str, samples: Mixture, run: Run) -> HeldOut:
+    def of(cls, name: str, samples: Mixture, run: Trainer) -> HeldOut:
         """`samples`, one epoch of them, in batches as large as those of training, or less where there are few."""
         batch = run.loader.batch.once(len(samples))
         what = f"evaluation of {name}, batch"
@@ -53,11 +53,11 @@ class HeldOut:
 class HeldOutEvaluation:
     """What a run evaluates every `eval.interval` steps; nothing where that is 0. Every rank has one."""
 
-    run: Run
+    run: Trainer
     held_out: tuple[HeldOut, ...]
 
     @classmethod
-    def build(cls, run: Run) -> HeldOutEvaluation:
+    def build(cls, run: Trainer) -> HeldOutEvaluation:
         """Of the data sets that the run has opened."""
         evaluated = run.held_out.items() if run.config.eval.interval else ()
         return cls(run, tuple(HeldOut.of(name, samples, run) for name, samples in evaluated))

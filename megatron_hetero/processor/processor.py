@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_hetero.config.schema import EncoderConfig
 from megatron_hetero.data import chat, pictures
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.sample import TokenizedSample
@@ -25,18 +26,6 @@ from megatron_hetero.processor.two_folders import open_tokenizer, with_token_ids
 START_OF_IMAGE, END_OF_IMAGE = "<|vision_start|>", "<|vision_end|>"
 # Boxes and object names are content, though the tokenizer lists their marks as special: grounding data writes them.
 _CONTENT_MARKS = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
-
-
-@dataclass(frozen=True)
-class EncoderSource:
-    """Where a further encoder comes from: a Qwen2.5-VL `folder`, and the `token` of the model's tokenizer that stands
-    for one of its rows. Areas in pixels, None for the folder's.
-    """
-
-    folder: Path
-    token: str
-    min_pixels: int | None = None
-    max_pixels: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +53,7 @@ class Processor:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         max_image_pixels: int = pictures.MAX_IMAGE_PIXELS,
-        encoders: Mapping[str, EncoderSource] | None = None,
+        encoders: Mapping[str, EncoderConfig] | None = None,
         hf_path_vision: Path | None = None,
     ) -> Processor:
         """Loads tokenizer and image processors. Nothing is downloaded and no code of the folders runs.
@@ -92,7 +81,7 @@ class Processor:
             taken = {reader.token_id: f"stands for images of {other}" for other, reader in readers.items()}
             number = _token_of(name, source.token, tokenizer, taken, config.text_config.vocab_size)
             areas = source.min_pixels, source.max_pixels, max_image_pixels
-            readers[name] = _open_reader(source.folder, number, *areas, f"model.encoders.{name}.hf_path")
+            readers[name] = _open_reader(source.hf_path, number, *areas, f"model.encoders.{name}.hf_path")
         shown = {name: f"{START_OF_IMAGE}{source.token}{END_OF_IMAGE}" for name, source in (encoders or {}).items()}
         return cls(tokenizer, config.model_type, readers, shown)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_hetero.distributed.collective import on_every, on_first
 from megatron_hetero.errors import NotFiniteError, SharedError
 from megatron_hetero.outputs.checkpoints import name_of, unsound_name_of, whole
-from megatron_hetero.training.trainer import Run
+from megatron_hetero.training.trainer import Trainer
 
 EXPORT = "python -m megatron_hetero.cli.export"
 LEFT_OVER = "trained-model"
@@ -23,7 +23,7 @@ LEFT_OVER = "trained-model"
 class Ending:
     """The end of a run. Every rank calls the same methods in the same order."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Trainer) -> None:
         self._run = run
         self._problems: list[str] = []
 

@@ -6,10 +6,10 @@ from rich.console import Group
 from rich.table import Table
 
 from megatron_hetero.batch.step_loader import StepBatch
-from megatron_hetero.training.trainer import Run
+from megatron_hetero.training.trainer import Trainer
 
 
-def describe(run: Run) -> Table:
+def describe(run: Trainer) -> Table:
     """Modules, their layouts, ranks, and the most parameters on a rank. Every rank calls it."""
     table = Table(title=f"{run.config.model.hf_path} in {run.config.model.dtype} on {run.platform.device.type}")
     for column in ("module", "layout", "ranks", "parameters per rank", "trained per rank", "activations over tp"):
@@ -28,18 +28,18 @@ def describe(run: Run) -> Table:
     return table
 
 
-def _parameters(run: Run, name: str) -> tuple[int, int]:
+def _parameters(run: Trainer, name: str) -> tuple[int, int]:
     """The elements of this rank's parameters of a module, and of those that train."""
     own = [p for module in run.modules if module.name == name for p in module.parameters.values()]
     return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
 
 
-def describe_boundaries(run: Run, batch: StepBatch) -> Group:
+def describe_boundaries(run: Trainer, batch: StepBatch) -> Group:
     """The boundaries in the first step, as this rank sees them."""
     return Group(*(_boundary(name, run, batch) for name in run.shapes.encoders))
 
 
-def _boundary(encoder: str, run: Run, batch: StepBatch) -> Table:
+def _boundary(encoder: str, run: Trainer, batch: StepBatch) -> Table:
     row_bytes = run.loader.planner.row_bytes
     table = Table(title=f"boundary {encoder} to text, first step, this rank")
     for column in ("direction", "rows in place after", "rows received", "bytes received", "bytes sent", "collectives"):

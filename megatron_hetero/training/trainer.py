@@ -50,7 +50,7 @@ class MustStop:
     to, or it cannot say any more what comes of it. The latter only where stopping saves what has been trained.
     """
 
-    run: Run
+    run: Trainer
     asked: object
 
     def __bool__(self) -> bool:
@@ -59,7 +59,7 @@ class MustStop:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Run(Share):
+class Trainer(Share):
     """Everything that lives as long as a run, on one rank. `held_out` are the data sets of `eval.datasets`;
     `companions`, on the rank that exports, the files that go out with the model. They are read at the start: who knows
     where the model's folders are when it is trained.
@@ -73,7 +73,7 @@ class Run(Share):
     companions: Mapping[str, Companions]
 
     @classmethod
-    def build(cls, config: Config, platform: Platform, watchdog: Watchdog | None = None) -> Run:
+    def build(cls, config: Config, platform: Platform, watchdog: Watchdog | None = None) -> Trainer:
         """Check the configuration against the model and the world, and all ranks against each other; then make groups,
         modules, optimizers and the loader. `watchdog`: one that the rank has already.
 

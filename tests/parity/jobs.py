@@ -14,7 +14,7 @@ from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.training.export import assemble, gather_parameters
-from megatron_hetero.training.trainer import Run
+from megatron_hetero.training.trainer import Trainer
 from tests.support.pool import platform
 
 
@@ -58,19 +58,19 @@ def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float
     return found
 
 
-def _build(flags: list[str]) -> Run:
-    run = Run.build(load_config(flags), platform())
+def _build(flags: list[str]) -> Trainer:
+    run = Trainer.build(load_config(flags), platform())
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
     return run
 
 
-def _stored(run: Run, value: Any) -> dict[str, Any]:
+def _stored(run: Trainer, value: Any) -> dict[str, Any]:
     parts = gather_parameters(run.modules, run.topology, value)
     # Copies: tensors in shared memory would leave with the worker that made them.
     return {name: tensor.numpy().copy() for name, tensor in assemble(parts, stored_shapes(run.shapes))}
 
 
-def _replicas_equal(run: Run) -> bool:
+def _replicas_equal(run: Trainer) -> bool:
     """Whether the ranks that hold the same parameters hold the same bits."""
     equal = True
     for module in run.modules:

@@ -31,7 +31,7 @@ from megatron_hetero.evaluation.held_out import HeldOutEvaluation
 from megatron_hetero.outputs import checkpoints as folder_module
 from megatron_hetero.outputs.checkpoints import MANIFEST, record_file, whole
 from megatron_hetero.training.stopping import StopRequest, stop_requests
-from megatron_hetero.training.trainer import Run
+from megatron_hetero.training.trainer import Trainer
 from tests.support.pool import platform
 from tests.unit.training.jobs_run import build, build_logged, stored
 
@@ -103,7 +103,7 @@ def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:
         if in_step == at and run.topology.rank == rank:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    with stop_requests() as request, run.writer, _calling(Run, "_update", signalled):
+    with stop_requests() as request, run.writer, _calling(Trainer, "_update", signalled):
         for step, batch, _ in run.batches():
             metrics = run.train_step(step, batch, stop=request)
             run.saver.after(step, metrics.stopping)
@@ -122,7 +122,7 @@ def program(flags: list[str], asked: str = "") -> tuple[bool, str]:
         return lambda step, *_: request.note(signal.SIGTERM, None) if f"{what} {step}" == asked and last else None
 
     last = dist.get_rank() == dist.get_world_size() - 1
-    with _calling(Run, "_update", in_("step")), _calling(HeldOutEvaluation, "_evaluate", in_("evaluation")):
+    with _calling(Trainer, "_update", in_("step")), _calling(HeldOutEvaluation, "_evaluate", in_("evaluation")):
         try:
             return pretrain_vlm.train_and_export(load_config(flags), platform(), request), ""
         except UserError as error:
@@ -267,7 +267,7 @@ def _error(work: Callable[[], object]) -> str:
     return "no error"
 
 
-def _save_copy(run: Run, target: Path) -> dict[str, Any]:
+def _save_copy(run: Trainer, target: Path) -> dict[str, Any]:
     config = replace(run.config, checkpoint=replace(run.config.checkpoint, dir=target))
     if run.topology.rank == 0:
         target.mkdir(parents=True)

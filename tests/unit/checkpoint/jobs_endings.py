@@ -16,7 +16,7 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed import collective
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.stopping import StopRequest
-from megatron_hetero.training.trainer import Run
+from megatron_hetero.training.trainer import Trainer
 from tests.support.pool import platform
 
 Harm = Callable[[int, Path], object]
@@ -27,16 +27,16 @@ def program(flags: list[str], step: int, harm: Harm, folder: Path) -> tuple[bool
     """What the program does, from its start to the export, where something is harmed in the midst of `step`: whether it
     was finished, and the error that ended it.
     """
-    original = Run._update
+    original = Trainer._update
 
-    def update(self: Run, number: int) -> float:
+    def update(self: Trainer, number: int) -> float:
         if number == step:
             harm(dist.get_rank(), folder)
             collective.on_every(self.topology.files, lambda: None)  # done everywhere
         return original(self, number)
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with mock.patch.object(Run, "_update", update):
+    with mock.patch.object(Trainer, "_update", update):
         try:
             return pretrain_vlm.train_and_export(load_config(flags), platform(), StopRequest()), ""
         except UserError as error:

@@ -13,20 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.config.data_share import Share
-from megatron_hetero.data.mixture import Mixture, RegistryEntry
+from megatron_hetero.config.schema import DatasetConfig
+from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.errors import UserError
 
 SIZES = {"a": 1, "b": 4, "c": 7}
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RegistryEntry]:
+def registry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DatasetConfig]:
     folder = tmp_path_factory.mktemp("sets")
     entries = {}
     for name, size in SIZES.items():
         turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": name}]
         (folder / name).write_text((json.dumps({"conversations": turns}) + "\n") * size)
-        entries[name] = RegistryEntry(folder / name)
+        entries[name] = DatasetConfig(annotations=folder / name)
     return entries
 
 
@@ -47,7 +48,7 @@ def rate_of(text: str) -> Fraction:
 @settings(deadline=None, max_examples=60)
 @given(chosen=entries, seed=st.integers(-3, 2**40), number=st.integers(0, 5))
 def test_every_shuffled_epoch_has_the_right_shares(
-    registry: dict[str, RegistryEntry], chosen: list[tuple[str, str]], seed: int, number: int
+    registry: dict[str, DatasetConfig], chosen: list[tuple[str, str]], seed: int, number: int
 ) -> None:
     mixture = Mixture.parse([name + rate for name, rate in chosen], registry, shuffle=True, seed=seed)
     assert len(mixture) == sum(math.ceil(rate_of(rate) * SIZES[name]) for name, rate in chosen)
@@ -63,7 +64,7 @@ def test_every_shuffled_epoch_has_the_right_shares(
 
 @given(chosen=entries, i=st.integers(0, 10**9))
 def test_without_shuffle_the_stream_is_the_first_records_again_and_again(
-    registry: dict[str, RegistryEntry], chosen: list[tuple[str, str]], i: int
+    registry: dict[str, DatasetConfig], chosen: list[tuple[str, str]], i: int
 ) -> None:
     mixture = Mixture.parse([name + rate for name, rate in chosen], registry, shuffle=False, seed=0)
     expected = []
@@ -75,7 +76,7 @@ def test_without_shuffle_the_stream_is_the_first_records_again_and_again(
     assert (record.dataset, record.index) == expected[i % len(expected)]
 
 
-def test_the_order_depends_on_seed_and_epoch_alone(registry: dict[str, RegistryEntry]) -> None:
+def test_the_order_depends_on_seed_and_epoch_alone(registry: dict[str, DatasetConfig]) -> None:
     def make(seed: int) -> Mixture:
         return Mixture.parse(["b", "c%50"], registry, shuffle=True, seed=seed)
 
@@ -88,7 +89,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(registry: dict[str, RegistryE
     assert len({key for order in ascending for key in order if key[0] == "c"}) > 4
 
 
-def test_whole_data_sets_are_permuted_and_mixed(registry: dict[str, RegistryEntry]) -> None:
+def test_whole_data_sets_are_permuted_and_mixed(registry: dict[str, DatasetConfig]) -> None:
     mixture = Mixture.parse(["b", "c"], registry, shuffle=True, seed=0)
     orders = [epoch(mixture, k) for k in range(20)]
     assert len({tuple(order) for order in orders}) == 20
@@ -96,14 +97,14 @@ def test_whole_data_sets_are_permuted_and_mixed(registry: dict[str, RegistryEntr
     assert len({order[0] for order in orders}) > 5
 
 
-def test_neighbouring_epochs_are_kept_and_no_more(registry: dict[str, RegistryEntry]) -> None:
+def test_neighbouring_epochs_are_kept_and_no_more(registry: dict[str, DatasetConfig]) -> None:
     mixture = Mixture.parse(["c"], registry, shuffle=True, seed=0)
     for i in (0, 7, 6, 7, 14):
         mixture[i]
     assert sorted(mixture._epochs) == [1, 2]
 
 
-def test_negative_samples_and_iteration_are_refused(registry: dict[str, RegistryEntry]) -> None:
+def test_negative_samples_and_iteration_are_refused(registry: dict[str, DatasetConfig]) -> None:
     mixture = Mixture.parse(["a"], registry, shuffle=False, seed=0)
     with pytest.raises(IndexError):
         mixture[-1]
@@ -117,14 +118,17 @@ def test_shares_round_trip(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["c%", "c%0", "c%0.0", "c%-5", "c%half", "c%nan", "c%1e3", "%50", "c%50%"])
-def test_bad_rates_are_named(registry: dict[str, RegistryEntry], text: str) -> None:
+def test_bad_rates_are_named(registry: dict[str, DatasetConfig], text: str) -> None:
     with pytest.raises(UserError, match=r"data\.datasets: found '.*a percentage > 0.*%50") as caught:
         Mixture.parse([text], registry, shuffle=False, seed=0)
     assert repr(text) in str(caught.value)
 
 
 def test_unknown_names_get_a_suggestion(tmp_path: Path) -> None:
-    registry = {"shapes": RegistryEntry(tmp_path / "x"), "captions": RegistryEntry(tmp_path / "y")}
+    registry = {
+        "shapes": DatasetConfig(annotations=tmp_path / "x"),
+        "captions": DatasetConfig(annotations=tmp_path / "y"),
+    }
     with pytest.raises(UserError, match=r"unknown data set 'shape'.*\(shapes, captions\).*Did you mean 'shapes'\?$"):
         Mixture.parse(["shape%50"], registry, shuffle=False, seed=0)
     with pytest.raises(UserError, match=r"unknown data set 'zzz'.*Add it to data\.registry"):

@@ -11,10 +11,11 @@ import pytest
 
 from megatron_hetero.batch.step_loader import pack_metadata
 from megatron_hetero.batch.step_plan import ImageSource
+from megatron_hetero.config.schema import EncoderConfig
 from megatron_hetero.data.packing import pack
 from megatron_hetero.data.records import Annotations
 from megatron_hetero.errors import UserError
-from megatron_hetero.processor.processor import EncoderSource, Processor
+from megatron_hetero.processor.processor import Processor
 
 ENCODERS = ("vision", "detail")
 ANSWER = {"from": "gpt", "value": "A cup."}
@@ -36,7 +37,7 @@ def load(folder: Path, pictures: Path, record: object, encoders: tuple[str, ...]
 
 @pytest.fixture(scope="module")
 def two(model_folder: Path) -> Processor:
-    source = EncoderSource(model_folder, "<|video_pad|>", min_pixels=28 * 28 * 9, max_pixels=28 * 28 * 30)
+    source = EncoderConfig(hf_path=model_folder, token="<|video_pad|>", min_pixels=28 * 28 * 9, max_pixels=28 * 28 * 30)
     return Processor.from_folder(model_folder, encoders={"detail": source})
 
 
@@ -110,4 +111,4 @@ def test_without_such_an_encoder_the_mark_is_text(tmp_path: Path, pictures: Path
 )  # fmt: skip
 def test_tokens_that_do_not_serve_are_refused(token: str, found: str, model_folder: Path) -> None:
     with pytest.raises(UserError, match=f"model.encoders.detail.token: .*{re.escape(found)}"):
-        Processor.from_folder(model_folder, encoders={"detail": EncoderSource(model_folder, token)})
+        Processor.from_folder(model_folder, encoders={"detail": EncoderConfig(hf_path=model_folder, token=token)})

@@ -15,14 +15,14 @@ from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.execution.runtime import _Execution
 from megatron_hetero.execution.watch import Stopwatch
 from megatron_hetero.planning.memory.parameters import parameters_of
-from megatron_hetero.training.trainer import Run
+from megatron_hetero.training.trainer import Trainer
 from megatron_hetero.training.trial import assumed_step
 
 
 def measure(flags: list[str]) -> dict[str, Any]:
     """Bytes by kind that one real step takes on this rank, rows that it sends and receives, and its parameters."""
     config = load_config(flags)
-    run = Run.build(config, Platform(CPU, "gloo"))
+    run = Trainer.build(config, Platform(CPU, "gloo"))
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
     step = assumed_step(run)
     live = LiveActivations(run)
@@ -44,7 +44,7 @@ def measure(flags: list[str]) -> dict[str, Any]:
     }
 
 
-def _planned(run: Run, module: Any) -> list[Any]:
+def _planned(run: Trainer, module: Any) -> list[Any]:
     tp = module.groups.tp.size()
     found = parameters_of(module.name, run.shapes, tp, module.stages, run.config.model.freeze)
     return [[p.name for p in found], sum(p.elements for p in found)]
@@ -125,7 +125,7 @@ class LiveActivations:
     hidden states and rows that the interpreter keeps. Each memory counts once.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Trainer):
         self.peak, self.saved, self.execution = 0, {}, None
         self.parameters = {p.untyped_storage().data_ptr() for m in run.modules for p in m.parameters.values()}
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
@@ -139,7 +139,7 @@ class LiveActivations:
     def __exit__(self, *error: Any) -> None:
         self.hooks.__exit__(*error)
 
-    def _execute(self, run: Run, schedule: Any, load: Any) -> Tensor:
+    def _execute(self, run: Trainer, schedule: Any, load: Any) -> Tensor:
         self.execution = _Execution(run.interpreter, schedule, load)
         return self.execution.run()
 

@@ -22,7 +22,7 @@ from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.training.export import assemble, gather_parameters
-from megatron_hetero.training.trainer import Run
+from megatron_hetero.training.trainer import Trainer
 from tests.support.pool import platform
 
 Arrays = dict[str, np.ndarray]
@@ -30,7 +30,7 @@ MakeFlags = Callable[..., list[str]]
 """The fixture `make_flags`."""
 
 
-def build(flags: list[str]) -> Run:
+def build(flags: list[str]) -> Trainer:
     """The run that the program would build, without its metrics: workers outlive their runs, and those of another pool
     could not write to the same log.dir.
     """
@@ -39,18 +39,18 @@ def build(flags: list[str]) -> Run:
     return run
 
 
-def build_logged(flags: list[str]) -> Run:
+def build_logged(flags: list[str]) -> Trainer:
     """The run that the program would build. Close its writer."""
-    return Run.build(load_config(flags), platform())
+    return Trainer.build(load_config(flags), platform())
 
 
-def stored(run: Run, value: Callable[[Any], torch.Tensor] = lambda p: p.detach().float()) -> Arrays:
+def stored(run: Trainer, value: Callable[[Any], torch.Tensor] = lambda p: p.detach().float()) -> Arrays:
     """A value of every parameter by stored name, on rank 0."""
     parts = gather_parameters(run.modules, run.topology, value)
     return {name: tensor.numpy().copy() for name, tensor in assemble(parts, stored_shapes(run.shapes))}
 
 
-def gradient(run: Run) -> Arrays:
+def gradient(run: Trainer) -> Arrays:
     """The gradients in the buffers, zero where a parameter is frozen."""
     return stored(run, lambda p: p.main_grad if p.requires_grad else torch.zeros(p.shape))
 
@@ -131,7 +131,7 @@ def error_of(flags: list[str]) -> tuple[int, str]:
 
 
 @contextmanager
-def _after_backward(run: Run, edit: Callable[[Any, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def _after_backward(run: Trainer, edit: Callable[[Any, torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Let `edit(models, loss)` change gradients or loss between the backward pass and the reduction."""
     real = run.interpreter.run
     models = {module.name: module.model for module in run.modules}
