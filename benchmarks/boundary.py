@@ -16,9 +16,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.boundary_report import BoundaryReport  # noqa: E402  (after the number of threads is set)
-from benchmarks.crew import Crew  # noqa: E402
-from benchmarks.edges import EDGES, Edge, whole_samples  # noqa: E402
+from benchmarks.boundary_report import BoundaryReport
+from benchmarks.crew import Crew
+from benchmarks.edges import EDGES, Edge, whole_samples
 
 RESULTS = Path(__file__).parent / "results"
 RANKS = 8

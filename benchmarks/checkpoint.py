@@ -25,9 +25,9 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.checkpoint_report import CheckpointReport  # noqa: E402  (after the number of threads is set)
-from benchmarks.crew import Crew  # noqa: E402
-from benchmarks.material import ModelSize, write_samples  # noqa: E402
+from benchmarks.checkpoint_report import CheckpointReport
+from benchmarks.crew import Crew
+from benchmarks.material import ModelSize, write_samples
 
 RESULTS = Path(__file__).parent / "results"
 SIZE = ModelSize(vision_hidden=512, text_hidden=1024, text_layers=12)

@@ -282,7 +282,7 @@ def _none(name: str) -> int:
 
 
 def _group(args: Sequence[Any]) -> dist.ProcessGroup:
-    return dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))  # pyright: ignore
+    return dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
 
 
 def _of_all_to_all(args: Sequence[Any], group: dist.ProcessGroup) -> int:

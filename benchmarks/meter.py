@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ def total_seconds(records: Sequence[Collective]) -> float:
 
 
 def _group(args: Sequence[Any]) -> dist.ProcessGroup:
-    return dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))  # pyright: ignore
+    return dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
 
 
 def _wait_for_device(args: Sequence[Any]) -> None:
@@ -166,11 +166,11 @@ class SavedActivations:
         """Bytes so far."""
         return sum(self._storages.values())
 
-    def __enter__(self) -> SavedActivations:
+    def __enter__(self) -> Self:
         self._hooks.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
 
     def _pack(self, saved: Tensor) -> Tensor:

@@ -20,14 +20,14 @@ from statistics import median
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import numpy as np  # noqa: E402  (after the number of threads is set)
+import numpy as np
 
-from benchmarks.report import table, verdict  # noqa: E402
-from megatron_hetero.batch.step_plan import Images, PackShape, StepPlanner  # noqa: E402
-from megatron_hetero.boundary.ownership import Groups, Ownership  # noqa: E402
-from megatron_hetero.boundary.plan import plan_boundary  # noqa: E402
-from megatron_hetero.layout.layout import Layout  # noqa: E402
-from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape  # noqa: E402
+from benchmarks.report import table, verdict
+from megatron_hetero.batch.step_plan import Images, PackShape, StepPlanner
+from megatron_hetero.boundary.ownership import Groups, Ownership
+from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 
 RESULTS = Path(__file__).parent / "results"
 MOST_MS = 50.0

@@ -60,7 +60,7 @@ class LiveActivations:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
 
     def _pack(self, saved: Tensor) -> Tensor | _Kept:

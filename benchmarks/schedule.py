@@ -23,10 +23,10 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.crew import Crew  # noqa: E402  (after the number of threads is set)
-from benchmarks.material import ModelSize, write_samples  # noqa: E402
-from benchmarks.schedule_report import EVEN, UNEVEN, ScheduleReport  # noqa: E402
-from megatron_hetero.schedule.settings import ScheduleSettings  # noqa: E402
+from benchmarks.crew import Crew
+from benchmarks.material import ModelSize, write_samples
+from benchmarks.schedule_report import EVEN, UNEVEN, ScheduleReport
+from megatron_hetero.schedule.settings import ScheduleSettings
 
 RESULTS = Path(__file__).parent / "results"
 APART = ModelSize(vision_layers=9, text_layers=4, text_hidden=384)

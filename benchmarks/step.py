@@ -16,9 +16,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.crew import Crew  # noqa: E402  (after the number of threads is set)
-from benchmarks.material import Case, ModelSize, write_material  # noqa: E402
-from benchmarks.report import EncoderReport, StepReport  # noqa: E402
+from benchmarks.crew import Crew
+from benchmarks.material import Case, ModelSize, write_material
+from benchmarks.report import EncoderReport, StepReport
 
 RESULTS = Path(__file__).parent / "results"
 

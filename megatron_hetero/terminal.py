@@ -26,6 +26,7 @@ class Parser(argparse.ArgumentParser):
     """Of a command line. What it quotes in a message is escaped where a terminal would obey it."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the message and exit."""
         super().error(printable(message))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.support.pool import Pool  # noqa: E402  (after the number of threads is set)
+from tests.support.pool import Pool
 
 Pools = Callable[[int], Pool]
 

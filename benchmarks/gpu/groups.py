@@ -98,7 +98,7 @@ class _Several(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return all([work.wait() for work in self._works])
+        return all(work.wait() for work in self._works)
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

@@ -57,7 +57,7 @@ class Record:
         checks = [asdict(check) | {"passed": check.passed} for check in self.checks]
         beside = self.file.with_suffix(".new")
         beside.write_text(json.dumps({"numbers": self.numbers, "checks": checks}), encoding="utf-8")
-        os.replace(beside, self.file)
+        os.replace(beside, self.file)  # noqa: PTH105 (by name)
 
 
 def read(file: Path) -> dict[str, Any]:

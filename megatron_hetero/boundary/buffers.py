@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -62,7 +64,7 @@ class BufferLease:
         while self._acquired:
             self._pool.release(self._acquired.pop())
 
-    def __enter__(self) -> BufferLease:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

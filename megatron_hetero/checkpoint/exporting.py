@@ -174,7 +174,7 @@ def _require_no_checkpoints_name(target: Path, checkpoints: Path) -> None:
 def require_folders(sources: ModelSources, checkpoint: Path) -> None:
     """Check that the folders of a checkpoint's model are there. Raises `UserError` naming the flag that says where."""
     for setting, folder in sources.folders.items():
-        if not os.path.isfile(folder / CONFIG):  # Not the method: it raises for a name that no file can have.
+        if not os.path.isfile(folder / CONFIG):  # noqa: PTH113 (the method it raises for a name that no file can have)
             raise UserError.at(
                 f"{setting} of {checkpoint / RECORD}",
                 found=f"no {folder / CONFIG}",

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -153,7 +153,7 @@ class _Loader(yaml.SafeLoader):
     `4:16`, `on` and `2024-01-01` are text, not a number, a boolean, a date).
     """
 
-    yaml_implicit_resolvers: dict[str, list[Any]] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
 
     # Not in construct_mapping, which may see a node after `<<` has merged in another's keys.
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:

@@ -126,7 +126,7 @@ class Annotations(Sequence[Record]):
         Raises:
             UserError: a missing, broken or empty file, a missing image folder, or a malformed record.
         """
-        if images is not None and not os.path.isdir(images):
+        if images is not None and not os.path.isdir(images):  # noqa: PTH112
             raise UserError.at(
                 f"data.registry.{name}.images",
                 found=f"{images}, which is not a folder that can be read",

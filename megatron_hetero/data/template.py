@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from datetime import datetime
 from functools import cache, wraps
-from typing import Any
+from typing import Any, ClassVar
 
 from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.compiler import CodeGenerator, Frame
@@ -76,7 +76,7 @@ class _Left(threading.local):
 class _Generation(Extension):
     """``{% generation %}`` marks what an assistant writes, which does not change the text."""
 
-    tags = {"generation"}
+    tags: ClassVar = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -104,6 +104,7 @@ class _Code(CodeGenerator):
             self.write("None") if bound is None else self.visit(bound, frame)
             self.write(", ")
         self.write("))")
+        return None
 
     def visit_List(self, node: nodes.List, frame: Frame) -> None:
         self.write("environment.kept(")
@@ -214,7 +215,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> None:
         """Left to `is_safe_attribute`, which refuses it: a format asks for any width."""
 
-    def call(self, context: Context, function: Any, /, *args: Any, **named: Any) -> Any:  # pyright: ignore
+    def call(self, context: Context, function: Any, /, *args: Any, **named: Any) -> Any:
         text = getattr(function, "__self__", None)
         if isinstance(text, str):
             function, args = self._charging(function.__name__, getattr(str, function.__name__)), (text, *args)

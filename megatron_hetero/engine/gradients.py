@@ -64,7 +64,7 @@ def reduce_gradients(
     for module, _ in trained.values():
         _sum_parts_over_tp(module)
     for module, _ in trained.values():
-        module.ddp.finish_grad_sync(force_all_reduce=topology.platform.prefers_all_reduce)  # pyright: ignore
+        module.ddp.finish_grad_sync(force_all_reduce=topology.platform.prefers_all_reduce)  # pyright: ignore[reportOptionalMemberAccess]
     for module, optimizer in trained.values():
         _sum_tied_over_stages(module, optimizer)
     squares = {name: _squares(*pair) for name, pair in trained.items()}
@@ -118,7 +118,7 @@ def _gather_rows(mine: Tensor, topology: Topology) -> Tensor:
 
 def _is_finite(module: TrainedModule) -> Tensor:
     # The extremes of a buffer are finite where all of it is; NaN counts as both. Many times as fast as a norm.
-    extremes = [end for b in module.ddp.buffers for end in torch.aminmax(b.grad_data)]  # pyright: ignore
+    extremes = [end for b in module.ddp.buffers for end in torch.aminmax(b.grad_data)]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalMemberAccess]
     return torch.stack(extremes).isfinite().all().double()
 
 
@@ -208,7 +208,7 @@ def _squares(module: TrainedModule, optimizer: Any) -> Tensor:
         for part in _counted_parts(parameter, module, name, _owned_range(optimizer, parameter))
         if part[0].numel()
     ]
-    device = module.ddp.buffers[0].grad_data.device  # pyright: ignore
+    device = module.ddp.buffers[0].grad_data.device  # pyright: ignore[reportIndexIssue, reportOptionalMemberAccess]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
     # All norms at once: a model has hundreds of parameters.

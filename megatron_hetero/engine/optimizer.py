@@ -70,7 +70,7 @@ def _overrides(module: TrainedModule, config: OptimizerConfig) -> dict[ParamKey,
     exempt = {"wd_mult": 0.0, "weight_decay": 0.0}
     overrides: dict[ParamKey, Any] = {ParamKey(name="*.bias", predicate=one_dimensional): exempt}
     encoder, *projector = parts_of(module.name)
-    rates = {part: config.lr_projector for part in projector}
+    rates = dict.fromkeys(projector, config.lr_projector)
     rates |= {} if module.name == TEXT else {encoder: config.lr_vision}
     for group, peak in rates.items():
         if peak is not None:

@@ -132,7 +132,7 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
         if depth > DEEPEST:
             raise _too_deep(path)
         if not text.isascii() and _has_surrogates(text):
-            raise _refused(path, f"{ascii(text[:60])}, half of a character", "text that UTF-8 can write")
+            raise _refused(path, f"{text[:60]!a}, half of a character", "text that UTF-8 can write")
     return value
 
 

@@ -60,7 +60,9 @@ class WeightSource(Protocol):
     """Where a module's weights are read from. `shapes`: of all tensors by name."""
 
     @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of all tensors by name."""
+        ...
 
     def read(self, piece: Piece) -> Tensor:
         """The values of one piece: 1-D where the tensor is, else 2-D."""

@@ -121,7 +121,7 @@ class Action:
         if found := _CROSSING.fullmatch(text):
             source, target, kind, batch, finishes = found.groups()
             encoder, into = (source, target) if kind == "F" else (target, source)
-            return cls("finish" if finishes else "start", kind, encoder, int(batch), None, into)  # pyright: ignore
+            return cls("finish" if finishes else "start", kind, encoder, int(batch), None, into)  # pyright: ignore[reportArgumentType]
         raise ValueError(
             f"found {text!r}, expected an action such as 'text.1.F3', 'text.1>2.F3', 'text.2<1.F3', 'text.2<1.F3!', "
             "'vision>text.F3' or 'vision>text.F3!'"

@@ -37,7 +37,7 @@ def format_schedule(schedule: Schedule) -> str:
 def excerpt(schedule: Schedule, points: Sequence[Point], around: int = 4) -> str:
     """The grid around `points`, which are marked. Their roles come first."""
     step = steps(replay(schedule))
-    marks = {point: f" {MARK}" for point in points}
+    marks = dict.fromkeys(points, f" {MARK}")
     near = {step.get(point, step.get((point[0], point[1] - 1), 0)) for point in points}
     roles = list(dict.fromkeys([role for role, _ in points] + list(range(len(schedule.roles)))))[:SHOWN_ROLES]
     cells = _cells(schedule, roles, step, marks)

@@ -90,7 +90,7 @@ class Dependencies:
     def of(self, role: int, action: Action) -> list[Event]:
         """The events that the action waits for; none for actions that do not block."""
         if action.op == "wait":
-            sent = send(action.kind, action.module, action.peer, action.stage, action.micro_batch)  # pyright: ignore
+            sent = send(action.kind, action.module, action.peer, action.stage, action.micro_batch)  # pyright: ignore[reportArgumentType]
             return [Event(other, sent) for other in self.peer_roles(role, action)]
         if action.op != "finish" or action.module not in self._participants:
             return []

@@ -8,6 +8,7 @@ plain additions in a fixed order, never reductions whose order depends on the ma
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,7 +38,7 @@ def deal_in_order(count: int, replicas: int) -> list[list[int]]:
     """The items of each of `replicas`: contiguous blocks of 0 .. `count` - 1, the first ones longer by at most one."""
     each, longer = divmod(count, replicas)
     starts = [replica * each + min(replica, longer) for replica in range(replicas + 1)]
-    return [list(range(start, stop)) for start, stop in zip(starts[:-1], starts[1:], strict=True)]
+    return [list(range(start, stop)) for start, stop in itertools.pairwise(starts)]
 
 
 def loads_of(costs: Sequence[float], dealt: Sequence[Sequence[int]]) -> list[float]:

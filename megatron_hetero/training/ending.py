@@ -82,6 +82,7 @@ class Ending:
         elif target is not None and not self._written(target):
             self._problems[-1] += f" {held_by} has the trained model: `{EXPORT} {held_by} HF_DIR` writes it."
         self._add_faults()
+        return None
 
     def finish(self) -> None:
         """Raise `SharedError` where anything went wrong."""
@@ -149,6 +150,7 @@ class Ending:
                     self._problems[-1] += f" The {model} is in {place}."
                 return self._run.writer.print(f"the {model} is in {place}")
         self._problems[-1] += f" The {model} could be written nowhere, and is lost."
+        return None
 
     def _written(self, place: Path) -> bool:
         try:

@@ -77,7 +77,7 @@ class LogFolder:
 
     def _is_there(self) -> bool:
         try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+            return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return False
 

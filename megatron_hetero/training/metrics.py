@@ -300,6 +300,7 @@ class MetricsWriter:
         self.faults.pop(FILE_NAME, None)
         if made_again:
             self._note(REMOVED, _removed(self._log.folder))
+        return None
 
     def _show(self, group: str, step: int, values: Mapping[str, Any]) -> None:
         """Write for TensorBoard, until that fails."""

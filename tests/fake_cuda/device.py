@@ -14,7 +14,7 @@ import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 from weakref import finalize
 
@@ -72,13 +72,13 @@ class FakeGpu:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> FakeGpu:
+    def __enter__(self) -> Self:
         self._stack.enter_context(_cuda_calls(lambda what: self.waits_for(what)))
         self._stack.enter_context(self._fake)
         self._stack.enter_context(_Dispatch(self))
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     @contextlib.contextmanager

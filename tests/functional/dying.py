@@ -27,7 +27,7 @@ CALLS = {
     "comparison": ("megatron_hetero.training.trainer", "require_agreement", 1),
     "groups": ("torch.distributed", "new_group", 3),
     "data": ("megatron_hetero.batch.step_loader", "StepLoader.load", 2),
-    "gradient sums": ("megatron_hetero.training.trainer", "reduce_gradients", 2),
+    "gradient sums": ("megatron_hetero.training.share", "reduce_gradients", 2),
     "update": ("megatron_hetero.training.trainer", "Trainer._update", 2),
     "evaluation": ("megatron_hetero.training.share", "Share.added_over_ranks", 1),
     "save": ("megatron_hetero.checkpoint.state", "write_entries", 2),

@@ -6,7 +6,7 @@ import json
 import shutil
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,9 +30,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(good: Path, tmp_path: Path) -> Iterator[Path]:
+def copy(good: Path, tmp_path: Path) -> Path:
     shutil.copytree(good, tmp_path / "run")
-    yield tmp_path / "run"
+    return tmp_path / "run"
 
 
 def flags(folder: Path) -> list[str]:

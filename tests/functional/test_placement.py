@@ -64,9 +64,25 @@ def test_two_agents_train_a_disjoint_layout(folder: Path, expected: list[float])
     port = _free_port()
     agents = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)]
-            + ["--nproc-per-node", str(2 - node), "--master-addr", "127.0.0.1", "--master-port", port]
-            + [str(PROGRAM), "--config", str(folder / "config.yaml"), *DISJOINT],
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                "2",
+                "--node-rank",
+                str(node),
+                "--nproc-per-node",
+                str(2 - node),
+                "--master-addr",
+                "127.0.0.1",
+                "--master-port",
+                port,
+                str(PROGRAM),
+                "--config",
+                str(folder / "config.yaml"),
+                *DISJOINT,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -192,7 +192,7 @@ class TwoTowers(Oracle):
                   "<|video_pad|>": (self.detail, "detail", self.detail_images)}  # fmt: skip
         inputs = {pad: self._images(record, field, images) for pad, (_, field, images) in towers.items()}
         text = self._render(record)
-        shown = [pad for pad in re.findall(r"<\|(?:image|video)_pad\|>", text)]
+        shown = list(re.findall(r"<\|(?:image|video)_pad\|>", text))
         grids = {pad: found.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long)) for pad, found in inputs.items()}
         ids = self._tokens(text, grids)
         embedded = core.get_input_embeddings()(ids[None])

@@ -32,7 +32,7 @@ def test_the_message_names_setting_values_and_ranks() -> None:
 
 def test_long_values_and_many_differences_are_cut() -> None:
     mine = {f"setting {i}": "x" * 1000 for i in range(30)}
-    message = judge([Statement(mine), Statement({name: "y" for name in mine})])
+    message = judge([Statement(mine), Statement(dict.fromkeys(mine, "y"))])
     assert message.count("setting ") == MOST_SHOWN and f"and {30 - MOST_SHOWN} more" in message and len(message) < 3000
 
 
@@ -52,7 +52,7 @@ def compared(store: dist.Store, statements: list[Statement], **options: object) 
 
     def compare(rank: int) -> str:
         try:
-            require_agreement(statements[rank], store, rank, len(statements), **options)  # pyright: ignore
+            require_agreement(statements[rank], store, rank, len(statements), **options)  # pyright: ignore[reportArgumentType]
         except UserError as error:
             return str(error)
         return ""

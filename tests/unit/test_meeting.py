@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -78,14 +78,14 @@ def test_who_is_missing_is_said_and_at_last_an_error(capsys: pytest.CaptureFixtu
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+def place(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """An environment as of ranks that are started by hand, at a free port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", **environ}.items():
         monkeypatch.setenv(name, value)
-    yield environ
+    return environ
 
 
 def test_ranks_that_do_not_come_are_named(place: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

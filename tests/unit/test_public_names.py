@@ -57,14 +57,18 @@ def test_public_names_are_listed_once_for_people_for_checkers_and_at_run_time() 
 
 
 def test_the_guide_lists_every_public_name_on_one_screen() -> None:
-    table = re.search(r"^\| what .*?\n\n", (ROOT / "docs/library.md").read_text(encoding="utf-8"), re.M | re.S)
+    table = re.search(
+        r"^\| what .*?\n\n", (ROOT / "docs/library.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     assert table and len(table[0].splitlines()) < 40
     named = {name for line in table[0].strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[2])}
     assert named == set(megatron_hetero.__all__)
 
 
 def test_code_in_the_guide_calls_public_names_only() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/library.md").read_text(encoding="utf-8"), re.M | re.S)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/library.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     nodes = [node for block in blocks for node in ast.walk(ast.parse(block))]
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert called - set(megatron_hetero.__all__) == {"encoder", "decoder"}

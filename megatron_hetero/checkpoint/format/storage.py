@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,9 @@ class _IndexUnpickler(pickle._Unpickler):
     a broken index say.
     """
 
-    dispatch = {code: work for code, work in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}
+    dispatch: ClassVar = {
+        code: work for code, work in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:

@@ -92,7 +92,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllToAll.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None  # pyright: ignore
+        return _AllToAll.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -37,7 +37,7 @@ class Kernel(Protocol):
     `scale`: of the scores; 1 / sqrt(D) where None.
     """
 
-    def __call__(
+    def __call__(  # noqa: D102 (above)
         self, q_nHD: Tensor, k_KhD: Tensor, v_KhD: Tensor, segments: Segments, *, causal: bool, scale: float | None
     ) -> Tensor: ...  # fmt: skip
 

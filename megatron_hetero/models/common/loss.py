@@ -47,7 +47,7 @@ def vocab_parallel_cross_entropy(
     `logits`: [tokens, local vocabulary], of which the first `valid` columns stand for the vocabulary ids from `first`
     on and the rest is padding. `targets`: int64 [tokens], global ids, the same on every rank.
     """
-    return _VocabParallelCrossEntropy.apply(logits, targets, first, valid, group)  # pyright: ignore
+    return _VocabParallelCrossEntropy.apply(logits, targets, first, valid, group)
 
 
 def vocab_parallel_hits(logits: Tensor, targets: Tensor, first: int, valid: int, group: dist.ProcessGroup) -> Tensor:

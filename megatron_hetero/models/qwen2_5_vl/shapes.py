@@ -148,6 +148,7 @@ class TextShape:
 
 
 def vision_shape(vision: Any) -> VisionShape:
+    """Of the configuration `vision_config`."""
     return VisionShape(
         layers=vision.depth,
         hidden=vision.hidden_size,
@@ -165,6 +166,7 @@ def vision_shape(vision: Any) -> VisionShape:
 
 
 def text_shape(config: Any) -> TextShape:
+    """Of the configuration of a whole model."""
     text = config.text_config
     rope = text.rope_parameters
     return TextShape(

@@ -176,7 +176,7 @@ class _Host:
             self.issued[wait] = self.issued[wait]._replace(waits=self.operation[action])
 
     def _wait(self, at: int, action: Action) -> None:
-        posted = irecv(action.kind, action.module, action.stage, action.peer, action.micro_batch)  # pyright: ignore
+        posted = irecv(action.kind, action.module, action.stage, action.peer, action.micro_batch)  # pyright: ignore[reportArgumentType]
         if posted not in self.operation:  # The receive is issued later.
             self.early[posted] = len(self.issued)
         self._stream_wait(at, "", self.operation.get(posted, -1))

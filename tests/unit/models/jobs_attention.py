@@ -121,7 +121,7 @@ def _layer(causal: bool) -> Any:
     layer: Any = PackedSelfAttention.__new__(PackedSelfAttention)
     torch.nn.Module.__init__(layer)
     layer.attn_mask_type = AttnMaskType.causal if causal else AttnMaskType.no_mask
-    layer.core_attention = TorchAttention(SimpleNamespace(), 1, layer.attn_mask_type, "self")  # pyright: ignore
+    layer.core_attention = TorchAttention(SimpleNamespace(), 1, layer.attn_mask_type, "self")  # pyright: ignore[reportArgumentType]
     return layer
 
 
@@ -239,7 +239,7 @@ def assert_adjoint(x: list[Tensor], ax: list[Tensor], c: list[Tensor], total: in
     """<A x, c> = <x, A^T c>, summed over the ranks."""
     products = torch.stack([(part * cotangent).sum() for part, cotangent in zip(ax, c, strict=True)])
     products.sum().backward()
-    found = torch.stack([products.detach().sum(), sum((part * part.grad).sum() for part in x).detach()])  # pyright: ignore
+    found = torch.stack([products.detach().sum(), sum((part * part.grad).sum() for part in x).detach()])  # pyright: ignore[reportAttributeAccessIssue, reportOperatorIssue]
     dist.all_reduce(found)
     assert found[0] == found[1] and (total == 0 or found[0] != 0)
 
@@ -304,7 +304,7 @@ def _cross_entropy(vocabulary: int, tokens: int, rank: int, members: int, group:
     assert got.dtype == torch.float32 and own.grad is not None and logits.grad is not None
     assert not own.grad[:, valid:].any(), "padding has a gradient"
     errors = (got - expected).abs(), (own.grad[:, :valid] - logits.grad[:, first : first + valid]).abs()
-    return tuple(float(error.max()) if error.numel() else 0.0 for error in errors)  # pyright: ignore
+    return tuple(float(error.max()) if error.numel() else 0.0 for error in errors)  # pyright: ignore[reportReturnType]
 
 
 def hits(vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:

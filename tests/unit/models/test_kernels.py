@@ -155,7 +155,7 @@ def test_one_launch_equals_a_masked_softmax(
     asked = np.concatenate([np.arange(end - q, end) for end, q in zip(ends, pieces.queries, strict=True)])
     q, k, v = whole
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
-    attention = TorchAttention(SimpleNamespace(), 1, mask, "self", kernel=STAND_INS[name])  # pyright: ignore
+    attention = TorchAttention(SimpleNamespace(), 1, mask, "self", kernel=STAND_INS[name])  # pyright: ignore[reportArgumentType]
     got = attention(q[asked], k, v, None, packed_seq_params=Segments.of_pieces(pieces, CPU))
     expected = naive(q, k, v, pieces.keys, causal)[asked]
     torch.testing.assert_close(got, expected)

@@ -37,4 +37,4 @@ def test_layers_compute_what_those_on_pytorch_do(
 
 def test_before_hopper_attention_is_ours(with_te: Pool) -> None:
     found = with_te.run(jobs.attentions, "dp:2", 2, (16, 7, 2, 9), AMPERE)
-    assert found == [dict.fromkeys(jobs.LAYERS, [COLUMN, OURS, ROW])] * 2
+    assert found == [{layer: [COLUMN, OURS, ROW] for layer in jobs.LAYERS}] * 2

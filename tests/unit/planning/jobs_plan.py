@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -130,13 +130,13 @@ class LiveActivations:
         self.parameters = {p.untyped_storage().data_ptr() for m in run.modules for p in m.parameters.values()}
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
         run.interpreter.watch = _Sampler(run.platform, self)  # pyright: ignore[reportAttributeAccessIssue]
-        run.interpreter.run = lambda schedule, load: self._execute(run, schedule, load)  # pyright: ignore
+        run.interpreter.run = lambda schedule, load: self._execute(run, schedule, load)
 
-    def __enter__(self) -> LiveActivations:
+    def __enter__(self) -> Self:
         self.hooks.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.hooks.__exit__(*error)
 
     def _execute(self, run: Trainer, schedule: Any, load: Any) -> Tensor:

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def _found(plan: object) -> str:
-    return "\n".join(f"{problem.found} -> {problem.fix}" for problem in problems_of(plan))  # pyright: ignore
+    return "\n".join(f"{problem.found} -> {problem.fix}" for problem in problems_of(plan))  # pyright: ignore[reportArgumentType]
 
 
 # ------------------------------------------------------------------------------------------------ numbers

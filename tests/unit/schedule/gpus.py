@@ -50,7 +50,7 @@ class Gpu:
     def advance(self, tagged: dict[Hashable, Entry]) -> bool:
         """Let begin and end what may; whether anything did."""
         moved = False
-        while any([self._step(queue, tagged) for queue in self.queues.values() if queue]):
+        while any(self._step(queue, tagged) for queue in self.queues.values() if queue):
             moved = True
         return moved
 
@@ -94,7 +94,7 @@ class Gpus:
         lists = [self._issued(rank) for role in self.schedule.roles for rank in role.ranks]
         gpus = [Gpu(each, self.one_queue) for each in lists if each]
         tagged = {entry.tag: entry for each in lists for entry in each if entry.tag is not None}
-        while any([gpu.advance(tagged) for gpu in gpus]):
+        while any(gpu.advance(tagged) for gpu in gpus):
             pass
         return [entry for each in lists for entry in each if not entry.ended]
 
@@ -163,7 +163,7 @@ class Gpus:
         other = self.schedule.peer_rank(rank, a)
         source, target = (rank, other) if a.op == "send" else (other, rank)
         way = "back" if a.kind == "B" else "forth"
-        message = (a.kind, a.micro_batch, max(a.stage, a.peer), min(a.stage, a.peer), a.module, source, target)  # pyright: ignore
+        message = (a.kind, a.micro_batch, max(a.stage, a.peer), min(a.stage, a.peer), a.module, source, target)  # pyright: ignore[reportArgumentType]
         queue = f"{a.module} {way} {source} {target}" if self.pairs else f"{a.module} {way}"
         return Entry(rank, a, queue, (message, rank), frozenset([(message, other)]))
 

@@ -85,7 +85,7 @@ class Execution:
         return (source, target) if a.kind == "F" else (target, source)
 
     def _start(self, rank: int, a: Action) -> bool:
-        source, target = self._sides(a)
+        source, _target = self._sides(a)
         if rank in source:
             last = self.schedule.module[a.module].stages - 1
             forward = Action("run", "F", a.module, a.micro_batch, last)

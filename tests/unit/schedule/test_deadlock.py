@@ -27,7 +27,7 @@ from tests.unit.schedule.shapes import layouts, schedules
 
 SHARED = Wiring(links="pipeline", boundaries="boundary")
 """What there was before: both directions of a boundary, and all ranks of a pipeline, on one communicator."""
-WIRINGS = [Wiring(*each) for each in product(("pair", "pipeline"), ("direction", "boundary"))]  # pyright: ignore
+WIRINGS = [Wiring(*each) for each in product(("pair", "pipeline"), ("direction", "boundary"))]
 
 
 # ------------------------------------------------------------------------------------- what is built ends

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 
@@ -117,7 +119,7 @@ def test_times_agree_with_the_order(schedule: Schedule) -> None:
     simulation = simulate(schedule, unit, transfers=0.25)
     assert [tuple(s.action for s in spans) for spans in simulation.spans] == [r.actions for r in schedule.roles]
     for spans in simulation.spans:
-        assert all(a.end <= b.start + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(spans))
         assert all(s.start <= s.end for s in spans)
     for rank in schedule.role_index:
         assert 0 <= simulation.bubble(rank) < 1 and simulation.busy(rank) <= simulation.seconds + 1e-9

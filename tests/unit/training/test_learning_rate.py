@@ -11,7 +11,7 @@ from megatron_hetero.engine.learning_rate import learning_rate
 
 def rates(schedule: str, warmup: int, total: int, steps: int | None = None) -> list[float]:
     return [
-        learning_rate(step, peak=8.0, minimum=2.0, schedule=schedule, warmup=warmup, total=total)  # pyright: ignore
+        learning_rate(step, peak=8.0, minimum=2.0, schedule=schedule, warmup=warmup, total=total)  # pyright: ignore[reportArgumentType]
         for step in range(1, (steps or total) + 1)
     ]
 

@@ -19,8 +19,8 @@ from megatron_hetero.training.metrics_history import evaluated_after, evaluation
 
 
 def metrics(step: int = 1, **changes: object) -> StepMetrics:
-    values = dict(step=step, loss=2.5, grad_norm=0.75, lr=1e-4, tokens=1000, images=4, step_time_s=0.5)
-    more = dict(peak_memory_bytes=3 * 2**29, data_time_s=0.05, boundary_time_s=0.1)
+    values = {"step": step, "loss": 2.5, "grad_norm": 0.75, "lr": 1e-4, "tokens": 1000, "images": 4, "step_time_s": 0.5}
+    more = {"peak_memory_bytes": 3 * 2**29, "data_time_s": 0.05, "boundary_time_s": 0.1}
     return StepMetrics(**values | more | changes)  # pyright: ignore[reportArgumentType]
 
 

@@ -62,7 +62,7 @@ def embedded_units(plans: list[MicroBatchPlan], packs: list[PackShape], vision: 
         results.append(result)
     for stage in ("scatter", "gather"):
         for rank, plan in enumerate(plans):
-            exchange = plan.pixels["vision"].exchange.forward.exchange(stage)  # pyright: ignore
+            exchange = plan.pixels["vision"].exchange.forward.exchange(stage)
             if exchange is not None:
                 replica = vision.group_of(rank, "tp", "sp", "cp")
                 parts = [_sent(plans, packs, results, peer, replica.index(rank), stage) for peer in replica]
@@ -74,7 +74,7 @@ def embedded_units(plans: list[MicroBatchPlan], packs: list[PackShape], vision: 
 def _sent(
     plans: list[MicroBatchPlan], packs: list[PackShape], results: list[np.ndarray], sender: int, to: int, stage: str
 ) -> np.ndarray:
-    exchange = plans[sender].pixels["vision"].exchange.forward.exchange(stage)  # pyright: ignore
+    exchange = plans[sender].pixels["vision"].exchange.forward.exchange(stage)  # pyright: ignore[reportArgumentType]
     assert exchange is not None
     source = decoded_units(plans[sender], packs) if stage == "scatter" else results[sender]
     return np.split(source[exchange.send], np.cumsum(exchange.send_counts)[:-1])[to]
@@ -87,9 +87,9 @@ def test_every_image_is_decoded_once_and_every_unit_encoded_once(case: Case) -> 
     plans, vision = plans_of(case), layouts["vision"]
     total = sum(len(pack.images[0].positions) for pack in packs)
     if total == 0:
-        assert all(not p.pixels and not p.encoders and not p.boundaries and not len(p.text.rows_at) for p in plans)  # pyright: ignore
+        assert all(not p.pixels and not p.encoders and not p.boundaries and not len(p.text.rows_at) for p in plans)
         return
-    images = [image for plan in plans for image in plan.pixels["vision"].decodes]  # pyright: ignore
+    images = [image for plan in plans for image in plan.pixels["vision"].decodes]
     assert sorted(images) == list(range(sum(len(pack.images[0].grids) for pack in packs)))
     units = embedded_units(plans, packs, vision)
     copies = 1 if sharded["vision"] else vision.tp
@@ -149,13 +149,13 @@ def test_shares_fit_together(case: Case) -> None:
         return
     units, table = embedded_units(plans, packs, vision), _raster_positions(packs)
     for rank, plan in enumerate(plans):
-        share, at = plan.encoders["vision"], vision.coordinate(rank)  # pyright: ignore
+        share, at = plan.encoders["vision"], vision.coordinate(rank)
         group = vision.group_of(rank, "tp")
         shard = np.concatenate([units[r] for r in group]) if sharded["vision"] else units[rank]
         np.testing.assert_array_equal(share.positions, table[shard].reshape(-1, 2).T)
         assert share.sp_lengths[at.sp] == sum(share.windows) == SHAPE.unit * len(shard)
         assert share.cp_lengths[at.cp] == sum(share.sp_lengths) == sum(share.pieces.queries)
-        padded = {SHAPE.unit * len(units[r]) + plans[r].pixels["vision"].padding for r in group}  # pyright: ignore
+        padded = {SHAPE.unit * len(units[r]) + plans[r].pixels["vision"].padding for r in group}
         assert len(padded) == 1 and padded.pop() > 0, "ranks that share activations hold different lengths"
 
 
@@ -185,7 +185,7 @@ def test_no_rank_needs_more_than_its_rows_in_its_shard() -> None:
     """sp:8 to tp:8 with sharded activations: each row crosses to one rank, and the traffic is at most all rows."""
     layouts = {"vision": Layout.parse("sp:8", 8), "text": Layout.parse("tp:8", 8)}
     packs = random_packs("ragged", layouts["text"], 5)
-    plans = [plan.boundaries["vision"] for plan in plans_of((packs, layouts, {"vision": True, "text": True}, 0))]  # pyright: ignore
+    plans = [plan.boundaries["vision"] for plan in plans_of((packs, layouts, {"vision": True, "text": True}, 0))]
     total = sum(prod(grid) // SHAPE.unit for grid in packs[0].images[0].grids)
     assert total == sum(plan.forward.needed for plan in plans) == first_rows_of_images(packs)[-1]
     assert 0 < sum(plan.forward.received_rows for plan in plans) <= total
@@ -198,7 +198,7 @@ def test_decoding_moves_from_rank_to_rank() -> None:
     layouts = {name: Layout.parse("sp:8", 8) for name in ("vision", "text")}
     packs = random_packs("even", layouts["text"], 0)
     planners = [planner(layouts, {"vision": False, "text": False}, rank) for rank in range(8)]
-    turns = [[p.plan(packs, turn).pixels["vision"].decodes for p in planners] for turn in range(8)]  # pyright: ignore
+    turns = [[p.plan(packs, turn).pixels["vision"].decodes for p in planners] for turn in range(8)]
     assert [decodes.index((0,)) for decodes in turns] == [(turns[0].index((0,)) + turn) % 8 for turn in range(8)]
 
 
@@ -222,7 +222,7 @@ def test_balance_decides_who_encodes() -> None:
     layouts = {"vision": Layout.parse("dp:8", 8), "text": Layout.parse("dp:8", 8)}
     packs = random_packs("ragged", layouts["text"], 11)
     loads = {
-        balance: planner(layouts, {"vision": True, "text": True}, 0, balance).plan(packs).loads["vision"]  # pyright: ignore
+        balance: planner(layouts, {"vision": True, "text": True}, 0, balance).plan(packs).loads["vision"]
         for balance in ("off", "replica")
     }
     assert sum(loads["off"]) == pytest.approx(sum(loads["replica"])) and max(loads["replica"]) < max(loads["off"])

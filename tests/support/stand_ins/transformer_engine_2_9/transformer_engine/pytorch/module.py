@@ -61,8 +61,8 @@ class Linear(torch.nn.Module):
         self.use_bias, self.return_bias = bias, return_bias
         self.sequence_parallel = (self.tp_size > 1) and sequence_parallel
         place = {"device": device, "dtype": params_dtype or torch.get_default_dtype()}
-        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **place))  # pyright: ignore
-        self.bias = torch.nn.Parameter(torch.zeros(self.out_features, **place)) if bias else None  # pyright: ignore
+        self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **place))
+        self.bias = torch.nn.Parameter(torch.zeros(self.out_features, **place)) if bias else None
         self._mark_parameters()
         assert init_method is not None
         if get_rng_state_tracker is None:
