@@ -63,6 +63,7 @@ class Share:
     """
 
     job: JobSpec
+    schedule: Schedule
     topology: Topology
     modules: tuple[TrainedModule, ...]
     optimizers: tuple[Any, ...]
@@ -85,7 +86,7 @@ class Share:
 
         Raises `UserError` where the configuration does not fit the model or the world.
         """
-        config, _ = job.config, job.schedule  # A schedule that does not fit is said before groups are made.
+        config, schedule = job.config, job.schedule  # A schedule that does not fit is said before groups are made.
         torch.manual_seed(config.train.seed)
         platform.prepare_megatron()
         prepare_globals(config.train.seed)
@@ -109,6 +110,7 @@ class Share:
         watch, profiled = Stopwatch(platform), config.train.profile
         return Share(
             job=job,
+            schedule=schedule,
             topology=topology,
             modules=modules,
             optimizers=tuple(build_optimizer(m, config.optimizer, job.dtype, platform) for m in modules),
@@ -132,11 +134,6 @@ class Share:
     def batch(self) -> BatchShape:
         """How the samples of a step are assigned to replicas and micro-batches."""
         return self.job.batch
-
-    @property
-    def schedule(self) -> Schedule:
-        """Of a step."""
-        return self.job.schedule
 
     @property
     def platform(self) -> Platform:
