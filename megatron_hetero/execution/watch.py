@@ -188,7 +188,9 @@ class Watchdog:
             time.sleep(min(1.0, self.timeout_s / 4))
             oldest = self.oldest()
             age = time.monotonic() - oldest[1] if oldest else 0.0
-            if self._peers is not None and not asks and (self._at_work or age > self.timeout_s / 8):
+            # Work that comes in short pieces may be over whenever this looks.
+            works = self._at_work or self._work_done
+            if self._peers is not None and not asks and (works or age > self.timeout_s / 8):
                 # From now on, and in another thread: a store may not answer.
                 threading.Thread(target=self._follow_peers, args=(self._peers,), name="peers", daemon=True).start()
                 asks = True
@@ -205,10 +207,11 @@ class Watchdog:
                 if oldest is not None and now - oldest[1] > self.timeout_s / 2 and peers.given_up():
                     peers.answer()
                 patient = current is not None and current.patient
-                if not (patient or self._at_work) or now - asked < self.timeout_s / 8:
-                    continue
                 done = self._work_done
-                heard = peers.beat(self._at_work > 0 or done != reported)
+                works = self._at_work > 0 or done != reported
+                if not (patient or works) or now - asked < self.timeout_s / 8:
+                    continue
+                heard = peers.beat(works)
                 if beats is not None and heard != beats:
                     self._heard = now
                 beats, reported, asked = heard, done, now

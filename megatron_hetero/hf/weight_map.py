@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+# The maps alone are computed without torch, whose import takes seconds.
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Interval = tuple[int, int]
 
@@ -116,15 +117,14 @@ def held(maps: Sequence[WeightMap]) -> tuple[dict[str, Held], ...]:
     return tuple(result)
 
 
-@torch.no_grad()
 def lay_into(parameter: Tensor, pieces: Sequence[Piece], part: Sequence[Tensor]) -> None:
     """Write the values of `pieces` (`part`, as read) into a local parameter, and zero where nothing is laid."""
+    parameter = parameter.detach()
     parameter.zero_()
     for piece, values in zip(pieces, part, strict=True):
         parameter[piece.place].copy_(values)
 
 
-@torch.no_grad()
 def take_out(parameter: Tensor, piece: Piece) -> Tensor:
     """The values of one piece of a local parameter."""
-    return parameter[piece.place]
+    return parameter.detach()[piece.place]

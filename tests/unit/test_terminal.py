@@ -113,7 +113,7 @@ def test_ctrl_c_ends_a_command_in_one_line(command: str, tmp_path: Path) -> None
         "assert not {'torch', 'transformers'} & sys.modules.keys(), 'slow imports before Ctrl-C is heeded'\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))\n"
-        "signal.setitimer(signal.ITIMER_REAL, 0.005)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.001)\n"
         f"raise SystemExit(module.main({arguments}))"
     )
     done = subprocess.run([sys.executable, "-c", wait], capture_output=True, text=True, timeout=60)
