@@ -22,6 +22,7 @@ from megatron_hetero.schedule.builders import build_schedule
 from tests.functional.dying import ACTIONS, CALLS
 from tests.functional.test_torchrun import CONFIG, started
 from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.matrix import thinned
 
 LAYOUTS = {
     "disjoint": ("dp:1@0", "pp:2@1-2", 3),
@@ -49,7 +50,8 @@ def _write(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout, phase, victim", [("disjoint", "pipeline", 1), ("mixed", "backward", 2), ("colocated", "boundary back", 0)]
+    "layout, phase, victim",
+    thinned([("disjoint", "pipeline", 1), ("mixed", "backward", 2), ("colocated", "boundary back", 0)], 3),
 )
 def test_a_killed_rank_leaves_no_process(layout: str, phase: str, victim: int, folder: Path) -> None:
     assert seconds_until_all_are_gone(folder, layout, phase, victim) < LIMIT_S

@@ -46,6 +46,7 @@ def numbers(found: dict[str, Any], section: str) -> dict[str, Any]:
     return found["sections"][section]["numbers"]
 
 
+@pytest.mark.long
 def test_every_section_passes(found: dict[str, Any]) -> None:
     assert list(found["sections"]) == list(sections.SECTIONS)
     assert all(section["status"] == "ok" and section["passed"] for section in found["sections"].values())
@@ -53,6 +54,7 @@ def test_every_section_passes(found: dict[str, Any]) -> None:
     assert checked["correctness"] == 6 and checked["sharing"] >= 24 and checked["program"] == 10
 
 
+@pytest.mark.long
 def test_one_rank_equals_transformers(found: dict[str, Any]) -> None:
     fp32, bf16 = (numbers(found, "correctness")[dtype] for dtype in ("fp32", "bf16"))
     kinds = fp32["errors"].keys()
@@ -63,6 +65,7 @@ def test_one_rank_equals_transformers(found: dict[str, Any]) -> None:
     assert bf16["errors"].keys() == bf16["errors of transformers"].keys() == kinds
 
 
+@pytest.mark.long
 def test_layouts_equal_one_rank(found: dict[str, Any]) -> None:
     rows = numbers(found, "sharing")["layouts"]
     assert {row["placement"] for row in rows} == {"colocated", "disjoint", "mixed"}
@@ -71,6 +74,7 @@ def test_layouts_equal_one_rank(found: dict[str, Any]) -> None:
     assert any(row["gradient error"] > 0 for row in rows), "sums in another order, so that something was computed"
 
 
+@pytest.mark.long
 def test_the_program_goes_on_where_it_was_killed(found: dict[str, Any]) -> None:
     of_program = numbers(found, "program")
     losses = of_program["steps"]["losses"]
@@ -80,6 +84,7 @@ def test_the_program_goes_on_where_it_was_killed(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("section", ["share-7b", "share-32b"])
+@pytest.mark.long
 def test_shares(section: str, found: dict[str, Any]) -> None:
     of_share = numbers(found, section)
     phases = of_share["steps"]["milliseconds"]
