@@ -52,19 +52,13 @@ def render(source: str, values: Mapping[str, Any]) -> str:
     Raises:
         TemplateError: it is not a template, or what it does is not offered, or it makes too much.
     """
-    environment = _environment()
-    environment.left.count = MADE
+    _ENVIRONMENT.left.count = MADE
     return _compiled(source).render(values)
 
 
 @cache
-def _environment() -> _Environment:
-    return _Environment()
-
-
-@cache
 def _compiled(source: str) -> Template:
-    return _environment().from_string(source)
+    return _ENVIRONMENT.from_string(source)
 
 
 class _Left(threading.local):
@@ -314,3 +308,9 @@ def _now(form: str) -> str:
     if len(form) > 1000:
         raise SecurityError("a format of a date of more than 1,000 characters")
     return datetime.now().strftime(form)
+
+
+_ENVIRONMENT = _Environment()
+"""One for all threads, each of which has a budget of its own. Not made at the first use: two threads may be the first,
+and a template charges the environment that has compiled it.
+"""

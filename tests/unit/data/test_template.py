@@ -1,5 +1,7 @@
 """Chat templates show what transformers shows, and no hostile one takes memory."""
 
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,6 +147,31 @@ def test_each_rendering_has_all_of_its_budget(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(TemplateError, match="makes more than 10,000 characters"):
         template.render("{{ messages[0].content }}" * 2, values)
     assert template.render("{{ messages[0].content }}", values) == "a" * 4000
+
+
+FIRST_USE = """
+import random, threading, time
+from megatron_hetero.data import template
+made = template._Environment.__init__
+def slowly(self):
+    time.sleep(random.random() / 20)
+    made(self)
+template._Environment.__init__ = slowly
+barrier, texts = threading.Barrier(8), []
+def work():
+    barrier.wait()
+    texts.append(template.render("{% for i in range(3) %}{{ i }}{% endfor %}", {}))
+threads = [threading.Thread(target=work) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(texts == ["012"] * 8)
+"""
+
+
+def test_threads_may_render_the_first_text_at_once() -> None:
+    """As the loader's do. Whatever is made at the first use takes its time, in each of them."""
+    done = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 def test_the_longest_record_is_rendered() -> None:
