@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_hetero.config.optimizers import NONE, OPTIMIZERS
 from megatron_hetero.job import DTYPES
 
 _Check = Callable[[Any], bool]
@@ -49,6 +50,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and "\0" not in value
 
 
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, str) and value in (NONE.name, *OPTIMIZERS)
+
+
 def _is_path(value: Any) -> bool:
     return _is_text(value) and value != ""
 
@@ -80,7 +85,7 @@ _ALWAYS: Mapping[str, _Check] = {
     "datasets": _list_of(_with(share=_is_text, records=_is_count, sha256=_is_text)),
     "config.model.hf_path": _is_path,
     "config.model.freeze": _list_of(_is_text),
-    "config.optimizer.name": _is_text,
+    "config.optimizer.name": _is_optimizer,
 }
 _OF_RUNS: Mapping[str, _Check] = {
     "config.model.dtype": _is_dtype,

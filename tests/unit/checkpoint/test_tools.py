@@ -342,6 +342,15 @@ def test_a_recorded_path_that_no_file_has(untouched: Untouched, tmp_path: Path, 
     )
 
 
+def test_a_recorded_optimizer_is_one_of_ours(untouched: Untouched, tmp_path: Path, capsys: Capture) -> None:
+    checkpoint = shutil.copytree(untouched.folder / "checkpoints/step-00000004", tmp_path / "step-00000004")
+    record = json.loads((checkpoint / "run.json").read_text())
+    record["config"]["optimizer"]["name"] = "twice"
+    (checkpoint / "run.json").write_text(json.dumps(record))
+    seal(checkpoint)
+    refused(capsys, exported(checkpoint, tmp_path / "export"), "config.optimizer.name cannot be 'twice'")
+
+
 def test_two_imports_do_not_mix(folders: Path, tmp_path: Path, capsys: Capture) -> None:
     target = tmp_path / "imported" / UNTRAINED
     target.parent.mkdir()
