@@ -64,6 +64,27 @@ class BatchShape:
         return replace(self, micro_batches=min(self.micro_batches, needed), end=samples)
 
 
+class OfJob:
+    """What belongs to a job says what the job is."""
+
+    job: JobSpec
+
+    @property
+    def config(self) -> Config:
+        """What was asked for."""
+        return self.job.config
+
+    @property
+    def shapes(self) -> ModelShapes:
+        """Of the model's modules."""
+        return self.job.shapes
+
+    @property
+    def batch(self) -> BatchShape:
+        """How the samples of a step are assigned to replicas and micro-batches."""
+        return self.job.batch
+
+
 @dataclass(frozen=True, eq=False)
 class JobSpec:
     """What a configuration comes to in a world of ranks.
@@ -89,7 +110,7 @@ class JobSpec:
         """Read the model's configuration, and check everything against everything. Raises `UserError`."""
         model = config.model
         folders = ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
-        shapes = ModelShapes.of(folders, {name: encoder.hf_path for name, encoder in model.encoders.items()})
+        shapes = ModelShapes.of(folders, model.encoder_folders)
         require_modules(config, shapes.modules)
         layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
         batch = _batch_shape(config, layouts[TEXT])

@@ -77,6 +77,11 @@ class ModelConfig:
         return (VISION, *self.encoders)
 
     @property
+    def encoder_folders(self) -> dict[str, Path]:
+        """The folders of additional encoders, by name."""
+        return {name: encoder.hf_path for name, encoder in self.encoders.items()}
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """The parts that can be frozen."""
         return tuple(part for module in (*self.encoder_names, TEXT) for part in parts_of(module))

@@ -44,6 +44,8 @@ FILTERS = frozenset(
 )
 GLOBALS = ("range", "joiner", "cycler")
 JINJAS_OWN = (Environment, Context, EvalContext)
+VIEWS = range | KeysView | ValuesView | ItemsView
+"""What holds elements and is no list."""
 
 
 def render(source: str, values: Mapping[str, Any]) -> str:
@@ -250,11 +252,11 @@ def size(value: Any) -> int:
 def _held(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
-    return list(value) if isinstance(value, list | tuple | range | KeysView | ValuesView | ItemsView) else []
+    return list(value) if isinstance(value, list | tuple | VIEWS) else []
 
 
 def _is_lazy(value: Any) -> bool:
-    return isinstance(value, Iterator | range | KeysView | ValuesView | ItemsView)
+    return isinstance(value, Iterator | VIEWS)
 
 
 def _length(value: Any) -> int:

@@ -17,7 +17,7 @@ from megatron_hetero.data.records import Record
 from megatron_hetero.files.json_objects import Table
 from megatron_hetero.hf.weight_map import WeightMap
 from megatron_hetero.models.common.demo_sizes import DemoSizes
-from megatron_hetero.models.common.flops import VisionFlopShape
+from megatron_hetero.models.common.flops import TextFlopShape, VisionFlopShape
 from megatron_hetero.sharding.items import ItemShape, Size
 from megatron_hetero.sharding.stages import Stage
 
@@ -25,8 +25,8 @@ TensorShapes = dict[str, tuple[int, ...]]
 """Stored tensors by name, in the order in which they are written."""
 
 
-class EncoderShape(ItemShape, Protocol):
-    """An encoder with its projector; widths in elements."""
+class TransformerShape(Protocol):
+    """What both modules are; widths in elements."""
 
     @property
     def family(self) -> str:
@@ -57,6 +57,10 @@ class EncoderShape(ItemShape, Protocol):
     def ffn(self) -> int:
         """Width of the MLP."""
         ...
+
+
+class EncoderShape(TransformerShape, ItemShape, Protocol):
+    """An encoder with its projector."""
 
     @property
     def out_hidden(self) -> int:
@@ -90,42 +94,12 @@ class EncoderShape(ItemShape, Protocol):
         ...
 
 
-class TextShape(Protocol):
-    """A language model; widths in elements. `tied`: the head shares the weight of the embedding."""
-
-    @property
-    def family(self) -> str:
-        """The `model_type` of its family."""
-        ...
-
-    @property
-    def layers(self) -> int:
-        """Transformer layers."""
-        ...
-
-    @property
-    def hidden(self) -> int:
-        """Width of a token between layers."""
-        ...
-
-    @property
-    def heads(self) -> int:
-        """Attention heads."""
-        ...
+class TextShape(TransformerShape, Protocol):
+    """A language model."""
 
     @property
     def kv_heads(self) -> int:
         """Key/value heads."""
-        ...
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of one attention head."""
-        ...
-
-    @property
-    def ffn(self) -> int:
-        """Width of the MLP."""
         ...
 
     @property
@@ -136,6 +110,10 @@ class TextShape(Protocol):
     @property
     def tied(self) -> bool:
         """Whether the head shares the weight of the embedding."""
+        ...
+
+    def flop_shape(self, layers: int, head: bool) -> TextFlopShape:
+        """What the operations of some of the layers depend on; `head`: with the logits."""
         ...
 
     def kv_copies(self, tp: int) -> int:

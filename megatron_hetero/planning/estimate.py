@@ -13,9 +13,8 @@ import numpy as np
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.communicators import Kind, communicators
-from megatron_hetero.job import BatchShape, JobSpec
+from megatron_hetero.job import JobSpec, OfJob
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.planning.memory.activations import StageBytes, encoder_stage, text_stage
@@ -48,7 +47,7 @@ class Boundary:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(OfJob):
     """What `config` means for `world_size` ranks.
 
     `stages`: the pipeline stages of each module. `parameters`: by module and pipeline coordinate. `memory`: bytes,
@@ -84,24 +83,9 @@ class Plan:
         return cls(job, world_size, assumed, parameters, boundaries, shards, memory, work, simulate(schedule, work))
 
     @property
-    def config(self) -> Config:
-        """What was asked for."""
-        return self.job.config
-
-    @property
-    def shapes(self) -> ModelShapes:
-        """Of the model's modules."""
-        return self.job.shapes
-
-    @property
     def layouts(self) -> Mapping[str, Layout]:
         """Of the model's modules."""
         return self.job.layouts
-
-    @property
-    def batch(self) -> BatchShape:
-        """How the samples of a step are assigned to replicas and micro-batches."""
-        return self.job.batch
 
     @property
     def stages(self) -> Mapping[str, tuple[Stage, ...]]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from megatron_hetero.config.schema import Config
 from megatron_hetero.models.common.flops import (
     Passes,
-    TextFlopShape,
     merger_flops,
     text_flops,
     vision_flops,
@@ -23,10 +22,7 @@ FORWARD = Passes(inputs=False, weights=False)
 def text_forward(assumed: AssumedBatch, stage: Stage) -> float:
     """Operations of one rank in the forward pass of a text stage: an even share of its replica's."""
     t, layout = assumed.shapes.text, assumed.layouts[TEXT]
-    width = t.kv_heads * t.head_dim
-    shape = TextFlopShape(
-        len(stage.layers), t.hidden, t.hidden, width, t.ffn, t.vocab if stage.is_last else 0
-    )  # fmt: skip
+    shape = t.flop_shape(len(stage.layers), head=stage.is_last)
     supervised = assumed.sample.supervised * len(assumed.lengths)
     return text_flops(shape, assumed.lengths, supervised, FORWARD) / layout.ways("weights", "tokens")
 

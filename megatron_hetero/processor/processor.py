@@ -23,7 +23,6 @@ from megatron_hetero.names import VISION
 from megatron_hetero.processor import folder as model_folder
 from megatron_hetero.processor.two_folders import open_tokenizer, with_token_ids
 
-START_OF_IMAGE, END_OF_IMAGE = "<|vision_start|>", "<|vision_end|>"
 # Boxes and object names are content, though the tokenizer lists their marks as special: grounding data writes them.
 _CONTENT_MARKS = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
 
@@ -79,10 +78,11 @@ class Processor:
         readers = {VISION: _open_reader(source, config.image_token_id, *limits, setting)}
         for name, source in (encoders or {}).items():
             taken = {reader.token_id: f"stands for images of {other}" for other, reader in readers.items()}
-            number = _token_of(name, source.token, tokenizer, taken, config.text_config.vocab_size)
+            number = _token_of(name, source.token, tokenizer, taken, config)
             areas = source.min_pixels, source.max_pixels, max_image_pixels
             readers[name] = _open_reader(source.hf_path, number, *areas, f"model.encoders.{name}.hf_path")
-        shown = {name: f"{START_OF_IMAGE}{source.token}{END_OF_IMAGE}" for name, source in (encoders or {}).items()}
+        start, end = _around(config)
+        shown = {name: f"{start}{source.token}{end}" for name, source in (encoders or {}).items()}
         return cls(tokenizer, config.model_type, readers, shown)
 
     @cached_property
@@ -189,12 +189,19 @@ def _open_text(path: Path, hf_path_vision: Path | None) -> tuple[Any, Any]:
     return with_token_ids(folders, tokenizer), tokenizer
 
 
-def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], rows: int) -> int:
-    """The number of the token that stands for rows of a further encoder. `taken`: tokens with another meaning; `rows`:
-    of the model's embedding.
+def _around(config: Any) -> tuple[str, str]:
+    """The tokens before and after an image."""
+    tokens = family_of(config.model_type).tokens
+    return tokens["vision_start_token_id"], tokens["vision_end_token_id"]
+
+
+def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], config: Any) -> int:
+    """The number of the token that stands for rows of a further encoder. `taken`: tokens with another meaning;
+    `config`: of the model.
     """
+    rows = config.text_config.vocab_size
     number = tokenizer.get_vocab().get(token)
-    structure = tokenizer.convert_tokens_to_ids([START_OF_IMAGE, END_OF_IMAGE, "<|im_start|>", chat.END_OF_TURN])
+    structure = tokenizer.convert_tokens_to_ids([*_around(config), "<|im_start|>", chat.END_OF_TURN])
     used = {**dict.fromkeys([*structure, tokenizer.eos_token_id], "marks the structure of conversations"), **taken}
     if number is None:
         what = "which the tokenizer of model.hf_path does not have"
@@ -217,7 +224,8 @@ def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], r
 
 def _check_special_tokens(path: Path, tokenizer: Any, config: Any) -> None:
     """The chat template writes tokens by name, the model knows them by number."""
-    wanted = {"<|image_pad|>": config.image_token_id, "<|vision_start|>": config.vision_start_token_id}
+    tokens = family_of(config.model_type).tokens
+    wanted = {tokens[name]: getattr(config, name) for name in ("image_token_id", "vision_start_token_id")}
     vocabulary = tokenizer.get_vocab()
     for token, number in {**wanted, chat.END_OF_TURN: None}.items():
         found = vocabulary.get(token)

@@ -8,7 +8,6 @@ from megatron_hetero.batch.step_loader import StepBatch
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.models.common.flops import (
     Passes,
-    TextFlopShape,
     mfu,
     peak_flops,
     text_flops,
@@ -33,7 +32,7 @@ def utilisation(
 def step_flops(shapes: ModelShapes, freeze: Collection[str], batch: StepBatch) -> int:
     """Operations that the model asks for in a step, encoders billed per patch."""
     t = shapes.text
-    text = TextFlopShape(t.layers, t.hidden, t.heads * t.head_dim, t.kv_heads * t.head_dim, t.ffn, t.vocab)
+    text = t.flop_shape(t.layers, head=True)
     encoders_train = any(part not in freeze for name in shapes.encoders for part in parts_of(name))
     passes = Passes(inputs=encoders_train, weights=TEXT not in freeze)
     of_encoders = [_encoder_flops(name, shape, freeze, batch.grids[name]) for name, shape in shapes.encoders.items()]

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megatron_hetero.batch.step_loader import StepBatch
 from megatron_hetero.batch.step_plan import StepPlanner
 from megatron_hetero.batch.to_device import to_device
-from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.collective import on_every, together
 from megatron_hetero.distributed.megatron import prepare_globals, random_states, set_random_states
 from megatron_hetero.distributed.platform import Platform, on_device
@@ -32,9 +31,8 @@ from megatron_hetero.execution.contract import RandomStates
 from megatron_hetero.execution.runtime import Interpreter, ModuleOnRank
 from megatron_hetero.execution.watch import Stopwatch, Watchdog
 from megatron_hetero.hf.weight_map import WeightSource
-from megatron_hetero.job import BatchShape, JobSpec
+from megatron_hetero.job import JobSpec, OfJob
 from megatron_hetero.models.common.backend import spec_provider
-from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.sharding.balance import idle_share
@@ -57,7 +55,7 @@ class _EndOfStep:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Share:
+class Share(OfJob):
     """What a rank trains with. `modules` are those that this rank has a part of, encoders first; `optimizers` are in
     the same order. `planner` plans the micro-batches of a step.
     """
@@ -119,21 +117,6 @@ class Share:
             watch=watch,
             profiler=StepProfiler(profiled.start, profiled.steps, config.log.dir, topology.rank, platform),
         )
-
-    @property
-    def config(self) -> Config:
-        """What was asked for."""
-        return self.job.config
-
-    @property
-    def shapes(self) -> ModelShapes:
-        """Of the model's modules."""
-        return self.job.shapes
-
-    @property
-    def batch(self) -> BatchShape:
-        """How the samples of a step are assigned to replicas and micro-batches."""
-        return self.job.batch
 
     @property
     def platform(self) -> Platform:

@@ -239,7 +239,7 @@ def _with_evaluations(resumed: Resumed, config: Config, topology: Topology) -> R
 
 def _open_weights(job: JobSpec) -> dict[str, StoredWeights]:
     """The stored weights of each module, opened and checked. Raises `UserError`."""
-    further = {name: encoder.hf_path for name, encoder in job.config.model.encoders.items()}
+    further = job.config.model.encoder_folders
     return open_modules(job.folders, job.shapes, job.config.train.seed) | open_encoders(further, job.shapes)
 
 
@@ -268,8 +268,7 @@ def _ready_to_export(job: JobSpec) -> dict[str, Companions]:
     config = job.config
     if config.export.hf_dir is not None:
         require_writable(config.export.hf_dir)
-    further = {name: encoder.hf_path for name, encoder in config.model.encoders.items()}
-    return companions_of({VISION: config.model.hf_path, **further}, export_changes(job.folders))
+    return companions_of({VISION: config.model.hf_path, **config.model.encoder_folders}, export_changes(job.folders))
 
 
 def _prepare_traces(folder: Path) -> None:

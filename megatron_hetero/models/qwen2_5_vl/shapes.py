@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.models.common.flops import VisionFlopShape
+from megatron_hetero.models.common.flops import TextFlopShape, VisionFlopShape
 from megatron_hetero.models.qwen2_5_vl.geometry import ImageGeometry, image_geometry
 from megatron_hetero.sharding.items import Size
 
@@ -141,6 +141,11 @@ class TextShape:
     def head_dim(self) -> int:
         """Elements of one attention head."""
         return self.hidden // self.heads
+
+    def flop_shape(self, layers: int, head: bool) -> TextFlopShape:
+        """What the operations of some of the layers depend on."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return TextFlopShape(layers, self.hidden, queries, keys, self.ffn, self.vocab if head else 0)
 
     def kv_copies(self, tp: int) -> int:
         """How often each key/value head is held under `tp`: once where tp divides their number, else until it does."""
