@@ -139,14 +139,15 @@ def _sent_by(schedule: Schedule, rank: int, action: Action) -> Iterator[tuple[in
     if action.op == "wait":
         yield _partners(schedule, rank, action)[1]
     elif action.op == "finish":
-        encoder, text = schedule.sides(action.module)
+        encoder, text = schedule.sides(action.edge)
         senders, receivers = (encoder, text) if action.kind == "F" else (text, encoder)
-        sends = run("B", schedule.text.name, 0, action.micro_batch) if action.kind == "B" else _started(action)
+        entered = schedule.stages_of(action.edge)[1]
+        sends = run("B", schedule.text.name, entered, action.micro_batch) if action.kind == "B" else _started(action)
         yield from ((sender, sends) for sender in senders if rank in receivers)
 
 
 def _started(action: Action) -> Action:
-    return start(action.kind, action.module, str(action.peer), action.micro_batch)
+    return start(action.kind, action.edge, action.micro_batch)
 
 
 def _partners(schedule: Schedule, rank: int, action: Action) -> tuple[tuple[int, Action], tuple[int, Action]]:
@@ -191,7 +192,7 @@ def _made_ready_by(schedule: Schedule, rank: int, action: Action) -> Iterator[tu
     if action.op == "wait":
         yield from _partners(schedule, rank, action)
     else:
-        everyone = {member for side in schedule.sides(action.module) for member in side}
+        everyone = {member for side in schedule.sides(action.edge) for member in side}
         yield from ((member, _started(action)) for member in everyone)
 
 

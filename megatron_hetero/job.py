@@ -14,6 +14,7 @@ import torch
 from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.config.schema import Config, require_modules
 from megatron_hetero.errors import UserError
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout, resolve
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.shapes import ModelShapes
@@ -22,7 +23,7 @@ from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings
-from megatron_hetero.sharding.stages import Stage, cut_stages
+from megatron_hetero.sharding.stages import Stage, cut_stages, stage_of
 
 MOST_TURNS = 1 << 15
 """Of all stages in a step, one for each micro-batch: its schedule is written out and checked before it begins."""
@@ -156,6 +157,26 @@ class JobSpec:
         return {name: asked.get(name, True) and layout.tp > 1 for name, layout in self.layouts.items()}
 
     @cached_property
+    def edges(self) -> dict[Edge, tuple[str, ...]]:
+        """The edges along which rows of encoders reach the text module, each with the outputs that cross there: those
+        that leave one stage for another cross together.
+        """
+        found: dict[Edge, list[str]] = {}
+        for name, shape in self.shapes.encoders.items():
+            for output, layer in shape.outputs.items():
+                entry = self.shapes.text.entry_layer(output)
+                assert entry is not None, "outputs that the text module does not take were refused"
+                stages = self.stages[name]
+                ends = stage_of(stages, layer), len(stages), TEXT, stage_of(self.stages[TEXT], entry)
+                found.setdefault(Edge.of(name, *ends), []).append(output)
+        return {edge: tuple(outputs) for edge, outputs in found.items()}
+
+    @property
+    def outputs(self) -> dict[str, tuple[str, ...]]:
+        """The outputs of each encoder."""
+        return {name: tuple(shape.outputs) for name, shape in self.shapes.encoders.items()}
+
+    @cached_property
     def schedule(self) -> Schedule:
         """Of a step, checked. Raises `UserError` where settings and layouts do not fit."""
         frozen = [
@@ -169,7 +190,9 @@ class JobSpec:
 
     def _checked_schedule(self, batch: BatchShape, forward_only: Collection[str]) -> Schedule:
         settings = _schedule_settings(self.config)
-        schedule = build_schedule(self.layouts, batch.micro_batches, settings, forward_only=forward_only)
+        schedule = build_schedule(
+            self.layouts, batch.micro_batches, settings, forward_only=forward_only, edges=list(self.edges)
+        )
         check_schedule(schedule)
         return schedule
 
@@ -181,7 +204,7 @@ class JobSpec:
     def communication(self) -> dict[str, Any]:
         """What decides on the communicators besides the layouts: keywords of `communicators` and `Topology.build`."""
         return {
-            "edges": [(name, TEXT) for name in self.config.model.encoder_names],
+            "edges": list(self.edges),
             "tied": [TEXT] if self.shapes.text.tied else [],
             "interleaved": [TEXT] if _stages_per_rank(self.config, TEXT) > 1 else [],
         }

@@ -187,7 +187,7 @@ class RankOnDevice:
 
     def _load(self, micro_batch: int) -> Any:
         share = self.share
-        return to_device(self.batch.micro_batches[micro_batch], share.platform, share.job.dtype)
+        return to_device(self.batch.micro_batches[micro_batch], share.platform, share.job.dtype, share.job.outputs)
 
 
 def _measure_steps(record: Record, rank: RankOnDevice, plan: Plan) -> None:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
 
-from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import RankPlan, plan_boundary
 from megatron_hetero.errors import UserError
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.names import TEXT
+from megatron_hetero.names import ROWS, TEXT
 from megatron_hetero.sharding.balance import deal, deal_in_order, loads_of
 from megatron_hetero.sharding.encoder_shards import EncoderShards, EncoderShare
 from megatron_hetero.sharding.items import ItemShape, Size
@@ -99,8 +99,8 @@ class MicroBatchPlan:
     """Everything that ranks agree on about one micro-batch, as one rank sees it.
 
     `text`: what this rank reads, None outside the text module. By encoder, `pixels` and `encoders` are what this rank
-    decodes and encodes, where it is of the encoder's first stage and of the encoder; `boundaries` how rows reach the
-    text, where this rank takes part; `loads` the predicted forward flops of each replica.
+    decodes and encodes, where it is of the encoder's first stage and of the encoder; `loads` the predicted forward
+    flops of each replica. `boundaries`: by edge, how rows reach the text, where this rank takes part.
 
     An encoder for which no pack of the micro-batch has an image is in none of them: nobody encodes, nothing crosses.
     """
@@ -108,7 +108,7 @@ class MicroBatchPlan:
     text: TokenShare | None
     pixels: Mapping[str, PixelPlan] = field(default_factory=dict)
     encoders: Mapping[str, EncoderShare] = field(default_factory=dict)
-    boundaries: Mapping[str, RankPlan] = field(default_factory=dict)
+    boundaries: Mapping[Edge, RankPlan] = field(default_factory=dict)
     loads: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -119,8 +119,10 @@ class StepPlanner:
         encoders: by name.
         layouts: of the encoders and of "text".
         sequence_parallel: for all of them, whether activations are sharded over tp.
-        row_bytes: bytes of a row on the wire.
+        row_bytes: bytes of a row of one output on the wire.
         balance: how images are dealt to an encoder's replicas.
+        edges: along which the rows of encoders reach the text module, with the outputs that cross there; None: the rows
+            of each from its last stage to the first.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class StepPlanner:
         rank: int,
         row_bytes: int,
         balance: Balance = "replica",
+        edges: Mapping[Edge, Sequence[str]] | None = None,
     ):
         self.encoders, self.layouts = dict(encoders), dict(layouts)
         self.text = layouts[TEXT]
@@ -138,6 +141,7 @@ class StepPlanner:
         self.rank = rank
         self.row_bytes = row_bytes
         self.balance: Balance = balance
+        self.edges = dict(edges or {Edge(name, TEXT): (ROWS,) for name in encoders})
         self._shared = lru_cache(maxsize=64)(self._plan)
         self._own = lru_cache(maxsize=64)(self._plan_pixels)
 
@@ -165,29 +169,40 @@ class StepPlanner:
         places = {name: tuple(p.images[i].positions for p in packs) for i, name in enumerate(self.encoders)}
         lengths = tuple(p.lengths for p in packs)
         tokens = TokenShards(self.text.stage(0), self.sharded[TEXT], lengths, places)
+        wanted = {at: tokens if at == 0 else replace(tokens, layout=self.text.stage(at)) for at in self._entered}
         plan = MicroBatchPlan(tokens.share(self.text.beside(self.rank, 0)) if self.rank in self.text else None)
         first_stages = {}
         for i, name in enumerate(self.encoders):
             grids = tuple(grid for pack in packs for grid in pack.images[i].grids)
             if grids:
-                encoding, first_stages[name] = self._plan_encoder(name, grids, tokens.ownership(name))
+                encoding, first_stages[name] = self._plan_encoder(name, grids, wanted)
                 plan = _joined(plan, encoding)
         return plan, first_stages
 
+    @cached_property
+    def _entered(self) -> list[int]:
+        """The pipeline coordinates of the text module that rows enter."""
+        return sorted({edge.target_coordinate(self.text) for edge in self.edges})
+
     def _plan_encoder(
-        self, name: str, grids: tuple[Size, ...], wanted: Ownership
+        self, name: str, grids: tuple[Size, ...], wanted: Mapping[int, TokenShards]
     ) -> tuple[MicroBatchPlan, EncoderShards]:
-        """The part of one encoder, whose rows the text module wants."""
+        """The part of one encoder. `wanted`: what the text module reads, by pipeline coordinate."""
         shape, layout = self.encoders[name], self.layouts[name]
         costs = [shape.cost(size) for size in grids]
         dealt = deal(costs, layout.dp) if self.balance == "replica" else deal_in_order(len(costs), layout.dp)
         first = EncoderShards(shape, layout.stage(0), self.sharded[name], grids, tuple(map(tuple, dealt)))
-        last = first if layout.pp == 1 else replace(first, layout=layout.stage(layout.pp - 1))
-        boundary = plan_boundary(last.ownership(), wanted, self.row_bytes)
+        boundaries = {}
+        for edge, outputs in self.edges.items():
+            ranks = edge.source_ranks(layout) + edge.target_ranks(self.text)
+            if edge.source == name and self.rank in ranks:
+                held = replace(first, layout=layout.stage(edge.source_coordinate(layout))).ownership()
+                needed = wanted[edge.target_coordinate(self.text)].ownership(name)
+                boundaries[edge] = plan_boundary(held, needed, self.row_bytes * len(outputs)).rank(self.rank)
         plan = MicroBatchPlan(
             text=None,
             encoders={name: first.share(layout.beside(self.rank, 0))} if self.rank in layout else {},
-            boundaries={name: boundary.rank(self.rank)} if self.rank in boundary.ranks else {},
+            boundaries=boundaries,
             loads={name: tuple(loads_of(costs, dealt))},
         )
         return plan, first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,15 +23,17 @@ PADDING_TOKEN = 0
 """What shards are filled with: any token will do, since nothing attends to it and it predicts nothing."""
 
 
-def to_device(batch: MicroBatch, platform: Platform, dtype: torch.dtype) -> DeviceMicroBatch:
-    """Move one micro-batch; pixels arrive in `dtype`."""
+def to_device(
+    batch: MicroBatch, platform: Platform, dtype: torch.dtype, outputs: Mapping[str, Collection[str]]
+) -> DeviceMicroBatch:
+    """Move one micro-batch; pixels arrive in `dtype`. `outputs`: of each encoder, those whose rows enter the text."""
     plan, inputs = batch.plan, {}
     for name, share in plan.encoders.items():
         pixels = _move(batch.pixels[name], platform).to(dtype) if name in batch.pixels else None
         inputs[name] = _vision_input(share, pixels, platform)
     if plan.text is not None and batch.pack is not None:
-        inputs[TEXT] = _text_input(batch.pack, plan.text, platform)
-    return DeviceMicroBatch(inputs, {name: load_plan(part, platform.device) for name, part in plan.boundaries.items()})
+        inputs[TEXT] = _text_input(batch.pack, plan.text, platform, outputs)
+    return DeviceMicroBatch(inputs, {edge: load_plan(part, platform.device) for edge, part in plan.boundaries.items()})
 
 
 def _vision_input(share: EncoderShare, pixels: Tensor | None, platform: Platform) -> EncoderInput:
@@ -42,7 +46,9 @@ def _vision_input(share: EncoderShare, pixels: Tensor | None, platform: Platform
     return EncoderInput(pixels, _move(share.positions, platform), attention, share.padding)
 
 
-def _text_input(pack: PackedBatch, share: TokenShare, platform: Platform) -> TextInput:
+def _text_input(
+    pack: PackedBatch, share: TokenShare, platform: Platform, outputs: Mapping[str, Collection[str]]
+) -> TextInput:
     """The tokens of this rank's shard, with the labels that belong to them."""
     labels = pack.labels[share.tokens]
     supervised = np.flatnonzero(labels != IGNORED)
@@ -52,13 +58,23 @@ def _text_input(pack: PackedBatch, share: TokenShare, platform: Platform) -> Tex
         positions=_move(pack.position_ids[:, share.tokens], platform),
         supervised=_move(supervised, platform),
         targets=_move(labels[supervised], platform),
-        rows_at=_move(share.rows_at, platform),
+        rows_at={name: _move(places, platform) for name, places in _places(share, outputs).items()},
         attention=AttentionPlan(
             full=Segments.of_pieces(share.pieces, platform.device, share.cp_lengths),
             sp_lengths=share.sp_lengths,
             cp_lengths=share.cp_lengths,
         ),
     )
+
+
+def _places(share: TokenShare, outputs: Mapping[str, Collection[str]]) -> dict[str, np.ndarray]:
+    """Where the rows of each output go: encoder by encoder, as they are handed to a stage."""
+    names = dict.fromkeys(name for each in outputs.values() for name in each)
+    none = np.zeros(0, np.int64)
+    return {
+        name: np.concatenate([none, *(share.rows_at[encoder] for encoder, each in outputs.items() if name in each)])
+        for name in names
+    }
 
 
 def _move(values: np.ndarray | Tensor, platform: Platform) -> Tensor:

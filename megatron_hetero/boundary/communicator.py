@@ -14,7 +14,7 @@ crossings that autograd differentiates see `megatron_hetero.boundary.autograd`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,7 @@ from megatron_hetero.boundary.buffers import (
 )
 from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import DirectionPlan, Exchange, Phase
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.grammar import format_ranks
 
 if TYPE_CHECKING:
@@ -193,18 +194,24 @@ class BoundaryCommunicator:
 
 
 def boundary_communicators(
-    topology: Topology, width: int, dtype: torch.dtype, *, transport: torch.dtype | None = None, check: bool = True
-) -> dict[str, BoundaryCommunicator]:
-    """A communicator for each boundary of the topology that includes this rank, by source module.
+    topology: Topology,
+    width: int | Mapping[Edge, int],
+    dtype: torch.dtype,
+    *,
+    transport: torch.dtype | None = None,
+    check: bool = True,
+) -> dict[Edge, BoundaryCommunicator]:
+    """A communicator for each edge of the topology that includes this rank.
 
-    `width`: elements of a row; the other arguments as for `BoundaryCommunicator`.
+    `width`: elements of a row, of all edges or of each; the other arguments as for `BoundaryCommunicator`.
     """
+    widths = dict.fromkeys(topology.boundaries, width) if isinstance(width, int) else width
     device = topology.platform.device
     return {
-        source: BoundaryCommunicator(
-            groups.forward, device, width, dtype, transport=transport, check=check, backward=groups.backward
+        edge: BoundaryCommunicator(
+            groups.forward, device, widths[edge], dtype, transport=transport, check=check, backward=groups.backward
         )
-        for (source, _), groups in topology.boundaries.items()
+        for edge, groups in topology.boundaries.items()
     }
 
 

@@ -8,15 +8,15 @@ holds up all that follows it. So a communicator has one use and, where things ar
                            along `sp`, `cp` and `dp`                      gradients and parameters, at the end of a step
                            first and last stage                           gradients of a tied embedding
     link of a pipeline     two: a stage and the one it sends to           activations, or gradients, one way
-    boundary               the encoder's last stage and the text's first  rows, or their gradients, one way
+    edge                   a stage of one module and a stage of another   rows, or their gradients, one way
 
 Uses that are in step with the computation share a communicator where their groups are the same: a rank does one after
-the other anyway. Links and boundaries share with nobody.
+the other anyway. Links and edges share with nobody.
 
 Groups that have no rank in common are made together, by one call that every rank makes (`ncclCommSplit`, a colour for
 each group). They are one *kind* here, so that the number of calls does not grow with the number of ranks or with
-degrees: at most five for the axes of a module, three for each direction of a pipeline, one for each direction of a
-boundary. A group of one rank needs no communicator.
+degrees: at most five for the axes of a module, three for each direction of a pipeline, one for each direction of an
+edge. A group of one rank needs no communicator.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron_hetero.layout.axes import axes_of
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 
 Direction = Literal["forward", "backward"]
@@ -70,19 +71,17 @@ class Link(NamedTuple):
         return f"{self.module} {self.direction} from stage {self.sender}"
 
 
-class Crossing(NamedTuple):
-    """Rows from `source` to `destination` (`forward`), or their gradients back."""
+class EdgeUse(NamedTuple):
+    """Rows along an edge (`forward`), or their gradients back."""
 
-    source: str
-    destination: str
+    edge: Edge
     direction: Direction
 
     def __str__(self) -> str:
-        ends = (self.source, self.destination) if self.direction == "forward" else (self.destination, self.source)
-        return ">".join(ends)
+        return ">".join(self.edge.ends if self.direction == "forward" else self.edge.ends[::-1])
 
 
-Use = Axes | Link | Crossing
+Use = Axes | Link | EdgeUse
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def group_of(groups: Sequence[Ranks], rank: int) -> Ranks | None:
 def communicators(
     layouts: Mapping[str, Layout],
     *,
-    edges: Collection[tuple[str, str]] = (),
+    edges: Collection[Edge | tuple[str, str]] = (),
     tied: Collection[str] = (),
     interleaved: Collection[str] = (),
 ) -> tuple[Kind, ...]:
@@ -137,14 +136,14 @@ def communicators(
 
     Args:
         layouts: of the modules, by name.
-        edges: (from, to), the boundaries between modules.
+        edges: of the graph of modules; (from, to) alone is from the last stage to the first.
         tied: modules whose first and last stage hold copies of one parameter.
         interleaved: modules with virtual stages.
     """
     kinds = (
         *_axis_kinds(layouts, tied),
         *(kind for name, layout in layouts.items() for kind in _link_kinds(name, layout, name in interleaved)),
-        *(_crossing_kind(layouts, *edge, direction) for edge in edges for direction in DIRECTIONS),
+        *(_edge_kind(layouts, Edge(*edge), direction) for edge in edges for direction in DIRECTIONS),
     )
     return tuple(kind for kind in kinds if kind.groups)
 
@@ -154,21 +153,23 @@ def replica_groups(layout: Layout) -> tuple[Ranks, ...]:
     return layout.stage(0).groups(*REPLICA_AXES)
 
 
-def boundary_ranks(source: Layout, destination: Layout) -> Ranks:
-    """The ranks that a boundary concerns, ascending: the source's last stage and the destination's first."""
-    return tuple(sorted({*source.stage(source.pp - 1).ranks, *destination.stage(0).ranks}))
+def edge_ranks(layouts: Mapping[str, Layout], edge: Edge) -> Ranks:
+    """The ranks of both ends of an edge, ascending."""
+    return tuple(sorted({*edge.source_ranks(layouts[edge.source]), *edge.target_ranks(layouts[edge.target])}))
 
 
-def crossing_peers(source: Layout, destination: Layout, direction: Direction, rank: int) -> tuple[Ranks, Ranks]:
-    """The ranks of a boundary that `rank` may ever send to, and receive from, in one direction; ascending.
+def edge_peers(layouts: Mapping[str, Layout], use: EdgeUse, rank: int) -> tuple[Ranks, Ranks]:
+    """The ranks of an edge that `rank` may ever send to, and receive from, in one direction; ascending.
 
-    Rows go from any rank of one side to any of the other, and inside a replica where its ranks hold the same rows.
+    Rows go from any rank of one end to any of the other, and inside a replica where its ranks hold the same rows.
     """
-    sides = source.stage(source.pp - 1), destination.stage(0)
+    edge, direction = use
+    source, target = layouts[edge.source], layouts[edge.target]
+    sides = source.stage(edge.source_coordinate(source)), target.stage(edge.target_coordinate(target))
     senders, receivers = sides if direction == "forward" else sides[::-1]
-    beside = {r for side in sides if rank in side for r in side.group_of(rank, *REPLICA_AXES)}
-    to = beside.union(receivers.ranks if rank in senders else ())
-    back = beside.union(senders.ranks if rank in receivers else ())
+    replica = {r for side in sides if rank in side for r in side.group_of(rank, *REPLICA_AXES)}
+    to = replica.union(receivers.ranks if rank in senders else ())
+    back = replica.union(senders.ranks if rank in receivers else ())
     return tuple(sorted(to - {rank})), tuple(sorted(back - {rank}))
 
 
@@ -214,6 +215,6 @@ def _pairs(layout: Layout, sender: int, receiver: int) -> tuple[Ranks, ...]:
     return tuple((min(pair), max(pair)) for pair in ends)
 
 
-def _crossing_kind(layouts: Mapping[str, Layout], source: str, destination: str, direction: Direction) -> Kind:
-    ranks = boundary_ranks(layouts[source], layouts[destination])
-    return Kind(((Crossing(source, destination, direction), (ranks,) if len(ranks) > 1 else ()),))
+def _edge_kind(layouts: Mapping[str, Layout], edge: Edge, direction: Direction) -> Kind:
+    ranks = edge_ranks(layouts, edge)
+    return Kind(((EdgeUse(edge, direction), (ranks,) if len(ranks) > 1 else ()),))

@@ -21,21 +21,22 @@ from megatron_hetero.distributed.communicators import (
     GRADIENT_AXES,
     REPLICA_AXES,
     Axes,
-    Crossing,
     Direction,
+    EdgeUse,
     Kind,
     Link,
     Ranks,
     Use,
-    boundary_ranks,
     communicators,
-    crossing_peers,
+    edge_peers,
+    edge_ranks,
     group_of,
     replica_groups,
 )
 from megatron_hetero.distributed.local_group import LocalGroup
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.layout.axes import AXES, axes_of
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 
 Links = Mapping[tuple[Direction, int], dist.ProcessGroup]
@@ -43,7 +44,7 @@ Links = Mapping[tuple[Direction, int], dist.ProcessGroup]
 
 
 class BoundaryGroups(NamedTuple):
-    """The two process groups of a boundary, of the same ranks: rows go one way, their gradients back."""
+    """The two process groups of an edge, of the same ranks: rows go one way, their gradients back."""
 
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
@@ -69,7 +70,7 @@ class Topology:
     integers and messages that never leave the host, and is not `world`, so that another thread can use it meanwhile.
     `files` is one more such group, for what writes and reads checkpoints.
     `host_replicas`: for each module that decodes data, host groups of its replicas' ranks, for that other thread too.
-    `boundaries`: for each pair of modules (from, to) the ranks of the first's last stage and the second's first stage.
+    `boundaries`: for each edge of the graph of modules the ranks of both its ends.
     Where this rank has no part in a group, it is missing.
     `pipelines`: for each of this rank's modules with stages its links to the stages beside it.
     """
@@ -82,7 +83,7 @@ class Topology:
     host: dist.ProcessGroup
     files: dist.ProcessGroup
     host_replicas: Mapping[str, dist.ProcessGroup]
-    boundaries: Mapping[tuple[str, str], BoundaryGroups]
+    boundaries: Mapping[Edge, BoundaryGroups]
     pipelines: Mapping[str, Links]
     _groups: Mapping[Axes, dist.ProcessGroup]
 
@@ -93,7 +94,7 @@ class Topology:
         platform: Platform,
         *,
         decoding: Collection[str] = (),
-        edges: Collection[tuple[str, str]] = (),
+        edges: Collection[Edge | tuple[str, str]] = (),
         tied: Collection[str] = (),
         interleaved: Collection[str] = (),
         check: bool = True,
@@ -104,7 +105,7 @@ class Topology:
             layouts: of the modules, by name.
             platform: where tensors are, and what their collectives use.
             decoding: modules whose replicas share decoded data.
-            edges: (from, to), the boundaries between modules.
+            edges: of the graph of modules; (from, to) alone is from the last stage to the first.
             tied: modules whose first and last stage hold copies of one parameter.
             interleaved: modules with virtual stages.
             check: whether each group is checked, which also connects its ranks: on NCCL schedules rest on that. Not
@@ -217,15 +218,15 @@ def _make(kind: Kind, everybody: Ranks, platform: Platform) -> dist.ProcessGroup
 def _boundaries(
     by_use: Mapping[Use, dist.ProcessGroup],
     layouts: Mapping[str, Layout],
-    edges: Collection[tuple[str, str]],
+    edges: Collection[Edge | tuple[str, str]],
     rank: int,
-) -> dict[tuple[str, str], BoundaryGroups]:
+) -> dict[Edge, BoundaryGroups]:
     found = {}
-    for edge in edges:
-        ranks = boundary_ranks(layouts[edge[0]], layouts[edge[1]])
+    for edge in (Edge(*each) for each in edges):
+        ranks = edge_ranks(layouts, edge)
         if rank in ranks:
-            alone = None if len(ranks) > 1 else LocalGroup(ranks, rank, f"boundary {edge[0]}>{edge[1]}")
-            found[edge] = BoundaryGroups(*(alone or by_use[Crossing(*edge, direction)] for direction in DIRECTIONS))
+            alone = None if len(ranks) > 1 else LocalGroup(ranks, rank, f"boundary {edge}")
+            found[edge] = BoundaryGroups(*(alone or by_use[EdgeUse(edge, direction)] for direction in DIRECTIONS))
     return found
 
 
@@ -257,9 +258,8 @@ def _check_kind(
     for use in kind.uses_of(rank):
         if isinstance(use, Link):
             _check_message(group, rank, layouts[use.module].coordinate(rank).pp == use.sender, device)
-        elif isinstance(use, Crossing):
-            peers = crossing_peers(layouts[use.source], layouts[use.destination], use.direction, rank)
-            _check_messages(group, boundary_ranks(layouts[use.source], layouts[use.destination]), rank, *peers, device)
+        elif isinstance(use, EdgeUse):
+            _check_messages(group, edge_ranks(layouts, use.edge), rank, *edge_peers(layouts, use, rank), device)
     if kind.is_synchronous:
         ranks = group_of(kind.groups, rank)
         assert ranks is not None, "its own kinds only"

@@ -128,11 +128,11 @@ class HeldOutEvaluation:
         """This rank's sum of token losses; and by micro-batch, for each supervised token of this rank, whether it is
         predicted right, bool [t], filled where this rank has the last stage of the text module.
         """
-        platform, dtype = self.run.platform, self.run.job.dtype
+        platform, dtype, outputs = self.run.platform, self.run.job.dtype, self.run.job.outputs
         hits: dict[int, torch.Tensor] = {}
 
         def load(m: int) -> DeviceMicroBatch:
-            moved = to_device(batch.micro_batches[m], platform, dtype)
+            moved = to_device(batch.micro_batches[m], platform, dtype, outputs)
             text = moved.inputs.get(TEXT)
             if text is None:
                 return moved

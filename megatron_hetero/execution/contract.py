@@ -11,7 +11,12 @@ A module has one or more stages. Which of the protocols below a stage's model im
 
 Rows are [needed, width], those that this rank needs of all encoders, concatenated by encoder. An encoder returns
 exactly the rows that this rank holds in the boundary's plan, [held, width]; if it pads to divisible lengths for its
-kernels, it drops the padding. Hidden states have the shape given by the next stage's `hidden_shape` and the
+kernels, it drops the padding.
+
+An encoder may have further outputs besides `rows`, which cross along the edges that are declared for them
+(`Interpreter.build`, `outputs`). A stage that makes some returns all of its outputs by name, such as {"hidden": hidden
+states, "deepstack.0": rows}; all rows are of that same shape. A stage of the text module that takes some is called with
+rows by the name of the output, as the last argument also where it is not the first stage. Hidden states have the shape given by the next stage's `hidden_shape` and the
 interpreter's dtype. The loss is a scalar, the sum over this rank's part of the micro-batch.
 
 Inputs are leaves of the model's own graph, which ends with its output. Models may communicate inside their module, in
@@ -29,12 +34,22 @@ from torch import Tensor
 
 from megatron_hetero.boundary.communicator import LoadedPlan
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.layout.edge import Edge
+
+
+HIDDEN, LOSS = "hidden", "loss"
+"""Names of outputs, beside `megatron_hetero.names.ROWS`: hidden states for the next stage, and the sum of losses."""
+
+StageOutput = Tensor | Mapping[str, Tensor]
+"""The only output of a stage, or its outputs by name."""
+Rows = Tensor | Mapping[str, Tensor]
+"""`rows`, or the outputs of encoders that enter a stage, by name."""
 
 
 class EncoderStage(Protocol):
     """The first stage of an encoder."""
 
-    def __call__(self, batch: Any, /) -> Tensor:
+    def __call__(self, batch: Any, /) -> StageOutput:
         """Rows, [held, width], or hidden states if there are more stages."""
         ...
 
@@ -42,7 +57,7 @@ class EncoderStage(Protocol):
 class TextStage(Protocol):
     """The first stage of the text module."""
 
-    def __call__(self, batch: Any, rows: Tensor, /) -> Tensor:
+    def __call__(self, batch: Any, rows: Rows, /) -> Tensor:
         """The sum of losses, a scalar, or hidden states if there are more stages. `rows`: [needed, width]."""
         ...
 
@@ -54,7 +69,7 @@ class EmbeddingTextStage(Protocol):
         """The part that needs no rows; of any shape."""
         ...
 
-    def __call__(self, batch: Any, embedded: Tensor, rows: Tensor, /) -> Tensor:
+    def __call__(self, batch: Any, embedded: Tensor, rows: Rows, /) -> Tensor:
         """As `TextStage`, with the result of `embed`."""
         ...
 
@@ -66,8 +81,10 @@ class LaterStage(Protocol):
         """The shape of the hidden states that it receives, for the receive buffer."""
         ...
 
-    def __call__(self, batch: Any, hidden: Tensor, /) -> Tensor:
-        """Hidden states for the next stage; on the last stage the module's output."""
+    def __call__(self, batch: Any, hidden: Tensor, /) -> StageOutput:
+        """Hidden states for the next stage; on the last stage the module's output. With rows by name as one more
+        argument where some enter the stage.
+        """
         ...
 
 
@@ -92,11 +109,11 @@ class DeviceMicroBatch:
     """A rank's part of a micro-batch, on the device.
 
     `inputs`: the input of each module; without modules that have no work on any rank (an encoder in a micro-batch
-    without images). `boundaries`: by encoder, the plan of its rows; without encoders whose rows do not cross.
+    without images). `boundaries`: by edge, the plan of its rows; without edges along which none cross.
     """
 
     inputs: Mapping[str, Any]
-    boundaries: Mapping[str, LoadedPlan]
+    boundaries: Mapping[Edge, LoadedPlan]
 
 
 @dataclass(frozen=True)

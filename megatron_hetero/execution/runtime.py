@@ -25,9 +25,12 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator, Crossing
 from megatron_hetero.distributed.communicators import Link
 from megatron_hetero.distributed.topology import Links, Topology
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, RandomStates
+from megatron_hetero.execution.contract import HIDDEN, LOSS, DeviceMicroBatch, ModuleOnRank, RandomStates
+from megatron_hetero.execution.rows import ReceivedRows, grad_of, named_outputs
 from megatron_hetero.execution.watch import Stopwatch, Watchdog
-from megatron_hetero.schedule.actions import Action
+from megatron_hetero.layout.edge import Edge
+from megatron_hetero.names import ROWS
+from megatron_hetero.schedule.actions import Action, start
 from megatron_hetero.schedule.communication import describe_action, use_of
 from megatron_hetero.schedule.program import Schedule
 
@@ -37,11 +40,12 @@ class Interpreter:
 
     Args:
         modules: the modules of this rank, by name.
-        communicators: of the boundaries to the text module that include this rank, by encoder. They must not `check`:
-            the two sides start crossings in different orders.
+        communicators: of the edges to the text module that include this rank. They must not `check`: the two sides
+            start crossings in different orders.
+        outputs: the outputs of an encoder that cross along each edge.
         pipelines: the links of this rank's modules that have stages, by name.
         rank: of this process.
-        width: elements of a row.
+        width: elements of a row of one output.
         dtype: of hidden states and rows.
         device: of hidden states and rows.
         watch: measures the seconds of each module, by name, of "boundary" and of "pipeline".
@@ -52,7 +56,8 @@ class Interpreter:
     def __init__(
         self,
         modules: Mapping[str, ModuleOnRank],
-        communicators: Mapping[str, BoundaryCommunicator],
+        communicators: Mapping[Edge, BoundaryCommunicator],
+        outputs: Mapping[Edge, Sequence[str]],
         pipelines: Mapping[str, Links],
         *,
         rank: int,
@@ -64,7 +69,7 @@ class Interpreter:
         random: RandomStates,
     ):
         assert not any(c.check for c in communicators.values()), "the sides of a boundary start in different orders"
-        self.modules, self.communicators, self.pipelines = modules, communicators, pipelines
+        self.modules, self.communicators, self.outputs, self.pipelines = modules, communicators, outputs, pipelines
         self.rank, self.width, self.dtype, self.device = rank, width, dtype, device
         self.watch, self.watchdog, self.random = watch, watchdog, random
 
@@ -76,6 +81,7 @@ class Interpreter:
         *,
         width: int,
         dtype: torch.dtype,
+        outputs: Mapping[Edge, Sequence[str]] | None = None,
         transport: torch.dtype | None = None,
         timeout_s: float = 1800.0,
         watch: Stopwatch | None = None,
@@ -87,8 +93,9 @@ class Interpreter:
         Args:
             topology: with this rank and its groups.
             modules: the modules of this rank, by name.
-            width: elements of a row.
+            width: elements of a row of one output.
             dtype: of hidden states and rows.
+            outputs: which outputs of an encoder cross along an edge, of edges where these are not its rows alone.
             transport: dtype of rows on the wire; None: `dtype`.
             timeout_s: an action that takes longer, in seconds, ends the process with a message. 0: never.
             watch: measures times; default: none are recorded.
@@ -99,9 +106,12 @@ class Interpreter:
             UserError: `modules` are not those that the topology places on this rank, or lack a stage.
         """
         _require_placed(topology, modules)
+        crossing = dict.fromkeys(topology.boundaries, (ROWS,)) | {e: tuple(o) for e, o in (outputs or {}).items()}
+        widths = {edge: width * len(crossing[edge]) for edge in topology.boundaries}
         return cls(
             modules,
-            boundary_communicators(topology, width, dtype, transport=transport, check=False),
+            boundary_communicators(topology, widths, dtype, transport=transport, check=False),
+            crossing,
             topology.pipelines,
             rank=topology.rank,
             width=width,
@@ -153,6 +163,8 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
 
 ActivationKey = tuple[str, int, int]
 """Module, stage and micro-batch."""
+CrossingKey = tuple[str, Edge, int]
+"""Kind, edge and micro-batch."""
 
 
 class _Execution:
@@ -166,17 +178,17 @@ class _Execution:
         self.loss = torch.zeros((), dtype=torch.float32, device=interpreter.device)
         self.batches: dict[int, DeviceMicroBatch] = {}
         self.inputs: dict[ActivationKey, Tensor] = {}  # leaves: hidden states that a stage received
-        self.outputs: dict[ActivationKey, Tensor] = {}
-        self.output_shapes: dict[ActivationKey, torch.Size] = {}
+        self.outputs: dict[ActivationKey, dict[str, Tensor]] = {}  # by name
+        self.hidden_shapes: dict[ActivationKey, torch.Size] = {}  # of outputs
         # By module, the irecvs of gradients whose shape is not yet known, in order.
         self.deferred: defaultdict[str, deque[Action]] = defaultdict(deque)
         self.receives: dict[Action, tuple[Tensor, Any]] = {}
         self.received: dict[tuple[str, ActivationKey], Tensor] = {}
         self.sends: deque[tuple[Any, Tensor, Action]] = deque()
-        self.crossings: dict[tuple[str, str, int], Crossing] = {}
+        self.crossings: dict[CrossingKey, Crossing] = {}
         self.embedded: dict[int, Tensor] = {}
-        self.rows: dict[tuple[str, int], Tensor] = {}  # leaves: the received rows of an encoder
-        self.row_grads: dict[tuple[str, int], Tensor] = {}
+        self.rows: dict[tuple[Edge, int], ReceivedRows] = {}
+        self.row_grads: dict[tuple[Edge, int], Tensor] = {}
         self.random_states: dict[ActivationKey, Any] = {}  # before a forward pass that will be recomputed
 
     def run(self) -> Tensor:
@@ -246,23 +258,47 @@ class _Execution:
         module, key = self.schedule.module[action.module], _activation_key(action)
         keeps = module.backward and (action.kind == "R" or not module.recomputes)
         with torch.set_grad_enabled(keeps), self._same_random_state(action):
+            inputs = []
             if action.stage != 0:
-                self.inputs[key] = self.received.pop((action.kind, key)).requires_grad_(keeps)
-                output = self._model(action)(self._module_input(action), self.inputs[key])
-                if not keeps:
-                    del self.inputs[key]
+                inputs.append(self.received.pop((action.kind, key)).requires_grad_(keeps))
+                self.inputs[key] = inputs[0]
             elif self._is_text(action):
-                output = self._first_text_stage(action)
-            else:
-                output = self._model(action)(self._module_input(action))
-        if action.stage == module.stages - 1:
-            self._require_result(action, output)
-        if self._is_text(action) and action.stage == module.stages - 1:
-            self.loss += output.detach()
+                inputs += self._embedding(action.micro_batch)
+            if self._is_text(action):
+                inputs += self._rows_of_stage(action)
+            output = self._model(action)(self._module_input(action), *inputs)
+            if not keeps:
+                self.inputs.pop(key, None)
+        outputs = self._named(action, output)
+        if LOSS in outputs:
+            self.loss += outputs[LOSS].detach()
             if not keeps:  # an evaluation: no backward follows
                 return
-        self.outputs[key], self.output_shapes[key] = output, output.shape
+        self.outputs[key] = outputs
+        if HIDDEN in outputs:
+            self.hidden_shapes[key] = outputs[HIDDEN].shape
         self._receive_deferred(action.module)
+
+    def _named(self, action: Action, output: Any) -> dict[str, Tensor]:
+        """What a stage returned, by name, checked."""
+        is_last = action.stage == self.schedule.module[action.module].stages - 1
+        first = HIDDEN if not is_last else LOSS if self._is_text(action) else ROWS
+        crossing = [name for edge in self._edges_of(action) for name in self.interpreter.outputs[edge]]
+        expected = [first, *(name for name in crossing if name != first)] if not self._is_text(action) else [first]
+        try:
+            outputs = named_outputs(output, expected)
+        except TypeError as error:
+            self._require(False, action, str(error), f"a tensor by each of the names {', '.join(expected)}")
+            raise
+        self._require_result(action, outputs)
+        return outputs
+
+    def _edges_of(self, action: Action) -> list[Edge]:
+        """The edges that leave the stage of an encoder, or enter that of the text module."""
+        here = action.module, action.stage
+        ends = {edge: self.schedule.stages_of(edge) for edge in self.schedule.edges}
+        text = self.schedule.text.name
+        return [edge for edge, (own, stage) in ends.items() if here in ((edge.source, own), (text, stage))]
 
     @contextlib.contextmanager
     def _same_random_state(self, action: Action) -> Iterator[None]:
@@ -281,16 +317,25 @@ class _Execution:
             finally:
                 random.write(outside)
 
-    def _first_text_stage(self, action: Action) -> Tensor:
-        micro_batch = action.micro_batch
-        names = [(e.name, micro_batch) for e in self.schedule.encoders if (e.name, micro_batch) in self.rows]
-        # Rows live until their gradients leave, if any.
-        rows = [self.rows[name] if self.schedule.text.backward else self.rows.pop(name) for name in names]
+    def _embedding(self, micro_batch: int) -> list[Tensor]:
+        """The result of the first text stage's `embed`, if it has one."""
         self._embed(micro_batch)
-        embedded = [self.embedded.pop(micro_batch)] if micro_batch in self.embedded else []
-        return self._model(action)(
-            self._module_input(action), *embedded, rows[0] if len(rows) == 1 else torch.cat([self._no_rows(), *rows])
-        )
+        return [self.embedded.pop(micro_batch)] if micro_batch in self.embedded else []
+
+    def _rows_of_stage(self, action: Action) -> list[Any]:
+        """The rows that enter a text stage, as it takes them; nothing for a later stage that takes none."""
+        edges, rows = self._edges_of(action), defaultdict(list)
+        for edge in edges:
+            # Rows live until their gradients leave, if any.
+            returns = self.schedule.text.backward and self.schedule.module[edge.source].backward
+            key = edge, action.micro_batch
+            received = self.rows.get(key) if returns else self.rows.pop(key, None)
+            for name in self.interpreter.outputs[edge]:
+                rows[name] += [] if received is None else [received.leaves[name]]
+        if action.stage != 0 and not edges:
+            return []
+        found = {name: each[0] if len(each) == 1 else torch.cat([self._no_rows(), *each]) for name, each in rows.items()}
+        return [found.get(ROWS, self._no_rows()) if rows.keys() <= {ROWS} else found]
 
     def _embed(self, micro_batch: int) -> None:
         """Run the first text stage's `embed`, if it has one and has not run."""
@@ -303,14 +348,17 @@ class _Execution:
 
     def _backward(self, action: Action) -> None:
         key = _activation_key(action)
-        output, grad = self.outputs.pop(key, None), self.received.pop(("B", key), None)
-        if self._is_text(action) and action.stage == 0:
-            self._return_rows_early(action)
-        if output is None or not output.requires_grad:  # a frozen first stage
-            return
-        if grad is None and not self._is_text(action):
-            grad = self.row_grads.pop((action.module, action.micro_batch))
-        output.backward(grad)
+        outputs, grads = self.outputs.pop(key, {}), {HIDDEN: self.received.pop(("B", key), None), LOSS: None}
+        for edge in self._edges_of(action):
+            if self._is_text(action):
+                self._return_rows_early(action, edge)
+            elif (arrived := self.row_grads.pop((edge, action.micro_batch), None)) is not None:
+                names = self.interpreter.outputs[edge]
+                grads |= dict(zip(names, arrived.split(self.interpreter.width, dim=1), strict=True))
+        # A frozen first stage has none that requires a gradient.
+        names = [name for name, output in outputs.items() if output.requires_grad]
+        if names:
+            torch.autograd.backward([outputs[name] for name in names], [grads[name] for name in names])
 
     # ------------------------------------------------------------------------------------------- pipelines
 
@@ -319,11 +367,9 @@ class _Execution:
             return
         key = _activation_key(action)
         if action.kind == "B":
-            tensor = _grad_of(self.inputs.pop(key))
+            tensor = grad_of(self.inputs.pop(key))
         else:
-            tensor = self.outputs[key].detach()
-            if not self.outputs[key].requires_grad:  # no gradient comes back
-                del self.outputs[key]
+            tensor = self._leaving(key, HIDDEN)
         self._require(
             tensor.dtype == self.interpreter.dtype,
             action,
@@ -349,9 +395,9 @@ class _Execution:
 
     def _receive_deferred(self, module: str) -> None:
         deferred = self.deferred[module]
-        while deferred and _activation_key(deferred[0]) in self.output_shapes:
+        while deferred and _activation_key(deferred[0]) in self.hidden_shapes:
             action = deferred.popleft()
-            self._receive(action, self.output_shapes[_activation_key(action)])
+            self._receive(action, self.hidden_shapes[_activation_key(action)])
 
     def _receive(self, action: Action, shape: Sequence[int]) -> None:
         buffer = torch.empty(shape, dtype=self.interpreter.dtype, device=self.interpreter.device)
@@ -378,65 +424,77 @@ class _Execution:
     # ------------------------------------------------------------------------------------------- boundaries
 
     def _start(self, action: Action) -> None:
-        encoder, key = action.module, _crossing(action)
-        plan = self._batch(action.micro_batch).boundaries.get(encoder)
+        edge, key = action.edge, _crossing(action)
+        plan = self._batch(action.micro_batch).boundaries.get(edge)
         if plan is None or key in self.crossings:
             return
-        communicator = self.interpreter.communicators[encoder]
+        communicator = self.interpreter.communicators[edge]
         if action.kind == "F":
             self.crossings[key] = communicator.start_forward(plan, self._encoded(action))
         else:
-            rows = self.rows.pop((encoder, action.micro_batch), None)
-            self.crossings[key] = communicator.start_backward(plan, self._no_rows() if rows is None else _grad_of(rows))
+            rows = self.rows.pop((edge, action.micro_batch), None)
+            self.crossings[key] = communicator.start_backward(plan, communicator.no_rows() if rows is None else rows.grad())
 
     def _encoded(self, action: Action) -> Tensor:
-        """This rank's rows that cross; none on ranks that only receive."""
-        key = action.module, self.schedule.module[action.module].stages - 1, action.micro_batch
+        """This rank's rows that cross, outputs side by side; none on ranks that only receive."""
+        key = action.module, self.schedule.stages_of(action.edge)[0], action.micro_batch
         if key not in self.outputs:
-            return self._no_rows()
-        rows = self.outputs[key].detach()
-        if not self.outputs[key].requires_grad:  # no gradient comes back: it is recomputed or frozen
+            return self.interpreter.communicators[action.edge].no_rows()
+        rows = [self._leaving(key, name) for name in self.interpreter.outputs[action.edge]]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+
+    def _leaving(self, key: ActivationKey, name: str) -> Tensor:
+        """An output that leaves the rank, which lets go of it where no gradient comes back: it is recomputed or frozen."""
+        outputs = self.outputs[key]
+        output = outputs[name] if outputs[name].requires_grad else outputs.pop(name)
+        if not outputs:
             del self.outputs[key]
-        return rows
+        return output.detach()
 
     def _finish(self, action: Action) -> None:
-        crossing = self.crossings.get(_crossing(action))
-        text, encoder = self.schedule.text, self.schedule.module[action.module]
-        reads = (text.name, 0) in self._role.held_stages
-        if action.kind == "F" and reads:
+        crossing, edge = self.crossings.pop(_crossing(action), None), action.edge
+        (on_encoder, on_text), stage = self.schedule.crosses(self._role, edge), self.schedule.stages_of(edge)[1]
+        if action.kind == "F" and on_text and stage == 0:
             self._embed(action.micro_batch)
         if crossing is None:
             return
-        arrived = self.crossings.pop(_crossing(action)).wait()
-        if action.kind == "F" and reads:
-            self.rows[action.module, action.micro_batch] = arrived.requires_grad_(encoder.backward)
-        elif action.kind == "B" and (encoder.name, encoder.stages - 1) in self._role.held_stages:
-            self.row_grads[action.module, action.micro_batch] = arrived
+        arrived, key = crossing.wait(), (edge, action.micro_batch)
+        if action.kind == "F" and on_text:
+            requires_grad = self.schedule.module[action.module].backward
+            self.rows[key] = ReceivedRows.of(arrived, self.interpreter.outputs[edge], requires_grad)
+        elif action.kind == "B" and on_encoder:
+            self.row_grads[key] = arrived
 
     @property
     def _role(self) -> Any:
         return self.schedule.roles[self.schedule.role_index[self.interpreter.rank]]
 
-    def _return_rows_early(self, action: Action) -> None:
-        """If this rank's next crossing returns the gradients of this micro-batch's rows, start it as soon as they are
-        known, during the backward.
+    def _return_rows_early(self, action: Action, edge: Edge) -> None:
+        """If this rank's next crossing returns the gradients of the rows that entered the stage along `edge`, start it
+        as soon as they are known, during the backward.
         """
         following = next((a for a in self.actions[self.position :] if a.op in ("start", "finish")), None)
-        if following is None or (following.op, following.kind) != ("start", "B"):
+        if following != start("B", edge, action.micro_batch) or not self.schedule.returns_early(edge):
             return
-        rows = self.rows.get((following.module, following.micro_batch))
-        if rows is not None and following.micro_batch == action.micro_batch and rows.requires_grad:
-            rows.register_post_accumulate_grad_hook(lambda _: self._start(following))
+        rows = self.rows.get((edge, action.micro_batch))
+        if rows is not None:
+            rows.when_gradients_are_known(lambda: self._start(following))
 
-    def _require_result(self, action: Action, output: Tensor) -> None:
-        """Check the output of a module's last stage."""
+    def _require_result(self, action: Action, outputs: Mapping[str, Tensor]) -> None:
+        """Check the loss, or the rows that cross."""
+        if LOSS in outputs:
+            found = f"a loss of shape {tuple(outputs[LOSS].shape)}"
+            self._require(outputs[LOSS].dim() == 0, action, found, "a scalar, the sum of losses")
         if self._is_text(action):
-            found = f"a loss of shape {tuple(output.shape)}"
-            self._require(output.dim() == 0, action, found, "a scalar, the sum of losses")
-        elif (plan := self._batch(action.micro_batch).boundaries.get(action.module)) is not None:
+            return
+        for edge in self._edges_of(action):
+            if (plan := self._batch(action.micro_batch).boundaries.get(edge)) is None:
+                continue
             expected = (plan.forward.held, self.interpreter.width)
-            found, holds = f"rows of shape {tuple(output.shape)}", f"{expected}, what this rank holds in the plan"
-            self._require(output.shape == expected, action, found, holds)
+            for name in self.interpreter.outputs[edge]:
+                found = f"{name} of shape {tuple(outputs[name].shape)}"
+                holds = f"{expected}, what this rank holds in the plan"
+                self._require(outputs[name].shape == expected, action, found, holds)
 
     def _require(self, fits: bool, action: Action, found: str, expected: str) -> None:
         """Raise `UserError` unless a model's output `fits`."""
@@ -453,10 +511,5 @@ def _activation_key(action: Action) -> ActivationKey:
     return action.module, action.stage, action.micro_batch
 
 
-def _crossing(action: Action) -> tuple[str, str, int]:
-    return action.kind, action.module, action.micro_batch
-
-
-def _grad_of(leaf: Tensor) -> Tensor:
-    """The gradient of a model's input; zero if unused."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+def _crossing(action: Action) -> CrossingKey:
+    return action.kind, action.edge, action.micro_batch

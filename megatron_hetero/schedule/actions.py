@@ -1,6 +1,7 @@
 """The actions of a rank in a step: small frozen values with a short text, ``Action.parse(str(action)) == action``.
 
-This comment is the specification. A model is a graph of modules: encoders, each with a boundary to the one text module.
+This comment is the specification. A model is a graph of modules: encoders, each with one or more edges to the one text
+module: rows leave a stage of the encoder and enter a stage of the text module.
 A module has stages, numbered along its pipeline; with virtual stages, stage s of the text module is on the ranks of
 pipeline coordinate s mod pp. A step runs M micro-batches, numbered from 0. The kinds of work are
 
@@ -17,6 +18,7 @@ and the actions, which a rank executes one after the other:
     wait    text.2<1.F3!       wait until it has arrived; directly before its use
     start   vision>text.F3     rows leave the last stage of `vision` for the first of `text`. Never blocks
             text>vision.B3     their gradients go back
+            vision.0>text.1.F3 rows of another edge: they leave stage 0 of `vision` for stage 1 of `text`
     finish  vision>text.F3!    wait until the rows have arrived and may be used, or have left and may be overwritten
             text>vision.B3!    the same for their gradients
 
@@ -26,11 +28,11 @@ ordered pair of ranks is a queue and needs no tags.
 
 On NCCL every communicator is a queue too, on each of its ranks: an operation issued early holds up all that follow it
 there, and a send ends only when its receive has begun. "Never blocks" refers to the host. So whatever may be issued
-early has a communicator of its own: each ordered pair of ranks in a pipeline one for F and R and one for B, each
-boundary one for F and one for B. How actions map to streams is in `streams`, when they deadlock in `deadlock`.
+early has a communicator of its own: each ordered pair of ranks in a pipeline one for F and R and one for B, each edge
+one for F and one for B. How actions map to streams is in `streams`, when they deadlock in `deadlock`.
 
-A crossing (`start`, `finish`) is one operation of many ranks, its *participants*: those of the last stage of the
-encoder and of the first stage of the text module, of all replicas. Every participant starts and finishes every crossing
+A crossing (`start`, `finish`) is one operation of many ranks, its *participants*: those of the two stages of an edge,
+of all replicas. Every participant starts and finishes every crossing
 once, also if it has no rows, and a rank on both sides does so once for both.
 
   * If the two sides share no rank, it is batched point-to-point. The `finish` of a sender ends when all receivers have
@@ -39,17 +41,17 @@ once, also if it has no rows, and a rank on both sides does so once for both.
     order. Partial gradients held by several senders are summed inside `start`.
   * If they share ranks, it is a collective over all participants. `start` enters its first exchange, `finish` the
     others, so that a `finish` ends when all participants have reached theirs. All starts and finishes, of both
-    directions and of all such boundaries, are in one order on the ranks that take part in them.
+    directions and of all such edges, are in one order on the ranks that take part in them.
 
 What an action needs before it:
 
-    run F, R      of stage s > 0: its `wait` from s - 1. Of the text module's first stage: `finish` F of every encoder
+    run F, R      of stage s > 0: its `wait` from s - 1. Of the text module: `finish` F of every edge that enters it
     run R         its F
-    run B         its F (R if the module recomputes); its `wait` B from the next stage. Of an encoder's last stage: the
-                  `finish` B
+    run B         its F (R if the module recomputes); its `wait` B from the next stage. Of an encoder: `finish` B of
+                  every edge that leaves it
     send          its run
-    start F       on the encoder's side: F of its last stage. On the text module's side: nothing
-    start B       on the text module's side: B of its first stage. On the encoder's side: nothing
+    start F       on the encoder's side: F of the stage that the edge leaves. On the text module's side: nothing
+    start B       on the text module's side: B of the stage that the edge enters. On the encoder's side: nothing
     wait, finish  its `irecv` or `start`, and what is said above of other ranks
 
 Which actions a rank executes follows from its modules and stages alone (`expected_actions`); the builder determines
@@ -72,13 +74,15 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_hetero.layout.edge import Edge
+
 Op = Literal["run", "send", "irecv", "wait", "start", "finish"]
 Kind = Literal["F", "R", "B"]
 NAME = r"[A-Za-z_][\w-]*"
 """A module's name, as a regular expression."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Action:
     """One action of one rank, of one micro-batch. See the module docstring.
 
@@ -86,7 +90,7 @@ class Action:
     run            of the work  of the work      None
     send           of both      the sender's     the receiver's stage
     irecv, wait    of both      the receiver's   the sender's stage
-    start, finish  the encoder  None             the text module
+    start, finish  the encoder  None             the edge
     """
 
     op: Op
@@ -94,7 +98,7 @@ class Action:
     module: str
     micro_batch: int
     stage: int | None = None
-    peer: int | str | None = None
+    peer: int | Edge | None = None
 
     def __str__(self) -> str:
         work = f"{self.kind}{self.micro_batch}"
@@ -105,8 +109,19 @@ class Action:
                 return f"{self.module}.{self.stage}>{self.peer}.{work}"
             case "irecv" | "wait":
                 return f"{self.module}.{self.stage}<{self.peer}.{work}{'!' if self.op == 'wait' else ''}"
-        ends = (self.module, self.peer) if self.kind == "F" else (self.peer, self.module)
-        return f"{ends[0]}>{ends[1]}.{work}{'!' if self.op == 'finish' else ''}"
+        # Checks print actions that are none, too.
+        ends = self.peer.ends if isinstance(self.peer, Edge) else (self.module, f"{self.peer}")
+        ends = ends if self.kind == "F" else ends[::-1]
+        return f"{'>'.join(ends)}.{work}{'!' if self.op == 'finish' else ''}"
+
+    def __repr__(self) -> str:
+        return f"Action.parse({str(self)!r})"
+
+    @property
+    def edge(self) -> Edge:
+        """Of a `start` or `finish`."""
+        assert isinstance(self.peer, Edge), f"{self.op} is not of an edge"
+        return self.peer
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -118,19 +133,26 @@ class Action:
             module, stage, arrow, peer, kind, batch = found.groups()
             op = {">": "send", "<": "irecv", "<!": "wait"}[arrow + text[len(text.rstrip("!")) :]]
             return cls(op, kind, module, int(batch), int(stage), int(peer))  # pyright: ignore[reportArgumentType]
-        if found := _CROSSING.fullmatch(text):
-            source, target, kind, batch, finishes = found.groups()
-            encoder, into = (source, target) if kind == "F" else (target, source)
-            return cls("finish" if finishes else "start", kind, encoder, int(batch), None, into)  # pyright: ignore[reportArgumentType]
+        if (found := _CROSSING.fullmatch(text)) and (found[2] is None) == (found[4] is None):
+            *ends, kind, batch, finishes = found.groups()
+            edge = _edge_between(ends[:2], ends[2:], kind)
+            return cls("finish" if finishes else "start", kind, edge.source, int(batch), None, edge)  # pyright: ignore[reportArgumentType]
         raise ValueError(
             f"found {text!r}, expected an action such as 'text.1.F3', 'text.1>2.F3', 'text.2<1.F3', 'text.2<1.F3!', "
-            "'vision>text.F3' or 'vision>text.F3!'"
+            "'vision>text.F3', 'vision.0>text.1.F3' or 'vision>text.F3!'"
         )
 
 
 _RUN = re.compile(rf"({NAME})\.(\d+)\.([FRB])(\d+)")
 _TRANSFER = re.compile(rf"({NAME})\.(\d+)(>(?=[^!]*$)|<)(\d+)\.([FRB])(\d+)!?")
-_CROSSING = re.compile(rf"({NAME})>({NAME})\.([FB])(\d+)(!?)")
+_END = rf"({NAME})(?:\.(\d+))?"
+_CROSSING = re.compile(rf"{_END}>{_END}\.([FB])(\d+)(!?)")
+
+
+def _edge_between(left: list[str], right: list[str], kind: str) -> Edge:
+    """The edge of a crossing that is written from left to right; each end is a module and maybe a stage."""
+    source, target = (left, right) if kind == "F" else (right, left)
+    return Edge(source[0], target[0], *(None if end[1] is None else int(end[1]) for end in (source, target)))
 
 
 def run(kind: Kind, module: str, stage: int, micro_batch: int) -> Action:
@@ -153,11 +175,11 @@ def wait(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Ac
     return Action("wait", kind, module, micro_batch, stage, peer)
 
 
-def start(kind: Kind, encoder: str, text: str, micro_batch: int) -> Action:
-    """Start a crossing of the encoder's rows (F) or of their gradients (B)."""
-    return Action("start", kind, encoder, micro_batch, None, text)
+def start(kind: Kind, edge: Edge, micro_batch: int) -> Action:
+    """Start a crossing of rows along an edge (F) or of their gradients (B)."""
+    return Action("start", kind, edge.source, micro_batch, None, edge)
 
 
-def finish(kind: Kind, encoder: str, text: str, micro_batch: int) -> Action:
+def finish(kind: Kind, edge: Edge, micro_batch: int) -> Action:
     """Finish a crossing that has started."""
-    return Action("finish", kind, encoder, micro_batch, None, text)
+    return Action("finish", kind, edge.source, micro_batch, None, edge)

@@ -17,6 +17,11 @@
   4. *Mixed*: as 2, also on ranks that hold only one of the modules; encoders on ranks apart from all of these run as
      in 3.
   5. Virtual stages: in all of the above, the text module's 1F1B is interleaved. The pipeline drains between waves.
+  6. Further edges, from earlier stages of an encoder or to later ones of the text module: their rows leave after the
+     forward of their stage, and their gradients after the backward of the stage that they entered. In a turn of the
+     encoder they cross like the others. An encoder that runs ahead keeps rows of earlier stages until its last stage
+     has got as far. A rank of the text module receives rows, and sends gradients, in the order of its first stage's
+     forwards and backwards, those for its later virtual stages with the others.
 
 When all ranks turn to the encoder, a stage waits for those behind it. So each stage turns to it after the progress that
 it would have made without an encoder when the first stage turns: stage s just before the forward of a micro-batch that
@@ -48,8 +53,9 @@ from functools import cached_property
 from itertools import pairwise, product
 
 from megatron_hetero.errors import UserError
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.schedule.actions import Action, Kind, finish, run, start
+from megatron_hetero.schedule.actions import Action, finish, run, start
 from megatron_hetero.schedule.orders import Work, pipeline_order
 from megatron_hetero.schedule.program import Module, Role, Schedule, find_roles
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
@@ -63,6 +69,7 @@ def build_schedule(
     *,
     text: str = "text",
     forward_only: Collection[str] = (),
+    edges: Collection[Edge] = (),
 ) -> Schedule:
     """Build the schedule of a step.
 
@@ -72,12 +79,13 @@ def build_schedule(
         settings: see `ScheduleSettings`.
         text: the name of the text module.
         forward_only: modules without a backward pass: frozen encoders, or all modules in an evaluation.
+        edges: of encoders whose rows do not only go from their last stage to the first of `text`: all of theirs.
 
     Raises:
-        UserError: the settings do not fit the layouts.
+        UserError: the settings or edges do not fit the layouts.
     """
     settings = resolve_settings(settings or ScheduleSettings(), layouts, micro_batches, text=text)
-    modules = _modules(layouts, settings, text, forward_only)
+    modules = _modules(layouts, settings, text, forward_only, edges)
     empty = Schedule(modules, micro_batches, find_roles(modules))
     ctx = _Context(empty, settings)
     orders = [list(_order(ctx, role)) for role in empty.roles]
@@ -85,21 +93,59 @@ def build_schedule(
 
 
 def _modules(
-    layouts: Mapping[str, Layout], settings: ScheduleSettings, text: str, forward_only: Collection[str]
+    layouts: Mapping[str, Layout],
+    settings: ScheduleSettings,
+    text: str,
+    forward_only: Collection[str],
+    edges: Collection[Edge],
 ) -> tuple[Module, ...]:
     _require_forward_only_fits(layouts, text, forward_only)
+    _require_edges_fit(layouts, text, settings.virtual_stages, edges)
     sharing = sharing_encoders(layouts, text)
 
     def encoder(name: str) -> Module:
-        backward = name not in forward_only
+        style, window = "waves", settings.waves or 1
         if name not in sharing:
-            return Module(name, layouts[name], "ahead", settings.run_ahead or 0, backward=backward)
-        if settings.kind == "recompute":
-            return Module(name, layouts[name], "recompute", backward=backward)
-        return Module(name, layouts[name], "waves", settings.waves or 1, backward=backward)
+            style, window = "ahead", settings.run_ahead or 0
+        elif settings.kind == "recompute":
+            style, window = "recompute", 0
+        feeds = _feeds([edge for edge in edges if edge.source == name], layouts[name].pp)
+        return Module(name, layouts[name], style, window, backward=name not in forward_only, feeds=feeds)
 
     last = Module(text, layouts[text], "text", virtual=settings.virtual_stages, backward=text not in forward_only)
     return *(encoder(name) for name in layouts if name != text), last
+
+
+def _feeds(edges: Sequence[Edge], stages: int) -> tuple[tuple[int, int], ...]:
+    """The edges of an encoder with so many stages, as `Module.feeds`."""
+    ends = [(stages - 1 if e.source_stage is None else e.source_stage, e.target_stage or 0) for e in edges]
+    return () if ends == [(stages - 1, 0)] else tuple(ends)
+
+
+def _require_edges_fit(layouts: Mapping[str, Layout], text: str, virtual: int, edges: Collection[Edge]) -> None:
+    sharing = sharing_encoders(layouts, text)
+    for edge in edges:
+        encoders, into = [name for name in layouts if name != text], layouts[text].pp * virtual
+        own, stage = edge.source_stage or 0, edge.target_stage or 0
+        if edge.source not in encoders or edge.target != text or own >= layouts[edge.source].pp or stage >= into:
+            stages = ", ".join(f"`{name}` with {layouts[name].pp} stages" for name in encoders)
+            raise UserError.at(
+                "edges",
+                found=f"`{edge}`",
+                expected=f"an edge from a stage of {stages or 'an encoder'} to one of the {into} of `{text}`",
+                because=f"encoders feed `{text}`",
+                fix="number stages from 0",
+            )
+        if virtual > 1 and edge.source not in sharing and stage % layouts[text].pp:
+            raise UserError.at(
+                "schedule.virtual_stages (--schedule.virtual_stages)",
+                found=f"{virtual} with rows of `{edge.source}` that enter stage {stage} of `{text}`",
+                expected=f"1, or all rows entering stages of the first pipeline rank of `{text}`",
+                because=f"`{edge.source}` runs ahead on ranks of its own and would wait for all of these ranks in turn, "
+                "which wait for each other",
+                fix=f"give the first stage more layers (parallel_layers.{text}), leave virtual stages out, or let "
+                f"`{edge.source}` share ranks with `{text}`",
+            )
 
 
 def _require_forward_only_fits(layouts: Mapping[str, Layout], text: str, forward_only: Collection[str]) -> None:
@@ -168,19 +214,31 @@ class _Context:
 
     @property
     def starts_back_early(self) -> bool:
-        """Whether gradients start to cross back to encoders that take turns with the text module as soon as possible.
+        """Whether gradients go back to encoders that take turns with the text module before their turn."""
+        return any(self.schedule.returns_early(e) for e in self.schedule.edges if e.source in self._sharing_names)
 
-        If the text module has stages, the other ranks cannot take part before the end of their wave. Communication
-        that waits for them gains nothing, and may even keep a GPU from going on with the text module if its streams
-        share a queue (CUDA_DEVICE_MAX_CONNECTIONS).
-        """
-        return self.text.layout.pp == 1
+    @cached_property
+    def _sharing_names(self) -> list[str]:
+        return [encoder.name for encoder in self.sharing]
 
-    def start(self, kind: Kind, encoder: Module, micro_batch: int) -> Action:
-        return start(kind, encoder.name, self.text.name, micro_batch)
+    def crossed(self, role: Role, encoder: Module) -> list[tuple[Edge, int]]:
+        """The edges of an encoder that the role is on a side of, each with the stage that its rows leave."""
+        schedule = self.schedule
+        edges = [e for e in schedule.edges if e.source == encoder.name and any(schedule.crosses(role, e))]
+        return [(edge, schedule.stages_of(edge)[0]) for edge in edges]
 
-    def finish(self, kind: Kind, encoder: Module, micro_batch: int) -> Action:
-        return finish(kind, encoder.name, self.text.name, micro_batch)
+    def leaving(self, encoder: Module, stage: int) -> list[Edge]:
+        """The edges that leave a stage of an encoder."""
+        return [e for e in self.schedule.edges if (e.source, self.schedule.stages_of(e)[0]) == (encoder.name, stage)]
+
+    def arriving(self, role: Role) -> list[Edge]:
+        """The edges of encoders that run ahead to any text stage of the role."""
+        names = [encoder.name for encoder in self.ahead]
+        return [e for e in self.schedule.edges if e.source in names and self.schedule.crosses(role, e)[1]]
+
+    def has_backward(self, edge: Edge) -> bool:
+        """Whether gradients go back along the edge."""
+        return self.schedule.module[edge.source].backward
 
 
 def _stage(role: Role, module: Module) -> int | None:
@@ -193,17 +251,16 @@ def _order(ctx: _Context, role: Role) -> Iterator[Action]:
     if any(_stage(role, encoder) is not None for encoder in ctx.ahead):
         yield from _ahead_order(ctx, role)
         return
-    is_first = _stage(role, ctx.text) == 0
-    if is_first and ctx.run_ahead:  # Rows of the first micro-batch may arrive at any time.
-        yield from (ctx.start("F", encoder, 0) for encoder in ctx.ahead)
+    arriving = ctx.arriving(role)
+    if ctx.run_ahead:  # Rows of the first micro-batch may arrive at any time.
+        yield from (start("F", edge, 0) for edge in arriving)
     yield from _encode(ctx, role, ctx.waves[0])
     for works, (returned, encoded) in zip(_text_parts(ctx, _stage(role, ctx.text)), ctx.turns, strict=True):
-        yield from _text(ctx, works)
+        yield from _text(ctx, role, works)
         yield from _return(ctx, role, returned)
         yield from _encode(ctx, role, encoded)
-    if is_first:
-        last = range(max(0, ctx.batches - 1 - ctx.run_ahead), ctx.batches)
-        yield from (ctx.finish("B", encoder, m) for m in last for encoder in ctx.ahead if encoder.backward)
+    for m in range(ctx.batches - _delay(ctx, role), ctx.batches + ctx.run_ahead + 1):
+        yield from _send_gradients_ahead(ctx, role, m)
 
 
 # ------------------------------------------------------------------------- modules that share ranks: waves
@@ -211,39 +268,39 @@ def _order(ctx: _Context, role: Role) -> Iterator[Action]:
 
 def _encode(ctx: _Context, role: Role, wave: Sequence[int]) -> Iterator[Action]:
     """Forward and crossing of a wave. In step k stage i runs micro-batch k - i. The rows of a micro-batch leave in the
-    step in which the last stage has run it, and have one step to arrive.
+    step in which their stage has run it, and have one step to arrive.
     """
     for step in range(len(wave) + max((e.stages for e in ctx.sharing), default=0)):
         for encoder in ctx.sharing:
-            stage, last = _stage(role, encoder), encoder.stages - 1
-            crosses = any(ctx.schedule.crosses(role, encoder.name))
+            stage = _stage(role, encoder)
             if stage is not None:
                 yield from (run("F", encoder.name, stage, m) for m in _at(wave, step - stage))
-            if crosses:
-                yield from (ctx.start("F", encoder, m) for m in _at(wave, step - last))
-                yield from (ctx.finish("F", encoder, m) for m in _at(wave, step - last - 1))
+            for edge, own in ctx.crossed(role, encoder):
+                yield from (start("F", edge, m) for m in _at(wave, step - own))
+                yield from (finish("F", edge, m) for m in _at(wave, step - own - 1))
 
 
 def _return(ctx: _Context, role: Role, wave: Sequence[int]) -> Iterator[Action]:
-    """Crossing back and backward of a wave. In step k the gradients of micro-batch k leave, those of k - 1 arrive, and
-    a stage with n stages after it runs the backward of micro-batch k - 1 - n. With `recompute` the forward runs again,
-    stage after stage, so that the last stage has it when the gradients arrive.
+    """Crossing back and backward of a wave. In step k the gradients of micro-batch k leave for the last stage, those of
+    k - 1 arrive, and a stage with n stages after it runs the backward of micro-batch k - 1 - n; what only this stage
+    needs leaves n steps later. With `recompute` the forward runs again, stage after stage, so that the last stage has
+    it when the gradients arrive.
     """
     encoders = [encoder for encoder in ctx.sharing if encoder.backward]
     if ctx.starts_back_early and _stage(role, ctx.text) != 0:  # As the text module's ranks have.
         for m, encoder in product(wave, encoders):
-            if any(ctx.schedule.crosses(role, encoder.name)):
-                yield ctx.start("B", encoder, m)
+            yield from (start("B", edge, m) for edge, _ in ctx.crossed(role, encoder))
     for step in range(len(wave) + 2 * max((e.stages for e in encoders), default=0)):
         for encoder in encoders:
             stage, last = _stage(role, encoder), encoder.stages - 1
-            crosses, again = any(ctx.schedule.crosses(role, encoder.name)), last if encoder.recomputes else 0
-            if crosses and not ctx.starts_back_early:
-                yield from (ctx.start("B", encoder, m) for m in _at(wave, step - again))
+            again, crossed = last if encoder.recomputes else 0, ctx.crossed(role, encoder)
+            if not ctx.starts_back_early:
+                for edge, own in crossed:
+                    yield from (start("B", edge, m) for m in _at(wave, step - again - (last - own)))
             if stage is not None and encoder.recomputes:
                 yield from (run("R", encoder.name, stage, m) for m in _at(wave, step - 1 - stage))
-            if crosses:
-                yield from (ctx.finish("B", encoder, m) for m in _at(wave, step - 1 - again))
+            for edge, own in crossed:
+                yield from (finish("B", edge, m) for m in _at(wave, step - 1 - again - (last - own)))
             if stage is not None:
                 yield from (run("B", encoder.name, stage, m) for m in _at(wave, step - 1 - again - (last - stage)))
 
@@ -264,34 +321,56 @@ def _text_parts(ctx: _Context, stage: int | None) -> list[list[Work]]:
     return [works[first:last] for first, last in pairwise([0, *cuts, len(works)])]
 
 
-def _text(ctx: _Context, works: Sequence[Work]) -> Iterator[Action]:
-    """Work of the text module, with the crossings of its first stage."""
+def _text(ctx: _Context, role: Role, works: Sequence[Work]) -> Iterator[Action]:
+    """Work of the role's text stages, with the crossings of their edges."""
+    first = _stage(role, ctx.text)
     for work in works:
-        if work.stage == 0 and work.kind == "F":
-            yield from _receive_rows(ctx, work.micro_batch)
+        if work.stage == first and work.kind == "F":
+            yield from _receive_rows(ctx, ctx.arriving(role), work.micro_batch)
         yield run(work.kind, ctx.text.name, work.stage, work.micro_batch)
-        if work.stage == 0 and work.kind == "B":
-            yield from _send_gradients(ctx, work.micro_batch)
+        if work.kind == "B":
+            yield from _send_gradients(ctx, role, work)
 
 
-def _receive_rows(ctx: _Context, m: int) -> Iterator[Action]:
+def _receive_rows(ctx: _Context, arriving: Sequence[Edge], m: int) -> Iterator[Action]:
     """Receive the rows of encoders that run ahead. A posted receive lets the encoder go on, so without run-ahead it
     must not be posted before the rows are needed; with it, the next rows may arrive during the forward.
     """
     if not ctx.run_ahead:
-        yield from (ctx.start("F", encoder, m) for encoder in ctx.ahead)
-    yield from (ctx.finish("F", encoder, m) for encoder in ctx.ahead)
+        yield from (start("F", edge, m) for edge in arriving)
+    yield from (finish("F", edge, m) for edge in arriving)
     if ctx.run_ahead and m + 1 < ctx.batches:
-        yield from (ctx.start("F", encoder, m + 1) for encoder in ctx.ahead)
+        yield from (start("F", edge, m + 1) for edge in arriving)
 
 
-def _send_gradients(ctx: _Context, m: int) -> Iterator[Action]:
-    """Send the gradients of rows back. They are finished so late that encoders that run ahead hold up nothing."""
-    sending = (*ctx.sharing, *ctx.ahead) if ctx.starts_back_early else ctx.ahead
-    yield from (ctx.start("B", encoder, m) for encoder in sending if encoder.backward)
-    sent = m - 1 - ctx.run_ahead
-    if sent >= 0:
-        yield from (ctx.finish("B", encoder, sent) for encoder in ctx.ahead if encoder.backward)
+def _send_gradients(ctx: _Context, role: Role, work: Work) -> Iterator[Action]:
+    """Send the gradients of rows back after the backward of the role's first stage: those of its later virtual stages
+    are known before, but would wait there for an encoder that waits for the first stage. They are finished so late that
+    encoders that run ahead hold up nothing.
+    """
+    if work.stage != _stage(role, ctx.text):
+        return
+    if ctx.starts_back_early:
+        sharing = (ctx.crossed(role, encoder) for encoder in ctx.sharing if encoder.backward)
+        yield from (start("B", edge, work.micro_batch) for edges in sharing for edge, _ in edges)
+    yield from _send_gradients_ahead(ctx, role, work.micro_batch - _delay(ctx, role))
+
+
+def _delay(ctx: _Context, role: Role) -> int:
+    """For how many micro-batches a stage keeps gradients of rows. The encoder is at the pace of the first stage, behind
+    which stage s is s micro-batches ahead in backwards; it sends this stage no more rows while it waits to send
+    gradients, which is too early from s = 3 on.
+    """
+    return max(0, (_stage(role, ctx.text) or 0) - 2)
+
+
+def _send_gradients_ahead(ctx: _Context, role: Role, m: int) -> Iterator[Action]:
+    """Send those of micro-batch `m`, if there is one, to encoders that run ahead."""
+    edges, sent = [edge for edge in ctx.arriving(role) if ctx.has_backward(edge)], m - 1 - ctx.run_ahead
+    if 0 <= m < ctx.batches:
+        yield from (start("B", edge, m) for edge in edges)
+    if 0 <= sent < ctx.batches:
+        yield from (finish("B", edge, sent) for edge in edges)
 
 
 # --------------------------------------------------------------------------------- encoders that run ahead
@@ -312,36 +391,42 @@ def _ahead_order(ctx: _Context, role: Role) -> Iterator[Action]:
                 yield from _forward_ahead(ctx, encoder, stage, work.micro_batch + lead[encoder.name])
             elif encoder.backward:
                 yield from _backward_ahead(ctx, encoder, stage, work.micro_batch)
-    if ctx.run_ahead < 2:
-        yield from (ctx.finish("F", e, ctx.batches - 1) for e, stage in held if stage == e.stages - 1)
+    for encoder, stage in held:
+        if _lag(ctx, encoder, stage) == 1:
+            yield from (finish("F", edge, ctx.batches - 1) for edge in ctx.leaving(encoder, stage))
+
+
+def _lag(ctx: _Context, encoder: Module, stage: int) -> int:
+    """How many micro-batches before the one that a stage encodes the text module is ready for."""
+    return max(1, ctx.run_ahead) + encoder.stages - 1 - stage
 
 
 def _forward_ahead(ctx: _Context, encoder: Module, stage: int, m: int) -> Iterator[Action]:
-    """Forward of a micro-batch, once the text module is ready for the rows of micro-batch m - max(1, run_ahead).
+    """Forward of a micro-batch, once the text module is ready for the rows of the micro-batch `_lag` before it.
 
     Rows leave when the text module is ready for those before them, also after the last forward. More of them in flight
     would queue behind each other on one communicator; and if all streams of a GPU share a queue
     (CUDA_DEVICE_MAX_CONNECTIONS=1), queued sends keep the encoder from computing, possibly forever.
     """
-    is_last, holds_back, sent = stage == encoder.stages - 1, ctx.run_ahead > 1, m - max(1, ctx.run_ahead)
-    if is_last and 0 <= sent < ctx.batches and (holds_back or m < ctx.batches):
-        yield ctx.finish("F", encoder, sent)
+    edges, lag = ctx.leaving(encoder, stage), _lag(ctx, encoder, stage)
+    holds_back, sent = lag > 1, m - lag
+    if 0 <= sent < ctx.batches and (holds_back or m < ctx.batches):
+        yield from (finish("F", edge, sent) for edge in edges)
         if holds_back and sent + 1 < ctx.batches:
-            yield ctx.start("F", encoder, sent + 1)
+            yield from (start("F", edge, sent + 1) for edge in edges)
     if not 0 <= m < ctx.batches:
         return
     yield run("F", encoder.name, stage, m)
-    if is_last and (m == 0 or not holds_back):
-        yield ctx.start("F", encoder, m)
-    if is_last and m == 0 and encoder.backward:
-        yield ctx.start("B", encoder, 0)
+    if m == 0 or not holds_back:
+        yield from (start("F", edge, m) for edge in edges)
+    if m == 0 and encoder.backward:
+        yield from (start("B", edge, 0) for edge in edges)
 
 
 def _backward_ahead(ctx: _Context, encoder: Module, stage: int, m: int) -> Iterator[Action]:
     """Backward of a micro-batch; then the gradients of the next may arrive."""
-    is_last = stage == encoder.stages - 1
-    if is_last:
-        yield ctx.finish("B", encoder, m)
+    edges = ctx.leaving(encoder, stage)
+    yield from (finish("B", edge, m) for edge in edges)
     yield run("B", encoder.name, stage, m)
-    if is_last and m + 1 < ctx.batches:
-        yield ctx.start("B", encoder, m + 1)
+    if m + 1 < ctx.batches:
+        yield from (start("B", edge, m + 1) for edge in edges)

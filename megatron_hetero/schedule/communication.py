@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from megatron_hetero.distributed.communicators import Crossing, Direction, Link
+from megatron_hetero.distributed.communicators import Direction, EdgeUse, Link
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
 
 
-def use_of(schedule: Schedule, action: Action) -> Link | Crossing:
+def use_of(schedule: Schedule, action: Action) -> Link | EdgeUse:
     """The use of a communicator by a transfer or crossing."""
     direction: Direction = "backward" if action.kind == "B" else "forward"
     if action.op in ("start", "finish"):
-        return Crossing(action.module, schedule.text.name, direction)
+        return EdgeUse(action.edge, direction)
     sender = action.stage if action.op == "send" else action.peer
     assert isinstance(sender, int), "work uses no communicator"
     return Link(action.module, direction, schedule.module[action.module].coordinate(sender))
@@ -23,7 +23,7 @@ def describe_action(schedule: Schedule, rank: int, action: Action) -> str:
     if action.op == "run":
         others = "the other ranks of its stage"
     elif action.op in ("start", "finish"):
-        source, destination = schedule.sides(action.module)
+        source, destination = schedule.sides(action.edge)
         others = f"ranks {format_ranks(sorted({*source, *destination} - {rank}))} over {use_of(schedule, action)}"
     else:
         others = f"rank {schedule.peer_rank(rank, action)} over {use_of(schedule, action)}"

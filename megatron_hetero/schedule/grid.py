@@ -104,14 +104,17 @@ def _with_actions(role: Role, cells: Sequence[str]) -> Role:
     return replace(role, actions=tuple(Action.parse(cell) for cell in cells if cell != EMPTY))
 
 
-_MODULE = re.compile(rf"({NAME}): (\S+) ({'|'.join(get_args(Style))})(?: (\d+))?(?: virtual (\d+))?( forward-only)?")
+_MODULE = re.compile(
+    rf"({NAME}): (\S+) ({'|'.join(get_args(Style))})(?: (\d+))?(?: virtual (\d+))?"
+    r"(?: feeds ([\d>,]+))?( forward-only)?"
+)
 
 
 def _parse_module(line: str) -> Module:
     found = _MODULE.fullmatch(line.strip())
     if not found:
         raise ValueError(f"found `{line}`, expected a module such as `vision: sp:8@0-7 waves 4`")
-    name, layout, style, window, virtual, forward_only = found.groups()
+    name, layout, style, window, virtual, feeds, forward_only = found.groups()
     return Module(
         name,
         Layout.parse(layout, module=name),
@@ -119,4 +122,11 @@ def _parse_module(line: str) -> Module:
         int(window or 0),
         int(virtual or 1),
         not forward_only,
+        tuple(_parse_feed(feed) for feed in (feeds or "").split(",") if feed),
     )
+
+
+def _parse_feed(text: str) -> tuple[int, int]:
+    """An edge such as ``0>1``: the encoder's stage and the text module's."""
+    own, _, stage = text.partition(">")
+    return int(own), int(stage)

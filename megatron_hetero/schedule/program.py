@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, Kind
@@ -26,7 +27,9 @@ class Module:
 
     `style`: `text` for the module that all others feed; for an encoder `waves` of `window` micro-batches, `recompute`
     (keep only rows, run forward again before backward) or `ahead` of the text module by at most `window` more
-    micro-batches. `virtual`: stages per pipeline rank. `backward`: whether there is a backward pass.
+    micro-batches. `virtual`: stages per pipeline rank. `backward`: whether there is a backward pass. `feeds`: of an
+    encoder, the edges to the text module as pairs of an own stage and one of that; none stands for the one from the
+    last stage to the first.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Module:
     window: int = 0
     virtual: int = 1
     backward: bool = True
+    feeds: tuple[tuple[int, int], ...] = ()
 
     @property
     def stages(self) -> int:
@@ -64,7 +68,9 @@ class Module:
     def __str__(self) -> str:
         window = f" {self.window}" if self.style in ("waves", "ahead") else ""
         virtual = f" virtual {self.virtual}" if self.virtual > 1 else ""
-        return f"{self.name}: {self.layout} {self.style}{window}{virtual}{'' if self.backward else ' forward-only'}"
+        feeds = f" feeds {','.join(f'{own}>{text}' for own, text in self.feeds)}" if self.feeds else ""
+        only = "" if self.backward else " forward-only"
+        return f"{self.name}: {self.layout} {self.style}{window}{virtual}{feeds}{only}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
     return tuple(Role(held, tuple(members)) for held, members in ranks.items())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """The actions of every rank in a step of `micro_batches`. `modules`: the encoders, then the text module.
 
@@ -113,6 +119,9 @@ class Schedule:
     modules: tuple[Module, ...]
     micro_batches: int
     roles: tuple[Role, ...]
+
+    def __repr__(self) -> str:
+        return f"Schedule({'; '.join(map(str, self.modules))}; {self.micro_batches} micro-batches)"
 
     @cached_property
     def module(self) -> dict[str, Module]:
@@ -144,19 +153,45 @@ class Schedule:
         module = self.module[action.module]
         return module.stage_ranks(action.peer)[module.stage_ranks(action.stage).index(rank)]
 
-    def sides(self, encoder: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ranks on the encoder's and on the text module's side of a boundary."""
-        source = self.module[encoder]
-        return source.stage_ranks(source.stages - 1), self.text.stage_ranks(0)
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """All edges to the text module, encoder by encoder."""
+        return tuple(
+            Edge.of(encoder.name, own, encoder.stages, self.text.name, stage)
+            for encoder in self.encoders
+            for own, stage in encoder.feeds or ((encoder.stages - 1, 0),)
+        )
+
+    def stages_of(self, edge: Edge) -> tuple[int, int]:
+        """The stage of the encoder that rows leave, and that of the text module which they enter."""
+        if edge.source_stage is None:
+            return self.module[edge.source].stages - 1, 0
+        assert edge.target_stage is not None, f"{edge} names one stage"
+        return edge.source_stage, edge.target_stage
+
+    def sides(self, edge: Edge) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ranks on the encoder's and on the text module's side of an edge."""
+        own, stage = self.stages_of(edge)
+        return self.module[edge.source].stage_ranks(own), self.text.stage_ranks(stage)
 
     @cached_property
-    def collective(self) -> dict[str, bool]:
-        """For each encoder, whether its crossings are collectives: the sides of its boundary share ranks."""
-        return {e.name: not set.isdisjoint(*map(set, self.sides(e.name))) for e in self.encoders}
+    def collective(self) -> dict[Edge, bool]:
+        """For each edge, whether its crossings are collectives: its sides share ranks."""
+        return {edge: not set.isdisjoint(*map(set, self.sides(edge))) for edge in self.edges}
 
-    def crosses(self, role: Role, encoder: str) -> tuple[bool, bool]:
-        """Whether the role is on the encoder's, and on the text module's, side of the boundary."""
-        return (encoder, self.module[encoder].stages - 1) in role.held_stages, (self.text.name, 0) in role.held_stages
+    def crosses(self, role: Role, edge: Edge) -> tuple[bool, bool]:
+        """Whether the role is on the encoder's, and on the text module's, side of the edge."""
+        own, stage = self.stages_of(edge)
+        return (edge.source, own) in role.held_stages, (self.text.name, stage) in role.held_stages
+
+    def returns_early(self, edge: Edge) -> bool:
+        """Whether gradients start to cross back as soon as possible, amid the backward that makes them.
+
+        Where modules take turns and the text module has stages, the other ranks cannot take part before their turn.
+        Communication that waits for them gains nothing, and may even keep a GPU from going on with the text module if
+        its streams share a queue (CUDA_DEVICE_MAX_CONNECTIONS).
+        """
+        return self.text.layout.pp == 1 or self.module[edge.source].style == "ahead"
 
     @property
     def in_flight_between_waves(self) -> int:

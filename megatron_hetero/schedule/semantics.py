@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.schedule.actions import Action, finish, irecv, run, send, start
 from megatron_hetero.schedule.program import Module, Role, Schedule
 from megatron_hetero.schedule.transfers import input_of, output_of
@@ -20,12 +21,11 @@ def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
             for m in range(schedule.micro_batches):
                 work = run(kind, name, stage, m)  # pyright: ignore[reportArgumentType]
                 found += [*(input_of(module, work) or ()), work, *filter(None, [output_of(module, work)])]
-    for encoder in schedule.encoders:
-        if any(schedule.crosses(role, encoder.name)):
-            for kind in ("F", "B") if encoder.backward else ("F",):
+    for edge in schedule.edges:
+        if any(schedule.crosses(role, edge)):
+            for kind in ("F", "B") if schedule.module[edge.source].backward else ("F",):
                 for m in range(schedule.micro_batches):
-                    crossing = kind, encoder.name, schedule.text.name, m
-                    found += [start(*crossing), finish(*crossing)]
+                    found += [start(kind, edge, m), finish(kind, edge, m)]
     return found
 
 
@@ -42,26 +42,26 @@ def local_dependencies(schedule: Schedule, role: Role, action: Action) -> list[A
         case "wait":
             return [_as(irecv, action)]
         case "finish":
-            return [start(action.kind, action.module, str(action.peer), action.micro_batch)]
-    on_encoder, on_text = schedule.crosses(role, action.module)
+            return [start(action.kind, action.edge, action.micro_batch)]
+    (on_encoder, on_text), (own, stage) = schedule.crosses(role, action.edge), schedule.stages_of(action.edge)
     if action.kind == "F":
-        last = schedule.module[action.module].stages - 1
-        return [run("F", action.module, last, action.micro_batch)] if on_encoder else []
-    return [run("B", schedule.text.name, 0, action.micro_batch)] if on_text else []
+        return [run("F", action.module, own, action.micro_batch)] if on_encoder else []
+    return [run("B", schedule.text.name, stage, action.micro_batch)] if on_text else []
 
 
 def _dependencies_of_work(schedule: Schedule, module: Module, work: Action) -> list[Action]:
-    stage, m, text = work.stage, work.micro_batch, schedule.text.name
+    stage, m = work.stage, work.micro_batch
     assert stage is not None, "work has a stage"
+    here = module.name, stage
     needed = [arriving[1]] if (arriving := input_of(module, work)) else []
     if work.kind == "R":
         needed.append(run("F", module.name, stage, m))
     if work.kind == "B":
         needed.append(run(module.forward_kinds[-1], module.name, stage, m))
-        if module is not schedule.text and stage == module.stages - 1:
-            needed.append(finish("B", module.name, text, m))
-    elif module is schedule.text and stage == 0:
-        needed += [finish("F", encoder.name, text, m) for encoder in schedule.encoders]
+        if module is not schedule.text:
+            needed += [finish("B", e, m) for e in schedule.edges if (e.source, schedule.stages_of(e)[0]) == here]
+    elif module is schedule.text:
+        needed += [finish("F", e, m) for e in schedule.edges if schedule.stages_of(e)[1] == stage]
     return needed
 
 
@@ -92,12 +92,12 @@ class Dependencies:
         if action.op == "wait":
             sent = send(action.kind, action.module, action.peer, action.stage, action.micro_batch)  # pyright: ignore[reportArgumentType]
             return [Event(other, sent) for other in self.peer_roles(role, action)]
-        if action.op != "finish" or action.module not in self._participants:
+        if action.op != "finish" or action.peer not in self._participants:
             return []
-        if self._schedule.collective[action.module]:
-            return [Event(other, action, reached=True) for other in self._participants[action.module]]
-        started = start(action.kind, action.module, str(action.peer), action.micro_batch)
-        mine, others = self.own_and_other_side(role, action.module)
+        if self._schedule.collective[action.edge]:
+            return [Event(other, action, reached=True) for other in self._participants[action.edge]]
+        started = start(action.kind, action.edge, action.micro_batch)
+        mine, others = self.own_and_other_side(role, action.edge)
         needed = [Event(other, started) for other in others]
         if self.receives(role, action):
             needed += [Event(other, action, reached=True) for other in mine if other != role]
@@ -105,7 +105,7 @@ class Dependencies:
 
     def receives(self, role: int, action: Action) -> bool:
         """Whether the role is on the receiving side of the crossing."""
-        return self._schedule.crosses(self._schedule.roles[role], action.module)[action.kind == "F"]
+        return self._schedule.crosses(self._schedule.roles[role], action.edge)[action.kind == "F"]
 
     def peer_roles(self, role: int, action: Action) -> tuple[int, ...]:
         """The roles of the peers of a pipeline transfer of `role`."""
@@ -114,22 +114,21 @@ class Dependencies:
             return ()
         return self._peer_roles.get((module.name, role, module.coordinate(action.peer)), ())
 
-    def own_and_other_side(self, role: int, encoder: str) -> tuple[list[int], list[int]]:
+    def own_and_other_side(self, role: int, edge: Edge) -> tuple[list[int], list[int]]:
         """The roles that take part in crossings on the role's own side, and those on the other side."""
-        on_encoder = self._schedule.crosses(self._schedule.roles[role], encoder)[0]
-        sides = [[o for o in self._participants[encoder] if self._side(o, encoder) == s] for s in (True, False)]
-        return (sides[0], sides[1]) if on_encoder else (sides[1], sides[0])
+        sides = [[o for o in self._participants[edge] if self._is_source(o, edge) == s] for s in (True, False)]
+        return (sides[0], sides[1]) if self._is_source(role, edge) else (sides[1], sides[0])
 
-    def _side(self, role: int, encoder: str) -> bool:
-        return self._schedule.crosses(self._schedule.roles[role], encoder)[0]
+    def _is_source(self, role: int, edge: Edge) -> bool:
+        return self._schedule.crosses(self._schedule.roles[role], edge)[0]
 
     @cached_property
-    def _participants(self) -> dict[str, tuple[int, ...]]:
-        """By encoder, the roles that take part in crossings."""
+    def _participants(self) -> dict[Edge, tuple[int, ...]]:
+        """By edge, the roles that take part in crossings."""
         roles = list(enumerate(self._schedule.roles))
         return {
-            encoder.name: tuple(i for i, role in roles if any(self._schedule.crosses(role, encoder.name)))
-            for encoder in self._schedule.encoders
+            edge: tuple(i for i, role in roles if any(self._schedule.crosses(role, edge)))
+            for edge in self._schedule.edges
         }
 
     @cached_property

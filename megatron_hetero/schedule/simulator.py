@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.actions import Action, start
 from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule, live_activations
 from megatron_hetero.schedule.checks.replay import replay
 from megatron_hetero.schedule.program import Role, Schedule
@@ -120,9 +120,9 @@ class _Clock:
 
     def _arrival_of_crossing(self, role: int, action: Action) -> float:
         """A crossing begins when this rank and all that it exchanges rows with have started."""
-        started = Action("start", action.kind, action.module, action.micro_batch, None, action.peer)
-        own, other = self._dependencies.own_and_other_side(role, action.module)
-        members = {*own, *other} if self._schedule.collective[action.module] else {role, *other}
+        started = start(action.kind, action.edge, action.micro_batch)
+        own, other = self._dependencies.own_and_other_side(role, action.edge)
+        members = {*own, *other} if self._schedule.collective[action.edge] else {role, *other}
         return max(self._ready[member, started] for member in members) + self._transfer(
             (action.module, action.kind, -1)
         )

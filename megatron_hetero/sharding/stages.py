@@ -87,6 +87,11 @@ def stages_of_rank(stages: Sequence[Stage], pp_rank: int, pp: int) -> tuple[Stag
     return tuple(stages[pp_rank::pp])
 
 
+def stage_of(stages: Sequence[Stage], layer: int) -> int:
+    """The number of the stage that holds a layer."""
+    return next(number for number, stage in enumerate(stages) if layer in stage.layers)
+
+
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
     """Layers of each stage, which differ by one at most.
 

@@ -29,8 +29,8 @@ class TokenShare:
     `tokens`: int64 [n], positions in the pack, ascending; its tp group shares them. `padded`: their number with
     padding, a multiple of the tp ranks that share activations, and never 0, since Megatron's layers do not accept
     tensors without elements. `sp_lengths`: tokens of each sp member of this rank's cp member; `cp_lengths`: of each
-    cp member. `pieces`: what the cp member attends to. `rows_at`: int64, where the rows that reach this rank go in
-    its shard of the embedding: encoder by encoder, those of each in their order of arrival.
+    cp member. `pieces`: what the cp member attends to. `rows_at`: by encoder, int64, where the rows that reach this
+    rank go in its shard of the embedding, in their order of arrival.
     """
 
     tokens: np.ndarray
@@ -38,7 +38,7 @@ class TokenShare:
     sp_lengths: tuple[int, ...]
     cp_lengths: tuple[int, ...]
     pieces: Pieces
-    rows_at: np.ndarray
+    rows_at: Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +77,11 @@ class TokenShards:
             rows_at=self._rows_at(rank),
         )
 
-    def _rows_at(self, rank: int) -> np.ndarray:
+    def _rows_at(self, rank: int) -> dict[str, np.ndarray]:
         groups = holding_groups(self.layout, self.sharded)
         # Groups come in the order of the layout's ranks, all of one size.
         mine = self.layout.ranks.index(rank) // len(groups[0])
-        return np.concatenate([np.zeros(0, np.int64), *(p[g == mine] for g, p in self._cut_places.values())])
+        return {encoder: place[group == mine] for encoder, (group, place) in self._cut_places.items()}
 
     @cached_property
     def _cut_places(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -6,6 +6,7 @@ from rich.console import Group
 from rich.table import Table
 
 from megatron_hetero.batch.step_loader import StepBatch
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.training.trainer import Trainer
 
 
@@ -36,15 +37,15 @@ def _parameters(run: Trainer, name: str) -> tuple[int, int]:
 
 def describe_boundaries(run: Trainer, batch: StepBatch) -> Group:
     """The boundaries in the first step, as this rank sees them."""
-    return Group(*(_boundary(name, run, batch) for name in run.shapes.encoders))
+    return Group(*(_boundary(edge, run, batch) for edge in run.job.edges))
 
 
-def _boundary(encoder: str, run: Trainer, batch: StepBatch) -> Table:
-    row_bytes = run.loader.planner.row_bytes
-    table = Table(title=f"boundary {encoder} to text, first step, this rank")
+def _boundary(edge: Edge, run: Trainer, batch: StepBatch) -> Table:
+    row_bytes = run.job.row_bytes * len(run.job.edges[edge])
+    table = Table(title=f"boundary {' to '.join(edge.ends)}, first step, this rank")
     for column in ("direction", "rows in place after", "rows received", "bytes received", "bytes sent", "collectives"):
         table.add_column(column, justify="left" if column == "direction" else "right")
-    plans = [m.plan.boundaries[encoder] for m in batch.micro_batches if encoder in m.plan.boundaries]
+    plans = [m.plan.boundaries[edge] for m in batch.micro_batches if edge in m.plan.boundaries]
     backward = [p.backward for p in plans if p.backward is not None]
     for name, directions in (("forward", [p.forward for p in plans]), ("backward", backward)):
         received, sent = sum(d.received_rows for d in directions), sum(d.sent_rows for d in directions)

@@ -104,6 +104,7 @@ class Share(OfJob):
             topology.rank,
             job.row_bytes,
             config.data.balance,
+            job.edges,
         )
         watch, profiled = Stopwatch(platform), config.train.profile
         return Share(
@@ -166,9 +167,9 @@ class Share(OfJob):
             if module.ddp is not None:
                 module.ddp.zero_grad_buffer()
                 optimizer.zero_grad()  # Megatron's fp32 optimizer leaves the last step's gradients on the parameters
-        dtype = self.job.dtype
+        dtype, outputs = self.job.dtype, self.job.outputs
         loss_sum = self.interpreter.run(
-            self.schedule, lambda m: to_device(batch.micro_batches[m], self.platform, dtype)
+            self.schedule, lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs)
         )
         with self.watched("the sums of gradients over ranks"):
             return reduce_gradients(self.modules, loss_sum, self.counts_loss, self.optimizers, self.topology)
@@ -331,6 +332,7 @@ def _interpreter(
         on_rank,
         width=job.shapes.text.hidden,
         dtype=job.dtype,
+        outputs=job.edges,
         transport=job.transport,
         watch=watch,
         watchdog=watchdog,

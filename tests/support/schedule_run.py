@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.distributed.communicators import DIRECTIONS, Crossing, Link
+from megatron_hetero.distributed.communicators import DIRECTIONS, EdgeUse, Link
 from megatron_hetero.execution.watch import Watchdog
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.checks.deadlock import DESIGN
@@ -63,10 +63,10 @@ def _groups(schedule: Schedule, wiring: Wiring) -> list[tuple[str, list[list[int
                 name = wiring.of(Link(module.name, direction, module.coordinate(sender)))
                 pairs = zip(module.stage_ranks(sender), module.stage_ranks(receiver), strict=True)
                 linked.setdefault(name, []).extend(pair for pair in pairs if pair[0] != pair[1])
-    for encoder in schedule.encoders:
+    for edge in schedule.edges:
         for direction in DIRECTIONS:
-            name = wiring.of(Crossing(encoder.name, schedule.text.name, direction))
-            linked.setdefault(name, []).append(tuple(chain(*schedule.sides(encoder.name))))
+            name = wiring.of(EdgeUse(edge, direction))
+            linked.setdefault(name, []).append(tuple(chain(*schedule.sides(edge))))
     return [(name, parts) for name, links in linked.items() if (parts := _connected(links))]
 
 
@@ -124,11 +124,17 @@ class _Rank:
         if action.kind != "B":
             self.ran.add((action.module, action.stage, action.micro_batch))
             self._receive_what_is_known(action.module)
-        elif action.module == self.text and action.stage == 0:
+        elif action.module == self.text and any(action.stage == (e.target_stage or 0) for e in self.schedule.edges):
             # The next crossing, where it is the return of this micro-batch's rows, starts amid the backward.
             following = next((a for a in self.actions[at:] if a.op in ("start", "finish")), None)
             returns = ("start", "B", action.micro_batch)
-            if following and (following.op, following.kind, following.micro_batch) == returns:
+            is_return = following and (following.op, following.kind, following.micro_batch) == returns
+            if (
+                following
+                and is_return
+                and (following.edge.target_stage or 0) == action.stage
+                and self.schedule.returns_early(following.edge)
+            ):
                 self.works[following] = self._start(following)
             self._work(action.module, action.stage)
 
@@ -157,7 +163,8 @@ class _Rank:
 
     def _finish(self, action: Action) -> None:
         own, other, receives = self._sides(action)
-        embeds = action.kind == "F" and self.rank in self.schedule.text.stage_ranks(0)
+        is_first = not action.edge.target_stage
+        embeds = is_first and action.kind == "F" and self.rank in self.schedule.text.stage_ranks(0)
         if embeds and action.micro_batch not in self.embedded:
             self.embedded.add(action.micro_batch)
             self._work(self.text, 0)
@@ -167,8 +174,8 @@ class _Rank:
 
     def _sides(self, action: Action) -> tuple[Ranks, Ranks, bool]:
         """The ranks of the own side, of the other, and whether the own one receives; of a collective all, and none."""
-        encoder, text = self.schedule.sides(action.module)
-        if self.schedule.collective[action.module]:
+        encoder, text = self.schedule.sides(action.edge)
+        if self.schedule.collective[action.edge]:
             return encoder, (), True
         if self.rank in encoder:
             return encoder, text, action.kind == "B"

@@ -191,8 +191,8 @@ def _first_difference(
 # -------------------------------------------------------------------------------------------- 4. crossings
 
 Lane = tuple[str, ...]
-"""Crossings that all participants execute in one order: those of all boundaries that are collectives together; of other
-boundaries those of one direction, starts and finishes separately.
+"""Crossings that all participants execute in one order: those of all edges that are collectives together; of other
+edges those of one direction, starts and finishes separately.
 """
 
 
@@ -209,16 +209,16 @@ def _lanes(schedule: Schedule, role: Role) -> dict[Lane, list[int]]:
     found: dict[Lane, list[int]] = {}
     for at, action in enumerate(role.actions):
         if action.op in ("start", "finish"):
-            collective = schedule.collective[action.module]
-            lane = ("collectives",) if collective else (action.module, action.kind, action.op)
+            collective = schedule.collective[action.edge]
+            lane = ("collectives",) if collective else (str(action.edge), action.kind, action.op)
             found.setdefault(lane, []).append(at)
     return found
 
 
 def _different_order(schedule: Schedule, one: tuple[int, list[int]], other: tuple[int, list[int]]) -> Iterator[Problem]:
     """The first crossing that two roles, among those of both, execute in different orders."""
-    both = set.intersection(*({_action(schedule, (role, at)).module for at in ats} for role, ats in (one, other)))
-    common = ([(role, at) for at in ats if _action(schedule, (role, at)).module in both] for role, ats in (one, other))
+    both = set.intersection(*({_action(schedule, (role, at)).edge for at in ats} for role, ats in (one, other)))
+    common = ([(role, at) for at in ats if _action(schedule, (role, at)).edge in both] for role, ats in (one, other))
     for mine, theirs in zip(*common, strict=True):
         if _action(schedule, mine) != _action(schedule, theirs):
             expected = f"`{_action(schedule, theirs)}`, as {schedule.roles[theirs[0]]} do there"

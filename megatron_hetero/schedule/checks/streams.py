@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_hetero.distributed.communicators import Crossing, Link
+from megatron_hetero.distributed.communicators import EdgeUse, Link
 from megatron_hetero.schedule.actions import Action, irecv, start
 from megatron_hetero.schedule.communication import use_of
 from megatron_hetero.schedule.program import Role, Schedule
@@ -41,18 +41,18 @@ class Wiring:
     """Which operations of a rank share a communicator.
 
     `links`: one communicator for activations (F, R) and one for gradients (B) per ordered pair of ranks (`pair`) or per
-    pipeline. `boundaries`: one communicator per direction of a boundary, or per boundary. The defaults are those of
+    pipeline. `boundaries`: one communicator per direction of an edge, or per edge. The defaults are those of
     `megatron_hetero.distributed.communicators`.
     """
 
     links: Literal["pair", "pipeline"] = "pair"
     boundaries: Literal["direction", "boundary"] = "direction"
 
-    def of(self, use: Link | Crossing) -> str:
+    def of(self, use: Link | EdgeUse) -> str:
         """The name of the communicator for a use."""
         if isinstance(use, Link):
             return str(use) if self.links == "pair" else f"{use.module} {use.direction}"
-        return str(use) if self.boundaries == "direction" else f"{use.source}-{use.destination}"
+        return str(use) if self.boundaries == "direction" else "-".join(use.edge.ends)
 
 
 class Issue(NamedTuple):
@@ -89,7 +89,7 @@ class _Host:
         self.schedule, self.role, self.wiring, self.link = schedule, role, wiring, link
         self.text = schedule.text.name
         self.issued: list[Issue] = []
-        self.crosses = {e.name: schedule.crosses(role, e.name) for e in schedule.encoders}
+        self.crosses = {edge: schedule.crosses(role, edge) for edge in schedule.edges}
         self.position = {action: at for at, action in enumerate(role.actions)}
         self.crossings = [a for a in role.actions if a.op in ("start", "finish")]
         self.next_crossing = 0
@@ -129,9 +129,9 @@ class _Host:
     # ------------------------------------------------------------------------------------------------ work
 
     def _run(self, at: int, action: Action) -> None:
-        returns = action.kind == "B" and action.module == self.text and action.stage == 0
+        returns = action.kind == "B" and action.module == self.text and self._enters(action.stage)
         self._work(at, "", (action, 0))
-        if returns and self.crosses:
+        if returns:
             if early := self._starts_early(action):
                 self._start(early)
             self._work(at, "the rest of ", (action, 1))
@@ -146,8 +146,13 @@ class _Host:
         """The start of B of this micro-batch, if it is the next crossing of the rank."""
         following = self.crossings[self.next_crossing] if self.next_crossing < len(self.crossings) else None
         if following and (following.op, following.kind, following.micro_batch) == ("start", "B", action.micro_batch):
-            return following
+            fits = self.schedule.stages_of(following.edge)[1] == action.stage
+            return following if fits and self.schedule.returns_early(following.edge) else None
         return None
+
+    def _enters(self, stage: int | None) -> bool:
+        """Whether edges enter a stage of the text module."""
+        return any(self.schedule.stages_of(edge)[1] == stage for edge in self.schedule.edges)
 
     # ------------------------------------------------------------------------------------------- pipelines
 
@@ -186,34 +191,35 @@ class _Host:
     def _start(self, action: Action) -> None:
         if action in self.operation:  # It started early.
             return
-        at, key = self.position[action], (action.kind, action.module, action.micro_batch)
+        at, key = self.position[action], (action.kind, action.edge, action.micro_batch)
         stream = self._stream(action)
-        if self.schedule.collective[action.module]:
+        if self.schedule.collective[action.edge]:
             self.operation[action] = self._add(Issue(at, "", stream, (key, 1), (key, 1)))
             return
         if self._receives(action):
             self.operation[action] = self._add(Issue(at, "", stream, (key, "in"), (key, "out")))
             return
-        if action.kind == "B" and len(self.schedule.sides(action.module)[1]) > 1:
+        if action.kind == "B" and len(self.schedule.sides(action.edge)[1]) > 1:
             part = "the sums of "
             self._stream_wait(at, part, self._add(Issue(at, part, stream, (key, "reduce"), (key, "reduce"))))
         self.operation[action] = self._add(Issue(at, "", stream, (key, "out"), (key, "in")))
 
     def _finish(self, at: int, action: Action) -> None:
-        if action.kind == "F" and self.crosses[action.module][1] and action.micro_batch not in self.embedded:
+        embeds = action.kind == "F" and self.crosses[action.edge][1] and self.schedule.stages_of(action.edge)[1] == 0
+        if embeds and action.micro_batch not in self.embedded:
             self.embedded.add(action.micro_batch)
             self._work(at, "the embedding before ", ("embed", action.micro_batch))
-        started = start(action.kind, action.module, self.text, action.micro_batch)
+        started = start(action.kind, action.edge, action.micro_batch)
         self._stream_wait(at, "", self.operation[started])
-        if not self.schedule.collective[action.module] and not self._gathers(action):
+        if not self.schedule.collective[action.edge] and not self._gathers(action):
             return
-        key = (action.kind, action.module, action.micro_batch), 2
+        key = (action.kind, action.edge, action.micro_batch), 2
         part, stream = "the gather of ", self._stream(action)
         self._stream_wait(at, part, self._add(Issue(at, part, stream, key, key)))
 
     def _gathers(self, action: Action) -> bool:
         """Whether the role receives, and its side has several ranks."""
-        return self._receives(action) and len(self.schedule.sides(action.module)[action.kind == "F"]) > 1
+        return self._receives(action) and len(self.schedule.sides(action.edge)[action.kind == "F"]) > 1
 
     def _receives(self, action: Action) -> bool:
-        return self.crosses[action.module][action.kind == "F"]
+        return self.crosses[action.edge][action.kind == "F"]

@@ -149,12 +149,16 @@ class Gpus:
         assert a.stage is not None
         ranks = set(self.schedule.module[a.module].stage_ranks(a.stage))
         parts = [self._together(rank, a, "compute", (a, part), ranks) for part in "xy"]
-        if (a.module, a.kind, a.stage) != (self.schedule.text.name, "B", 0) or not self.schedule.encoders:
+        entered = {(self.schedule.text.name, "B", edge.target_stage or 0) for edge in self.schedule.edges}
+        if (a.module, a.kind, a.stage) not in entered:
             return parts[:1]
         crossing = next((b for b in rest if b.op in ("start", "finish")), None)
         if not crossing or (crossing.module, crossing.micro_batch) in self.absent:
             return parts
         if (crossing.op, crossing.kind, crossing.micro_batch) != ("start", "B", a.micro_batch):
+            return parts
+        alone = self.schedule.text.layout.pp == 1 or self.schedule.module[crossing.module].style == "ahead"
+        if not alone or (crossing.edge.target_stage or 0) != a.stage:
             return parts
         done.add(crossing)
         return [parts[0], *self._start(rank, crossing), parts[1]]
@@ -168,24 +172,24 @@ class Gpus:
         return Entry(rank, a, queue, (message, rank), frozenset([(message, other)]))
 
     def _queue(self, a: Action) -> str:
-        return f"{a.module} {a.kind}" if self.directions else a.module
+        return f"{a.edge} {a.kind}" if self.directions else str(a.edge)
 
     def _sides(self, rank: int, a: Action) -> tuple[set[int], set[int], bool]:
         """The rank's own side, the other one, and whether the own one receives; for a collective all, and none."""
-        encoder, text = map(set, self.schedule.sides(a.module))
+        encoder, text = map(set, self.schedule.sides(a.edge))
         if encoder & text:
             return encoder | text, set(), True
         return (encoder, text, a.kind == "B") if rank in encoder else (text, encoder, a.kind == "F")
 
     def _batch(self, rank: int, a: Action, what: str, ranks: set[int]) -> Entry:
-        name = what, a.kind, a.module, a.micro_batch
+        name = what, a.kind, a.edge, a.micro_batch
         others = {other for other in ranks - {rank} if not self.bare((*name, *sorted((rank, other))))}
         return self._together(rank, a, self._queue(a), name, others)
 
     def _start(self, rank: int, a: Action) -> list[Entry]:
         own, other, receives = self._sides(rank, a)
         if not other:
-            return [self._together(rank, a, self._queue(a), ("first", a.kind, a.module, a.micro_batch), own)]
+            return [self._together(rank, a, self._queue(a), ("first", a.kind, a.edge, a.micro_batch), own)]
         found = [self._batch(rank, a, "rows", other)]
         if a.kind == "B" and not receives and len(own) > 1:
             summed = self._batch(rank, a, "sums", own)
@@ -197,7 +201,7 @@ class Gpus:
         found: list[Entry] = []
         text = self.schedule.text.stage_ranks(0)
         embedding = Action("run", "F", "embedding of tokens", a.micro_batch)
-        if a.kind == "F" and rank in text and embedding not in done:
+        if a.kind == "F" and rank in text and not a.edge.target_stage and embedding not in done:
             done.add(embedding)
             found.append(self._together(rank, a, "compute", embedding, set(text)))
         found.append(Entry(rank, a, "compute", waits=True, of=_with(a, "start")))
@@ -205,7 +209,7 @@ class Gpus:
             last = (
                 self._batch(rank, a, "gather", own)
                 if other
-                else self._together(rank, a, self._queue(a), ("second", a.kind, a.module, a.micro_batch), own)
+                else self._together(rank, a, self._queue(a), ("second", a.kind, a.edge, a.micro_batch), own)
             )
             found += [last, Entry(rank, a, "compute", waits=True, after=last)]
         return found

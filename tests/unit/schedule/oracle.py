@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from random import Random
 
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
 
@@ -81,15 +82,21 @@ class Execution:
     # -------------------------------------------------------------------------------------------- crossings
 
     def _sides(self, a: Action) -> tuple[set[int], set[int]]:
-        source, target = map(set, self.schedule.sides(a.module))
+        source, target = map(set, self.schedule.sides(a.edge))
         return (source, target) if a.kind == "F" else (target, source)
+
+    def _ends(self, edge: Edge) -> tuple[int, int]:
+        """The stages that it leaves and enters."""
+        if edge.source_stage is None or edge.target_stage is None:
+            return self.schedule.module[edge.source].stages - 1, 0
+        return edge.source_stage, edge.target_stage
 
     def _start(self, rank: int, a: Action) -> bool:
         source, _target = self._sides(a)
         if rank in source:
-            last = self.schedule.module[a.module].stages - 1
-            forward = Action("run", "F", a.module, a.micro_batch, last)
-            backward = Action("run", "B", self.schedule.text.name, a.micro_batch, 0)
+            leaves, enters = self._ends(a.edge)
+            forward = Action("run", "F", a.module, a.micro_batch, leaves)
+            backward = Action("run", "B", self.schedule.text.name, a.micro_batch, enters)
             self._require(rank, forward if a.kind == "F" else backward)
         self._enter(rank, a)
         return True
@@ -98,7 +105,7 @@ class Execution:
         """The rank's next operation of the group must be the one that its fellows have at that number."""
         source, target = self._sides(a)
         collective = bool(source & target)
-        lane = (a.module,) if collective else (a.module, a.kind, a.op)
+        lane = (a.edge,) if collective else (a.edge, a.kind, a.op)
         mine = self.entered[lane, rank]
         mine.append(a)
         for other in source | target:
@@ -136,11 +143,12 @@ class Execution:
         source = a.stage + 1 if back else a.stage - 1  # pyright: ignore[reportOptionalOperand]
         if 0 <= source < module.stages:
             self._require(rank, Action("wait", a.kind, a.module, m, a.stage, source))
-        elif back and module.style != "text":
-            self._require(rank, Action("finish", "B", a.module, m, None, text.name))
-        elif not back and module.style == "text":
-            for encoder in self.schedule.encoders:
-                self._require(rank, Action("finish", "F", encoder.name, m, None, text.name))
+        for edge in self.schedule.edges:
+            leaves, enters = self._ends(edge)
+            if (back and (edge.source, leaves) == (a.module, a.stage)) or (
+                not back and (text.name, enters) == (a.module, a.stage)
+            ):
+                self._require(rank, Action("finish", "B" if back else "F", edge.source, m, None, edge))
         if a.kind != "F":
             again = back and module.style == "recompute"
             self._require(rank, Action("run", "R" if again else "F", a.module, m, a.stage))

@@ -6,6 +6,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.program import Schedule
@@ -62,5 +63,21 @@ def schedules(draw: st.DrawFn, most_batches: int = 9, most_ranks: int = 16) -> S
     model = draw(models(most_ranks=most_ranks))
     frozen = draw(st.sets(st.sampled_from([n for n in model if n != "text"]))) if len(model) > 1 else set()
     forward_only = draw(st.sampled_from([(), (), sorted(frozen), list(model)]))
-    batches = draw(st.integers(1, most_batches))
-    return build_schedule(model, batches, draw(settings_for(model)), forward_only=forward_only)
+    batches, chosen = draw(st.integers(1, most_batches)), draw(settings_for(model))
+    edges = draw(edges_of(model, chosen.virtual_stages))
+    return build_schedule(model, batches, chosen, forward_only=forward_only, edges=edges)
+
+
+@st.composite
+def edges_of(draw: st.DrawFn, model: dict[str, Layout], virtual: int) -> list[Edge]:
+    """Edges of the encoders: of each the one from its last stage to the first, and maybe others."""
+    found, pp, sharing = [], model["text"].pp, sharing_encoders(model, "text")
+    for name, layout in model.items():
+        if name != "text":
+            first_rank = virtual > 1 and name not in sharing  # All that is built for encoders that run ahead.
+            entered = st.sampled_from(range(0, pp * virtual, pp if first_rank else 1))
+            ends = st.tuples(st.integers(0, layout.pp - 1), entered)
+            further = draw(st.sets(ends, max_size=3)) if draw(st.booleans()) else set()
+            pairs = [(layout.pp - 1, 0), *sorted(further - {(layout.pp - 1, 0)})]
+            found += [Edge.of(name, own, layout.pp, "text", stage) for own, stage in pairs]
+    return found

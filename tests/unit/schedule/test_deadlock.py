@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.distributed.communicators import DIRECTIONS, Crossing, Link, communicators
-from megatron_hetero.schedule.actions import Action
+from megatron_hetero.distributed.communicators import DIRECTIONS, EdgeUse, Link, communicators
+from megatron_hetero.layout.edge import Edge
+from megatron_hetero.schedule.actions import Action, start
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule
 from megatron_hetero.schedule.checks.deadlock import find_cycle
@@ -56,15 +57,15 @@ def test_the_wiring_is_that_of_the_topology(schedule: Schedule) -> None:
     """Each rank has the communicators that its actions use, and no other ones for links and boundaries."""
     kinds = communicators(
         {module.name: module.layout for module in schedule.modules},
-        edges=[(encoder.name, schedule.text.name) for encoder in schedule.encoders],
+        edges=schedule.edges,
         interleaved=[module.name for module in schedule.modules if module.virtual > 1],
     )
-    alone = {str(Crossing(e.name, schedule.text.name, way)) for e in schedule.encoders for way in DIRECTIONS
-             if len({*schedule.sides(e.name)[0], *schedule.sides(e.name)[1]}) == 1}  # fmt: skip
+    alone = {str(EdgeUse(edge, way)) for edge in schedule.edges for way in DIRECTIONS
+             if len({*schedule.sides(edge)[0], *schedule.sides(edge)[1]}) == 1}  # fmt: skip
     for role in schedule.roles:
         used = {issue.stream for issue in issues(schedule, role, Wiring())} - {None} - alone
         for rank in role.ranks:
-            uses = [use for kind in kinds for use in kind.uses_of(rank) if isinstance(use, Link | Crossing)]
+            uses = [use for kind in kinds for use in kind.uses_of(rank) if isinstance(use, Link | EdgeUse)]
             made = set(map(str, uses))
             assert used <= made and len(made) == len(uses)
             assert used == made or not all(module.backward for module in schedule.modules)
@@ -202,7 +203,7 @@ def test_a_single_queue_refuses_more() -> None:
         if (action.op, action.kind) != ("start", "F"):
             hasty.append(action)
         if (action.op, action.kind) == ("run", "F"):
-            hasty.append(Action("start", "F", "vision", action.micro_batch, None, "text"))
+            hasty.append(start("F", Edge("vision", "text"), action.micro_batch))
     schedule = with_actions(schedule, 0, hasty)
     assert_same_verdict(schedule, Wiring(), one_queue=True)
     assert assert_same_verdict(schedule, Wiring(), one_queue=False)

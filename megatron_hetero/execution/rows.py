@@ -1,0 +1,59 @@
+"""Named outputs of stages, and rows that arrived on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ReceivedRows:
+    """The rows that crossed along an edge in one micro-batch: `leaves` of the text module's graph, [needed, width], by
+    the name of the encoder's output.
+    """
+
+    leaves: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, rows: Tensor, names: Sequence[str], requires_grad: bool) -> ReceivedRows:
+        """From rows of several outputs side by side, [needed, outputs * width]."""
+        parts = rows.chunk(len(names), dim=1) if len(names) > 1 else [rows]
+        return cls(dict(zip(names, (part.detach().requires_grad_(requires_grad) for part in parts), strict=True)))
+
+    def grad(self) -> Tensor:
+        """Their gradients, side by side as they came; zero where they were not used."""
+        grads = [grad_of(leaf) for leaf in self.leaves.values()]
+        return grads[0] if len(grads) == 1 else torch.cat(grads, dim=1)
+
+    def when_gradients_are_known(self, call: Callable[[], None]) -> None:
+        """Call once, amid the backward pass that makes the last of the gradients; never where one is not made."""
+        missing = set(self.leaves)
+
+        def arrived(name: str) -> None:
+            missing.discard(name)
+            if not missing:
+                call()
+
+        for name, leaf in self.leaves.items():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(lambda _, name=name: arrived(name))
+
+
+def grad_of(leaf: Tensor) -> Tensor:
+    """The gradient of a model's input; zero if unused."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def named_outputs(output: Any, expected: Sequence[str]) -> dict[str, Tensor]:
+    """What a stage returned, by name: a tensor stands for the first of the names that are `expected`.
+
+    Raises `TypeError` where others are missing or left over.
+    """
+    found = {expected[0]: output} if isinstance(output, Tensor) else dict(output)
+    if found.keys() != set(expected):
+        raise TypeError(f"outputs {', '.join(found)}")
+    return found
