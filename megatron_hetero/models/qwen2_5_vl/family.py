@@ -10,12 +10,13 @@ import numpy as np
 
 from megatron_hetero.files.json_objects import Table
 from megatron_hetero.hf.weight_map import WeightMap
+from megatron_hetero.models.common.demo.template import IMAGE_TOKENS
 from megatron_hetero.models.common.demo_sizes import DemoSizes
+from megatron_hetero.models.common.images.positions import rope_positions
+from megatron_hetero.models.common.images.reader import ImageReader
 from megatron_hetero.models.family import Family, TensorShapes
 from megatron_hetero.models.qwen2_5_vl import checks, demo, joining, shapes, weights
 from megatron_hetero.models.qwen2_5_vl.config_rules import CONFIG
-from megatron_hetero.models.qwen2_5_vl.image_reader import ImageReader
-from megatron_hetero.models.qwen2_5_vl.positions import rope_positions
 from megatron_hetero.models.qwen2_5_vl.shapes import FAMILY, TextShape, VisionShape
 from megatron_hetero.sharding.stages import Stage
 
@@ -27,12 +28,7 @@ class Qwen25VL:
     language_models = ("qwen2",)
     title = "Qwen2.5-VL"
     rules: Table = CONFIG
-    tokens: Mapping[str, str] = {
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-    }
+    tokens: Mapping[str, str] = IMAGE_TOKENS
 
     def config_class(self, model_type: str) -> Any:
         from transformers import Qwen2_5_VLConfig, Qwen2Config
@@ -83,6 +79,9 @@ class Qwen25VL:
         from megatron_hetero.models.qwen2_5_vl.text import TextModel
 
         return TextModel
+
+    def published_name(self, name: str) -> str:
+        return name
 
     def encoder_tensors(self, shape: VisionShape) -> TensorShapes:
         return weights.encoder_tensors(shape)
