@@ -17,7 +17,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from megatron_hetero.models.qwen2_5_vl import demo as demo2_5
+from megatron_hetero.models.qwen2_5_vl.demo import train_tokenizer, write_processor
 from megatron_hetero.models.qwen2_5_vl.joining import mrope_section
 from megatron_hetero.models.qwen3_vl import demo as demo3
 from megatron_hetero.models.qwen3_vl.joining import rope_settings
@@ -61,17 +61,17 @@ class ModelChoice:
 
 def write_model(folder: Path, choice: ModelChoice) -> Path:
     """A model with random weights everywhere: biases, norms, embeddings; a vocabulary that tp does not divide."""
-    parts = demo3 if choice.family == "qwen3_vl" else demo2_5
-    tokenizer = parts.train_tokenizer(CORPUS, vocab_size=300)
+    newer = choice.family == "qwen3_vl"
+    tokenizer = (demo3.train_tokenizer if newer else train_tokenizer)(CORPUS, vocab_size=300)
     config = model_config(choice, tokenizer)
-    kind: Any = Qwen3VLForConditionalGeneration if choice.family == "qwen3_vl" else Qwen2_5_VLForConditionalGeneration
+    kind: Any = Qwen3VLForConditionalGeneration if newer else Qwen2_5_VLForConditionalGeneration
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(choice.seed)
         model = kind(config)
         randomise(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    parts.write_processor(folder)
+    (demo3.write_processor if newer else write_processor)(folder)
     return folder
 
 

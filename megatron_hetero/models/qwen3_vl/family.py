@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_hetero.files.json_objects import Table
 from megatron_hetero.hf.weight_map import WeightMap
-from megatron_hetero.models.common.demo.template import IMAGE_TOKENS
 from megatron_hetero.models.common.demo_sizes import DemoSizes
-from megatron_hetero.models.common.images.positions import rope_positions
-from megatron_hetero.models.common.images.reader import ImageReader
+from megatron_hetero.models.common.images.family import PictureFamily
 from megatron_hetero.models.family import Family, TensorShapes
 from megatron_hetero.models.qwen3_vl import checks, demo, joining, shapes, weights
 from megatron_hetero.models.qwen3_vl.config_rules import CONFIG
@@ -21,14 +17,13 @@ from megatron_hetero.models.qwen3_vl.shapes import FAMILY, TextShape, VisionShap
 from megatron_hetero.sharding.stages import Stage
 
 
-class Qwen3VL:
+class Qwen3VL(PictureFamily):
     """See `megatron_hetero.models.family.Family`."""
 
     model_type = FAMILY
     language_models = ("qwen3",)
     title = "Qwen3-VL"
     rules: Table = CONFIG
-    tokens: Mapping[str, str] = IMAGE_TOKENS
 
     def config_class(self, model_type: str) -> Any:
         from transformers import Qwen3Config, Qwen3VLConfig
@@ -59,13 +54,6 @@ class Qwen3VL:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         return Qwen2VLImageProcessorPil
-
-    def image_reader(self, image_processor: Any, token_id: int, max_image_pixels: int) -> ImageReader:
-        return ImageReader(image_processor, token_id, max_image_pixels)
-
-    @property
-    def positions(self) -> Callable[[int, np.ndarray, np.ndarray], np.ndarray]:
-        return rope_positions
 
     def write_demo(self, folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int) -> None:
         demo.write_model(folder, corpus, sizes, seed)
