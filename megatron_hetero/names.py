@@ -7,6 +7,9 @@ import re
 VISION, TEXT = "vision", "text"
 """The modules of a vision-language model's own folder. Further encoders have names of their own."""
 
+ROWS, HIDDEN = "rows", "hidden"
+"""What pipeline stages give, where they give several things: the rows that replace embeddings, and hidden states."""
+
 ENCODER_NAME = re.compile(r"[a-z][a-z0-9_]*")
 TAKEN = frozenset(
     {VISION, TEXT, "projector", "image", "images", "video", "videos", "conversations", "id", "boundary", "pipeline"}

@@ -73,6 +73,13 @@ class EncoderShape(TransformerShape, ItemShape, Protocol):
         ...
 
     @property
+    def outputs(self) -> Mapping[str, int]:
+        """What it gives, by name, with the number of the layer after which it is made: `ROWS` first, then what enters
+        the language model deeper. All have the same number of rows, of the same width.
+        """
+        ...
+
+    @property
     def full_layers(self) -> Collection[int]:
         """The layers whose attention sees whole sequences; that of the others sees windows."""
         ...
@@ -118,6 +125,12 @@ class TextShape(TransformerShape, Protocol):
 
     def kv_copies(self, tp: int) -> int:
         """How often each key/value head is held under `tp`: once where tp divides their number, else until it does."""
+        ...
+
+    def entry_layer(self, output: str) -> int | None:
+        """The layer at which the rows of an encoder's output enter: 0 for `ROWS`, which take the place of embeddings
+        before the layers; for others the layer to whose output they are added. None where the model does not take them.
+        """
         ...
 
 
@@ -243,6 +256,12 @@ class Family(Protocol):
         ...
 
     # ------------------------------------------------------------------------------------------------- weights
+
+    def published_name(self, name: str) -> str:
+        """What published folders of the family, and those that `transformers` writes, call the tensor `name`: the one
+        of which `canonical_name` makes `name`.
+        """
+        ...
 
     def encoder_tensors(self, shape: Any) -> TensorShapes:
         """The stored tensors of an encoder, without the prefix of encoders."""

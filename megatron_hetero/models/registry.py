@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.qwen2_5_vl.family import QWEN2_5_VL
+from megatron_hetero.models.qwen3_vl.family import QWEN3_VL
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (QWEN2_5_VL,)}
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL)}
 """By the `model_type` of a whole model."""
 
 

@@ -11,7 +11,7 @@ from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.models.family import EncoderShape, TextShape
 from megatron_hetero.models.folders import ModelFolders, read_config
 from megatron_hetero.models.registry import family_of
-from megatron_hetero.names import TEXT, VISION
+from megatron_hetero.names import ROWS, TEXT, VISION
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ModelShapes:
 
     @classmethod
     def of(cls, folders: ModelFolders, further: Mapping[str, Path] | None = None) -> ModelShapes:
-        """The model of these folders, and `further` encoders: those of folders of any family whose rows are as wide.
-        Raises `UserError`.
+        """The model of these folders, and `further` encoders: those of folders of any family whose rows are as wide,
+        and whose outputs the text module takes. Raises `UserError`.
         """
         text = folders.family.text_shape(folders.config)
         encoders = {VISION: folders.family.encoder_shape(folders.config)}
@@ -48,6 +48,9 @@ class ModelShapes:
                     because=f"rows of encoder {name} go into its embedding",
                     fix="take an encoder that was made for a language model of that width",
                 )
+        places = {VISION: folders.vision, **(further or {})}
+        for name, encoder in encoders.items():
+            _check_outputs(name, places[name], encoder, text)
         return cls(encoders, text)
 
     @property
@@ -71,3 +74,17 @@ class ModelShapes:
             for name, v in self.encoders.items()
         }
         return {**encoders, TEXT: ModuleShape(TEXT, t.heads, t.kv_heads, t.hidden, t.layers, "text")}
+
+
+def _check_outputs(name: str, folder: Path, encoder: EncoderShape, text: TextShape) -> None:
+    """Check that the language model takes all that the encoder gives. Raises `UserError`."""
+    not_taken = [output for output in encoder.outputs if text.entry_layer(output) is None]
+    if not_taken:
+        kind = f"a language model of {family_of(text.family).title} with {text.layers} layers"
+        raise UserError.at(
+            folder / "config.json",
+            found=f"an encoder ({name}) that gives {', '.join(not_taken)} besides {ROWS}",
+            expected=f"outputs that {kind} takes",
+            because="they enter the language model after layers of it, and would be lost",
+            fix="take an encoder and a language model that were made for one another",
+        )

@@ -1,9 +1,11 @@
-"""Writes a whole model as `transformers` folders: one for its own modules, in it one for each further encoder."""
+"""Writes a whole model as `transformers` folders: one for its own modules, in it one for each further encoder. Tensors
+are called there what published folders of their family call them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from megatron_hetero.hf.folder_writer import (
     folder_writer,
     read_companions,
 )
+from megatron_hetero.models.family import EncoderShape, TensorShapes
+from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import encoder_shapes, folder_shapes, prefix_of
 from megatron_hetero.names import VISION
@@ -46,34 +50,48 @@ def model_writer(
     `dtype`: one for all, or by the same names. `companions`: see `companions_of`. `target` appears when it is whole.
     Raises `UserError` where it cannot be written.
     """
+    own = published_names(shapes)
     with (
-        folder_writer(target, folder_shapes(shapes), dtype, companions[VISION], limit) as writer,
+        _folder(target, own, folder_shapes(shapes), dtype, companions[VISION], limit) as writer,
         ExitStack() as stack,
     ):
-        further: dict[str, FolderWriter] = {}
-        for name, shape in shapes.encoders.items():
-            if name != VISION:
-                of_encoder = {_in_folder(n, name): n for n in encoder_shapes(name, shape)}
-                dtypes = dtype if isinstance(dtype, torch.dtype) else {f: dtype[n] for f, n in of_encoder.items()}
-                place = encoder_folder(writer.partial, name)
-                opened = folder_writer(place, encoder_shapes(VISION, shape), dtypes, companions[name], limit)
-                further[name] = stack.enter_context(opened)
-        yield partial(_put, writer, further)
+        puts = {name: partial(writer.put, there) for name, there in own.items()}
+        for encoder, shape in shapes.encoders.items():
+            if encoder != VISION:
+                names, place = names_of_encoder(encoder, shape), encoder_folder(writer.partial, encoder)
+                of_encoder = _folder(place, names, encoder_shapes(encoder, shape), dtype, companions[encoder], limit)
+                further = stack.enter_context(of_encoder)
+                puts |= {name: partial(further.put, there) for name, there in names.items()}
+        yield lambda name, tensor: puts[name](tensor)
+
+
+def published_names(shapes: ModelShapes) -> dict[str, str]:
+    """What the tensors of the model's own folder are called there, by their names here."""
+    text, encoder = family_of(shapes.text.family), family_of(shapes.vision.family)
+    of_vision = encoder_shapes(VISION, shapes.vision)
+    return {n: (encoder if n in of_vision else text).published_name(n) for n in folder_shapes(shapes)}
+
+
+def names_of_encoder(encoder: str, shape: EncoderShape) -> dict[str, str]:
+    """What the tensors of a further encoder are called in its folder, by their names here."""
+    publish, own = family_of(shape.family).published_name, prefix_of(encoder)
+    return {name: publish(prefix_of(VISION) + name.removeprefix(own)) for name in encoder_shapes(encoder, shape)}
+
+
+def _folder(
+    target: Path,
+    names: Mapping[str, str],
+    sizes: TensorShapes,
+    dtype: Dtypes,
+    companions: Companions,
+    limit: int,
+) -> AbstractContextManager[FolderWriter]:
+    """A folder of tensors of `sizes`, which are called there as `names` say."""
+    published = {there: sizes[name] for name, there in names.items()}
+    dtypes = dtype if isinstance(dtype, torch.dtype) else {there: dtype[name] for name, there in names.items()}
+    return folder_writer(target, published, dtypes, companions, limit)
 
 
 def encoder_folder(model: Path, encoder: str) -> Path:
     """Where an exported model keeps a further encoder: a folder that `model.encoders.NAME.hf_path` takes."""
     return model / ENCODERS / encoder
-
-
-def _in_folder(name: str, encoder: str) -> str:
-    """What a tensor of a further encoder is called in its folder."""
-    return prefix_of(VISION) + name.removeprefix(prefix_of(encoder))
-
-
-def _put(writer: FolderWriter, further: Mapping[str, FolderWriter], name: str, tensor: Tensor) -> None:
-    """Hand a tensor to the folder that it belongs to, under the name that it has there."""
-    for encoder, of_encoder in further.items():
-        if name.startswith(prefix_of(encoder)):
-            return of_encoder.put(_in_folder(name, encoder), tensor)
-    return writer.put(name, tensor)

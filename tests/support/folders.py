@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from megatron_hetero.models.qwen2_5_vl.demo import train_tokenizer, write_processor
 from megatron_hetero.models.qwen2_5_vl.joining import mrope_section
+from megatron_hetero.models.qwen3_vl import demo as demo3
+from megatron_hetero.models.qwen3_vl.joining import rope_settings
 
 CORPUS = [
     "What is in the picture? A red disc on the left.",
@@ -24,7 +31,9 @@ WORDS = "red green blue disc square left right above two pictures describe what 
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """What differs between the random models of the tests."""
+    """What differs between the random models of the tests. `window` and `full_layers` mean something to `qwen2_5_vl`
+    alone; `text_hidden` (0: what the heads are together), `deepstack` and `table_side` to `qwen3_vl`.
+    """
 
     heads: int = 4
     kv_heads: int = 2
@@ -39,54 +48,79 @@ class ModelChoice:
     tied: bool = False
     window: int = 56
     seed: int = 0
+    family: str = "qwen2_5_vl"
+    text_hidden: int = 0
+    deepstack: tuple[int, ...] = (0, 1)
+    table_side: int = 6
+
+    @property
+    def hidden(self) -> int:
+        """Width of a token of the language model."""
+        return self.text_hidden or self.heads * self.head_dim
 
 
 def write_model(folder: Path, choice: ModelChoice) -> Path:
     """A model with random weights everywhere: biases, norms, embeddings; a vocabulary that tp does not divide."""
-    tokenizer = train_tokenizer(CORPUS, vocab_size=300)
+    newer = choice.family == "qwen3_vl"
+    tokenizer = (demo3.train_tokenizer if newer else train_tokenizer)(CORPUS, vocab_size=300)
+    config = model_config(choice, tokenizer)
+    kind: Any = Qwen3VLForConditionalGeneration if newer else Qwen2_5_VLForConditionalGeneration
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(choice.seed)
+        model = kind(config)
+        randomise(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (demo3.write_processor if newer else write_processor)(folder)
+    return folder
+
+
+def model_config(choice: ModelChoice, tokenizer: Any) -> Qwen2_5_VLConfig | Qwen3VLConfig:
+    """The configuration of a model with this tokenizer."""
     token_id: Any = tokenizer.convert_tokens_to_ids
-    hidden = choice.heads * choice.head_dim
-    config = Qwen2_5_VLConfig(
-        vision_config={
-            "depth": choice.vision_layers,
-            "hidden_size": choice.vision_heads * choice.vision_head_dim,
-            "intermediate_size": choice.vision_ffn,
-            "num_heads": choice.vision_heads,
-            "out_hidden_size": hidden,
+    vision: dict[str, Any] = {
+        "depth": choice.vision_layers,
+        "hidden_size": choice.vision_heads * choice.vision_head_dim,
+        "intermediate_size": choice.vision_ffn,
+        "num_heads": choice.vision_heads,
+        "out_hidden_size": choice.hidden,
+    }
+    text: dict[str, Any] = {
+        "vocab_size": len(tokenizer) + 3,
+        "hidden_size": choice.hidden,
+        "intermediate_size": choice.text_ffn,
+        "num_hidden_layers": choice.text_layers,
+        "num_attention_heads": choice.heads,
+        "num_key_value_heads": choice.kv_heads,
+        "bos_token_id": token_id("<|endoftext|>"),
+        "eos_token_id": token_id("<|im_end|>"),
+        "pad_token_id": token_id("<|endoftext|>"),
+    }
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if choice.family == "qwen3_vl":
+        vision |= {
+            "patch_size": 16,
+            "num_position_embeddings": choice.table_side**2,
+            "deepstack_visual_indexes": list(choice.deepstack),
+        }
+        text |= {"head_dim": choice.head_dim, "rope_parameters": rope | rope_settings(choice.head_dim)}
+    else:
+        vision |= {
             "patch_size": 14,
             "window_size": choice.window,
             "fullatt_block_indexes": [layer for layer in choice.full_layers if layer < choice.vision_layers],
-        },
-        text_config={
-            "vocab_size": len(tokenizer) + 3,
-            "hidden_size": hidden,
-            "intermediate_size": choice.text_ffn,
-            "num_hidden_layers": choice.text_layers,
-            "num_attention_heads": choice.heads,
-            "num_key_value_heads": choice.kv_heads,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": mrope_section(choice.head_dim),
-            },
-            "bos_token_id": token_id("<|endoftext|>"),
-            "eos_token_id": token_id("<|im_end|>"),
-            "pad_token_id": token_id("<|endoftext|>"),
-        },
+        }
+        text["rope_parameters"] = rope | {"mrope_section": mrope_section(choice.head_dim)}
+    kind = Qwen3VLConfig if choice.family == "qwen3_vl" else Qwen2_5_VLConfig
+    return kind(
+        vision_config=vision,
+        text_config=text,
         image_token_id=token_id("<|image_pad|>"),
         video_token_id=token_id("<|video_pad|>"),
         vision_start_token_id=token_id("<|vision_start|>"),
         vision_end_token_id=token_id("<|vision_end|>"),
         tie_word_embeddings=choice.tied,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(choice.seed)
-        model = Qwen2_5_VLForConditionalGeneration(config)
-        randomise(model)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_processor(folder)
-    return folder
 
 
 @torch.no_grad()

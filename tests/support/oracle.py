@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
@@ -26,7 +26,7 @@ ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 class Oracle:
     """A model folder with a data set, and AdamW or SGD by hand."""
 
-    model: Qwen2_5_VLForConditionalGeneration
+    model: Any
     tokenizer: Any
     images: Any
     records: list[dict]
@@ -36,7 +36,7 @@ class Oracle:
     def load(cls, model: Path, data: Path) -> Oracle:
         """Load everything in fp32."""
         return cls(
-            Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32),
+            AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32),
             AutoTokenizer.from_pretrained(model),
             Qwen2VLImageProcessorPil.from_pretrained(model),
             [json.loads(line) for line in data.read_text().splitlines()],
@@ -157,7 +157,8 @@ class Oracle:
 @dataclass
 class TwoTowers(Oracle):
     """A model with a second vision tower, `detail`, for the pictures of the field of that name: two of `transformers`'
-    modules, with the rows of both in the places of their own pads.
+    modules, with the rows of both in the places of their own pads, and those of both towers' earlier layers, where they
+    have some, in the same places of the first layers' outputs.
     """
 
     detail: Any = None
@@ -170,7 +171,7 @@ class TwoTowers(Oracle):
         loaded = Oracle.load(model, data)
         whole: Any = loaded.model
         # A part of the model, so that its parameters are among the model's.
-        whole.detail = Qwen2_5_VLForConditionalGeneration.from_pretrained(other, dtype=torch.float32).model.visual
+        whole.detail = AutoModelForImageTextToText.from_pretrained(other, dtype=torch.float32).model.visual
         processor = Qwen2VLImageProcessorPil.from_pretrained(other)
         return cls(**vars(loaded), detail=whole.detail, detail_images=processor)
 
@@ -196,17 +197,22 @@ class TwoTowers(Oracle):
         grids = {pad: found.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long)) for pad, found in inputs.items()}
         ids = self._tokens(text, grids)
         embedded = core.get_input_embeddings()(ids[None])
-        is_row = torch.zeros_like(ids, dtype=torch.bool)
+        is_row, deeper = torch.zeros_like(ids, dtype=torch.bool), {}
         for pad, (tower, *_) in towers.items():
             if inputs[pad]:
-                rows = tower(inputs[pad]["pixel_values"], grid_thw=grids[pad]).pooler_output
+                given = tower(inputs[pad]["pixel_values"], grid_thw=grids[pad])
                 mine = ids == self.tokenizer.convert_tokens_to_ids(pad)
-                embedded, is_row = embedded.masked_scatter(mine[None, :, None], rows), is_row | mine
+                embedded, is_row = embedded.masked_scatter(mine[None, :, None], given.pooler_output), is_row | mine
+                for depth, rows in enumerate(getattr(given, "deepstack_features", None) or []):
+                    before = deeper.get(depth, torch.zeros_like(embedded[0]))
+                    deeper[depth] = before.masked_scatter(mine[:, None], rows)
         coming = {pad: iter(of_pad) for pad, of_pad in grids.items()}
         in_order = torch.stack([next(coming[pad]) for pad in shown]) if shown else None
         everything = torch.ones_like(ids)[None]
         positions, _ = core.get_rope_index(ids[None], is_row[None].int(), in_order, attention_mask=everything)
-        hidden = core.language_model(inputs_embeds=embedded, position_ids=positions, attention_mask=everything)
+        more = {"deepstack_visual_embeds": [deeper[depth][is_row] for depth in sorted(deeper)]} if deeper else {}
+        more |= {"visual_pos_masks": is_row[None]} if deeper else {}
+        hidden = core.language_model(inputs_embeds=embedded, position_ids=positions, attention_mask=everything, **more)
         return ids, self.model.lm_head(hidden.last_hidden_state)[0]
 
 

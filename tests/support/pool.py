@@ -25,6 +25,7 @@ PRELOADED = [
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.optimizer",
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
 ]
 """Imported once by the server that workers are forked from: imports cost seconds per process otherwise."""
 

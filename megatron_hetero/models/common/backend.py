@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -44,12 +46,21 @@ class RMSNorm(torch.nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+class LayerNorm(torch.nn.LayerNorm):
+    """Layer norm with a bias (Ba et al. 2016, arXiv 1607.06450) that knows sequence parallelism as `RMSNorm` does."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__(hidden_size, eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        for parameter in (self.weight, self.bias):
+            parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class TorchSpecProvider(LocalSpecProvider):
-    """Megatron's own linears with our attention and norm: runs on any device."""
+    """Megatron's own linears with our attention and norms: runs on any device."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """Our `RMSNorm`."""
-        return RMSNorm
+        """Our `RMSNorm` or `LayerNorm`."""
+        return RMSNorm if rms_norm else LayerNorm
 
     def core_attention(self) -> type:
         """Our `TorchAttention`."""
@@ -121,10 +132,19 @@ class StageLayer(TransformerLayer):
 
 
 def layer_spec(
-    provider: BackendSpecProvider, mask: AttnMaskType, *, windowed: bool = False, before: int = 0
+    provider: BackendSpecProvider,
+    mask: AttnMaskType,
+    *,
+    windowed: bool = False,
+    before: int = 0,
+    rms_norm: bool = True,
+    head_norms: bool = False,
 ) -> ModuleSpec:
-    """One pre-norm transformer layer: norm, packed self-attention, norm, MLP. `before`: see `StageLayer`."""
-    norm = provider.layer_norm(rms_norm=True)
+    """One pre-norm transformer layer: norm, packed self-attention, norm, MLP. `before`: see `StageLayer`. `rms_norm`:
+    else layer norm. `head_norms`: queries and keys are normed head by head, before the rotary embedding.
+    """
+    norm = provider.layer_norm(rms_norm=rms_norm)
+    of_heads = provider.layer_norm(rms_norm=rms_norm, for_qk=True) if head_norms else None
     column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
     return ModuleSpec(
         module=StageLayer,
@@ -135,7 +155,11 @@ def layer_spec(
                 module=PackedSelfAttention,
                 params={"attn_mask_type": mask, "windowed": windowed},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=column, core_attention=provider.core_attention(), linear_proj=row
+                    linear_qkv=column,
+                    core_attention=provider.core_attention(),
+                    linear_proj=row,
+                    q_layernorm=of_heads,  # pyright: ignore[reportArgumentType]
+                    k_layernorm=of_heads,  # pyright: ignore[reportArgumentType]
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
@@ -146,20 +170,34 @@ def layer_spec(
     )
 
 
-def transformer_config(platform: Platform, **shape: Any) -> TransformerConfig:
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
+def transformer_config(
+    platform: Platform,
+    *,
+    params_dtype: torch.dtype,
+    rms_norm: bool = True,
+    gated_linear_unit: bool = True,
+    activation_func: Callable[[Tensor], Tensor] = F.silu,
+    **shape: Any,
+) -> TransformerConfig:
     """Megatron's configuration of a module whose weights will be loaded: no initialisation, no dropout, fp32 softmax.
 
-    `shape` are fields of `TransformerConfig`; fusions are on where the device has them.
+    `shape` are fields of `TransformerConfig`; fusions are on where the device has them, and Megatron has one for the
+    activation function (its fused GELU is the approximation with tanh, so that one is never fused).
     """
-    bf16 = shape.pop("params_dtype") == torch.bfloat16
+    bf16 = params_dtype == torch.bfloat16
     return TransformerConfig(
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
         bf16=bf16,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=platform.is_cuda,
+        normalization="RMSNorm" if rms_norm else "LayerNorm",
+        gated_linear_unit=gated_linear_unit,
+        activation_func=activation_func,
+        bias_activation_fusion=platform.is_cuda and gated_linear_unit and activation_func is F.silu,
         bias_dropout_fusion=platform.is_cuda,
         hidden_dropout=0.0,
         attention_dropout=0.0,

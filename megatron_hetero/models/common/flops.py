@@ -21,6 +21,7 @@ class VisionFlopShape:
 
     `patch_elements` is the input of the patch embedding, `merge` the number of patches in a merged row,
     `full_layers` the number of the layers with attention over the whole image, `out` the merger's output width.
+    `gated`: the MLP has a gate. `more_mergers`: how many of the layers have a merger of their own, besides the last.
     """
 
     layers: int
@@ -30,6 +31,8 @@ class VisionFlopShape:
     patch_elements: int
     merge: int
     out: int
+    gated: bool = True
+    more_mergers: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,28 +79,28 @@ def vision_flops(
     passes: Passes = TRAINED,
     projector: Passes = TRAINED,
 ) -> int:
-    """Operations of the encoder and its merger in a step.
+    """Operations of the encoder and its mergers in a step.
 
     Args:
         shape: of the encoder.
         images: patches of each attention sequence of the full layers (an image or a video frame pair).
         windows: patches of each window.
         passes: of the encoder; the pixels never need a gradient.
-        projector: passes of the merger.
+        projector: passes of the mergers.
     """
     images, windows = list(images), list(windows)
     patches = sum(images)
     assert patches == sum(windows), f"images hold {patches} patches, windows {sum(windows)}"
-    per_patch = 4 * shape.hidden**2 + 3 * shape.hidden * shape.ffn
+    per_patch = 4 * shape.hidden**2 + (3 if shape.gated else 2) * shape.hidden * shape.ffn
     blocks = 2 * patches * per_patch * shape.layers * passes.linear
     embedding = 2 * patches * shape.patch_elements * shape.hidden * (1 + passes.weights)
     pairs = shape.full_layers * _squares(images) + (shape.layers - shape.full_layers) * _squares(windows)
     attention = 4 * shape.hidden * pairs * passes.attention
-    return blocks + embedding + attention + merger_flops(shape, patches, projector)
+    return blocks + embedding + attention + (1 + shape.more_mergers) * merger_flops(shape, patches, projector)
 
 
 def merger_flops(shape: VisionFlopShape, patches: int, passes: Passes = TRAINED) -> int:
-    """Operations of the merger: `merge` patches side by side through two linear layers to one row."""
+    """Operations of one merger: `merge` patches side by side through two linear layers to one row."""
     inner = shape.hidden * shape.merge
     return 2 * (patches // shape.merge) * (inner * inner + inner * shape.out) * passes.linear
 

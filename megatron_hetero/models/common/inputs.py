@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,7 +15,7 @@ class EncoderInput:
     """What one rank encodes in one micro-batch.
 
     `pixels`: [patches of this rank, channels * temporal * patch * patch], padding included; None on pipeline stages
-    after the first. `positions`: int64 [dims, n], of the shard's n real patches (of images: row and column).
+    after the first. `positions`: int64 [dims, n], of the shard's n real patches (of images: row and column first).
     `attention`: windows of the shard, sequences of the replica. `padding`: how many of this rank's patches, the last
     ones, pad it.
     """
@@ -31,15 +32,15 @@ class TextInput:
     ranks of a tp group read the same, and so do all pipeline stages.
 
     `tokens`: int64 [S]. `positions`: int64 [3, n] for the n real tokens. `supervised`: int64 [t], which of the n
-    tokens predict, and `targets`: int64 [t], what they must predict. `rows_at`: int64 [rows], where this rank's rows go
-    in its shard of the embedding. `attention`: the samples of the pack. `hits`: bool [t], which the last stage fills
-    where it is given: whether the likeliest token is the target.
+    tokens predict, and `targets`: int64 [t], what they must predict. `rows_at`: by the output of the encoders, int64
+    [rows], where this rank's rows of it go in its shard of the hidden states. `attention`: the samples of the pack.
+    `hits`: bool [t], which the last stage fills where it is given: whether the likeliest token is the target.
     """
 
     tokens: Tensor
     positions: Tensor
     supervised: Tensor
     targets: Tensor
-    rows_at: Tensor
+    rows_at: Mapping[str, Tensor]
     attention: AttentionPlan
     hits: Tensor | None = None

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from megatron_hetero.files.json_objects import Table
 from megatron_hetero.hf.weight_map import WeightMap
 from megatron_hetero.models.common.demo_sizes import DemoSizes
+from megatron_hetero.models.common.images.family import PictureFamily
 from megatron_hetero.models.family import Family, TensorShapes
 from megatron_hetero.models.qwen2_5_vl import checks, demo, joining, shapes, weights
 from megatron_hetero.models.qwen2_5_vl.config_rules import CONFIG
-from megatron_hetero.models.qwen2_5_vl.image_reader import ImageReader
-from megatron_hetero.models.qwen2_5_vl.positions import rope_positions
 from megatron_hetero.models.qwen2_5_vl.shapes import FAMILY, TextShape, VisionShape
 from megatron_hetero.sharding.stages import Stage
 
 
-class Qwen25VL:
+class Qwen25VL(PictureFamily):
     """See `megatron_hetero.models.family.Family`."""
 
     model_type = FAMILY
     language_models = ("qwen2",)
     title = "Qwen2.5-VL"
     rules: Table = CONFIG
-    tokens: Mapping[str, str] = {
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-    }
 
     def config_class(self, model_type: str) -> Any:
         from transformers import Qwen2_5_VLConfig, Qwen2Config
@@ -64,13 +55,6 @@ class Qwen25VL:
 
         return Qwen2VLImageProcessorPil
 
-    def image_reader(self, image_processor: Any, token_id: int, max_image_pixels: int) -> ImageReader:
-        return ImageReader(image_processor, token_id, max_image_pixels)
-
-    @property
-    def positions(self) -> Callable[[int, np.ndarray, np.ndarray], np.ndarray]:
-        return rope_positions
-
     def write_demo(self, folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int) -> None:
         demo.write_model(folder, corpus, sizes, seed)
 
@@ -83,6 +67,9 @@ class Qwen25VL:
         from megatron_hetero.models.qwen2_5_vl.text import TextModel
 
         return TextModel
+
+    def published_name(self, name: str) -> str:
+        return name
 
     def encoder_tensors(self, shape: VisionShape) -> TensorShapes:
         return weights.encoder_tensors(shape)

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from megatron_hetero.models.common.images.geometry import patch_places
 from megatron_hetero.sharding.items import Size
 
 
@@ -31,11 +32,7 @@ class ImageGeometry:
 
     def positions(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Row and column of each patch of the units [start, stop), in window order: int64 [2, patches]."""
-        units = self.units[start:stop].astype(np.int64)[:, None, None]
-        inside = np.arange(self.merge)
-        row = units // self.columns % self.rows * self.merge + inside[:, None]
-        column = units % self.columns * self.merge + inside[None, :]
-        return np.stack([x.ravel() for x in np.broadcast_arrays(row, column)])
+        return patch_places(self.units[start:stop], self.rows, self.columns, self.merge)
 
 
 @lru_cache(maxsize=1024)

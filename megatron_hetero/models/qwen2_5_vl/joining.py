@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_hetero.models.common.configuration import joining
+
 
 def joined(own: Any, vision: Any, text_alone: bool) -> Any:
-    """The configuration of a model with the language model of `own` and the encoder of `vision`."""
+    """The configuration of a model with the language model of `own` and the encoder of `vision`. `text_alone`: `own` is
+    of a Qwen2 language model.
+    """
     from transformers import Qwen2_5_VLConfig
 
-    text = _with_sections(own.to_dict()) if text_alone else own.text_config.to_dict()
-    ids = () if text_alone else ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    return Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision.vision_config.to_dict() | {"out_hidden_size": text["hidden_size"]},
-        tie_word_embeddings=own.tie_word_embeddings,
-        architectures=["Qwen2_5_VLForConditionalGeneration"],
-        **{name: getattr(own, name) for name in ids},
-    )
-
-
-def _with_sections(text: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a Qwen2 language model as those of Qwen2.5-VL's: its rotary frequencies in three sections.
-
-    Tokens of text have three equal positions, so that on text alone nothing changes.
-    """
-    sections = {"mrope_section": mrope_section(text["hidden_size"] // text["num_attention_heads"])}
-    left_out = ("architectures", "model_type", "transformers_version")
-    kept = {name: value for name, value in text.items() if name not in left_out}
-    return kept | {"rope_parameters": dict(text["rope_parameters"]) | sections}
+    rope = {"mrope_section": mrope_section(own.hidden_size // own.num_attention_heads)} if text_alone else None
+    return joining.joined(Qwen2_5_VLConfig, "Qwen2_5_VLForConditionalGeneration", own, vision, rope)
 
 
 def mrope_section(head_dim: int) -> list[int]:

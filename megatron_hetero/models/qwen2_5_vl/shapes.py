@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from megatron_hetero.models.common.flops import TextFlopShape, VisionFlopShape
+from megatron_hetero.models.common.images.shape import ImageSizes
+from megatron_hetero.models.common.language_shape import kv_copies, text_flop_shape
 from megatron_hetero.models.qwen2_5_vl.geometry import ImageGeometry, image_geometry
+from megatron_hetero.names import ROWS
 from megatron_hetero.sharding.items import Size
 
 FAMILY = "qwen2_5_vl"
@@ -20,7 +20,7 @@ DEFAULT_SECTIONS = (16, 24, 24)
 
 
 @dataclass(frozen=True)
-class VisionShape:
+class VisionShape(ImageSizes):
     """The vision encoder with its merger (`projector`). Sizes in elements; `window` in merged units per side."""
 
     layers: int
@@ -40,62 +40,18 @@ class VisionShape:
     family: str = FAMILY
 
     @property
-    def head_dim(self) -> int:
-        """Elements of one attention head."""
-        return self.hidden // self.heads
-
-    @property
-    def patch_elements(self) -> int:
-        """Pixel values of one patch: channels x temporal x height x width."""
-        return self.channels * self.temporal_patch * self.patch**2
-
-    @property
-    def unit(self) -> int:
-        """Patches that are merged into one row."""
-        return self.merge**2
-
-    @property
-    def unit_width(self) -> int:
-        """Pixel values of a unit."""
-        return self.unit * self.patch_elements
-
-    @property
     def position_dims(self) -> int:
         """Coordinates of a patch: row and column."""
         return 2
 
-    def rows(self, size: Size) -> int:
-        """Rows of an image of `size` patches (time, height, width)."""
-        return math.prod(size) // self.unit
+    @property
+    def outputs(self) -> Mapping[str, int]:
+        """Rows alone."""
+        return {ROWS: self.layers - 1}
 
     def order(self, size: Size) -> ImageGeometry:
         """The image in window order."""
         return image_geometry(size, self.merge, self.window)
-
-    def sequences(self, size: Size) -> tuple[int, ...]:
-        """Patches of each frame: full attention sees one."""
-        frames, rows, columns = size
-        return (rows * columns,) * frames
-
-    def cost(self, size: Size) -> float:
-        """Predicted forward flops of encoding an image."""
-        linear, quadratic = forward_flops_per_patch(self)
-        frame = float(np.prod(size[1:]))
-        return size[0] * (linear * frame + quadratic * frame * frame)
-
-    def cost_per_patch(self, size: Size) -> float:
-        """Those of one of its patches, which meets all patches of its frame."""
-        linear, quadratic = forward_flops_per_patch(self)
-        return linear + quadratic * size[1] * size[2]
-
-    def square(self, side: int) -> Size:
-        """The patches of a square image of `side` pixels, which is resized to whole units as the processor does."""
-        patches = max(1, round(side / (self.patch * self.merge))) * self.merge
-        return 1, patches, patches
-
-    def side(self, size: Size) -> int:
-        """Pixels of a side of a square image of that size."""
-        return size[1] * self.patch
 
     def windows(self, size: Size) -> list[int]:
         """Patches of each window of local attention."""
@@ -107,10 +63,13 @@ class VisionShape:
         pixels = self.patch_elements if embeds else 0
         return VisionFlopShape(len(layers), full, self.hidden, self.ffn, pixels, self.unit, self.out_hidden)
 
+    def flops_per_patch(self) -> tuple[float, float]:
+        """Forward flops per patch, and per patch and patch of its sequence in layers of full attention."""
+        return _flops_per_patch(self)
+
 
 @lru_cache
-def forward_flops_per_patch(shape: VisionShape) -> tuple[float, float]:
-    """(flops per patch, flops per patch and patch of its sequence in full-attention layers)."""
+def _flops_per_patch(shape: VisionShape) -> tuple[float, float]:
     window_patches = shape.window**2 * shape.unit
     linear = (
         shape.layers * (8 * shape.hidden**2 + 6 * shape.hidden * shape.ffn) + 2 * shape.patch_elements * shape.hidden
@@ -142,14 +101,22 @@ class TextShape:
         """Elements of one attention head."""
         return self.hidden // self.heads
 
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """For each rotary frequency the position that it turns with: a section for time, for height, for width."""
+        return tuple(dim for dim, count in enumerate(self.mrope_section) for _ in range(count))
+
     def flop_shape(self, layers: int, head: bool) -> TextFlopShape:
         """What the operations of some of the layers depend on."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return TextFlopShape(layers, self.hidden, queries, keys, self.ffn, self.vocab if head else 0)
+        return text_flop_shape(self, layers, head)
 
     def kv_copies(self, tp: int) -> int:
-        """How often each key/value head is held under `tp`: once where tp divides their number, else until it does."""
-        return math.lcm(self.kv_heads, tp) // self.kv_heads
+        """How often each key/value head is held under `tp`."""
+        return kv_copies(self.kv_heads, tp)
+
+    def entry_layer(self, output: str) -> int | None:
+        """Rows take the place of embeddings; nothing enters deeper."""
+        return 0 if output == ROWS else None
 
 
 def vision_shape(vision: Any) -> VisionShape:

@@ -28,7 +28,7 @@ from megatron_hetero.data import chat
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.qwen2_5_vl.positions import rope_positions
+from megatron_hetero.models.common.images.positions import rope_positions
 from megatron_hetero.processor.processor import Processor
 
 MakeRecord = Callable[..., Record]

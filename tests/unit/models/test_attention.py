@@ -14,8 +14,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
 from megatron_hetero.models.common.attention import Segments, TorchAttention, rotate
+from megatron_hetero.models.common.stages.rotary import axial_table
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.models.qwen2_5_vl.vision import rotary_table
 from megatron_hetero.sharding.context import Pieces, zigzag_pieces, zigzag_tokens
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
@@ -134,7 +134,7 @@ def test_a_mask_is_made_once() -> None:
 def test_rotary_embedding_is_that_of_transformers() -> None:
     positions = torch.randint(0, 50, (2, 11))
     shape = VisionShape(1, 32, 4, 8, 3, 14, 2, 2, 4, frozenset(), 8, 10000.0)
-    table = rotary_table(positions, shape)
+    table = axial_table(positions, shape.rope_theta, shape.head_dim)
     assert table.shape == (2, 11, shape.head_dim) and table.dtype == torch.float32
     frequencies = 10000.0 ** -(torch.arange(0, 4, 2).float() / 4)
     angles = (positions.T[..., None] * frequencies).flatten(1)

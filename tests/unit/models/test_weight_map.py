@@ -15,12 +15,13 @@ from torch import Tensor
 
 from megatron_hetero.hf.weight_map import Piece, WeightMap, held, lay_into, share, stack, take_out
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
+from megatron_hetero.models.qwen3_vl import shapes as qwen3_vl
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import canonical_name, group_of, parameter_count, stored_shapes, weight_map
 from megatron_hetero.training.export import assemble
 
 KEY_OR_VALUE = re.compile(r"\.[kv]_proj\.")
-REPLICATED = re.compile(r"norm|ln_q|patch_embed|attn\.proj\.bias|down_proj\.bias|mlp\.2\.bias")
+REPLICATED = re.compile(r"norm|ln_q|_embed\.|attn\.proj\.bias|down_proj\.bias|mlp\.2\.bias|fc2\.bias")
 
 
 @st.composite
@@ -30,6 +31,8 @@ def shapes_and_tp(draw: st.DrawFn) -> tuple[ModelShapes, int]:
     kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
     head_dim, size = draw(st.integers(1, 3)), st.integers(1, 13)
     vision_heads = tp * draw(st.integers(1, 2))
+    if draw(st.booleans()):
+        return draw(newer_shapes(tp, heads, kv_heads)), tp
     text = TextShape(
         layers=draw(st.integers(1, 2)), hidden=heads * head_dim, heads=heads, kv_heads=kv_heads, ffn=draw(size),
         vocab=draw(size), tied=draw(st.booleans()), rope_theta=1e4, mrope_section=(1,), norm_eps=1e-6, max_positions=64,
@@ -41,6 +44,23 @@ def shapes_and_tp(draw: st.DrawFn) -> tuple[ModelShapes, int]:
     )  # fmt: skip
     further = {"detail": replace(vision, layers=1, ffn=draw(size))} if draw(st.booleans()) else {}
     return ModelShapes({"vision": vision, **further}, text), tp
+
+
+@st.composite
+def newer_shapes(draw: st.DrawFn, tp: int, heads: int, kv_heads: int) -> ModelShapes:
+    """Of Qwen3-VL: heads that are not a part of the hidden size, and mergers of several layers."""
+    size, vision_heads = st.integers(1, 13), tp * draw(st.integers(1, 2))
+    text = qwen3_vl.TextShape(
+        layers=2, hidden=draw(size), heads=heads, kv_heads=kv_heads, head_dim=draw(st.integers(1, 3)), ffn=draw(size),
+        vocab=draw(size), tied=draw(st.booleans()), rope_theta=1e4, mrope_section=(1, 0, 0), norm_eps=1e-6,
+        max_positions=64,
+    )  # fmt: skip
+    vision = qwen3_vl.VisionShape(
+        layers=3, hidden=vision_heads * draw(st.integers(1, 2)), heads=vision_heads, ffn=draw(size), channels=3,
+        patch=2, temporal_patch=1, merge=draw(st.integers(1, 2)), table_side=draw(st.integers(1, 3)),
+        deepstack=draw(st.sampled_from([(), (1,), (0, 2)])), out_hidden=text.hidden, rope_theta=1e4,
+    )  # fmt: skip
+    return ModelShapes({"vision": vision}, text)
 
 
 some = settings(max_examples=60, deadline=None)
@@ -174,6 +194,7 @@ def test_names() -> None:
         group_of("vision", "merger.ln_q.weight") == "projector" and group_of("vision", "patch_embed.weight") == "vision"
     )
     assert group_of("text", "merger.x") == "text"
+    assert group_of("vision", "deepstack_merger_list.0.linear_fc1.weight") == "projector"
 
 
 def test_parameter_count() -> None:

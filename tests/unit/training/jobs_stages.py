@@ -29,7 +29,7 @@ from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import canonical_name, stored_shapes, weight_map
 from megatron_hetero.models.writer import companions_of
-from megatron_hetero.names import TEXT
+from megatron_hetero.names import ROWS, TEXT
 from megatron_hetero.sharding.encoder_shards import EncoderShards
 from megatron_hetero.sharding.stages import Stage, cut_stages, stages_of_rank
 from megatron_hetero.sharding.token_shards import TokenShards
@@ -208,7 +208,7 @@ class Packs:
             positions=torch.from_numpy(positions[:, share.tokens].copy()),
             supervised=torch.from_numpy(supervised),
             targets=torch.from_numpy(own[supervised]),
-            rows_at=torch.from_numpy(share.rows_at),
+            rows_at={ROWS: torch.from_numpy(share.rows_at)},
             attention=AttentionPlan(full, share.sp_lengths, share.cp_lengths),
         )
 

@@ -15,7 +15,7 @@ from megatron_hetero.errors import UserError
 
 
 class ImageReader:
-    """The image processor of a Qwen2.5-VL folder. Holds no open files and can be pickled.
+    """The image processor of a model folder. Holds no open files and can be pickled.
 
     Attributes:
         token_id: the token that stands for one merged patch.

@@ -1,0 +1,1 @@
+"""What families share of reading, checking and joining configurations."""

@@ -1,0 +1,62 @@
+"""Which configurations are built: what the families ask alike. The values themselves are in the rules of `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.files.json_objects import shown
+
+Expectation = tuple[str, object, object]
+"""What is looked at, in words; what was found, and what is expected."""
+
+
+def require(folder: Path, title: str, expectations: Iterable[Expectation]) -> None:
+    """Check what is expected of the configuration in `folder`, of a family called `title`. Raises `UserError`."""
+    for name, found, expected in expectations:
+        if found != expected:
+            raise UserError(
+                f"{folder / 'config.json'}: found {name} = {shown(found)}, expected {shown(expected)}, because the "
+                f"model is built for the published {title} architecture; use a model of that architecture"
+            )
+
+
+def of_vision(vision: Any, text: Any) -> tuple[Expectation, ...]:
+    """What encoders of all families have to be, `text` being the language model of the same folder."""
+    rope = vision.rope_parameters or {}
+    rope_type = rope.get("rope_type", "default")
+    return (
+        ("vision_config.out_hidden_size", vision.out_hidden_size, text.hidden_size),
+        ("vision_config.hidden_size % num_heads", vision.hidden_size % vision.num_heads, 0),
+        *head_dim("vision_config", vision, vision.hidden_size // vision.num_heads),
+        ("vision_config.hidden_size / num_heads % 4", vision.hidden_size // vision.num_heads % 4, 0),
+        ("vision_config.rope_parameters.rope_type", "axial" if rope_type == "default" else rope_type, "axial"),
+        ("vision_config.rope_parameters with rope_theta", "rope_theta" in rope, True),
+    )
+
+
+def of_text(text: Any, size_of_heads: int, sections: Sequence[int]) -> tuple[Expectation, ...]:
+    """What language models of all families have to be. `sections`: of rotary frequencies, where none are given."""
+    rope = text.rope_parameters or {}
+    layer_types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    windows = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    return (
+        ("text_config.hidden_act", text.hidden_act, "silu"),
+        ("text_config.rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
+        ("text_config.rope_parameters with rope_theta", "rope_theta" in rope, True),
+        ("text_config.sliding_window in use", bool(windows), False),
+        ("the kinds in text_config.layer_types", sorted(set(layer_types)), ["full_attention"]),
+        ("the length of text_config.layer_types", len(layer_types), text.num_hidden_layers),
+        ("text_config.num_attention_heads % num_key_value_heads",
+         text.num_attention_heads % text.num_key_value_heads, 0),
+        ("2 * sum of mrope_section", 2 * sum(rope.get("mrope_section", sections)), size_of_heads),
+        ("text_config.pad_token_id below vocab_size", (text.pad_token_id or 0) < text.vocab_size, True),
+    )  # fmt: skip
+
+
+def head_dim(name: str, module: Any, implied: int) -> tuple[Expectation, ...]:
+    """The size of heads, where the configuration gives it besides what it follows from."""
+    given = getattr(module, "head_dim", None)
+    return () if given is None else ((f"{name}.head_dim", given, implied),)

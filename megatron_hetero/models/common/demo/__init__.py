@@ -1,0 +1,1 @@
+"""What families share of their small models with random weights."""

@@ -1,0 +1,1 @@
+"""The pipeline stages that families are built from: of encoders and of language models."""

@@ -1,0 +1,35 @@
+"""Which configurations are built here: those of the published architecture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from megatron_hetero.models.common.configuration.checks import of_text, of_vision, require
+from megatron_hetero.models.qwen3_vl.shapes import DEFAULT_SECTIONS
+
+TITLE = "Qwen3-VL"
+
+
+def check_vision(folder: Path, config: Any) -> None:
+    """Check that the vision encoder of `folder` is one that is built here. Raises `UserError`."""
+    vision = config.vision_config
+    layers, places = list(vision.deepstack_visual_indexes), vision.num_position_embeddings
+    require(folder, TITLE, (
+        ("vision_config.hidden_act", vision.hidden_act, "gelu_pytorch_tanh"),
+        *of_vision(vision, config.text_config),
+        ("vision_config.num_position_embeddings beyond a square", places - math.isqrt(places) ** 2, 0),
+        ("vision_config.deepstack_visual_indexes from depth on", [x for x in layers if x >= vision.depth], []),
+        ("vision_config.deepstack_visual_indexes", layers, sorted(set(layers))),
+    ))  # fmt: skip
+
+
+def check_text(folder: Path, config: Any) -> None:
+    """Check that the language model of `folder` is one that is built here. Raises `UserError`."""
+    text = config.text_config
+    require(folder, TITLE, (
+        ("text_config.attention_bias", bool(text.attention_bias), False),
+        ("text_config.head_dim % 2", text.head_dim % 2, 0),
+        *of_text(text, text.head_dim, DEFAULT_SECTIONS),
+    ))  # fmt: skip

@@ -1,0 +1,31 @@
+"""What `config.json` of a Qwen3-VL (or Qwen3) folder may say, key by key; how its values fit together is checked in
+`checks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_hetero.files.json_objects import Table, one_of, whole
+from megatron_hetero.models.common.configuration.rules import LANGUAGE, ROPE, SIZE, SOME_LAYERS, VISION, whole_model
+
+INTERLEAVED = replace(
+    one_of(True),
+    because="height, width and time take rotary frequencies in turns",
+    fix="take a model that was trained that way",
+)
+WITHOUT_BIAS = replace(
+    one_of(False, None),
+    because="queries, keys and values of this family have no bias",
+    fix="take a model without, as the published ones are",
+)
+_ROPE: Table = {**ROPE, "mrope_interleaved": INTERLEAVED}
+_VISION: Table = {**VISION, "num_position_embeddings": whole(1, 2**20), "deepstack_visual_indexes": SOME_LAYERS}
+_LANGUAGE: Table = {
+    **LANGUAGE,
+    "head_dim": SIZE,
+    "attention_bias": WITHOUT_BIAS,
+    "rope_scaling": _ROPE,
+    "rope_parameters": _ROPE,
+}
+CONFIG: Table = whole_model(_VISION, _LANGUAGE)

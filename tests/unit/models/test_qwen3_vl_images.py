@@ -1,0 +1,99 @@
+"""Where the patches of Qwen3-VL are, and which learned positions they take, against `transformers`."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3VLConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+from megatron_hetero.models.common.stages.rotary import multimodal_table
+from megatron_hetero.models.qwen3_vl.geometry import raster_order
+from megatron_hetero.models.qwen3_vl.joining import rope_settings
+from megatron_hetero.models.qwen3_vl.position_table import taps
+from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
+from megatron_hetero.names import ROWS
+from megatron_hetero.sharding.items import Size, plan_encoder
+
+some = settings(max_examples=100, deadline=None)
+SHAPE = VisionShape(4, 48, 4, 52, 3, 16, 2, 2, 6, (0, 2), 64, 1e4)
+sizes = st.tuples(st.integers(1, 3), st.integers(1, 40).map(lambda n: 2 * n), st.integers(1, 40).map(lambda n: 2 * n))
+
+
+@some
+@given(st.lists(sizes, min_size=1, max_size=4))
+def test_positions_are_those_of_transformers(images: list[Size]) -> None:
+    found = np.concatenate([raster_order(size, 2).positions() for size in images], axis=1)
+    np.testing.assert_array_equal(found[:2], get_vision_position_ids(torch.tensor(images), 2).T.numpy())
+    counts = [prod(size) for size in images]
+    np.testing.assert_array_equal(found[2:], np.repeat(np.array(images)[:, 1:], counts, axis=0).T)
+
+
+@some
+@given(sizes, st.integers(0, 30), st.integers(0, 30))
+def test_positions_of_a_part(size: Size, start: int, units: int) -> None:
+    order = raster_order(size, 2)
+    part = order.positions(start, start + units)
+    np.testing.assert_array_equal(part, order.positions()[:, 4 * start : 4 * (start + units)])
+    assert order.windows.sum() == len(order.units) == SHAPE.rows(size)
+
+
+@some
+@given(st.lists(sizes, min_size=1, max_size=4), st.integers(1, 48))
+def test_interpolation_is_that_of_transformers(images: list[Size], side: int) -> None:
+    positions = np.concatenate([raster_order(size, 2).positions() for size in images], axis=1)
+    places, weights = taps(torch.from_numpy(positions), side)
+    expected_places, expected_weights = get_vision_interpolation_indices_and_weights(
+        torch.tensor(images), num_grid_per_side=side, mode="bilinear", align_corners=True, spatial_merge_size=2
+    )
+    table = torch.randn(side * side, 3, dtype=torch.float64)
+    found = (table[places.T] * weights.T[:, :, None]).sum(1)
+    expected = (table[expected_places] * expected_weights[:, :, None]).sum(1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weights.sum(0), torch.ones(positions.shape[1]))
+
+
+def test_padding_takes_some_position() -> None:
+    places, weights = taps(torch.zeros(4, 5, dtype=torch.int64), 6)
+    assert not places[0].any() and weights.isfinite().all()
+
+
+def test_an_image_is_cut_between_any_units() -> None:
+    plan = plan_encoder(SHAPE, [0, 1], [(1, 6, 2), (1, 2, 4)], sp=5, cp=1)
+    assert plan.lengths == (4, 4, 4, 4, 4) and plan.sequences == (12, 8)
+
+
+def test_outputs_and_their_places() -> None:
+    text = TextShape(2, 64, 4, 2, 24, 74, 300, True, 1e4, (6, 3, 3), 1e-6, 64)
+    assert list(SHAPE.outputs.items()) == [(ROWS, 3), ("deepstack.0", 0), ("deepstack.1", 2)]
+    entered = {ROWS: 0, "deepstack.0": 0, "deepstack.1": 1, "deepstack.2": None}
+    assert {name: text.entry_layer(name) for name in entered} == entered
+    assert all(text.entry_layer(odd) is None for odd in ("", "deepstack.", "deepstack.x", "0", "other.0"))
+
+
+@pytest.mark.parametrize("head_dim, sections", [(128, [24, 20, 20]), (24, [6, 3, 3]), (24, [2, 5, 5]), (16, [8, 0, 0])])
+def test_rotary_table_is_that_of_transformers(head_dim: int, sections: list[int]) -> None:
+    assert rope_settings(128)["mrope_section"] == [24, 20, 20]
+    text = TextShape(1, 64, 4, 2, head_dim, 74, 300, True, 5e6, tuple(sections), 1e-6, 64)
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections}
+    config: Any = Qwen3VLConfig(text_config={"head_dim": head_dim, "rope_parameters": rope}).text_config
+    positions = torch.randint(0, 500, (3, 17))
+    cos, sin = Qwen3VLTextRotaryEmbedding(config)(torch.zeros(()), positions[:, None])
+    found = multimodal_table(positions, text.rope_theta, head_dim, text.turns)
+    torch.testing.assert_close(found, torch.stack([cos[0], sin[0]]), rtol=0, atol=0)
+
+
+def test_flops_count_every_merger_and_no_gate() -> None:
+    whole, first = SHAPE.flop_shape(range(4), embeds=True), SHAPE.flop_shape(range(1, 3), embeds=False)
+    assert (whole.more_mergers, first.more_mergers, whole.gated) == (2, 1, False)
+    linear, quadratic = SHAPE.flops_per_patch()
+    merger = 2 * 48 * (48 * 4 + 64)
+    assert linear == 4 * (8 * 48**2 + 4 * 48 * 52) + 2 * 1536 * 48 + 3 * merger and quadratic == 4 * 4 * 48
+    assert SHAPE.cost((2, 4, 6)) == 2 * (linear * 24 + quadratic * 24**2)
