@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from megatron_hetero import (
     DeviceMicroBatch,
+    Edge,
     Interpreter,
     Layout,
     ModuleOnRank,
@@ -216,7 +217,7 @@ def to_device(batch: MicroBatch, layouts: Mapping[str, Layout], rank: int, devic
             *map(move, (batch.ids[tokens], batch.targets[tokens], batch.samples[tokens], row_samples))
         )
     plan = plan_boundary(*ownerships(layouts, batch), row_bytes=4 * WIDTH)
-    crosses = {ENCODER: load_plan(plan.rank(rank), device)} if rank in plan.ranks else {}
+    crosses = {Edge(ENCODER, DECODER): load_plan(plan.rank(rank), device)} if rank in plan.ranks else {}
     return DeviceMicroBatch(inputs, crosses)
 
 
@@ -228,14 +229,14 @@ Step = Callable[[Sequence[MicroBatch]], Tensor]
 
 def step_with_autograd(topology: Topology, modules: Mapping[str, nn.Module]) -> Step:
     """One micro-batch after the other, as in PyTorch. Ranks that hold one of the modules only take part, too."""
-    communicator = boundary_communicators(topology, WIDTH, torch.float32)[ENCODER]
+    communicator = boundary_communicators(topology, WIDTH, torch.float32)[Edge(ENCODER, DECODER)]
 
     def step(batches: Sequence[MicroBatch]) -> Tensor:
         total = torch.zeros((), device=topology.platform.device)
         for batch in batches:
             given = to_device(batch, topology.layouts, topology.rank, topology.platform.device)
             rows = modules[ENCODER](given.inputs[ENCODER]) if ENCODER in modules else communicator.no_rows()
-            rows = cross(communicator, given.boundaries[ENCODER], rows)
+            rows = cross(communicator, given.boundaries[Edge(ENCODER, DECODER)], rows)
             # A rank that only encodes got no rows. Their sum is 0, and takes it back through the boundary.
             loss = modules[DECODER](given.inputs[DECODER], rows) if DECODER in modules else rows.sum()
             loss.backward()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         TextStage,
     )
     from megatron_hetero.execution.runtime import Interpreter
+    from megatron_hetero.layout.edge import Edge
     from megatron_hetero.layout.layout import Layout, ModuleShape, resolve, validate
     from megatron_hetero.schedule.builders import build_schedule
     from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule
@@ -53,6 +54,7 @@ __all__ = [
     "BoundaryPlan",
     "Crossing",
     "DeviceMicroBatch",
+    "Edge",
     "EmbeddingTextStage",
     "EncoderStage",
     "Interpreter",
@@ -98,6 +100,7 @@ _HOMES = {
     "errors": "UserError",
     "execution.contract": "DeviceMicroBatch EmbeddingTextStage EncoderStage LaterStage ModuleOnRank TextStage",
     "execution.runtime": "Interpreter",
+    "layout.edge": "Edge",
     "layout.layout": "Layout ModuleShape resolve validate",
     "schedule.builders": "build_schedule",
     "schedule.checks.check": "ScheduleError check_schedule",

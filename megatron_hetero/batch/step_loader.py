@@ -231,20 +231,20 @@ def _images_of(packed: PackedBatch, mine: np.ndarray) -> Images:
 
 
 def _digests(plan: MicroBatchPlan) -> dict[str, int]:
-    return {name: part.digest for name, part in plan.boundaries.items()}
+    return {str(edge): part.digest for edge, part in plan.boundaries.items()}
 
 
 def _require_one_plan(step: str, by_rank: Sequence[Sequence[Mapping[str, int]]]) -> None:
     """Check that all ranks planned the same crossings. `by_rank`: for each micro-batch the digests of the plans of the
-    boundaries in which a rank takes part, by encoder. `step`: in words. Raises `RuntimeError` on every rank.
+    boundaries in which a rank takes part, by edge. `step`: in words. Raises `RuntimeError` on every rank.
     """
     for micro_batch, digests in enumerate(zip(*by_rank, strict=True)):
-        for encoder in {name: None for of_rank in digests for name in of_rank}:
-            found = {of_rank[encoder] for of_rank in digests if encoder in of_rank}
+        for edge in {name: None for of_rank in digests for name in of_rank}:
+            found = {of_rank[edge] for of_rank in digests if edge in of_rank}
             if len(found) > 1:
                 raise RuntimeError(
-                    f"{step}, micro-batch {micro_batch}: found {len(found)} different plans of the boundary from "
-                    f"{encoder}, expected one, because every rank plans from the same integers; run the same versions "
+                    f"{step}, micro-batch {micro_batch}: found {len(found)} different plans of the boundary "
+                    f"{edge}, expected one, because every rank plans from the same integers; run the same versions "
                     "of program and NumPy with the same model on all nodes"
                 )
 

@@ -27,7 +27,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron_hetero.layout.axes import axes_of
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.edge import Edge, as_edge
 from megatron_hetero.layout.layout import Layout
 
 Direction = Literal["forward", "backward"]
@@ -143,7 +143,7 @@ def communicators(
     kinds = (
         *_axis_kinds(layouts, tied),
         *(kind for name, layout in layouts.items() for kind in _link_kinds(name, layout, name in interleaved)),
-        *(_edge_kind(layouts, Edge(*edge), direction) for edge in edges for direction in DIRECTIONS),
+        *(_edge_kind(layouts, as_edge(edge), direction) for edge in edges for direction in DIRECTIONS),
     )
     return tuple(kind for kind in kinds if kind.groups)
 

@@ -36,7 +36,7 @@ from megatron_hetero.distributed.communicators import (
 from megatron_hetero.distributed.local_group import LocalGroup
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.layout.axes import AXES, axes_of
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.edge import Edge, as_edge
 from megatron_hetero.layout.layout import Layout
 
 Links = Mapping[tuple[Direction, int], dist.ProcessGroup]
@@ -222,7 +222,7 @@ def _boundaries(
     rank: int,
 ) -> dict[Edge, BoundaryGroups]:
     found = {}
-    for edge in (Edge(*each) for each in edges):
+    for edge in (as_edge(each) for each in edges):
         ranks = edge_ranks(layouts, edge)
         if rank in ranks:
             alone = None if len(ranks) > 1 else LocalGroup(ranks, rank, f"boundary {edge}")

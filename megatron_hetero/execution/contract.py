@@ -16,8 +16,10 @@ kernels, it drops the padding.
 An encoder may have further outputs besides `rows`, which cross along the edges that are declared for them
 (`Interpreter.build`, `outputs`). A stage that makes some returns all of its outputs by name, such as {"hidden": hidden
 states, "deepstack.0": rows}; all rows are of that same shape. A stage of the text module that takes some is called with
-rows by the name of the output, as the last argument also where it is not the first stage. Hidden states have the shape given by the next stage's `hidden_shape` and the
-interpreter's dtype. The loss is a scalar, the sum over this rank's part of the micro-batch.
+rows by the name of the output, as the last argument also where it is not the first stage.
+
+Hidden states have the shape given by the next stage's `hidden_shape` and the interpreter's dtype. The loss is a scalar,
+the sum over this rank's part of the micro-batch.
 
 Inputs are leaves of the model's own graph, which ends with its output. Models may communicate inside their module, in
 one order on all ranks of a stage. If a schedule recomputes, an encoder is called twice per micro-batch and draws the
@@ -36,9 +38,8 @@ from megatron_hetero.boundary.communicator import LoadedPlan
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.layout.edge import Edge
 
-
-HIDDEN, LOSS = "hidden", "loss"
-"""Names of outputs, beside `megatron_hetero.names.ROWS`: hidden states for the next stage, and the sum of losses."""
+LOSS = "loss"
+"""The name of the sum of losses, beside those in `megatron_hetero.names`."""
 
 StageOutput = Tensor | Mapping[str, Tensor]
 """The only output of a stage, or its outputs by name."""

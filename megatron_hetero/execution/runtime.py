@@ -25,11 +25,11 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator, Crossing
 from megatron_hetero.distributed.communicators import Link
 from megatron_hetero.distributed.topology import Links, Topology
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.contract import HIDDEN, LOSS, DeviceMicroBatch, ModuleOnRank, RandomStates
+from megatron_hetero.execution.contract import LOSS, DeviceMicroBatch, ModuleOnRank, RandomStates
 from megatron_hetero.execution.rows import ReceivedRows, grad_of, named_outputs
 from megatron_hetero.execution.watch import Stopwatch, Watchdog
 from megatron_hetero.layout.edge import Edge
-from megatron_hetero.names import ROWS
+from megatron_hetero.names import HIDDEN, ROWS
 from megatron_hetero.schedule.actions import Action, start
 from megatron_hetero.schedule.communication import describe_action, use_of
 from megatron_hetero.schedule.program import Schedule
@@ -334,7 +334,9 @@ class _Execution:
                 rows[name] += [] if received is None else [received.leaves[name]]
         if action.stage != 0 and not edges:
             return []
-        found = {name: each[0] if len(each) == 1 else torch.cat([self._no_rows(), *each]) for name, each in rows.items()}
+        found = {
+            name: each[0] if len(each) == 1 else torch.cat([self._no_rows(), *each]) for name, each in rows.items()
+        }
         return [found.get(ROWS, self._no_rows()) if rows.keys() <= {ROWS} else found]
 
     def _embed(self, micro_batch: int) -> None:
@@ -366,10 +368,7 @@ class _Execution:
         if self._module_input(action) is None:
             return
         key = _activation_key(action)
-        if action.kind == "B":
-            tensor = grad_of(self.inputs.pop(key))
-        else:
-            tensor = self._leaving(key, HIDDEN)
+        tensor = grad_of(self.inputs.pop(key)) if action.kind == "B" else self._leaving(key, HIDDEN)
         self._require(
             tensor.dtype == self.interpreter.dtype,
             action,
@@ -433,7 +432,8 @@ class _Execution:
             self.crossings[key] = communicator.start_forward(plan, self._encoded(action))
         else:
             rows = self.rows.pop((edge, action.micro_batch), None)
-            self.crossings[key] = communicator.start_backward(plan, communicator.no_rows() if rows is None else rows.grad())
+            grads = communicator.no_rows() if rows is None else rows.grad()
+            self.crossings[key] = communicator.start_backward(plan, grads)
 
     def _encoded(self, action: Action) -> Tensor:
         """This rank's rows that cross, outputs side by side; none on ranks that only receive."""
@@ -444,7 +444,7 @@ class _Execution:
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
     def _leaving(self, key: ActivationKey, name: str) -> Tensor:
-        """An output that leaves the rank, which lets go of it where no gradient comes back: it is recomputed or frozen."""
+        """An output that leaves the rank, which lets go of it where no gradient comes back (recomputed or frozen)."""
         outputs = self.outputs[key]
         output = outputs[name] if outputs[name].requires_grad else outputs.pop(name)
         if not outputs:
@@ -473,12 +473,13 @@ class _Execution:
         """If this rank's next crossing returns the gradients of the rows that entered the stage along `edge`, start it
         as soon as they are known, during the backward.
         """
+        returns = start("B", edge, action.micro_batch)
         following = next((a for a in self.actions[self.position :] if a.op in ("start", "finish")), None)
-        if following != start("B", edge, action.micro_batch) or not self.schedule.returns_early(edge):
+        if following != returns or not self.schedule.returns_early(edge):
             return
         rows = self.rows.get((edge, action.micro_batch))
         if rows is not None:
-            rows.when_gradients_are_known(lambda: self._start(following))
+            rows.when_gradients_are_known(lambda: self._start(returns))
 
     def _require_result(self, action: Action, outputs: Mapping[str, Tensor]) -> None:
         """Check the loss, or the rows that cross."""

@@ -51,3 +51,8 @@ class Edge(NamedTuple):
 
     def __str__(self) -> str:
         return ">".join(self.ends)
+
+
+def as_edge(edge: Edge | tuple[str, str]) -> Edge:
+    """`edge`, or the edge of two modules from the last stage to the first."""
+    return edge if isinstance(edge, Edge) else Edge(*edge)

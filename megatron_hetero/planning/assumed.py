@@ -14,6 +14,7 @@ from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.config.schema import PlanConfig
 from megatron_hetero.errors import UserError
 from megatron_hetero.job import BatchShape, JobSpec
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
@@ -100,18 +101,19 @@ class AssumedBatch:
         starts = np.arange(self.batch.samples)[:, None] * self.sample.tokens
         return (starts + self.sample.positions(encoder)).ravel()
 
-    def encoder_shards(self, encoder: str) -> EncoderShards:
-        """The images of a micro-batch as the encoder's last stage holds them."""
+    def encoder_shards(self, encoder: str, coordinate: int) -> EncoderShards:
+        """The images of a micro-batch as a stage of the encoder holds them."""
         layout, grids = self.layouts[encoder], self.sample.grids[encoder]
         dealt = tuple(map(tuple, self.dealt(encoder)))
         everything = grids * (self.batch.samples * self.batch.replicas)
-        last = layout.stage(layout.pp - 1)
-        return EncoderShards(self.shapes.encoders[encoder], last, self.sharded[encoder], everything, dealt)
+        stage = layout.stage(coordinate)
+        return EncoderShards(self.shapes.encoders[encoder], stage, self.sharded[encoder], everything, dealt)
 
-    def sides(self, encoder: str) -> tuple[Ownership, Ownership]:
-        """Who holds the encoder's rows, and who needs them."""
-        needed = self.token_shards(self.layouts[TEXT].stage(0)).ownership(encoder)
-        return self.encoder_shards(encoder).ownership(), needed
+    def sides(self, edge: Edge) -> tuple[Ownership, Ownership]:
+        """Who holds the rows that cross along an edge, and who needs them."""
+        encoder, text = edge.source, self.layouts[TEXT]
+        needed = self.token_shards(text.stage(edge.target_coordinate(text))).ownership(encoder)
+        return self.encoder_shards(encoder, edge.source_coordinate(self.layouts[encoder])).ownership(), needed
 
 
 def _require_size(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape) -> None:

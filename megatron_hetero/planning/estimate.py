@@ -14,6 +14,7 @@ from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.communicators import Kind, communicators
 from megatron_hetero.job import JobSpec, OfJob
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
@@ -36,11 +37,12 @@ PLANNED_TURNS = 1 << 13
 
 @dataclass(frozen=True, eq=False)
 class Boundary:
-    """The boundary of one encoder in a micro-batch: `traffic` by direction, the backward one only where there is one.
-    `row_bytes`: of a row on the wire.
+    """An edge in a micro-batch: `traffic` by direction, the backward one only where there is one. `outputs`: of the
+    encoder, that cross there side by side; `row_bytes`: of a row of all of them on the wire.
     """
 
-    encoder: str
+    edge: Edge
+    outputs: int
     traffic: Mapping[str, DirectionTraffic]
     row_bytes: int
     point_to_point: bool
@@ -76,7 +78,7 @@ class Plan(OfJob):
         schedule, assumed = job.schedule, AssumedBatch.of(job)
         parameters = dict(_parameters(job))
         shards = {TEXT: text_shards(assumed), **{name: encoder_shards(assumed, name) for name in job.shapes.encoders}}
-        boundaries = tuple(_boundary(job, assumed, name) for name in shards if shards[name].used and name != TEXT)
+        boundaries = tuple(_boundary(job, assumed, edge) for edge in job.edges if shards[edge.source].used)
         images = {name: max(map(len, assumed.dealt(name))) for name in job.shapes.encoders}
         memory = _Memory(job, assumed, parameters, boundaries, shards, gpu).table(world_size)
         work = durations(config, assumed, job.stages, images)
@@ -123,12 +125,13 @@ def _parameters(job: JobSpec) -> Iterator[tuple[tuple[str, int], ParameterBytes]
             yield (name, at), parameter_bytes(parameters, ranks, job.dtype.itemsize, job.optimizer)
 
 
-def _boundary(job: JobSpec, assumed: AssumedBatch, encoder: str) -> Boundary:
-    plan = plan_boundary(*assumed.sides(encoder), job.row_bytes)
+def _boundary(job: JobSpec, assumed: AssumedBatch, edge: Edge) -> Boundary:
+    outputs = len(job.edges[edge])
+    plan = plan_boundary(*assumed.sides(edge), job.row_bytes * outputs)
     traffic = traffic_of(plan)
-    if not job.schedule.module[encoder].backward:
+    if not job.schedule.module[edge.source].backward:
         del traffic["backward"]
-    return Boundary(encoder, traffic, job.row_bytes, plan.point_to_point)
+    return Boundary(edge, outputs, traffic, plan.row_bytes, plan.point_to_point)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +168,7 @@ class _Memory:
         for boundary in self.boundaries:
             loans = {d: loans_of(t, boundary.row_bytes, rounded) for d, t in boundary.traffic.items()}
             backward = loans.get("backward") or [None] * len(loans["forward"])
-            crossing = [[a for a in role.actions if a.op in ("start", "finish") and a.module == boundary.encoder]
+            crossing = [[a for a in role.actions if a.op in ("start", "finish") and a.edge == boundary.edge]
                         for role in self.job.schedule.roles]  # fmt: skip
             known: dict[tuple[int, CrossingLoans, CrossingLoans | None], int] = {}
             ranks = boundary.traffic["forward"].ranks.tolist()
@@ -181,7 +184,7 @@ class _Memory:
         names = dict.fromkeys(name for name, _ in role.held_stages)
         ranks = np.array(role.ranks)
         columns = [self._shard_numbers(name, ranks) for name in names]
-        sides = [self.job.schedule.crosses(role, boundary.encoder) for boundary in self.boundaries]
+        sides = [self.job.schedule.crosses(role, boundary.edge) for boundary in self.boundaries]
         columns += [side[ranks] for pair in rows for side in pair]
         kinds, which = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
         found = []
@@ -200,15 +203,15 @@ class _Memory:
     ) -> RankBytes:
         """`rows`: held and needed of each boundary in turn."""
         width = self.assumed.shapes.text.hidden * self.job.dtype.itemsize
-        encoders = [boundary.encoder for boundary in self.boundaries]
-        held = {e: n * width for e, n, (on, _) in zip(encoders, rows[::2], sides, strict=True) if on}
-        needed = {e: n * width for e, n, (_, on) in zip(encoders, rows[1::2], sides, strict=True) if on}
+        edges = [(boundary.edge, boundary.outputs) for boundary in self.boundaries]
+        held = {e: n * k * width for (e, k), n, (on, _) in zip(edges, rows[::2], sides, strict=True) if on}
+        needed = {e: n * k * width for (e, k), n, (_, on) in zip(edges, rows[1::2], sides, strict=True) if on}
         stages = {
             (name, stage): self._stage(name, stage, self.shards[name].shards[numbers[name]])
             for name, stage in role.held_stages
             if self.shards[name].used
         }
-        return RankBytes(stages, held, needed, self.job.transport != self.job.dtype)
+        return RankBytes(stages, held, needed, dict(edges), self.job.transport != self.job.dtype)
 
     def _stage(self, name: str, number: int, shard: Shard) -> StageBytes:
         itemsize, stage, layout = self.job.dtype.itemsize, self.job.stages[name][number], self.assumed.layouts[name]

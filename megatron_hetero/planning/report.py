@@ -117,7 +117,7 @@ def _boundaries(plan: Plan) -> Table:
     for boundary in plan.boundaries:
         for direction, traffic in boundary.traffic.items():
             steps, unit = plan.batch.micro_batches, boundary.row_bytes * plan.batch.micro_batches
-            ends = (boundary.encoder, TEXT) if direction == "forward" else (TEXT, boundary.encoder)
+            ends = boundary.edge.ends if direction == "forward" else boundary.edge.ends[::-1]
             table.add_row(
                 *ends, f"{_rows(plan, boundary) * steps:,}", size_text(int(traffic.received.sum()) * unit),
                 size_text(int(traffic.received.max(initial=0)) * unit),
@@ -127,9 +127,9 @@ def _boundaries(plan: Plan) -> Table:
 
 
 def _rows(plan: Plan, boundary: Boundary) -> int:
-    """Rows of a micro-batch."""
-    sample = plan.assumed.sample
-    of_sample = sample.rows[boundary.encoder] * len(sample.grids[boundary.encoder])
+    """Rows of a micro-batch, of all outputs."""
+    sample, encoder = plan.assumed.sample, boundary.edge.source
+    of_sample = sample.rows[encoder] * len(sample.grids[encoder]) * boundary.outputs
     return of_sample * plan.batch.samples * plan.batch.replicas
 
 

@@ -36,6 +36,7 @@ def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: f
     patches = grids[0][0] * grids[0][1] * grids[0][2]
     windows = v.windows(grids[0])
     whole = vision_flops(shape, [patches], windows, FORWARD, FORWARD)
+    # The last merger is counted whatever the layers are.
     of_image = whole if stage.is_last else whole - merger_flops(shape, patches, FORWARD)
     return images * of_image / layout.ways("weights", "tokens")
 

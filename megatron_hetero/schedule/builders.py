@@ -141,8 +141,8 @@ def _require_edges_fit(layouts: Mapping[str, Layout], text: str, virtual: int, e
                 "schedule.virtual_stages (--schedule.virtual_stages)",
                 found=f"{virtual} with rows of `{edge.source}` that enter stage {stage} of `{text}`",
                 expected=f"1, or all rows entering stages of the first pipeline rank of `{text}`",
-                because=f"`{edge.source}` runs ahead on ranks of its own and would wait for all of these ranks in turn, "
-                "which wait for each other",
+                because=f"`{edge.source}` runs ahead on its own ranks and would wait for these in turn, while they "
+                "wait for each other",
                 fix=f"give the first stage more layers (parallel_layers.{text}), leave virtual stages out, or let "
                 f"`{edge.source}` share ranks with `{text}`",
             )

@@ -12,6 +12,7 @@ from torch import Tensor
 from examples.custom_modules import Options, train
 from megatron_hetero import (
     DeviceMicroBatch,
+    Edge,
     Interpreter,
     Layout,
     ModuleOnRank,
@@ -43,6 +44,7 @@ def refusal(options: Options) -> str:
     return ""
 
 
+EDGE = Edge("encoder", "decoder")
 LAYOUTS = {"encoder": Layout.parse("dp:4", 4), "decoder": Layout.parse("dp:4", 4)}
 STAGED = {"encoder": Layout.parse("dp:2@0-1"), "decoder": Layout.parse("pp:2@2-3")}
 
@@ -64,7 +66,7 @@ def two_rows(_: int) -> DeviceMicroBatch:
     side = Ownership.of({(r,): [2 * r, 2 * r + 1] for r in range(4)})
     part = load_plan(plan_boundary(side, side, row_bytes=4).rank(rank), CPU)
     batch = torch.ones(2, 1)
-    return DeviceMicroBatch({"encoder": batch, "decoder": batch}, {"encoder": part})
+    return DeviceMicroBatch({"encoder": batch, "decoder": batch}, {EDGE: part})
 
 
 def run_decoder(kind: str) -> tuple[float, float]:
@@ -132,7 +134,7 @@ def sixteen_wide(_: int) -> DeviceMicroBatch:
     """As `two_rows`, with rows of 16 elements."""
     side = Ownership.of({(r,): [2 * r, 2 * r + 1] for r in range(4)})
     part = load_plan(plan_boundary(side, side, row_bytes=64).rank(dist.get_rank()), CPU)
-    return DeviceMicroBatch({"encoder": torch.ones(2, 1), "decoder": torch.ones(2, 1)}, {"encoder": part})
+    return DeviceMicroBatch({"encoder": torch.ones(2, 1), "decoder": torch.ones(2, 1)}, {EDGE: part})
 
 
 def oldest_on_the_device() -> list[str]:
@@ -201,7 +203,7 @@ def crossing_rows(_: int) -> DeviceMicroBatch:
     """Two rows of each encoder rank go to the decoder's first stage."""
     source, target = Ownership.of({(0,): [0, 1], (1,): [2, 3]}), Ownership.of({(2,): range(4)})
     rank, batch = dist.get_rank(), torch.ones(2, 1)
-    parts = {} if rank == 3 else {"encoder": load_plan(plan_boundary(source, target, row_bytes=4).rank(rank), CPU)}
+    parts = {} if rank == 3 else {EDGE: load_plan(plan_boundary(source, target, row_bytes=4).rank(rank), CPU)}
     return DeviceMicroBatch({"encoder": batch, "decoder": batch}, parts)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_hetero.distributed.communicators import AXES_OF_GROUPS, ENDS
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology, _check_message, _check_messages, _check_sum
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from tests.support.pool import world
 
@@ -66,7 +67,7 @@ def links(text: str, interleaved: bool) -> dict[tuple[str, int], tuple[int, ...]
 def boundary(texts: dict[str, str]) -> tuple[tuple[int, ...], bool] | None:
     """The ranks of the boundary between the two modules, and whether its directions have a group each."""
     topology = _build(texts, edges=[("vision", "text")])
-    groups = topology.boundaries.get(("vision", "text"))
+    groups = topology.boundaries.get(Edge("vision", "text"))
     if groups is None:
         return None
     assert dist.get_process_group_ranks(groups.forward) == dist.get_process_group_ranks(groups.backward)

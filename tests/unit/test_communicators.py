@@ -17,16 +17,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_hetero.distributed.communicators import (
     AXES_OF_GROUPS,
     Axes,
-    Crossing,
     Direction,
+    EdgeUse,
     Kind,
     Link,
-    boundary_ranks,
     communicators,
-    crossing_peers,
+    edge_peers,
+    edge_ranks,
 )
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 
 EDGE = ("vision", "text")
@@ -134,7 +135,7 @@ def _assert_complete(layouts: dict[str, Layout], kinds: Sequence[Kind], options:
                 assert (Link(name, direction, sender) in mine) == expected  # pyright: ignore[reportArgumentType]
     for source in ("vision", "audio"):
         sides = {*layouts[source].stage(layouts[source].pp - 1).ranks, *layouts["text"].stage(0).ranks}
-        found = {r for k in kinds if Crossing(source, "text", "forward") in k.uses for g in k.groups for r in g}
+        found = {r for k in kinds if EdgeUse(Edge(source, "text"), "forward") in k.uses for g in k.groups for r in g}
         assert found == (sides if len(sides) > 1 else set())
 
 
@@ -155,7 +156,8 @@ def test_ranks_that_may_exchange_rows(drawn: tuple[dict[str, Layout], dict[str, 
     last, first = source.stage(source.pp - 1), destination.stage(0)
     sides: list[tuple[Direction, Layout, Layout]] = [("forward", last, first), ("backward", first, last)]
     for direction, senders, receivers in sides:
-        peers = {r: crossing_peers(source, destination, direction, r) for r in boundary_ranks(source, destination)}
+        use = EdgeUse(Edge("vision", "text"), direction)
+        peers = {r: edge_peers(drawn[0], use, r) for r in edge_ranks(drawn[0], use.edge)}
         for rank, (to, back) in peers.items():
             assert all(rank in peers[other][1] for other in to) and all(rank in peers[other][0] for other in back)
             assert rank not in to and (rank not in senders or {*receivers.ranks} - {rank} <= {*to})

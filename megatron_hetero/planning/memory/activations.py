@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.flops import Passes
 from megatron_hetero.models.family import EncoderShape, TextShape
+from megatron_hetero.names import ROWS
 from megatron_hetero.planning.shards import Shard, Spans
 from megatron_hetero.sharding.stages import Stage
 
@@ -60,9 +61,10 @@ class LayerShape:
 class StageBytes:
     """What a stage keeps of one micro-batch on one rank.
 
-    `saved`: by autograd, from forward to backward. `entered`, `left`: hidden states (or rows) that came in and go out,
-    as far as autograd does not hold them anyway. `message`: hidden states between stages. `again`: what recomputed
-    layers add for the time of their backward pass, when what follows the layers has been let go already.
+    `saved`: by autograd, from forward to backward. `entered`, `left`: hidden states that came in and go out, as far as
+    autograd does not hold them anyway. `rows`: of one output of an encoder. `message`: hidden states between stages.
+    `again`: what recomputed layers add for the time of their backward pass, when what follows the layers has been let
+    go already.
 
     `forward`, `backward`: workspace at the end of a forward, and beside `again` in a backward. `gathered`: of one
     tensor that is gathered over tp.
@@ -71,6 +73,7 @@ class StageBytes:
     saved: int
     entered: int
     left: int
+    rows: int
     message: int
     again: int
     forward: int
@@ -174,7 +177,7 @@ def text_stage(
     again, workspace = max(0, again - after), _layer_workspace(layer, shard)
     loss = _loss_workspace(shape, layout, shard, itemsize) if stage.is_last else 0
     return StageBytes(
-        saved + after, entered, left, message, again, max(loss, workspace), max(loss - again, workspace),
+        saved + after, entered, left, 0, message, again, max(loss, workspace), max(loss - again, workspace),
         _gathered(layer, shard),
     )  # fmt: skip
 
@@ -213,12 +216,14 @@ def encoder_stage(
     message = itemsize * shard.local * shape.hidden
     if stage.is_first and encoder:
         saved += itemsize * shard.local * shape.patch_elements
-    after = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector)) if stage.is_last else 0
+    of_merger = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector))
+    after = of_merger if stage.is_last else 0
+    saved += of_merger * sum(layer in stage.layers for output, layer in shape.outputs.items() if output != ROWS)
     entered = 0 if stage.is_first or recompute or itemsize == FP32 or not encoder else message
-    left = itemsize * shard.local // shape.unit * shape.out_hidden if stage.is_last else message
+    left, rows = 0 if stage.is_last else message, itemsize * shard.local // shape.unit * shape.out_hidden
     again, workspace = max(0, again - after), _layer_workspace(layer, shard)
     return StageBytes(
-        saved + after, entered, left, message, again, workspace, workspace, _gathered(layer, shard)
+        saved + after, entered, left, rows, message, again, workspace, workspace, _gathered(layer, shard)
     )  # fmt: skip
 
 

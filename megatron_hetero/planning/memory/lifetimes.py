@@ -4,12 +4,15 @@ The interpreter's rules (`schedule.runtime`), in bytes:
 
     irecv      room for hidden states, or their gradients, of a neighbouring stage
     finish F   the tokens' embedding, on the first text stage; it ends in the forward
-    start F    room for rows, on the first text stage, which live until their gradients leave (`start B`)
-    run F, R   what the stage keeps until its backward, where there is one; what it sends lives as long; at its end,
-               workspace
-    run B      ends that; for its time, what one recomputed layer makes, and workspace. On the first text stage,
+    start F    room for rows, on the text stage that they enter, which live until their gradients leave (`start B`), or
+               until the forward where none do; on the encoder's side, where several outputs cross side by side, a copy
+               of them until they have left (`finish F`)
+    run F, R   what the stage keeps until its backward, where there is one; what it sends, and rows, live as long; at
+               its end, workspace
+    run B      ends that; for its time, what one recomputed layer makes, and workspace. On text stages that rows enter,
                gradients of rows, until they have left (`finish B`)
-    start B    room for gradients of rows, on the encoder's side, which its backward ends
+    start B    room for gradients of rows, on the encoder's side, which its backward ends; on the text module's, where
+               several outputs cross, a copy of them until they have left
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.planning.memory.activations import StageBytes
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Role, Schedule
@@ -24,15 +28,17 @@ from megatron_hetero.schedule.program import Role, Schedule
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What one rank makes of one micro-batch: `stages`, by module and stage; bytes of the rows of each encoder that it
-    holds once it has encoded (`held`), and that it needs (`needed`). What is missing has nothing to do.
+    """What one rank makes of one micro-batch: `stages`, by module and stage; by edge, the bytes of the rows that it
+    holds once it has encoded (`held`), and that it needs (`needed`). What is missing has nothing to do. `outputs`: how
+    many cross along each edge.
 
     `late`: whether rows that arrive are made when they are waited for, since the wire has a type of its own.
     """
 
     stages: Mapping[tuple[str, int], StageBytes]
-    held: Mapping[str, int]
-    needed: Mapping[str, int]
+    held: Mapping[Edge, int]
+    needed: Mapping[Edge, int]
+    outputs: Mapping[Edge, int]
     late: bool = False
 
 
@@ -77,12 +83,12 @@ class _Ledger:
         self.total -= self.live.pop(name, 0)
 
     def _irecv(self, action: Action) -> None:
-        assert action.stage is not None
+        assert action.stage is not None, "transfers and work have a stage"
         if stage := self.of_rank.stages.get((action.module, action.stage)):
             self._make(("arriving", action.kind, action.module, action.stage, action.micro_batch), stage.message)
 
     def _run(self, action: Action) -> None:
-        assert action.stage is not None
+        assert action.stage is not None, "transfers and work have a stage"
         stage = self.of_rank.stages.get((action.module, action.stage))
         if stage is None:
             return
@@ -93,8 +99,12 @@ class _Ledger:
             for what in ("again", "kept", "left"):
                 self._end((what, *key))
             self._end(("arriving", "B", *key))
-            self._end(("returned", action.module, action.micro_batch))
-            self._row_gradients(action)
+            for edge in self._leaving(action):
+                self._end(("encoded", edge, action.micro_batch))
+                self._end(("returned", edge, action.micro_batch))
+            for edge in self._entering(action):
+                if self.schedule.module[edge.source].backward:
+                    self._make(("leaving", edge, action.micro_batch), self.of_rank.needed[edge])
             return
         if self._is_first_text(action):
             self._end(("embedded", action.micro_batch))
@@ -103,48 +113,67 @@ class _Ledger:
         keeps = module.backward and (action.kind == "R" or not module.recomputes)
         self._make(("kept", *key), (stage.saved + stage.entered) * keeps)
         self._make(("left", *key), stage.left * (keeps or action.kind == "F"))
+        for edge in self._leaving(action):
+            rows = stage.rows * self.of_rank.outputs[edge]
+            self._make(("encoded", edge, action.micro_batch), rows * (keeps or action.kind == "F"))
         self._work(stage.forward)
-        if not keeps and (action.stage < module.stages - 1 or module is self.schedule.text):
+        for edge in self._entering(action):
+            if not (module.backward and self.schedule.module[edge.source].backward):
+                self._end(("rows", edge, action.micro_batch))
+        if not keeps:
             self._end(("left", *key))
 
     def _is_first_text(self, action: Action) -> bool:
         return action.module == self.schedule.text.name and action.stage == 0
 
-    def _row_gradients(self, action: Action) -> None:
-        """The backward of the first text stage makes the gradients of rows."""
-        if self._is_first_text(action):
-            for encoder in self.schedule.encoders:
-                if encoder.backward and encoder.name in self.of_rank.needed:
-                    self._make(("leaving", encoder.name, action.micro_batch), self.of_rank.needed[encoder.name])
+    def _leaving(self, work: Action) -> list[Edge]:
+        """The edges along which rows of a stage leave this rank."""
+        here = work.module, work.stage
+        return [e for e in self.of_rank.held if (e.source, self.schedule.stages_of(e)[0]) == here]
+
+    def _entering(self, work: Action) -> list[Edge]:
+        """The edges along which rows enter a stage on this rank."""
+        here = work.module, work.stage
+        return [e for e in self.of_rank.needed if (e.target, self.schedule.stages_of(e)[1]) == here]
 
     def _start(self, action: Action) -> None:
-        reads, holds = self._sides(action)
-        module = self.schedule.module[action.module]
+        (reads, holds), edge = self._sides(action), action.edge
+        module, name, copied = self.schedule.module[action.module], (edge, action.micro_batch), self._is_wide(edge)
         if action.kind == "F":
             if reads and not self.of_rank.late:
-                self._make(("rows", action.module, action.micro_batch), self.of_rank.needed[action.module])
-            if holds and (not module.backward or module.recomputes):
-                self._end(("left", action.module, module.stages - 1, action.micro_batch))
+                self._make(("rows", *name), self.of_rank.needed[edge])
+            if holds:
+                self._make(("copied", "F", *name), self.of_rank.held[edge] * copied)
+                if not module.backward or module.recomputes:
+                    self._end(("encoded", *name))
             return
         if reads:
-            self._end(("rows", action.module, action.micro_batch))
+            self._make(("copied", "B", *name), self.of_rank.needed[edge] * copied)
+            self._end(("rows", *name))
+            if copied:
+                self._end(("leaving", *name))
         if holds and not self.of_rank.late:
-            self._make(("returned", action.module, action.micro_batch), self.of_rank.held[action.module])
+            self._make(("returned", *name), self.of_rank.held[edge])
 
     def _finish(self, action: Action) -> None:
-        reads, holds = self._sides(action)
-        name = action.module, action.micro_batch
+        (reads, holds), name = self._sides(action), (action.edge, action.micro_batch)
         text = self.of_rank.stages.get((self.schedule.text.name, 0))
+        self._end(("copied", action.kind, *name))
         if action.kind == "F":
-            if text is not None and ("embedded", action.micro_batch) not in self.live:
+            enters_first = self.schedule.stages_of(action.edge)[1] == 0
+            if text is not None and enters_first and ("embedded", action.micro_batch) not in self.live:
                 self._make(("embedded", action.micro_batch), text.message)
             if reads and self.of_rank.late:
-                self._make(("rows", *name), self.of_rank.needed[action.module])
+                self._make(("rows", *name), self.of_rank.needed[action.edge])
             return
         self._end(("leaving", *name))
         if holds and self.of_rank.late:
-            self._make(("returned", *name), self.of_rank.held[action.module])
+            self._make(("returned", *name), self.of_rank.held[action.edge])
+
+    def _is_wide(self, edge: Edge) -> bool:
+        """Whether several outputs cross side by side."""
+        return self.of_rank.outputs.get(edge, 0) > 1
 
     def _sides(self, action: Action) -> tuple[bool, bool]:
-        """Whether the rank gets rows of the encoder, and whether it holds them."""
-        return action.module in self.of_rank.needed, action.module in self.of_rank.held
+        """Whether the rank gets rows along the edge, and whether it holds them."""
+        return action.edge in self.of_rank.needed, action.edge in self.of_rank.held

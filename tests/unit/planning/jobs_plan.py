@@ -29,8 +29,8 @@ def measure(flags: list[str]) -> dict[str, Any]:
     pools = [_count_buffers(communicator) for communicator in run.interpreter.communicators.values()]
     with live:
         run.train_step(1, step)
-    plans = {name: [m.plan.boundaries[name] for m in step.micro_batches if name in m.plan.boundaries]
-             for name in run.shapes.encoders}  # fmt: skip
+    plans = {str(edge): [m.plan.boundaries[edge] for m in step.micro_batches if edge in m.plan.boundaries]
+             for edge in run.job.edges}  # fmt: skip
     return {
         "weights": _bytes(p for module in run.modules for p in module.parameters.values()),
         "gradients": sum(map(_gradient_bytes, run.modules)),
@@ -162,14 +162,14 @@ class LiveActivations:
             return
         for of_kind in (
             execution.inputs,
-            execution.outputs,
+            *execution.outputs.values(),
             execution.received,
             execution.embedded,
             execution.row_grads,
         ):
             yield from of_kind.values()
         for rows in execution.rows.values():
-            yield from (t for t in (rows, rows.grad) if t is not None)
+            yield from (t for leaf in rows.leaves.values() for t in (leaf, leaf.grad) if t is not None)
         yield from (buffer for buffer, _ in execution.receives.values())
         for crossing in execution.crossings.values():
             if crossing._wire_dtype == crossing._dtype:

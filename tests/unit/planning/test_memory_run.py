@@ -103,4 +103,4 @@ def test_plan_is_what_a_step_takes(case: Case, folders: dict[bool, Path], pools:
             steps, ranks = plan.batch.micro_batches, traffic.ranks.tolist()
             rows = zip(ranks, (traffic.received * steps).tolist(), (traffic.sent * steps).tolist(), strict=True)
             for rank, received, sent in rows:
-                assert measured[rank][name][boundary.encoder] == (received, sent, len(traffic.stages) * steps)
+                assert measured[rank][name][str(boundary.edge)] == (received, sent, len(traffic.stages) * steps)

@@ -10,6 +10,7 @@ import pytest
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.distributed.communicators import communicators
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.planning.memory.nccl_memory import PEER_BYTES, RING_BYTES, kind_bytes, rank_bytes
 from megatron_hetero.planning.memory.parameters import Parameter, buckets_of, parameter_bytes
@@ -64,7 +65,7 @@ def test_sgd_keeps_master_weights_of_bfloat16_alone() -> None:
 )
 def test_traffic_is_that_of_each_ranks_plan(world: int, vision: str, text: str, more: str, make_plan: MakePlan) -> None:
     assumed = make_plan(world, vision, text, more).assumed
-    boundary = plan_boundary(*assumed.sides("vision"), 8)
+    boundary = plan_boundary(*assumed.sides(Edge("vision", "text")), 8)
     for name, traffic in traffic_of(boundary).items():
         for i, rank in enumerate(traffic.ranks.tolist()):
             direction = getattr(boundary.rank(rank), name)

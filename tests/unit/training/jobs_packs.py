@@ -92,5 +92,5 @@ def needed_rows(share: TokenShare, packs: list[PackShape], layout: Layout, shard
     start = length * at.tp if sharded else 0
     embedded = share.tokens[start : start + length].tolist()
     found = {place: row_at[token] for place, token in enumerate(embedded) if token in row_at}
-    assert sorted(share.rows_at.tolist()) == list(found), "rows are put elsewhere than at image tokens"
-    return np.array([found[place] for place in share.rows_at.tolist()], np.int64)
+    assert sorted(share.rows_at["vision"].tolist()) == list(found), "rows are put elsewhere than at image tokens"
+    return np.array([found[place] for place in share.rows_at["vision"].tolist()], np.int64)

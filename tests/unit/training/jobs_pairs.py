@@ -14,6 +14,7 @@ from megatron_hetero.batch.step_plan import PackShape
 from megatron_hetero.boundary.communicator import BoundaryCommunicator, load_plan
 from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import DirectionPlan
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from tests.support.pool import world
 from tests.unit.training.jobs_packs import (
@@ -70,13 +71,13 @@ def _cross(
     rank = dist.get_rank()
     plan = planner(layouts, sharded, rank).plan(packs, turn)
     if not plan.boundaries or not plan.pixels:
-        assert first_rows(packs)[-1] == 0 and plan.text is not None and not len(plan.text.rows_at)
+        assert first_rows(packs)[-1] == 0 and plan.text is not None and not len(plan.text.rows_at["vision"])
         return {"collectives": (0, 0)}
     held = _embedded_units(decoded_units(plan, packs), plan.pixels["vision"].exchange, replica)
     assert plan.text is not None
     needed = needed_rows(plan.text, packs, layouts["text"], sharded["text"], rank)
     x, c = (_integers(first_rows(packs)[-1], s) for s in (1, 2))
-    boundary = plan.boundaries["vision"]
+    boundary = plan.boundaries[Edge("vision", "text")]
     returning = boundary.backward
     assert returning is not None
     communicator = BoundaryCommunicator(world(), CPU, WIDTH, torch.float64, check=False)

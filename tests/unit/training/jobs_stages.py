@@ -208,7 +208,7 @@ class Packs:
             positions=torch.from_numpy(positions[:, share.tokens].copy()),
             supervised=torch.from_numpy(supervised),
             targets=torch.from_numpy(own[supervised]),
-            rows_at={ROWS: torch.from_numpy(share.rows_at)},
+            rows_at={ROWS: torch.from_numpy(share.rows_at["vision"])},
             attention=AttentionPlan(full, share.sp_lengths, share.cp_lengths),
         )
 

@@ -152,7 +152,7 @@ def check_places(case: Case) -> None:
         share = case.tokens.share(rank)
         expected = row_at[case.text.coordinate(rank).dp][embedded(case, share, rank)]
         found = np.full(len(expected), -1)
-        found[share.rows_at] = rows_of[rank]
+        found[share.rows_at["vision"]] = rows_of[rank]
         np.testing.assert_array_equal(found, expected)
         assert len(rows_of[rank]) == np.sum(expected >= 0)
     assert all(not len(rows_of[rank]) for rank in boundary.plan.ranks if rank not in case.text)

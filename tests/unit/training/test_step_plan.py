@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.batch.step_plan import Images, MicroBatchPlan, PackShape
 from megatron_hetero.errors import UserError
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.sharding.context import zigzag_tokens
 from tests.unit.training.jobs_packs import (
@@ -33,6 +34,8 @@ VISION = [
 TEXT = ["dp:8", "tp:8", "tp:2,dp:4", "tp:4,dp:2", "cp:8", "sp:8", "tp:2,cp:2,dp:2", "sp:2,cp:2,tp:2", "sp:4,dp:2"]
 Case = tuple[list[PackShape], dict[str, Layout], dict[str, bool], int]
 some = settings(max_examples=60, deadline=None)
+
+EDGE = Edge("vision", "text")
 
 
 @st.composite
@@ -87,7 +90,9 @@ def test_every_image_is_decoded_once_and_every_unit_encoded_once(case: Case) -> 
     plans, vision = plans_of(case), layouts["vision"]
     total = sum(len(pack.images[0].positions) for pack in packs)
     if total == 0:
-        assert all(not p.pixels and not p.encoders and not p.boundaries and not len(p.text.rows_at) for p in plans)
+        assert all(
+            not p.pixels and not p.encoders and not p.boundaries and not len(p.text.rows_at["vision"]) for p in plans
+        )
         return
     images = [image for plan in plans for image in plan.pixels["vision"].decodes]
     assert sorted(images) == list(range(sum(len(pack.images[0].grids) for pack in packs)))
@@ -95,7 +100,7 @@ def test_every_image_is_decoded_once_and_every_unit_encoded_once(case: Case) -> 
     copies = 1 if sharded["vision"] else vision.tp
     assert Counter(np.concatenate(units).tolist()) == Counter(dict.fromkeys(range(total), copies))
     for rank, plan in enumerate(plans):
-        assert plan.boundaries["vision"].backward.needed == len(units[rank]), "gradients come back of other rows"
+        assert plan.boundaries[EDGE].backward.needed == len(units[rank]), "gradients come back of other rows"
         if not sharded["vision"]:
             assert units[rank].tolist() == units[vision.group_of(rank, "tp")[0]].tolist()
 
@@ -112,7 +117,7 @@ def test_every_image_position_gets_its_row(case: Case) -> None:
         assert needed.tolist() == sorted(needed.tolist())
         found.update(needed.tolist())
         if plan.boundaries:
-            assert plan.boundaries["vision"].forward.needed == len(needed)
+            assert plan.boundaries[EDGE].forward.needed == len(needed)
     copies = 1 if sharded["text"] else text.tp
     assert found == Counter(dict.fromkeys(range(sum(len(p.images[0].positions) for p in packs)), copies))
 
@@ -185,7 +190,7 @@ def test_no_rank_needs_more_than_its_rows_in_its_shard() -> None:
     """sp:8 to tp:8 with sharded activations: each row crosses to one rank, and the traffic is at most all rows."""
     layouts = {"vision": Layout.parse("sp:8", 8), "text": Layout.parse("tp:8", 8)}
     packs = random_packs("ragged", layouts["text"], 5)
-    plans = [plan.boundaries["vision"] for plan in plans_of((packs, layouts, {"vision": True, "text": True}, 0))]
+    plans = [plan.boundaries[EDGE] for plan in plans_of((packs, layouts, {"vision": True, "text": True}, 0))]
     total = sum(prod(grid) // SHAPE.unit for grid in packs[0].images[0].grids)
     assert total == sum(plan.forward.needed for plan in plans) == first_rows_of_images(packs)[-1]
     assert 0 < sum(plan.forward.received_rows for plan in plans) <= total
