@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,12 +72,22 @@ def _vision_config(shape: DemoSizes) -> dict[str, Any]:
 
 
 def write_processor(folder: Path) -> None:
-    """Write the image processor's settings into `folder`: patches of 16 pixels, and values from -1 to 1."""
+    """Write the settings of the processors of pictures and of videos into `folder`: patches of 16 pixels, and values
+    from -1 to 1. Videos are not trained on; `AutoProcessor` asks for the file.
+    """
     from transformers import Qwen2VLImageProcessorPil
 
     halves = [0.5, 0.5, 0.5]
+    alike: dict[str, Any] = {"patch_size": 16, "image_mean": halves, "image_std": halves}
     # Published: 64 to 16,384 tokens of 32 x 32 pixels. The demo's pictures are smaller.
     size = {"shortest_edge": 4 * 32**2, "longest_edge": 16384 * 32**2}
-    processor = Qwen2VLImageProcessorPil(patch_size=16, image_mean=halves, image_std=halves, size=size)
     names = {"image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor"}
-    writing.write_processor(folder, processor, names)
+    writing.write_processor(folder, Qwen2VLImageProcessorPil(size=size, **alike), names)
+    videos = alike | {
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": 4 * 32**2, "longest_edge": 24576 * 32**2},
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "processor_class": "Qwen3VLProcessor",
+    }
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos, indent=2) + "\n", encoding="utf-8")

@@ -106,6 +106,17 @@ def test_vision_is_that_of_transformers(
     assert_near(found[0]["gradients"], gradients)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_mergers_train_alone(recompute: str, models: dict[str, Path], pools: Pools) -> None:
+    _, gradients = vision_by_transformers(models["untied"], SIZES)
+    case = Case(models["untied"], {"vision": "tp:2"}, split=(2, 2), freeze=("vision",), recompute=recompute)
+    found = pools(2).run(jobs.vision, case, SIZES)[0]["gradients"]
+    trained = {name: grad for name, grad in gradients.items() if "merger" in name}
+    assert len(trained) == 4 * 6
+    assert_near({name: found[name] for name in trained}, trained)
+    assert not any(found[name].any() for name in gradients.keys() - trained.keys())
+
+
 # -------------------------------------------------------------------------------------------------- text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
     AutoImageProcessor,
+    AutoProcessor,
     AutoTokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -286,3 +288,8 @@ def test_the_demo_has_what_published_folders_say_of_their_processor(tmp_path: Pa
     assert (said["image_processor_type"], said["processor_class"]) == ("Qwen2VLImageProcessorFast", "Qwen3VLProcessor")
     assert (said["patch_size"], said["temporal_patch_size"], said["merge_size"]) == (16, 2, 2)
     assert said["image_mean"] == said["image_std"] == [0.5, 0.5, 0.5]
+    if find_spec("torchvision"):
+        assert type(AutoProcessor.from_pretrained(tmp_path)).__name__ == "Qwen3VLProcessor"
+    else:  # The processor of videos, which needs it, is found by its file.
+        with pytest.raises(ImportError, match="Qwen3VLVideoProcessor requires the Torchvision library"):
+            AutoProcessor.from_pretrained(tmp_path)
