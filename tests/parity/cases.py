@@ -24,6 +24,9 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=RATES["sgd"]),
 }
 BASE = ModelChoice()
+QWEN3 = replace(
+    BASE, family="qwen3_vl", text_layers=4, vision_layers=4, deepstack=(0, 1, 2), head_dim=16, text_hidden=48, seed=10
+)
 MODELS = {
     "untied": BASE,
     "tied": replace(BASE, tied=True, seed=1),
@@ -32,12 +35,22 @@ MODELS = {
     "deep-tied": replace(BASE, text_layers=4, vision_layers=4, full_layers=(1, 3), tied=True, seed=5),
     "two-encoders": replace(BASE, seed=6),
     "two-encoders-deep": replace(BASE, text_layers=4, seed=7),
+    "qwen3": QWEN3,
+    "qwen3-tied": replace(QWEN3, tied=True, seed=11),
+    "qwen3-twelve-heads": replace(
+        QWEN3, heads=12, kv_heads=4, head_dim=8, text_hidden=48, vision_heads=12, vision_head_dim=4, seed=12
+    ),
+    "qwen3-one-kv-head": replace(QWEN3, kv_heads=1, deepstack=(1, 2), seed=13),
+    "qwen3-deep": replace(QWEN3, text_layers=6, vision_layers=6, deepstack=(1, 3, 4), seed=14),
+    "qwen3-two-encoders": replace(QWEN3, seed=15),
+    "qwen3-two-qwen3-encoders": replace(QWEN3, seed=16),
     "twelve-heads": replace(BASE, heads=12, kv_heads=4, head_dim=8, vision_heads=12, vision_head_dim=4, seed=3),
 }
 
 
 DETAIL = replace(BASE, vision_layers=2, vision_heads=2, vision_head_dim=12, vision_ffn=40, full_layers=(0,), seed=8)
-"""The second encoder of models with two."""
+DETAILS = {"qwen3-two-qwen3-encoders": replace(QWEN3, vision_layers=3, vision_heads=2, deepstack=(1,), seed=17)}
+"""The second encoder of models with two, which is `DETAIL` where none is named."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +112,16 @@ class Expected:
 Ask = Callable[[Case], Expected]
 
 
-def ask_oracle(folder: Path, choice: ModelChoice, batch: int, *, two_towers: bool) -> Expected:
-    """Write model and data of so many samples a step, and let the oracle train on them."""
+def ask_oracle(folder: Path, choice: ModelChoice, batch: int, detail: ModelChoice | None) -> Expected:
+    """Write model and data of so many samples a step, and let the oracle train on them. `detail`: whose encoder is a
+    second one.
+    """
     write_model(folder / "model", choice)
-    if two_towers:
-        write_model(folder / "detail", DETAIL)
-    details = (1, 0, 0, 2) if two_towers else (0,)
+    if detail is not None:
+        write_model(folder / "detail", detail)
+    details = (0,) if detail is None else (1, 0, 0, 2)
     data = write_data(folder, 3 * batch, seed=choice.seed, turns=2, details=details)
-    load = partial((TwoTowers if two_towers else Oracle).load, folder / "model", data)
+    load = partial((Oracle if detail is None else TwoTowers).load, folder / "model", data)
     oracle = load()
     loss, gradients = oracle.step(range(batch))
     before = oracle.weights()

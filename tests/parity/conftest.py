@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.cases import MODELS, Ask, Case, Expected, ask_oracle
+from tests.parity.cases import DETAIL, DETAILS, MODELS, Ask, Case, Expected, ask_oracle
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Ask:
         key = case.model, case.batch
         if key not in found:
             folder, choice = tmp_path_factory.mktemp(case.model), MODELS[case.model]
-            found[key] = ask_oracle(folder, choice, case.batch, two_towers=case.detail is not None)
+            detail = DETAILS.get(case.model, DETAIL) if case.detail is not None else None
+            found[key] = ask_oracle(folder, choice, case.batch, detail)
         return found[key]
 
     return get
