@@ -7,6 +7,7 @@ apart: an encoder of one family may feed the text module of another.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,8 +26,24 @@ TensorShapes = dict[str, tuple[int, ...]]
 """Stored tensors by name, in the order in which they are written."""
 
 
+@dataclass(frozen=True)
+class LayerKind:
+    """What the layers of a module are made of. `rms_norm`: else layer norms, with a bias. `gated`: whether the MLP has
+    a gate. `head_norms`: whether queries and keys are normed, head by head.
+    """
+
+    rms_norm: bool = True
+    gated: bool = True
+    head_norms: bool = False
+
+
 class TransformerShape(Protocol):
     """What both modules are; widths in elements."""
+
+    @property
+    def layer_kind(self) -> LayerKind:
+        """What the layers are made of."""
+        ...
 
     @property
     def family(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_hetero.models.common.flops import TextFlopShape, VisionFlopShape
 from megatron_hetero.models.common.images.shape import ImageSizes
 from megatron_hetero.models.common.language_shape import kv_copies, text_flop_shape
+from megatron_hetero.models.family import LayerKind
 from megatron_hetero.models.qwen3_vl.geometry import RasterOrder, raster_order
 from megatron_hetero.names import ROWS
 from megatron_hetero.sharding.items import Size
@@ -44,6 +45,11 @@ class VisionShape(ImageSizes):
 
     norm_eps: float = 1e-6
     family: str = FAMILY
+
+    @property
+    def layer_kind(self) -> LayerKind:
+        """What the layers are made of."""
+        return LayerKind(rms_norm=False, gated=False)
 
     @property
     def position_dims(self) -> int:
@@ -112,6 +118,11 @@ class TextShape:
     norm_eps: float
     max_positions: int
     family: str = FAMILY
+
+    @property
+    def layer_kind(self) -> LayerKind:
+        """What the layers are made of."""
+        return LayerKind(head_norms=True)
 
     @property
     def turns(self) -> tuple[int, ...]:

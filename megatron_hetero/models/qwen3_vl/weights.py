@@ -79,17 +79,16 @@ def encoder_map(prefix: str, v: VisionShape, tp_rank: int, tp: int, stage: Stage
     result: dict[str, tuple[Piece, ...]] = {}
     if stage.is_first:
         result = {f"patch_embed.{kind}": whole(f"{prefix}patch_embed.proj.{kind}", v.hidden) for kind in KINDS}
-        result["pos_embed.weight"] = whole(prefix + "pos_embed.weight", v.table_side**2)
     for i in stage.layers:
         layer = _layer_map(f"{prefix}blocks.{i}.", v, tp_rank, tp)
         result |= {f"{LAYERS}{i}.{name}": pieces for name, pieces in layer.items()}
-    mergers = {
-        f"deepstack_merger_list.{i}.": v.hidden * v.unit for i, at in enumerate(v.deepstack) if at in stage.layers
-    }
     if stage.is_last:
-        mergers["merger."] = v.hidden
-    for name, normed in mergers.items():
-        result |= {name + rest: pieces for rest, pieces in _merger_map(prefix + name, v, normed, tp_rank, tp).items()}
+        result |= _merger_map("merger.", prefix, v, v.hidden, tp_rank, tp)
+    if stage.is_first:
+        result["pos_embed.weight"] = whole(prefix + "pos_embed.weight", v.table_side**2)
+    for i, layer in enumerate(v.deepstack):
+        if layer in stage.layers:
+            result |= _merger_map(f"deepstack_merger_list.{i}.", prefix, v, v.hidden * v.unit, tp_rank, tp)
     return result
 
 
@@ -97,9 +96,14 @@ def _norm_map(own: str, stored: str, width: int) -> dict[str, tuple[Piece, ...]]
     return {f"{own}.{kind}": whole(f"{stored}.{kind}", width) for kind in KINDS}
 
 
-def _merger_map(stored: str, v: VisionShape, normed: int, tp_rank: int, tp: int) -> dict[str, tuple[Piece, ...]]:
-    fc1, fc2 = (stored + name for name in _LINEARS)
-    return _norm_map("norm", stored + "norm", normed) | merger_map(v, fc1, fc2, tp_rank, tp)
+def _merger_map(
+    name: str, prefix: str, v: VisionShape, normed: int, tp_rank: int, tp: int
+) -> dict[str, tuple[Piece, ...]]:
+    """`normed`: what its norm is over."""
+    stored = prefix + name
+    fc1, fc2 = (stored + linear for linear in _LINEARS)
+    found = _norm_map("norm", stored + "norm", normed) | merger_map(v, fc1, fc2, tp_rank, tp)
+    return {name + own: pieces for own, pieces in found.items()}
 
 
 def _layer_map(stored: str, v: VisionShape, tp_rank: int, tp: int) -> dict[str, tuple[Piece, ...]]:

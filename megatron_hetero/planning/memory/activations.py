@@ -4,11 +4,14 @@ What autograd saves is listed for the layers in `models/` on plain PyTorch with 
 or only weights, need gradients, less is saved. For a layer on `l` tokens between its parts and `s` within them (`l` is
 s / tp with sequence-parallel activations), of width h:
 
-    two norms      each: input in fp32 [l, h], its scale fp32 [l, 1], the normed [l, h], the output [l, h]
+    two norms      each: input in fp32 [l, h], its scale fp32 [l, 1], the normed [l, h], the output [l, h]; a layer
+                   norm its input as it is, mean and scale, and the output
+    head norms     of queries and keys, each: input in fp32, its scale for each head, the normed
     attention      queries, keys and values; under sp what was exchanged, under cp what was gathered, instead; the
                    output, a number for each query in fp32, and the padded output
     MLP            gate and up [s, 2 ffn], their product [s, ffn]; on a CPU, where that is not fused, silu of the gate
-                   [s, ffn] and a copy of up [s, ffn] too
+                   [s, ffn] and a copy of up [s, ffn] too. Without a gate what goes into the activation [s, ffn], and
+                   what comes out of it [s, ffn]
 
 Recomputed layers keep their input [l, h]; one at a time keeps all of the above during its backward pass.
 
@@ -28,7 +31,7 @@ from dataclasses import dataclass
 
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.flops import Passes
-from megatron_hetero.models.family import EncoderShape, TextShape
+from megatron_hetero.models.family import EncoderShape, LayerKind, TextShape
 from megatron_hetero.names import ROWS
 from megatron_hetero.planning.shards import Shard, Spans
 from megatron_hetero.sharding.stages import Stage
@@ -54,6 +57,7 @@ class LayerShape:
     causal: bool
     itemsize: int
     passes: Passes
+    kind: LayerKind
     gpu: bool = True
 
 
@@ -83,14 +87,19 @@ class StageBytes:
 
 def norm_bytes(shape: LayerShape, local: int) -> int:
     """A norm with the product that follows it."""
+    if not shape.kind.rms_norm:
+        kept = (shape.itemsize * shape.hidden + 2 * FP32) * local * shape.passes.inputs
+        return kept + shape.itemsize * local * shape.hidden * shape.passes.weights
     wide = (FP32 * local * shape.hidden + FP32 * local) * shape.passes.inputs
     return wide + 2 * shape.itemsize * local * shape.hidden * shape.passes.weights
 
 
 def mlp_bytes(shape: LayerShape, padded: int) -> int:
     """Gate and up as one tensor, and what the second product takes. Where they are not fused also silu of the gate, and
-    up once more (Megatron adds an offset to it).
+    up once more (Megatron adds an offset to it). Without a gate both sides of the activation.
     """
+    if not shape.kind.gated:
+        return shape.itemsize * padded * shape.ffn * (1 + shape.passes.weights)
     return shape.itemsize * padded * shape.ffn * ((2 if shape.gpu else 4) + shape.passes.weights)
 
 
@@ -123,8 +132,15 @@ def layer_bytes(shape: LayerShape, shard: Shard, *, windowed: bool = False) -> i
     """One layer that keeps everything."""
     if not shape.passes.inputs:
         return 0
-    attention = attention_bytes(shape, shard, windowed=windowed)
+    attention = attention_bytes(shape, shard, windowed=windowed) + _head_norm_bytes(shape, shard)
     return 2 * norm_bytes(shape, shard.local) + attention + mlp_bytes(shape, shard.padded)
+
+
+def _head_norm_bytes(shape: LayerShape, shard: Shard) -> int:
+    if not shape.kind.head_norms:
+        return 0
+    heads = (shape.heads + shape.kv_heads) * shard.padded
+    return heads * (FP32 * shape.head_dim + FP32 + shape.itemsize * shape.head_dim * shape.passes.weights)
 
 
 def _layers(shape: LayerShape, shard: Shard, windowed: Sequence[bool], recompute: bool) -> tuple[int, int]:
@@ -137,14 +153,14 @@ def _layers(shape: LayerShape, shard: Shard, windowed: Sequence[bool], recompute
     if not recompute:
         return table + sum(each[kind] for kind in windowed), 0
     # In fp32 the input that is kept is the first norm's. Inputs of later layers are gone by then.
-    own = hidden if shape.itemsize == FP32 else 0
+    own = hidden if shape.itemsize == FP32 or not shape.kind.rms_norm else 0
     again = max(each[kind] - own - hidden * (count - 1 - i) for i, kind in enumerate(windowed))
     return table + count * hidden, again
 
 
 def _layer_workspace(shape: LayerShape, shard: Shard) -> int:
     """Of one layer: gradients inside its MLP, and one of its output."""
-    return shape.itemsize * (3 * shard.padded * shape.ffn + shard.local * shape.hidden)
+    return shape.itemsize * ((3 if shape.kind.gated else 2) * shard.padded * shape.ffn + shard.local * shape.hidden)
 
 
 def _gathered(shape: LayerShape, shard: Shard) -> int:
@@ -187,7 +203,7 @@ def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes, 
     groups = shape.kv_heads * shape.kv_copies(layout.tp) // layout.tp
     return LayerShape(
         shape.hidden, shape.heads // layout.tp, groups, shape.head_dim, -(-shape.ffn // layout.tp), layout.sp,
-        layout.cp, True, itemsize, passes, gpu,
+        layout.cp, True, itemsize, passes, shape.layer_kind, gpu,
     )  # fmt: skip
 
 
@@ -219,7 +235,8 @@ def encoder_stage(
     of_merger = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector))
     after = of_merger if stage.is_last else 0
     saved += of_merger * sum(layer in stage.layers for output, layer in shape.outputs.items() if output != ROWS)
-    entered = 0 if stage.is_first or recompute or itemsize == FP32 or not encoder else message
+    kept = itemsize == FP32 or not shape.layer_kind.rms_norm  # by the first norm
+    entered = 0 if stage.is_first or recompute or kept or not encoder else message
     left, rows = 0 if stage.is_last else message, itemsize * shard.local // shape.unit * shape.out_hidden
     again, workspace = max(0, again - after), _layer_workspace(layer, shard)
     return StageBytes(
@@ -232,7 +249,7 @@ def encoder_layer(shape: EncoderShape, layout: Layout, itemsize: int, passes: Pa
     heads = shape.heads // layout.tp
     return LayerShape(
         shape.hidden, heads, heads, shape.head_dim, -(-shape.ffn // layout.tp), layout.sp, layout.cp, False, itemsize,
-        passes, gpu,
+        passes, shape.layer_kind, gpu,
     )  # fmt: skip
 
 

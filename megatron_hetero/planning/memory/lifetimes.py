@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.planning.memory.activations import StageBytes
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.program import Role, Schedule
+from megatron_hetero.schedule.program import Module, Role, Schedule
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class _Ledger:
                 self._make(("rows", *name), self.of_rank.needed[edge])
             if holds:
                 self._make(("copied", "F", *name), self.of_rank.held[edge] * copied)
-                if not module.backward or module.recomputes:
-                    self._end(("encoded", *name))
+                if copied:
+                    self._let_go(module, name)
             return
         if reads:
             self._make(("copied", "B", *name), self.of_rank.needed[edge] * copied)
@@ -165,10 +165,16 @@ class _Ledger:
                 self._make(("embedded", action.micro_batch), text.message)
             if reads and self.of_rank.late:
                 self._make(("rows", *name), self.of_rank.needed[action.edge])
+            self._let_go(self.schedule.module[action.module], name)
             return
         self._end(("leaving", *name))
         if holds and self.of_rank.late:
             self._make(("returned", *name), self.of_rank.held[action.edge])
+
+    def _let_go(self, module: Module, name: tuple[Edge, int]) -> None:
+        """Rows that have left end where no backward pass needs them."""
+        if not module.backward or module.recomputes:
+            self._end(("encoded", *name))
 
     def _is_wide(self, edge: Edge) -> bool:
         """Whether several outputs cross side by side."""

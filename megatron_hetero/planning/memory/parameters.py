@@ -30,17 +30,22 @@ PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
 
 _IN_LAYER = (
     "input_layernorm.weight",
+    "input_layernorm.bias",
     "self_attention.linear_proj.weight",
     "self_attention.linear_proj.bias",
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
+    "self_attention.q_layernorm.weight",
+    "self_attention.k_layernorm.weight",
     "pre_mlp_layernorm.weight",
+    "pre_mlp_layernorm.bias",
     "mlp.linear_fc1.weight",
     "mlp.linear_fc1.bias",
     "mlp.linear_fc2.weight",
     "mlp.linear_fc2.bias",
 )
-_BEFORE_LAYERS = ("embedding.word_embeddings.weight", "patch_embed.weight")
+_BEFORE_LAYERS = ("embedding.", "patch_embed.")
+"""What names of parameters begin with that come before the layers."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def _place(name: str) -> tuple[int, int, int]:
         number, _, rest = name.removeprefix(LAYERS).partition(".")
         return 1, int(number), _IN_LAYER.index(rest)
     # What comes after the layers is in order in the map of weights already.
-    return (0, 0, 0) if name in _BEFORE_LAYERS else (2, 0, 0)
+    return (0, 0, 0) if name.startswith(_BEFORE_LAYERS) else (2, 0, 0)
 
 
 @dataclass(frozen=True)

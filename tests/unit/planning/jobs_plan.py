@@ -174,6 +174,9 @@ class LiveActivations:
         for crossing in execution.crossings.values():
             if crossing._wire_dtype == crossing._dtype:
                 yield crossing._output
+            frame = crossing._phases.gi_frame  # What is sent lives as long as the exchange.
+            if frame is not None:
+                yield frame.f_locals["rows"]
 
 
 class _Plain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.unit.planning import jobs_plan as jobs
 
+Folders = dict[tuple[str, bool], Path]
+"""By family, and whether the head is tied."""
 DEEP = ModelChoice(text_layers=4, vision_layers=4, full_layers=(1, 3), text_ffn=75, seed=4)
 
 
@@ -29,15 +32,18 @@ class Case:
     tied: bool = False
     batch: int = 4
     detail: str = ""
+    family: str = "qwen2_5_vl"
 
     def __str__(self) -> str:
         encoders = f"{self.vision}+{self.detail}" if self.detail else self.vision
-        return f"{encoders}|{self.text} {self.more.replace('--', '')}{' tied' if self.tied else ''}"
+        family = "" if self.family == "qwen2_5_vl" else f" {self.family}"
+        return f"{encoders}|{self.text} {self.more.replace('--', '')}{' tied' if self.tied else ''}{family}"
 
 
 BF16, SGD = "--model.dtype bfloat16", "--optimizer.name sgd"
 WHOLE = "--model.sequence_parallel.vision false --model.sequence_parallel.text false"
 RECOMPUTE = "--model.recompute.vision full --model.recompute.text full"
+SPLIT = "--parallel_layers.text 1 3"
 CASES = [
     Case("dp:1", "dp:1", 1),
     Case("dp:1", "dp:1", 1, f"{BF16} {RECOMPUTE}", tied=True),
@@ -58,15 +64,34 @@ CASES = [
     Case("dp:3@0-2", "tp:2@2-3", 4, "--plan.images 2 --model.freeze projector"),
     Case("sp:2", "tp:2", 2, detail="dp:2"),
     Case("dp:2@0-1", "pp:2@2-3", 4, f"{BF16} --model.freeze detail", detail="sp:2@2-3"),
+    Case("dp:1", "dp:1", 1, family="qwen3_vl"),
+    Case("dp:1", "dp:1", 1, f"{BF16} {RECOMPUTE}", tied=True, family="qwen3_vl"),
+    Case("sp:2", "tp:2", 2, BF16, family="qwen3_vl"),
+    Case("tp:2", "cp:2", 2, f"{WHOLE} --plan.images 2", tied=True, family="qwen3_vl"),
+    Case("sp:4", "pp:4", 4, "--parallel_layers.text 1 1 1 1", batch=6, family="qwen3_vl"),
+    Case(
+        "pp:2,dp:2", "tp:2,pp:2", 4, f"{BF16} --parallel_layers.text 1 3 --schedule.kind recompute", family="qwen3_vl"
+    ),  # fmt: skip
+    Case(
+        "pp:2@0-1", "pp:2@2-3", 4, "--parallel_layers.text 2 2 --schedule.run_ahead 2", tied=True, family="qwen3_vl"
+    ),  # fmt: skip
+    Case(
+        "dp:2@0-1",
+        "pp:2@2-3",
+        4,
+        f"{BF16} --parallel_layers.text 1 3 --model.freeze vision projector",
+        family="qwen3_vl",
+    ),  # fmt: skip
 ]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Models with an untied and with a tied head, and data that only has to exist."""
-    found = {tied: tmp_path_factory.mktemp("plan") for tied in (False, True)}
-    for tied, folder in found.items():
-        write_model(folder / "model", replace(DEEP, tied=tied))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Models of each family with an untied and with a tied head, and data that only has to exist."""
+    kinds = product(("qwen2_5_vl", "qwen3_vl"), (False, True))
+    found: Folders = {kind: tmp_path_factory.mktemp("plan") for kind in kinds}
+    for (family, tied), folder in found.items():
+        write_model(folder / "model", replace(DEEP, tied=tied, family=family, deepstack=(0, 1, 2)))
         write_model(folder / "detail", replace(DEEP, vision_layers=2, vision_heads=2, vision_ffn=44, full_layers=(0,)))
         write_data(folder, 8)
     return found
@@ -88,8 +113,10 @@ def flags_of(case: Case, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("case", thinned(CASES, 2), ids=str)
-def test_plan_is_what_a_step_takes(case: Case, folders: dict[bool, Path], pools: Callable[[int], Pool]) -> None:
-    flags = flags_of(case, folders[case.tied])
+def test_plan_is_what_a_step_takes(
+    case: Case, folders: dict[tuple[str, bool], Path], pools: Callable[[int], Pool]
+) -> None:
+    flags = flags_of(case, folders[case.family, case.tied])
     measured = pools(case.ranks).run(jobs.measure, flags)
     plan = Plan.of(load_config(flags), case.ranks, gpu=False)
     for rank, found in enumerate(measured):
