@@ -250,7 +250,7 @@ def encoder_activations(flags: list[str]) -> tuple[int, int]:
     """The most bytes that the encoder saves for backward at a time in one step, and what is left of them after it."""
     run, live, forward = build(flags), LiveBytes(), VisionModel.forward
 
-    def counted(*args: Any) -> torch.Tensor:
+    def counted(*args: Any) -> Any:
         with live.saving():
             return forward(*args)
 
