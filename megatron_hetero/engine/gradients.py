@@ -3,7 +3,7 @@
 Every rank has back-propagated the *sum* of its own tokens' losses. For each module:
 
   1. pieces of parameters that several tp ranks hold, and whose gradients are parts (parameters used on sequence-sharded
-     activations; replicated key/value heads), are summed over `tp`;
+     activations; norms of heads; replicated key/value heads), are summed over `tp`;
   2. everything is summed over the module's data- and context-parallel ranks (with the distributed optimizer each rank
      uses its own share of the sums);
   3. an embedding that the last pipeline stage holds a copy of, for the head that is tied to it, is summed over the two.

@@ -44,6 +44,15 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of the other family."""
+    choice = ModelChoice(family="qwen3_vl", text_layers=1, vision_layers=2, deepstack=(0,), head_dim=16, text_hidden=48)
+    folder = write_model(tmp_path_factory.mktemp("newer") / "model", choice)
+    Image.linear_gradient("L").convert("RGB").resize((56, 84)).save(folder / "a.png")
+    return folder
+
+
 @pytest.fixture
 def model(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "model"))
@@ -261,6 +270,21 @@ FILES = (CONFIG, CONFIG, PICTURES, TOKENIZER, "generation_config.json")
 )
 @given(rng=st.randoms(use_true_random=False))
 def test_mutated_files_end_with_a_sentence_or_not_at_all(rng: random.Random, good: Path) -> None:
+    _mutate_and_open(rng, good)
+
+
+@settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(rng=st.randoms(use_true_random=False))
+def test_mutated_files_of_the_other_family(rng: random.Random, newer: Path) -> None:
+    _mutate_and_open(rng, newer)
+
+
+def _mutate_and_open(rng: random.Random, good: Path) -> None:
     name = rng.choice(FILES)
     original = (good / name).read_text()
     text = mutated_json(rng, original)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -32,6 +34,12 @@ def test_vision_by_hand() -> None:
     assert found == embedding + blocks + full + windowed + merger
     # In training every product is computed three times, but pixels need no gradient.
     assert vision_flops(VISION, [16, 8], [8, 8, 8]) == 3 * found - embedding
+
+
+def test_vision_without_gates_and_with_more_mergers() -> None:
+    other = replace(VISION, gated=False, more_mergers=2)
+    found, gated = (vision_flops(shape, [16, 8], [8, 8, 8], FORWARD, FORWARD) for shape in (other, VISION))
+    assert found == gated - 4 * 2 * 24 * 8 * 16 + 2 * merger_flops(VISION, 24, FORWARD)
 
 
 def test_text_by_hand() -> None:

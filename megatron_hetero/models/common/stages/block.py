@@ -40,7 +40,7 @@ def run_layers(
         for layer in block.layers:
             run, number, inputs = _runner(layer, plan), _number(layer), (hidden, table_2nD)
             out: Any = tensor_parallel.checkpoint(run, False, *inputs) if checkpointed else run(*inputs)
-            hidden = after.get(number, _unchanged)(out)
+            hidden = _viewless(after.get(number, _unchanged)(out))
     return hidden if block.final_layernorm is None else _viewless(block.final_layernorm(hidden))
 
 
