@@ -142,10 +142,10 @@ class _Ledger:
         if action.kind == "F":
             if reads and not self.of_rank.late:
                 self._make(("rows", *name), self.of_rank.needed[edge])
-            if holds:
-                self._make(("copied", "F", *name), self.of_rank.held[edge] * copied)
-                if copied:
-                    self._let_go(module, name)
+            if holds and copied:
+                self._work(self.of_rank.held[edge])
+                self._let_go(module, name)
+                self._make(("copied", "F", *name), self.of_rank.held[edge])
             return
         if reads:
             self._make(("copied", "B", *name), self.of_rank.needed[edge] * copied)

@@ -174,7 +174,8 @@ class LiveActivations:
         for crossing in execution.crossings.values():
             if crossing._wire_dtype == crossing._dtype:
                 yield crossing._output
-            frame = crossing._phases.gi_frame  # What is sent lives as long as the exchange.
+            phases: Any = crossing._phases
+            frame = phases.gi_frame  # What is sent lives as long as the exchange.
             if frame is not None:
                 yield frame.f_locals["rows"]
 

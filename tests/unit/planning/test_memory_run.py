@@ -69,19 +69,9 @@ CASES = [
     Case("sp:2", "tp:2", 2, BF16, family="qwen3_vl"),
     Case("tp:2", "cp:2", 2, f"{WHOLE} --plan.images 2", tied=True, family="qwen3_vl"),
     Case("sp:4", "pp:4", 4, "--parallel_layers.text 1 1 1 1", batch=6, family="qwen3_vl"),
-    Case(
-        "pp:2,dp:2", "tp:2,pp:2", 4, f"{BF16} --parallel_layers.text 1 3 --schedule.kind recompute", family="qwen3_vl"
-    ),  # fmt: skip
-    Case(
-        "pp:2@0-1", "pp:2@2-3", 4, "--parallel_layers.text 2 2 --schedule.run_ahead 2", tied=True, family="qwen3_vl"
-    ),  # fmt: skip
-    Case(
-        "dp:2@0-1",
-        "pp:2@2-3",
-        4,
-        f"{BF16} --parallel_layers.text 1 3 --model.freeze vision projector",
-        family="qwen3_vl",
-    ),  # fmt: skip
+    Case("pp:2,dp:2", "tp:2,pp:2", 4, f"{BF16} {SPLIT} --schedule.kind recompute", family="qwen3_vl"),
+    Case("pp:2@0-1", "pp:2@2-3", 4, "--schedule.run_ahead 2", tied=True, family="qwen3_vl"),
+    Case("dp:2@0-1", "pp:2@2-3", 4, f"{BF16} {SPLIT} --model.freeze vision projector", family="qwen3_vl"),
 ]
 
 
