@@ -140,14 +140,14 @@ def _require_startable(torchrun: Any, options: argparse.Namespace) -> None:
     """Check the command line. Raises `UserError`."""
     script = options.training_script
     if not (options.module or options.no_python or Path(script).is_file()):
-        raise UserError.at(script, found="no such file", expected="a program for the ranks", fix="correct the path")
+        raise UserError.at(script, problem="no such file", fix="correct the path of the training program")
     try:
         config, *_ = torchrun.config_from_args(options)
     except (AssertionError, OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"{LAUNCHER}: {error}; see --help") from None
+        raise UserError.at(LAUNCHER, problem=str(error).rstrip("."), fix="see --help") from None
     if config.nproc_per_node < 1:
         found, expected = str(config.nproc_per_node), "1 or more ranks on this host"
-        raise UserError.at("--nproc-per-node", found=found, expected=expected, fix="give their number, or leave it out")
+        raise UserError.at("--nproc-per-node", found=found, expected=expected, fix="correct or remove it")
     if options.standalone and config.max_nodes > 1:
         fix = "leave out --standalone, and say where the hosts meet (--rdzv-backend c10d --rdzv-endpoint HOST:PORT)"
         found, expected = f"--nnodes {options.nnodes}", "one host"
@@ -248,15 +248,13 @@ class _Waiting:
         if self.is_over():
             return UserError.at(
                 f"rendezvous of the hosts, {self._expected()}",
-                found=found,
-                expected="to stay in touch with it",
+                problem=f"connection lost ({found})",
                 fix="look for the first error on another host",
             )
         address = "--master-addr and --master-port" if self._static else "--rdzv-endpoint and --rdzv-id"
         return UserError.at(
             f"rendezvous of the hosts, {self._expected()}",
-            found=f"{found} after {time.monotonic() - self._start:.0f} s",
-            expected="all hosts to come there",
+            problem=f"not all hosts joined within {time.monotonic() - self._start:.0f} s ({found})",
             fix=f"start the same command on each, with the same {address}, one that all can reach",
         )
 
