@@ -37,6 +37,14 @@ def console() -> Console:
     return Console(width=FILE_COLUMNS)
 
 
+def size_text(size: int) -> str:
+    """Bytes as people read them, in powers of 1,000."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size} B" if size else "0"
+
+
 def open_closed_outputs() -> None:
     """Redirect standard output and error to /dev/null where they were closed before the start (`>&-`)."""
     for name in ("stdout", "stderr"):

@@ -17,6 +17,7 @@ from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.weight_files import all_finite
+from megatron_hetero.terminal import size_text
 
 Watched = Callable[[Callable[[], str]], AbstractContextManager[None]]
 SETTLED_S = 600.0
@@ -150,14 +151,6 @@ class Saver:
             return [f"warning: no checkpoint after step {writing.step}{more}: {error}"]
         held = writing.held_s + time.perf_counter() - start
         return [
-            f"checkpoint {self.saved.path.name}: {_shown(self.saved.size)} in {seconds:.1f} s; "
+            f"checkpoint {self.saved.path.name}: {size_text(self.saved.size)} in {seconds:.1f} s; "
             f"training waited for {min(held, seconds):.2f} s"
         ]
-
-
-def _shown(size: int) -> str:
-    """Bytes as people read them: 1.2 GB."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size / 1000:.1f} kB"

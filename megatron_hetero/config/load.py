@@ -151,7 +151,8 @@ class _Loader(yaml.SafeLoader):
     `4:16`, `on` and `2024-01-01` are text, not a number, a boolean, a date).
     """
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+    # The stubs declare an instance variable; PyYAML itself sets it on the class.
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
 
     # Not in construct_mapping, which may see a node after `<<` has merged in another's keys.
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
