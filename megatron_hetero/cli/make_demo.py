@@ -109,7 +109,7 @@ def _refuse_other_content(folder: Path) -> None:
 
 
 def _write_all(folder: Path, options: DemoOptions) -> None:
-    """Write beside the destination, then move: an interrupted run leaves no partial demo."""
+    """Write to a temporary folder, then move: an interrupted run leaves no partial demo."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as name:
         made = Path(name)

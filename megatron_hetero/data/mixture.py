@@ -47,7 +47,7 @@ class Mixture:
         Args:
             datasets: entries ``name`` or ``name%rate``; the rate is in percent of the data set's records per epoch,
                 over 100 repeats records.
-            registry: where each name lies.
+            registry: the data sets by name.
             shuffle: redraw shares and order every epoch.
             seed: of the random draws; unused without shuffle.
             encoders: the encoders that images may be for.

@@ -85,7 +85,7 @@ def load_picture(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> 
 @contextmanager
 def _open(path: Path, where: str, max_pixels: int) -> Iterator[tuple[Image.Image, IO[bytes]]]:
     with _as_user_errors(path, where):
-        # Opening a named pipe or a device would wait for ever.
+        # Opening a named pipe or a device would block.
         if not path.is_file():
             raise UserError.at(
                 f"{where}: image {path}",

@@ -164,19 +164,19 @@ class _Environment(ImmutableSandboxedEnvironment):
         }
 
     def charge(self, count: int) -> None:
-        """Raises `TemplateError` where this is more than what is left."""
+        """Raises `TemplateError` if this exceeds the remaining budget."""
         if count > self.left.count:
             raise TemplateError(f"makes more than {MADE:,} characters")
         self.left.count -= count
 
     def written(self, value: Any) -> Any:
-        """`value`, which becomes text with all that it holds."""
+        """`value`, which becomes text with all its content."""
         self.charge(OBJECT + size(value))
         return value
 
     def kept(self, value: Any) -> Any:
-        """`value`, which the template has made. What it holds is there already, but a list that holds one list twice,
-        and so on, takes for ever to compare: its size is bounded, too.
+        """`value`, which the template has created. Its elements are already charged, but its size is bounded too:
+        comparing a list that holds one list twice, and so on, takes exponential time.
         """
         if isinstance(value, str | list | tuple | dict):
             if size(value) > MADE:
@@ -219,7 +219,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.kept(result) if isinstance(result, dict) else result
 
     def _charging(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter or a method of texts: charges its result, and before it is made where it may be much longer."""
+        """A filter or string method that charges its result, in advance if that may be much longer than the input."""
 
         @wraps(function)
         def charged(*args: Any, **named: Any) -> Any:
@@ -233,8 +233,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def size(value: Any) -> int:
-    """Characters of text and elements in all that `value` holds, each level of nesting counted once more, as it is
-    written with more brackets, quotes and indentation. Counting ends beyond `MADE`.
+    """Characters and elements in `value`, weighted by nesting depth, since deeper levels are written with more
+    brackets, quotes and indentation. Counting stops beyond `MADE`.
     """
     count, depth, level = 0, 0, [value]
     while level:
@@ -275,7 +275,7 @@ def _replaced(given: list[Any]) -> int:
 
 
 def _multiplied(given: list[Any]) -> int:
-    """Of a list and what stands between its elements, or a text and a width."""
+    """For a list and its separator, or a text and a width."""
     return math.prod(abs(each) if isinstance(each, int) else size(each) for each in given if each)
 
 
@@ -285,7 +285,7 @@ LENGTHENING: Mapping[str, Callable[[list[Any]], int]] = {
     "indent": _multiplied,
     "tojson": _multiplied,
 }
-"""Characters of the result, at most, of those functions whose result may be much longer than what they are given."""
+"""Upper bounds for the functions whose result may be much longer than their input."""
 
 
 def _to_json(
@@ -313,6 +313,6 @@ def _now(form: str) -> str:
 
 
 _ENVIRONMENT = _Environment()
-"""One for all threads, each of which has a budget of its own. Not made at the first use: two threads may be the first,
-and a template charges the environment that has compiled it.
+"""One for all threads, each with its own budget. Created at import, because two threads may race for the first use, and
+a template charges the environment that compiled it.
 """

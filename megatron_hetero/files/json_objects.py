@@ -157,7 +157,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> Iterator[tuple[int, str]]:
-    """All keys and texts in a value, with how deep they lie; of an empty list or object the empty text."""
+    """All keys and texts in a value, with their depth; the empty text for an empty list or object."""
     level: Iterable[Any] = [value]
     depth = 0
     while level := list(level):

@@ -44,13 +44,13 @@ class Piece:
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Where the piece lies in the local parameter."""
+        """The slice of the local parameter."""
         rows = slice(self.at, self.at + self.rows[1] - self.rows[0])
         return (rows,) if self.columns is None else (rows, slice(0, self.columns[1] - self.columns[0]))
 
     @property
     def source(self) -> tuple[slice, ...]:
-        """Where the piece lies in the stored tensor, seen as a matrix."""
+        """The slice of the stored tensor, seen as a matrix."""
         return (slice(*self.rows),) if self.columns is None else (slice(*self.rows), slice(*self.columns))
 
 

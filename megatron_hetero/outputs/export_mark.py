@@ -55,7 +55,7 @@ def _is_as(entry: os.DirEntry[str], written: Mapping[str, int], name: str) -> bo
 
 
 def _files(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """All that lies in a folder but folders, by name relative to it."""
+    """All files below a folder, by path relative to it."""
     with os.scandir(folder) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:

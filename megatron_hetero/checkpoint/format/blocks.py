@@ -22,7 +22,7 @@ from megatron_hetero.hf.weight_map import Interval, Piece, WeightMap
 
 @dataclass(frozen=True)
 class Block:
-    """Rows and columns [start, stop) of the stored tensor `name`, and where they lie in a flat buffer: the first
+    """Rows and columns [start, stop) of the stored tensor `name`, and their place in a flat buffer: the first
     element at `offset`, rows `stride` elements apart.
 
     Stored tensors count as matrices: of one dim, they have one column; of more than two, all dims but the first are

@@ -236,6 +236,8 @@ IN_FLAGS = [
     ("--log.dir " + "é" * 200, ["log.dir", "with a name of 400 bytes, while 255 are the most"]),
     ("--log.dir " + "a/" * 2500, ["log.dir", "while 4095 are the most"]),
     ("--log.dir \ud800", ["log.dir", "with half of a character"]),
+    ("--log.wandb a/b", ["log.wandb", "found `a/b`", "a project name of up to 128 characters"]),
+    ("--log.wandb " + "x" * 129, ["log.wandb", "128 characters"]),
     ("--train.iter 3", ["--train.iter", "did you mean `iters`?"]),
     ("--iters 3", ["did you mean `--train.iters`?"]),
     ("--train.iters", ["--train.iters: found no value"]),
