@@ -43,8 +43,8 @@ LOSS = "loss"
 
 StageOutput = Tensor | Mapping[str, Tensor]
 """The only output of a stage, or its outputs by name."""
-Rows = Tensor | Mapping[str, Tensor]
-"""`rows`, or the outputs of encoders that enter a stage, by name."""
+Rows = Any
+"""A `Tensor` where only `rows` enter a stage; else a `Mapping[str, Tensor]` of what enters it, by output."""
 
 
 class EncoderStage(Protocol):
