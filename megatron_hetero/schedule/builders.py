@@ -48,15 +48,16 @@ wants) those hold up everything that the GPU is issued later. So only one crossi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise, product
+from dataclasses import replace
+from itertools import product
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, finish, run, start
-from megatron_hetero.schedule.orders import Work, pipeline_order
+from megatron_hetero.schedule.ahead import ahead_order, gradient_delay, receive_rows, send_gradients_ahead
+from megatron_hetero.schedule.context import BuildContext, first_stage, text_parts
+from megatron_hetero.schedule.orders import Work
 from megatron_hetero.schedule.program import Module, Role, Schedule, find_roles
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
 from megatron_hetero.schedule.transfers import with_transfers
@@ -87,7 +88,7 @@ def build_schedule(
     settings = resolve_settings(settings or ScheduleSettings(), layouts, micro_batches, text=text)
     modules = _modules(layouts, settings, text, forward_only, edges)
     empty = Schedule(modules, micro_batches, find_roles(modules))
-    ctx = _Context(empty, settings)
+    ctx = BuildContext(empty, settings)
     orders = [list(_order(ctx, role)) for role in empty.roles]
     return replace(empty, roles=with_transfers(empty, orders))
 
@@ -162,117 +163,33 @@ def _require_forward_only_fits(layouts: Mapping[str, Layout], text: str, forward
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Context:
-    """Shared by the orders of all roles."""
-
-    schedule: Schedule
-    settings: ScheduleSettings
-
-    @property
-    def text(self) -> Module:
-        return self.schedule.text
-
-    @property
-    def batches(self) -> int:
-        return self.schedule.micro_batches
-
-    @cached_property
-    def ahead(self) -> tuple[Module, ...]:
-        """Encoders on their own ranks."""
-        return tuple(e for e in self.schedule.encoders if e.style == "ahead")
-
-    @cached_property
-    def sharing(self) -> tuple[Module, ...]:
-        """Encoders that take turns with the text module."""
-        return tuple(e for e in self.schedule.encoders if e.style != "ahead")
-
-    @cached_property
-    def run_ahead(self) -> int:
-        return self.settings.run_ahead or 0
-
-    @cached_property
-    def waves(self) -> list[range]:
-        """The micro-batches of each wave."""
-        size = self.settings.waves if self.sharing and self.settings.waves else self.batches
-        return [range(first, min(first + size, self.batches)) for first in range(0, self.batches, size)]
-
-    @cached_property
-    def turns(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """For each turn of the encoders that share ranks with the text module, after the first encoding: the
-        micro-batches whose gradients return, and those that are encoded.
-        """
-        in_flight = self.schedule.in_flight_between_waves
-        ends = [max(0, wave[0] - in_flight) for wave in self.waves[1:]] + [self.batches]
-        returned = [range(*pair) for pair in pairwise([0, *ends])]
-        return list(zip(returned, [*self.waves[1:], range(0)], strict=True))
-
-    @cached_property
-    def pace(self) -> list[Work]:
-        """The work of the first text stage, in order."""
-        return [work for part in _text_parts(self, 0) for work in part if work.stage == 0]
-
-    @property
-    def starts_back_early(self) -> bool:
-        """Whether gradients go back to encoders that take turns with the text module before their turn."""
-        return any(self.schedule.returns_early(e) for e in self.schedule.edges if e.source in self._sharing_names)
-
-    @cached_property
-    def _sharing_names(self) -> list[str]:
-        return [encoder.name for encoder in self.sharing]
-
-    def crossed(self, role: Role, encoder: Module) -> list[tuple[Edge, int]]:
-        """The edges of an encoder that the role is on a side of, each with the stage that its rows leave."""
-        schedule = self.schedule
-        edges = [e for e in schedule.edges if e.source == encoder.name and any(schedule.crosses(role, e))]
-        return [(edge, schedule.stages_of(edge)[0]) for edge in edges]
-
-    def leaving(self, encoder: Module, stage: int) -> list[Edge]:
-        """The edges that leave a stage of an encoder."""
-        return [e for e in self.schedule.edges if (e.source, self.schedule.stages_of(e)[0]) == (encoder.name, stage)]
-
-    def arriving(self, role: Role) -> list[Edge]:
-        """The edges of encoders that run ahead to any text stage of the role."""
-        names = [encoder.name for encoder in self.ahead]
-        return [e for e in self.schedule.edges if e.source in names and self.schedule.crosses(role, e)[1]]
-
-    def has_backward(self, edge: Edge) -> bool:
-        """Whether gradients go back along the edge."""
-        return self.schedule.module[edge.source].backward
-
-
-def _stage(role: Role, module: Module) -> int | None:
-    """The (first) stage of `module` that the role holds."""
-    return next((stage for name, stage in role.held_stages if name == module.name), None)
-
-
-def _order(ctx: _Context, role: Role) -> Iterator[Action]:
+def _order(ctx: BuildContext, role: Role) -> Iterator[Action]:
     """The work and crossings of a role, without the transfers between stages."""
-    if any(_stage(role, encoder) is not None for encoder in ctx.ahead):
-        yield from _ahead_order(ctx, role)
+    if any(first_stage(role, encoder) is not None for encoder in ctx.ahead):
+        yield from ahead_order(ctx, role)
         return
     arriving = ctx.arriving(role)
     if ctx.run_ahead:  # Rows of the first micro-batch may arrive at any time.
         yield from (start("F", edge, 0) for edge in arriving)
     yield from _encode(ctx, role, ctx.waves[0])
-    for works, (returned, encoded) in zip(_text_parts(ctx, _stage(role, ctx.text)), ctx.turns, strict=True):
+    for works, (returned, encoded) in zip(text_parts(ctx, first_stage(role, ctx.text)), ctx.turns, strict=True):
         yield from _text(ctx, role, works)
         yield from _return(ctx, role, returned)
         yield from _encode(ctx, role, encoded)
-    for m in range(ctx.batches - _delay(ctx, role), ctx.batches + ctx.run_ahead + 1):
-        yield from _send_gradients_ahead(ctx, role, m)
+    for m in range(ctx.batches - gradient_delay(ctx, role), ctx.batches + ctx.run_ahead + 1):
+        yield from send_gradients_ahead(ctx, role, m)
 
 
 # ------------------------------------------------------------------------- modules that share ranks: waves
 
 
-def _encode(ctx: _Context, role: Role, wave: Sequence[int]) -> Iterator[Action]:
+def _encode(ctx: BuildContext, role: Role, wave: Sequence[int]) -> Iterator[Action]:
     """Forward and crossing of a wave. In step k stage i runs micro-batch k - i. The rows of a micro-batch leave in the
     step in which their stage has run it, and have one step to arrive.
     """
     for step in range(len(wave) + max((e.stages for e in ctx.sharing), default=0)):
         for encoder in ctx.sharing:
-            stage = _stage(role, encoder)
+            stage = first_stage(role, encoder)
             if stage is not None:
                 yield from (run("F", encoder.name, stage, m) for m in _at(wave, step - stage))
             for edge, own in ctx.crossed(role, encoder):
@@ -280,19 +197,19 @@ def _encode(ctx: _Context, role: Role, wave: Sequence[int]) -> Iterator[Action]:
                 yield from (finish("F", edge, m) for m in _at(wave, step - own - 1))
 
 
-def _return(ctx: _Context, role: Role, wave: Sequence[int]) -> Iterator[Action]:
+def _return(ctx: BuildContext, role: Role, wave: Sequence[int]) -> Iterator[Action]:
     """Crossing back and backward of a wave. In step k the gradients of micro-batch k leave for the last stage, those of
     k - 1 arrive, and a stage with n stages after it runs the backward of micro-batch k - 1 - n; what only this stage
     needs leaves n steps later. With `recompute` the forward runs again, stage after stage, so that the last stage has
     it when the gradients arrive.
     """
     encoders = [encoder for encoder in ctx.sharing if encoder.backward]
-    if ctx.starts_back_early and _stage(role, ctx.text) != 0:  # As the text module's ranks have.
+    if ctx.starts_back_early and first_stage(role, ctx.text) != 0:  # As the text module's ranks have.
         for m, encoder in product(wave, encoders):
             yield from (start("B", edge, m) for edge, _ in ctx.crossed(role, encoder))
     for step in range(len(wave) + 2 * max((e.stages for e in encoders), default=0)):
         for encoder in encoders:
-            stage, last = _stage(role, encoder), encoder.stages - 1
+            stage, last = first_stage(role, encoder), encoder.stages - 1
             again, crossed = last if encoder.recomputes else 0, ctx.crossed(role, encoder)
             if not ctx.starts_back_early:
                 for edge, own in crossed:
@@ -310,123 +227,25 @@ def _at(wave: Sequence[int], index: int) -> Sequence[int]:
     return wave[index : index + 1] if index >= 0 else ()
 
 
-def _text_parts(ctx: _Context, stage: int | None) -> list[list[Work]]:
-    """Before each turn of the encoders, the work of ranks whose first text stage is `stage`; none without a stage."""
-    if stage is None:
-        return [[] for _ in ctx.turns]
-    if ctx.text.virtual > 1:
-        return [pipeline_order(ctx.text, stage, wave) for wave in ctx.waves]
-    works = pipeline_order(ctx.text, stage, range(ctx.batches))
-    cuts = [works.index(Work("F", stage, max(0, wave[0] - stage // 3))) for wave in ctx.waves[1:]]
-    return [works[first:last] for first, last in pairwise([0, *cuts, len(works)])]
-
-
-def _text(ctx: _Context, role: Role, works: Sequence[Work]) -> Iterator[Action]:
+def _text(ctx: BuildContext, role: Role, works: Sequence[Work]) -> Iterator[Action]:
     """Work of the role's text stages, with the crossings of their edges."""
-    first = _stage(role, ctx.text)
+    first = first_stage(role, ctx.text)
     for work in works:
         if work.stage == first and work.kind == "F":
-            yield from _receive_rows(ctx, ctx.arriving(role), work.micro_batch)
+            yield from receive_rows(ctx, ctx.arriving(role), work.micro_batch)
         yield run(work.kind, ctx.text.name, work.stage, work.micro_batch)
         if work.kind == "B":
             yield from _send_gradients(ctx, role, work)
 
 
-def _receive_rows(ctx: _Context, arriving: Sequence[Edge], m: int) -> Iterator[Action]:
-    """Receive the rows of encoders that run ahead. A posted receive lets the encoder go on, so without run-ahead it
-    must not be posted before the rows are needed; with it, the next rows may arrive during the forward.
-    """
-    if not ctx.run_ahead:
-        yield from (start("F", edge, m) for edge in arriving)
-    yield from (finish("F", edge, m) for edge in arriving)
-    if ctx.run_ahead and m + 1 < ctx.batches:
-        yield from (start("F", edge, m + 1) for edge in arriving)
-
-
-def _send_gradients(ctx: _Context, role: Role, work: Work) -> Iterator[Action]:
+def _send_gradients(ctx: BuildContext, role: Role, work: Work) -> Iterator[Action]:
     """Send the gradients of rows back after the backward of the role's first stage: those of its later virtual stages
     are known before, but would wait there for an encoder that waits for the first stage. They are finished so late that
     encoders that run ahead hold up nothing.
     """
-    if work.stage != _stage(role, ctx.text):
+    if work.stage != first_stage(role, ctx.text):
         return
     if ctx.starts_back_early:
         sharing = (ctx.crossed(role, encoder) for encoder in ctx.sharing if encoder.backward)
         yield from (start("B", edge, work.micro_batch) for edges in sharing for edge, _ in edges)
-    yield from _send_gradients_ahead(ctx, role, work.micro_batch - _delay(ctx, role))
-
-
-def _delay(ctx: _Context, role: Role) -> int:
-    """For how many micro-batches a stage keeps gradients of rows. The encoder is at the pace of the first stage, behind
-    which stage s is s micro-batches ahead in backwards; it sends this stage no more rows while it waits to send
-    gradients, which is too early from s = 3 on.
-    """
-    return max(0, (_stage(role, ctx.text) or 0) - 2)
-
-
-def _send_gradients_ahead(ctx: _Context, role: Role, m: int) -> Iterator[Action]:
-    """Send those of micro-batch `m`, if there is one, to encoders that run ahead."""
-    edges, sent = [edge for edge in ctx.arriving(role) if ctx.has_backward(edge)], m - 1 - ctx.run_ahead
-    if 0 <= m < ctx.batches:
-        yield from (start("B", edge, m) for edge in edges)
-    if 0 <= sent < ctx.batches:
-        yield from (finish("B", edge, sent) for edge in edges)
-
-
-# --------------------------------------------------------------------------------- encoders that run ahead
-
-
-def _ahead_order(ctx: _Context, role: Role) -> Iterator[Action]:
-    """The actions of encoders at the pace of the first text stage. A stage leads it by the run-ahead, plus one for the
-    stage itself and each stage after it.
-    """
-    held = [(e, stage) for e in ctx.ahead if (stage := _stage(role, e)) is not None]
-    lead = {encoder.name: ctx.run_ahead + encoder.stages - stage for encoder, stage in held}
-    for step in range(-max(lead.values()), 0):
-        for encoder, stage in held:
-            yield from _forward_ahead(ctx, encoder, stage, step + lead[encoder.name])
-    for work in ctx.pace:
-        for encoder, stage in held:
-            if work.kind == "F":
-                yield from _forward_ahead(ctx, encoder, stage, work.micro_batch + lead[encoder.name])
-            elif encoder.backward:
-                yield from _backward_ahead(ctx, encoder, stage, work.micro_batch)
-    for encoder, stage in held:
-        if _lag(ctx, encoder, stage) == 1:
-            yield from (finish("F", edge, ctx.batches - 1) for edge in ctx.leaving(encoder, stage))
-
-
-def _lag(ctx: _Context, encoder: Module, stage: int) -> int:
-    """How many micro-batches before the one that a stage encodes the text module is ready for."""
-    return max(1, ctx.run_ahead) + encoder.stages - 1 - stage
-
-
-def _forward_ahead(ctx: _Context, encoder: Module, stage: int, m: int) -> Iterator[Action]:
-    """Forward of a micro-batch, once the text module is ready for the rows of the micro-batch `_lag` before it.
-
-    Rows leave when the text module is ready for those before them, also after the last forward. More of them in flight
-    would queue behind each other on one communicator; and if all streams of a GPU share a queue
-    (CUDA_DEVICE_MAX_CONNECTIONS=1), queued sends keep the encoder from computing, possibly forever.
-    """
-    edges, lag = ctx.leaving(encoder, stage), _lag(ctx, encoder, stage)
-    holds_back, sent = lag > 1, m - lag
-    if 0 <= sent < ctx.batches and (holds_back or m < ctx.batches):
-        yield from (finish("F", edge, sent) for edge in edges)
-        if holds_back and sent + 1 < ctx.batches:
-            yield from (start("F", edge, sent + 1) for edge in edges)
-    if not 0 <= m < ctx.batches:
-        return
-    yield run("F", encoder.name, stage, m)
-    if m == 0 or not holds_back:
-        yield from (start("F", edge, m) for edge in edges)
-    if m == 0 and encoder.backward:
-        yield from (start("B", edge, 0) for edge in edges)
-
-
-def _backward_ahead(ctx: _Context, encoder: Module, stage: int, m: int) -> Iterator[Action]:
-    """Backward of a micro-batch; then the gradients of the next may arrive."""
-    edges = ctx.leaving(encoder, stage)
-    yield from (finish("B", edge, m) for edge in edges)
-    yield run("B", encoder.name, stage, m)
-    if m + 1 < ctx.batches:
-        yield from (start("B", edge, m + 1) for edge in edges)
+    yield from send_gradients_ahead(ctx, role, work.micro_batch - gradient_delay(ctx, role))

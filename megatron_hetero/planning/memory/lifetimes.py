@@ -1,6 +1,6 @@
 """What lives on a rank at once: its actions one after the other, with what each of them makes and lets go. Pure.
 
-The interpreter's rules (`schedule.runtime`), in bytes:
+The interpreter's rules (`execution.step`), in bytes:
 
     irecv      room for hidden states, or their gradients, of a neighbouring stage
     finish F   the tokens' embedding, on the first text stage; it ends in the forward

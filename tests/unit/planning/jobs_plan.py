@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_hetero.boundary.buffers import BufferPool
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.execution.runtime import _Execution
+from megatron_hetero.execution.step import StepExecution
 from megatron_hetero.execution.watch import Stopwatch
 from megatron_hetero.planning.memory.parameters import parameters_of
 from megatron_hetero.training.trainer import Trainer
@@ -140,7 +140,7 @@ class LiveActivations:
         self.hooks.__exit__(*error)
 
     def _execute(self, run: Trainer, schedule: Any, load: Any) -> Tensor:
-        self.execution = _Execution(run.interpreter, schedule, load)
+        self.execution = StepExecution(run.interpreter, schedule, load)
         return self.execution.run()
 
     def _pack(self, tensor: Tensor) -> Any:

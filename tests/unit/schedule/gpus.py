@@ -6,7 +6,7 @@ nothing changes. Nothing here is shared with `megatron_hetero.schedule.checks.st
 
 A batch may leave things out: `absent` modules of micro-batches that have nothing for them, and `bare` messages of a
 crossing apart, which carry no row. Which start of a return comes in the middle of the backward, and which receive is
-deferred, is what `megatron_hetero.execution.runtime` does.
+deferred, is what `megatron_hetero.execution.step` does.
 """
 
 from __future__ import annotations

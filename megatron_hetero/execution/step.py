@@ -1,0 +1,389 @@
+"""One step on one rank: a loop over its actions, independent of their builder. Actions are specified in
+`schedule.actions`, the interface of the models in `contract`.
+
+Crossings and transfers are explicit, not autograd's: outputs are detached where they leave a rank and become leaves
+where they arrive, so that every rank takes part whether or not it holds a row.
+
+To overlap communication, tokens are embedded before rows are waited for, and the gradients of rows leave as soon as
+they are known, during the text module's backward. A micro-batch is moved to the device when an action first needs it,
+and dropped after the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hetero.boundary.communicator import Crossing
+from megatron_hetero.distributed.communicators import Link
+from megatron_hetero.errors import UserError
+from megatron_hetero.execution.contract import LOSS, DeviceMicroBatch
+from megatron_hetero.execution.resources import RankResources
+from megatron_hetero.execution.rows import ReceivedRows, grad_of, named_outputs
+from megatron_hetero.layout.edge import Edge
+from megatron_hetero.names import HIDDEN, ROWS
+from megatron_hetero.schedule.actions import Action, start
+from megatron_hetero.schedule.communication import describe_action, use_of
+from megatron_hetero.schedule.program import Schedule
+
+ActivationKey = tuple[str, int, int]
+"""Module, stage and micro-batch."""
+CrossingKey = tuple[str, Edge, int]
+"""Kind, edge and micro-batch."""
+
+
+class StepExecution:
+    """One step. The dictionaries hold the tensors that live on the rank between actions."""
+
+    def __init__(self, resources: RankResources, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]):
+        self.resources, self.schedule, self.load = resources, schedule, load
+        self.actions = schedule.actions_of(resources.rank)
+        self.last_use = {action.micro_batch: i for i, action in enumerate(self.actions)}
+        self.position = 0
+        self.loss = torch.zeros((), dtype=torch.float32, device=resources.device)
+        self.batches: dict[int, DeviceMicroBatch] = {}
+        self.inputs: dict[ActivationKey, Tensor] = {}  # leaves: hidden states that a stage received
+        self.outputs: dict[ActivationKey, dict[str, Tensor]] = {}  # by name
+        self.hidden_shapes: dict[ActivationKey, torch.Size] = {}  # of outputs
+        # By module, the irecvs of gradients whose shape is not yet known, in order.
+        self.deferred: defaultdict[str, deque[Action]] = defaultdict(deque)
+        self.receives: dict[Action, tuple[Tensor, Any]] = {}
+        self.received: dict[tuple[str, ActivationKey], Tensor] = {}
+        self.sends: deque[tuple[Any, Tensor, Action]] = deque()
+        self.crossings: dict[CrossingKey, Crossing] = {}
+        self.embedded: dict[int, Tensor] = {}
+        self.rows: dict[tuple[Edge, int], ReceivedRows] = {}
+        self.row_grads: dict[tuple[Edge, int], Tensor] = {}
+        self.random_states: dict[ActivationKey, Any] = {}  # before a forward pass that will be recomputed
+
+    def run(self) -> Tensor:
+        """Execute the actions; returns this rank's sum of losses, fp32 scalar."""
+        handlers = {
+            "run": self._run, "send": self._send, "irecv": self._irecv, "wait": self._wait, "start": self._start,
+            "finish": self._finish,
+        }  # fmt: skip
+        for position, action in enumerate(self.actions):
+            self.position = position
+            with (
+                self.resources.watchdog.doing(self._description(action)),
+                self.resources.watch.part(self._part(action), str(action)),
+                self._annotating_errors(action),
+            ):
+                handlers[action.op](action)
+            if self.last_use[action.micro_batch] == position:
+                self.batches.pop(action.micro_batch, None)
+        for work, _, action in self.sends:
+            with self.resources.watchdog.doing(self._description(action)), self._annotating_errors(action):
+                work.wait()
+        return self.loss
+
+    def _description(self, action: Action) -> Callable[[], str]:
+        """For the watchdog, which keeps it until the device has executed the action: it must hold no tensor."""
+        return partial(describe_action, self.schedule, self.resources.rank, action)
+
+    @contextlib.contextmanager
+    def _annotating_errors(self, action: Action) -> Iterator[None]:
+        """Add a note with the action to errors of process groups."""
+        try:
+            yield
+        except RuntimeError as error:
+            error.add_note(f"rank {self.resources.rank} was in {self._description(action)()} when this happened")
+            raise
+
+    def _part(self, action: Action) -> str:
+        if action.op == "run":
+            return action.module
+        return "boundary" if action.op in ("start", "finish") else "pipeline"
+
+    def _is_text(self, action: Action) -> bool:
+        return action.module == self.schedule.text.name
+
+    def _batch(self, micro_batch: int) -> DeviceMicroBatch:
+        if micro_batch not in self.batches:
+            self.batches[micro_batch] = self.load(micro_batch)
+        return self.batches[micro_batch]
+
+    def _module_input(self, action: Action) -> Any:
+        """The input of an action's module; None if the module is absent from the micro-batch."""
+        return self._batch(action.micro_batch).inputs.get(action.module)
+
+    def _model(self, action: Action) -> Any:
+        return self.resources.modules[action.module].stages[_activation_key(action)[1]]
+
+    # ------------------------------------------------------------------------------------------------ work
+
+    def _run(self, action: Action) -> None:
+        if self._module_input(action) is None:
+            return
+        if action.kind == "B":
+            self._backward(action)
+        else:
+            self._forward(action)
+
+    def _forward(self, action: Action) -> None:
+        module, key = self.schedule.module[action.module], _activation_key(action)
+        keeps = module.backward and (action.kind == "R" or not module.recomputes)
+        with torch.set_grad_enabled(keeps), self._same_random_state(action):
+            inputs = []
+            if action.stage != 0:
+                inputs.append(self.received.pop((action.kind, key)).requires_grad_(keeps))
+                self.inputs[key] = inputs[0]
+            elif self._is_text(action):
+                inputs += self._embedding(action.micro_batch)
+            if self._is_text(action):
+                inputs += self._rows_of_stage(action)
+            output = self._model(action)(self._module_input(action), *inputs)
+            if not keeps:
+                self.inputs.pop(key, None)
+        outputs = self._named(action, output)
+        if LOSS in outputs:
+            self.loss += outputs[LOSS].detach()
+            if not keeps:  # an evaluation: no backward follows
+                return
+        self.outputs[key] = outputs
+        if HIDDEN in outputs:
+            self.hidden_shapes[key] = outputs[HIDDEN].shape
+        self._receive_deferred(action.module)
+
+    def _named(self, action: Action, output: Any) -> dict[str, Tensor]:
+        """What a stage returned, by name, checked."""
+        is_last = action.stage == self.schedule.module[action.module].stages - 1
+        first = HIDDEN if not is_last else LOSS if self._is_text(action) else ROWS
+        crossing = [name for edge in self._edges_of(action) for name in self.resources.outputs[edge]]
+        expected = [first, *(name for name in crossing if name != first)] if not self._is_text(action) else [first]
+        try:
+            outputs = named_outputs(output, expected)
+        except TypeError as error:
+            self._require(False, action, str(error), f"a tensor by each of the names {', '.join(expected)}")
+            raise
+        self._require_result(action, outputs)
+        return outputs
+
+    def _edges_of(self, action: Action) -> list[Edge]:
+        """The edges that leave the stage of an encoder, or enter that of the text module."""
+        here = action.module, action.stage
+        ends = {edge: self.schedule.stages_of(edge) for edge in self.schedule.edges}
+        text = self.schedule.text.name
+        return [edge for edge, (own, stage) in ends.items() if here in ((edge.source, own), (text, stage))]
+
+    @contextlib.contextmanager
+    def _same_random_state(self, action: Action) -> Iterator[None]:
+        """Let the recomputed forward of a stage draw the random numbers of the first, without affecting later draws."""
+        module, random = self.schedule.module[action.module], self.resources.random
+        if not module.recomputes:
+            yield
+        elif action.kind == "F":
+            self.random_states[_activation_key(action)] = random.read()
+            yield
+        else:
+            outside = random.read()
+            random.write(self.random_states.pop(_activation_key(action)))
+            try:
+                yield
+            finally:
+                random.write(outside)
+
+    def _embedding(self, micro_batch: int) -> list[Tensor]:
+        """The result of the first text stage's `embed`, if it has one."""
+        self._embed(micro_batch)
+        return [self.embedded.pop(micro_batch)] if micro_batch in self.embedded else []
+
+    def _rows_of_stage(self, action: Action) -> list[Any]:
+        """The rows that enter a text stage, as it takes them; nothing for a later stage that takes none."""
+        edges, rows = self._edges_of(action), defaultdict(list)
+        for edge in edges:
+            # Rows live until their gradients leave, if any.
+            returns = self.schedule.text.backward and self.schedule.module[edge.source].backward
+            key = edge, action.micro_batch
+            received = self.rows.get(key) if returns else self.rows.pop(key, None)
+            for name in self.resources.outputs[edge]:
+                rows[name] += [] if received is None else [received.leaves[name]]
+        if action.stage != 0 and not edges:
+            return []
+        found = {
+            name: each[0] if len(each) == 1 else torch.cat([self._no_rows(), *each]) for name, each in rows.items()
+        }
+        return [found.get(ROWS, self._no_rows()) if rows.keys() <= {ROWS} else found]
+
+    def _embed(self, micro_batch: int) -> None:
+        """Run the first text stage's `embed`, if it has one and has not run."""
+        text = self.schedule.text
+        if micro_batch in self.embedded or not self.resources.modules[text.name].embeds:
+            return
+        with torch.profiler.record_function("text embedding"), torch.set_grad_enabled(text.backward):
+            first: Any = self.resources.modules[text.name].stages[0]
+            self.embedded[micro_batch] = first.embed(self._batch(micro_batch).inputs[text.name])
+
+    def _backward(self, action: Action) -> None:
+        key = _activation_key(action)
+        outputs, grads = self.outputs.pop(key, {}), {HIDDEN: self.received.pop(("B", key), None), LOSS: None}
+        for edge in self._edges_of(action):
+            if self._is_text(action):
+                self._return_rows_early(action, edge)
+            elif (arrived := self.row_grads.pop((edge, action.micro_batch), None)) is not None:
+                names = self.resources.outputs[edge]
+                grads |= dict(zip(names, arrived.split(self.resources.width, dim=1), strict=True))
+        # A frozen first stage has none that requires a gradient.
+        names = [name for name, output in outputs.items() if output.requires_grad]
+        if names:
+            torch.autograd.backward([outputs[name] for name in names], [grads[name] for name in names])
+
+    # ------------------------------------------------------------------------------------------- pipelines
+
+    def _send(self, action: Action) -> None:
+        if self._module_input(action) is None:
+            return
+        key = _activation_key(action)
+        tensor = grad_of(self.inputs.pop(key)) if action.kind == "B" else self._leaving(key, HIDDEN)
+        self._require(
+            tensor.dtype == self.resources.dtype,
+            action,
+            f"hidden states of {tensor.dtype}",
+            f"{self.resources.dtype}",
+        )
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, self._peer_rank(action), group=self._pipeline(action))
+        self.sends.append((work, tensor, action))
+        while self.sends and self.sends[0][0].is_completed():
+            self.sends.popleft()
+
+    def _irecv(self, action: Action) -> None:
+        batch = self._module_input(action)
+        if batch is None:
+            return
+        if action.kind != "B":
+            self._receive(action, self._model(action).hidden_shape(batch))
+            return
+        # A gradient has the shape of its output, which may be computed only after the irecv.
+        self.deferred[action.module].append(action)
+        self._receive_deferred(action.module)
+
+    def _receive_deferred(self, module: str) -> None:
+        deferred = self.deferred[module]
+        while deferred and _activation_key(deferred[0]) in self.hidden_shapes:
+            action = deferred.popleft()
+            self._receive(action, self.hidden_shapes[_activation_key(action)])
+
+    def _receive(self, action: Action, shape: Sequence[int]) -> None:
+        buffer = torch.empty(shape, dtype=self.resources.dtype, device=self.resources.device)
+        self.receives[action] = buffer, dist.irecv(buffer, self._peer_rank(action), group=self._pipeline(action))
+
+    def _wait(self, action: Action) -> None:
+        posted = Action("irecv", action.kind, action.module, action.micro_batch, action.stage, action.peer)
+        if self._module_input(action) is None:
+            return
+        assert posted in self.receives, f"{action} has no irecv"
+        buffer, work = self.receives.pop(posted)
+        work.wait()
+        self.received[action.kind, _activation_key(action)] = buffer
+
+    def _peer_rank(self, action: Action) -> int:
+        return self.schedule.peer_rank(self.resources.rank, action)
+
+    def _pipeline(self, action: Action) -> dist.ProcessGroup:
+        """The group of an action's link, one direction between two ranks."""
+        use = use_of(self.schedule, action)
+        assert isinstance(use, Link), f"{action} is no pipeline transfer"
+        return self.resources.pipelines[action.module][use.direction, use.sender]
+
+    # ------------------------------------------------------------------------------------------- boundaries
+
+    def _start(self, action: Action) -> None:
+        edge, key = action.edge, _crossing(action)
+        plan = self._batch(action.micro_batch).boundaries.get(edge)
+        if plan is None or key in self.crossings:
+            return
+        communicator = self.resources.communicators[edge]
+        if action.kind == "F":
+            self.crossings[key] = communicator.start_forward(plan, self._encoded(action))
+        else:
+            rows = self.rows.pop((edge, action.micro_batch), None)
+            grads = communicator.no_rows() if rows is None else rows.grad()
+            self.crossings[key] = communicator.start_backward(plan, grads)
+
+    def _encoded(self, action: Action) -> Tensor:
+        """This rank's rows that cross, outputs side by side; none on ranks that only receive."""
+        key = action.module, self.schedule.stages_of(action.edge)[0], action.micro_batch
+        if key not in self.outputs:
+            return self.resources.communicators[action.edge].no_rows()
+        rows = [self._leaving(key, name) for name in self.resources.outputs[action.edge]]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+
+    def _leaving(self, key: ActivationKey, name: str) -> Tensor:
+        """An output that leaves the rank, which lets go of it where no gradient comes back (recomputed or frozen)."""
+        outputs = self.outputs[key]
+        output = outputs[name] if outputs[name].requires_grad else outputs.pop(name)
+        if not outputs:
+            del self.outputs[key]
+        return output.detach()
+
+    def _finish(self, action: Action) -> None:
+        crossing, edge = self.crossings.pop(_crossing(action), None), action.edge
+        (on_encoder, on_text), stage = self.schedule.crosses(self._role, edge), self.schedule.stages_of(edge)[1]
+        if action.kind == "F" and on_text and stage == 0:
+            self._embed(action.micro_batch)
+        if crossing is None:
+            return
+        arrived, key = crossing.wait(), (edge, action.micro_batch)
+        if action.kind == "F" and on_text:
+            requires_grad = self.schedule.module[action.module].backward
+            self.rows[key] = ReceivedRows.of(arrived, self.resources.outputs[edge], requires_grad)
+        elif action.kind == "B" and on_encoder:
+            self.row_grads[key] = arrived
+
+    @property
+    def _role(self) -> Any:
+        return self.schedule.roles[self.schedule.role_index[self.resources.rank]]
+
+    def _return_rows_early(self, action: Action, edge: Edge) -> None:
+        """If this rank's next crossing returns the gradients of the rows that entered the stage along `edge`, start it
+        as soon as they are known, during the backward.
+        """
+        returns = start("B", edge, action.micro_batch)
+        following = next((a for a in self.actions[self.position :] if a.op in ("start", "finish")), None)
+        if following != returns or not self.schedule.returns_early(edge):
+            return
+        rows = self.rows.get((edge, action.micro_batch))
+        if rows is not None:
+            rows.when_gradients_are_known(lambda: self._start(returns))
+
+    def _require_result(self, action: Action, outputs: Mapping[str, Tensor]) -> None:
+        """Check the loss, or the rows that cross."""
+        if LOSS in outputs:
+            found = f"a loss of shape {tuple(outputs[LOSS].shape)}"
+            self._require(outputs[LOSS].dim() == 0, action, found, "a scalar, the sum of losses")
+        if self._is_text(action):
+            return
+        for edge in self._edges_of(action):
+            if (plan := self._batch(action.micro_batch).boundaries.get(edge)) is None:
+                continue
+            expected = (plan.forward.held, self.resources.width)
+            for name in self.resources.outputs[edge]:
+                found = f"{name} of shape {tuple(outputs[name].shape)}"
+                holds = f"{expected}, what this rank holds in the plan"
+                self._require(outputs[name].shape == expected, action, found, holds)
+
+    def _require(self, fits: bool, action: Action, found: str, expected: str) -> None:
+        """Raise `UserError` unless a model's output `fits`."""
+        if not fits:
+            where = f"micro-batch {action.micro_batch} of `{action.module}`, stage {action.stage}"
+            raise UserError.at(where, found=found, expected=expected, fix="correct what the model of the stage returns")
+
+    def _no_rows(self) -> Tensor:
+        return torch.zeros(0, self.resources.width, dtype=self.resources.dtype, device=self.resources.device)
+
+
+def _activation_key(action: Action) -> ActivationKey:
+    assert isinstance(action.stage, int), f"{action} has no stage"
+    return action.module, action.stage, action.micro_batch
+
+
+def _crossing(action: Action) -> CrossingKey:
+    return action.kind, action.edge, action.micro_batch
