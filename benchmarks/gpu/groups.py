@@ -13,6 +13,8 @@ Both know the collectives and point-to-point operations that the project and Meg
 torch 2.11 and later ones have for them.
 """
 
+# PyTorch's stubs declare overloads that its own Python groups do not have either.
+# pyright: reportIncompatibleMethodOverride=false
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -94,12 +94,14 @@ def _that_fits(
     """The layout that is measured, with its plan; recorded, with those that would not fit."""
     device = torch.cuda.get_device_properties(platform.device).total_memory if platform.is_cuda else float("inf")
     too_large = []
+    layout, plan = layouts[0], None
     for layout in layouts:
         plan = Plan.of(load_config(_flags(place, layout, small=small)), layout.world, gpu=platform.is_cuda)
         needed = int(plan.memory[RANK].sum())
         if needed <= (1 - LEFT) * device or layout == layouts[-1]:
             break
         too_large.append(f"{layout} needs {needed / 1e9:.1f} GB")
+    assert plan is not None, "there is a layout to try"
     sample = plan.assumed.sample
     record.put("layout", {
         "model": place.name, "layout": str(layout), "rank": RANK, "micro-batches": MICRO_BATCHES,

@@ -1,5 +1,7 @@
 """A process group that no rank communicates in: what Megatron-Core asks for its size and rank, and groups of one."""
 
+# PyTorch's stubs declare overloads that its own Python groups do not have either.
+# pyright: reportIncompatibleMethodOverride=false
 from __future__ import annotations
 
 from typing import Any

@@ -32,7 +32,7 @@ def restarts_that_may_help() -> Iterator[None]:
 class _Agent(LocalElasticAgent):
     """torchrun's part on a host. It gives up the restarts that are left where a rank has told a final error."""
 
-    def _monitor_workers(self, worker_group: Any) -> RunResult:
+    def _monitor_workers(self, worker_group: Any) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride], the same
         result: RunResult = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue], torch's decorator
         if result.is_failed() and self._remaining_restarts > 0 and self._is_final(result):
             self._remaining_restarts = 0

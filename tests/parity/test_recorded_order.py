@@ -60,7 +60,7 @@ def test_ranks_keep_the_order_of_the_schedule(
     swapped = {rank: [*own[:-2], own[-1], own[-2]] for rank, own in step.items()}
     with pytest.raises(AssertionError, match="order of rank 0"):
         require_order(schedules[0], swapped)
-    assert step_seconds(step) > 0
+    assert step_seconds(step) >= max(own[-1].end - own[0].start for own in step.values())
 
 
 def test_live_encoder_activations_do_not_grow(folder: Path, pools: Callable[[int], Pool]) -> None:

@@ -189,7 +189,7 @@ def core_attentions(layout: str, dtype: torch.dtype) -> dict[str, str]:
         submodules: Any = layer_spec(TorchSpecProvider(), mask, windowed=windowed).submodules
         submodules.self_attention.submodules.core_attention = OtherAttention
         config = _config(groups, kv_heads=8, sequence_parallel=False, dtype=dtype)
-        model = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
+        model: Any = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
         found[name] = type(model.core_attention).__name__
     return found
 
@@ -198,7 +198,7 @@ def _self_attention(groups: ModuleGroups, kv_heads: int, *, sequence_parallel: b
     """Eight heads; weights depend on the tp rank only."""
     submodules: Any = layer_spec(TorchSpecProvider(), AttnMaskType.causal).submodules
     config = _config(groups, kv_heads, sequence_parallel=sequence_parallel)
-    model = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
+    model: Any = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
     generator = torch.Generator().manual_seed(groups.tp.rank())
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3, generator=generator)

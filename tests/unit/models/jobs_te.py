@@ -83,7 +83,7 @@ def _attention(provider: Any, groups: ModuleGroups, kv_heads: int, mask: AttnMas
         ffn_hidden_size=32,
         tensor_model_parallel_size=groups.tp.size(),
     )
-    model = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
+    model: Any = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
     random = torch.Generator().manual_seed(groups.tp.rank())
     for parameter in model.parameters():
         parameter.data.normal_(std=0.1, generator=random)

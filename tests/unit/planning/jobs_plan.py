@@ -195,7 +195,7 @@ class _Sampler(Stopwatch):
         self.live = live
 
     @contextlib.contextmanager
-    def part(self, name: str, what: str = "") -> Iterator[None]:
-        with super().part(name, what):
+    def part(self, name: str, label: str = "") -> Iterator[None]:
+        with super().part(name, label):
             yield
         self.live.sample()
