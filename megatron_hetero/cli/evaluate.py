@@ -54,8 +54,8 @@ def _evaluate(options: dict[str, Any]) -> None:
 
     disable_progress_bar()
     if options["images"] is not None and not options["images"].is_dir():
-        fix = "correct the path, or remove the flag"
-        raise UserError.at("--images", found=f"{options['images']}, not a folder", expected="a folder", fix=fix)
+        problem = f"{options['images']} is not a folder"
+        raise UserError.at("--images", problem=problem, fix="correct the path, or remove the flag")
     result = exact_match(options.pop("hf_dir"), options.pop("annotations"), options.pop("images"), **options)
     console().print(result_table(result))
 

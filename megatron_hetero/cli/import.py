@@ -11,11 +11,9 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from rich.filesize import decimal
-
 from megatron_hetero.cli.command import a_path, add_encoders, by_name, progress
 from megatron_hetero.distributed.launch import ended
-from megatron_hetero.terminal import Parser
+from megatron_hetero.terminal import Parser, size_text
 
 
 def import_model(options: argparse.Namespace) -> str:
@@ -29,7 +27,7 @@ def import_model(options: argparse.Namespace) -> str:
         done = import_folders(with_own_encoders(given), target, options.seed, advance)
     found = f"--checkpoint.dir {target.parent}" if target.name == UNTRAINED else f"--checkpoint.resume {target}"
     return (
-        f"wrote {options.checkpoint}: {done.tensors} tensors, {decimal(done.size)}, {' and '.join(done.dtypes)}, "
+        f"wrote {options.checkpoint}: {done.tensors} tensors, {size_text(done.size)}, {' and '.join(done.dtypes)}, "
         f"in {time.perf_counter() - start:.1f} s; start a run from it with {found}"
     )
 

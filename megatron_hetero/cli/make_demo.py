@@ -28,7 +28,7 @@ from megatron_hetero.cli.demo.config import run_config
 from megatron_hetero.cli.demo.pictures import draw
 from megatron_hetero.cli.demo.records import Sample, held_out_samples, training_samples
 from megatron_hetero.distributed.launch import ended
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, reason
 from megatron_hetero.models.common.demo_sizes import DemoSizes
 from megatron_hetero.models.registry import FAMILIES
 from megatron_hetero.terminal import Parser
@@ -83,9 +83,8 @@ def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool =
     try:
         _write_all(folder, options)
     except OSError as error:
-        raise UserError.at(
-            folder, found=str(error), expected="a writable folder", fix="choose another DIR, or free space"
-        ) from error
+        problem = f"cannot be written ({reason(error)})"
+        raise UserError.at(folder, problem=problem, fix="choose another DIR, or free space") from error
     return True
 
 
@@ -96,7 +95,7 @@ def _holds(folder: Path, options: DemoOptions) -> bool:
 
 def _refuse_other_content(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
-        raise UserError.at(folder, found="a file", expected="a folder", fix="choose another DIR")
+        raise UserError.at(folder, problem="not a folder", fix="choose another DIR")
     names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     others = [name for name in names if not name.startswith(WORK)]
     if others:
@@ -110,7 +109,7 @@ def _refuse_other_content(folder: Path) -> None:
 
 
 def _write_all(folder: Path, options: DemoOptions) -> None:
-    """Write beside the destination, then move: an interrupted run leaves no partial demo."""
+    """Write to a temporary folder, then move: an interrupted run leaves no partial demo."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as name:
         made = Path(name)

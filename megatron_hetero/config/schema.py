@@ -195,6 +195,9 @@ class LogConfig:
         "a subfolder.",
     )
     tensorboard: bool = option(False, "Also write metrics for TensorBoard.")
+    wandb: str | None = option(
+        None, "Weights & Biases project to log metrics to as well; with WANDB_MODE=offline, only to log.dir."
+    )
 
     def __post_init__(self) -> None:
         # The default is relative to the current directory, as paths in flags are.
@@ -318,8 +321,7 @@ def load_config(argv: Sequence[str]) -> Config:
     """
     line = _read_command(argv)
     if line.plan is not None:
-        why = "this program does not plan"
-        raise UserError.at("--plan", found="this flag", expected="none", because=why, fix="use pretrain_vlm.py")
+        raise UserError.at("--plan", problem="not supported by this program", fix="use pretrain_vlm.py")
     return _config_of(line)
 
 

@@ -80,7 +80,7 @@ def test_other_content_is_refused_and_with_force_only_the_parts_are_replaced(tmp
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="found a file, expected a folder"):
+    with pytest.raises(UserError, match="not a folder"):
         make_demo(tmp_path / "file", TINY)
 
 
