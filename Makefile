@@ -1,5 +1,4 @@
-# make train         the demo: a small model learns to answer questions about pictures, on any machine; MODEL=qwen3_vl
-#                    takes that family, in a folder of its own
+# make train         the demo: a small model learns to answer questions about pictures, on any machine; or MODEL=qwen3_vl
 # make test          lint, types, unit tests, functional tests
 # make matrix        the rows of long matrices that `make test` leaves out
 # make torture       a run that is killed dozens of times, also on two hosts, and must end as if nobody had touched it
@@ -98,7 +97,7 @@ kernels: $(INSTALLED)
 
 # --------------------------------------------------------------------------------------------- programs
 
-# MODEL=qwen3_vl chooses the family: `make train MODEL=qwen3_vl`, `make demo-clean MODEL=qwen3_vl`.
+# MODEL=qwen3_vl takes another family, in a folder of its own; `make demo-clean MODEL=qwen3_vl` removes that.
 MODEL ?=
 DEMO := demo$(addprefix -,$(MODEL))
 
