@@ -23,7 +23,7 @@ from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.files import require_files
 from megatron_hetero.planning.picture import draw_plan
 from megatron_hetero.planning.problems import problems_of, shortened
-from megatron_hetero.planning.report import size_text
+from megatron_hetero.planning.report import print_plan, size_text
 from tests.unit.planning.conftest import MakePlan
 
 ROOT = Path(__file__).parents[3]
@@ -162,6 +162,21 @@ def test_a_good_plan_has_no_problems(make_plan: MakePlan) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- output
+
+
+def test_the_table_of_edges_in_the_docs_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/boundaries.md").read_text(encoding="utf-8")
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in re.findall(r"^\| `.*", text, re.MULTILINE)]
+    assert [row[:2] for row in rows] == [
+        ["vision", "text"], ["text", "vision"], ["vision.0", "text.1"], ["text.1", "vision.0"]
+    ]  # fmt: skip
+    flags = (
+        f"--config {ROOT}/examples/qwen3_vl_8b.yaml --model.hf_path {ROOT}/examples/models/qwen3_vl_8b "
+        "--vision-parallel dp:4@0-3 --text-parallel tp:2,pp:2,dp:2@4-11 --parallel_layers.text 1 35"
+    )
+    print_plan(Plan.of(load_config(flags.split()), 12))
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert all(row in lines for row in rows)
 
 
 def test_output_has_every_part(plan_flags: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
