@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from megatron_hetero.cli.command import a_path, add_encoders, by_name, progress
 from megatron_hetero.distributed.launch import ended
+from megatron_hetero.models.registry import titles
 from megatron_hetero.terminal import Parser, size_text
 
 
@@ -37,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m megatron_hetero.cli.import",
         description="Import the weights of a transformers folder as a checkpoint.",
     )
-    parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="Qwen2.5-VL folder, as for model.hf_path")
+    parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help=f"{titles()} folder, as for model.hf_path")
     parser.add_argument("checkpoint", type=a_path, metavar="CHECKPOINT", help="output folder: new or empty")
     parser.add_argument("--vision", type=a_path, metavar="DIR", help="as model.hf_path_vision")
     add_encoders(parser, "as model.encoders.NAME.hf_path (default: those in HF_DIR/encoders)")

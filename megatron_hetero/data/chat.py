@@ -103,5 +103,5 @@ def _template_error(record: Record, problem: str) -> UserError:
         f"{record.where}: chat template of model.hf_path",
         problem=problem,
         because="otherwise the supervised tokens cannot be located",
-        fix="use the chat template of Qwen2.5-VL",
+        fix="use the chat template of the published model",
     )

@@ -58,12 +58,12 @@ class Processor:
         """Loads tokenizer and image processors. Nothing is downloaded and no code of the folders runs.
 
         Args:
-            hf_path: a Qwen2.5-VL folder in `transformers` format.
+            hf_path: a model folder in `transformers` format.
             min_pixels: smallest area of a resized image in pixels; None takes the folder's.
             max_pixels: largest area of a resized image in pixels; None takes the folder's.
             max_image_pixels: pictures with more pixels than this are refused before decoding.
             encoders: additional encoders, besides the folder's own `vision`.
-            hf_path_vision: a Qwen2.5-VL folder that provides `vision` instead; `hf_path` then provides the tokenizer
+            hf_path_vision: a folder of the family that provides `vision` instead; `hf_path` then provides the tokenizer
                 only, see `ModelFolders`.
 
         Raises:
@@ -111,7 +111,7 @@ class Processor:
                 f"{record.where}: chat template of model.hf_path",
                 found=f"{is_image.sum()} image tokens in the rendered text",
                 expected=f"{len(grids)}, one for each image, in the order of the images",
-                fix="use the chat template of Qwen2.5-VL",
+                fix="use the chat template of the published model",
             )
         merges = np.array([self.readers[name].merge_size for name in record.encoders], np.int64)
         merged = grids // np.stack([np.ones_like(merges), merges, merges], axis=1)
@@ -215,7 +215,7 @@ def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], c
         f"model.encoders.{name}.token",
         problem=f"{token!r} {what}",
         because=f"it must mark the rows of encoder {name} and nothing else",
-        fix="try '<|video_pad|>', which Qwen2.5-VL has and this program does not use",
+        fix="try '<|video_pad|>', which published models have and this program does not use",
     )
 
 
