@@ -43,8 +43,10 @@ LOSS = "loss"
 
 StageOutput = Tensor | Mapping[str, Tensor]
 """The only output of a stage, or its outputs by name."""
-Rows = Tensor | Mapping[str, Tensor]
-"""`rows`, or the outputs of encoders that enter a stage, by name."""
+Rows = Any
+"""`rows`, a tensor, or by name the outputs of encoders that enter a stage, a mapping of tensors. A model takes one of
+the two, so that neither type is one that all models take.
+"""
 
 
 class EncoderStage(Protocol):
