@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from megatron_hetero.evaluation.held_out import evaluates
 from megatron_hetero.job import BatchShape
@@ -209,6 +210,29 @@ def check(material: Material, results: list, longest: int = 10**6, names: Sequen
             assert metrics.supervised_tokens == supervised
             assert metrics.samples == metrics.asked == len(samples)
             assert metrics.exact_match == sum(sample.right for sample in samples) / len(samples)
+
+
+@pytest.mark.parametrize("vision, text, ranks, more", thinned([
+    ("pp:2", "pp:2", 2, SPLIT),
+    ("sp:2", "tp:2", 2, ""),
+    ("pp:2@0-1", "pp:2@2-3", 4, SPLIT),
+], 3))  # fmt: skip
+def test_an_export_says_the_same_in_transformers(
+    vision: str, text: str, ranks: int, more: str, qwen3: Material, make_flags: MakeFlags, pools: Pools, tmp_path: Path
+) -> None:
+    """What was trained in a layout, exported and loaded strictly, has the loss that the run measured of it."""
+    more = f"{more} --optimizer.name adamw --optimizer.lr 1e-3 --eval.datasets many --eval.interval 1"
+    target, before = tmp_path / "out", Oracle.load(qwen3.folder / "model", qwen3.folder / "many/data.jsonl")
+    line = make_flags(vision, text, qwen3.flags(more))
+    loss, weights = pools(ranks).run(jobs.trained_and_exported, line, target)[0]
+    after = Oracle.load(target, qwen3.folder / "many/data.jsonl")
+    assert loss == pytest.approx(_mean_loss(after)[0], rel=1e-5)
+    assert abs(loss - _mean_loss(before)[0]) > 1e-3 * loss, "nothing was learnt, so that equal losses say little"
+    kind: Any = AutoModelForImageTextToText
+    assert not any(kind.from_pretrained(target, output_loading_info=True)[1].values())
+    assert after.weights().keys() == weights.keys()
+    for name, weight in after.weights().items():
+        np.testing.assert_array_equal(weight.numpy(), weights[name], err_msg=name)
 
 
 @pytest.mark.parametrize("vision, text, ranks", [("dp:1@0", "pp:2@1-2", 3)])
