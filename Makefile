@@ -2,7 +2,7 @@
 # make test          lint, types, unit tests, functional tests
 # make matrix        the rows of long matrices that `make test` leaves out
 # make torture       a run that is killed dozens of times, also on two hosts, and must end as if nobody had touched it
-# make nccl-rules    260 drawn layouts on a process group with NCCL's rules: all end, with equal losses; some minutes
+# make nccl-rules    360 drawn layouts on a process group with NCCL's rules: all end, with equal losses; some minutes
 # make fuzz          bad input of all kinds for 20 minutes: taken, or refused with a sentence
 # make slurm         the job scripts on a Slurm of three nodes on this machine; some minutes, as root, Linux
 # make test-versions the oldest and the newest torch, transformers and Megatron-Core; 6 GB each
@@ -74,6 +74,7 @@ test-versions:
 nccl-rules: $(INSTALLED)
 	$(BIN)/python -m tests.rules --seed $(SEED)
 	$(BIN)/python -m tests.rules --seed $(SEED) --layouts 60 --one-connection
+	$(BIN)/python -m tests.rules --seed $(SEED) --layouts 100 --family qwen3_vl
 
 # Not part of `make test`. SEED=N draws other cases.
 fuzz: $(INSTALLED)

@@ -51,9 +51,15 @@ def grad_of(leaf: Tensor) -> Tensor:
 def named_outputs(output: Any, expected: Sequence[str]) -> dict[str, Tensor]:
     """What a stage returned, by name: a tensor stands for the first of the names that are `expected`.
 
-    Raises `TypeError` where others are missing or left over.
+    Raises `TypeError` where it is something else, or others are missing or left over.
     """
-    found = {expected[0]: output} if isinstance(output, Tensor) else dict(output)
+    found = {expected[0]: output} if isinstance(output, Tensor) else output
+    if not isinstance(found, Mapping):
+        raise TypeError(f"a {type(output).__name__}")
     if found.keys() != set(expected):
-        raise TypeError(f"outputs {', '.join(found)}")
-    return found
+        raise TypeError(f"outputs {', '.join(map(str, found))}" if found else "no outputs")
+    if others := [
+        f"{name} of type {type(value).__name__}" for name, value in found.items() if not isinstance(value, Tensor)
+    ]:
+        raise TypeError(", ".join(others))
+    return dict(found)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_hetero.boundary.communicator import boundary_communicators
+from megatron_hetero.distributed.communicators import edge_ranks
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, RandomStates
@@ -52,9 +53,11 @@ class Interpreter(RankResources):
             random: the states of the generators that models use; default: PyTorch's own.
 
         Raises:
-            UserError: `modules` are not those that the topology places on this rank, or lack a stage.
+            UserError: `modules` are not those that the topology places on this rank, or lack a stage; or `outputs` has
+                an edge that the topology does not have.
         """
         _require_placed(topology, modules)
+        _require_edges(topology, outputs or {})
         crossing = dict.fromkeys(topology.boundaries, (ROWS,)) | {e: tuple(o) for e, o in (outputs or {}).items()}
         widths = {edge: width * len(crossing[edge]) for edge in topology.boundaries}
         return cls(
@@ -83,8 +86,10 @@ class Interpreter(RankResources):
             accumulate in the parameters.
 
         Raises:
-            ValueError: a model's output has the wrong shape or dtype, or a plan is of another rank or batch.
+            ValueError: a model's output has the wrong shape or dtype, or a plan is of another rank or batch, or the
+                schedule has other edges than the topology.
         """
+        _require_same_edges(self, schedule)
         return StepExecution(self, schedule, load).run()
 
 
@@ -108,3 +113,35 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
         raise UserError.at(
             f"interpreter on rank {rank}", found=found, expected=expected, fix="name it as in the layouts"
         )
+
+
+def _require_edges(topology: Topology, outputs: Mapping[Edge, Sequence[str]]) -> None:
+    """Check that the edges of `outputs` are the topology's, as far as they include the rank."""
+    for edge in outputs:
+        known = {edge.source, edge.target} <= topology.layouts.keys()
+        if known and (edge in topology.boundaries or topology.rank not in edge_ranks(topology.layouts, edge)):
+            continue
+        raise UserError.at(
+            f"interpreter on rank {topology.rank}",
+            found=f"outputs of `{edge}`",
+            expected=f"outputs of some of {_listed(topology.boundaries)}",
+            because="the topology has no other edges on this rank",
+            fix="give `Topology.build` the edge in `edges`",
+        )
+
+
+def _require_same_edges(interpreter: Interpreter, schedule: Schedule) -> None:
+    """Check that the edges of a schedule that include the rank are those of the communicators."""
+    mine = {edge for edge in schedule.edges if any(interpreter.rank in side for side in schedule.sides(edge))}
+    if mine != interpreter.communicators.keys():
+        raise UserError.at(
+            f"interpreter on rank {interpreter.rank}",
+            found=f"a schedule with the edges {_listed(mine)}",
+            expected=_listed(interpreter.communicators),
+            because="the topology has these",
+            fix="give `build_schedule` and `Topology.build` the same `edges`",
+        )
+
+
+def _listed(edges: Collection[Edge]) -> str:
+    return ", ".join(sorted(f"`{edge}`" for edge in edges)) or "none"

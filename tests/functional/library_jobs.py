@@ -227,3 +227,83 @@ def _staged(kind: str) -> str:
         schedule = build_schedule(STAGED, 1, text="decoder", forward_only=("encoder", "decoder"))
         interpreter.run(schedule, lambda _: DeviceMicroBatch({"decoder": torch.ones(2, 1)}, {}))
     return ""
+
+
+TWO_OUTPUTS = {Edge("encoder", "decoder", 0, 0): ("near", "far"), EDGE: ("rows",)}
+GIVEN: dict[str, Any] = {
+    "all": lambda x: {"hidden": x, "near": 2 * x, "far": 3 * x},
+    "too few": lambda x: {"hidden": x, "near": 2 * x},
+    "unknown": lambda x: {"hidden": x, "near": 2 * x, "far": 3 * x, "farther": 4 * x},
+    "hidden states alone": lambda x: x,
+    "nothing": lambda x: {},
+    "a tuple": lambda x: (x, 2 * x, 3 * x),
+    "none": lambda x: None,
+    "no tensor": lambda x: {"hidden": x, "near": 2 * x, "far": None},
+    "too many rows": lambda x: {"hidden": x, "near": 2 * x, "far": torch.cat([3 * x, x])},
+    "too wide": lambda x: {"hidden": x, "near": torch.cat([x, x], dim=1), "far": 3 * x},
+    "no dims": lambda x: {"hidden": x, "near": x.sum(), "far": 3 * x},
+}
+"""What the first of two stages of an encoder returns for its input."""
+
+
+class Second(torch.nn.Module):
+    """The last stage of an encoder."""
+
+    def hidden_shape(self, _: Tensor) -> tuple[int, int]:
+        return 2, 1
+
+    def forward(self, _: Tensor, hidden: Tensor) -> Tensor:
+        return 5 * hidden
+
+
+def several_outputs(kind: str) -> tuple[float, float | None, str]:
+    """This rank's loss, the gradient of the encoder's first stage and what the interpreter says where that one returns
+    `GIVEN[kind]`. Ranks that would wait for it in vain do nothing.
+    """
+    rank, weight = dist.get_rank(), torch.ones((), requires_grad=True)
+    layouts = {"encoder": Layout.parse("pp:2@0-1"), "decoder": Layout.parse("dp:2@2-3")}
+    topology = Topology.build(layouts, Platform(CPU, "gloo"), edges=list(TWO_OUTPUTS))
+
+    def decoder(_: Tensor, rows: dict[str, Tensor]) -> Tensor:
+        return sum(((k + 1) * rows[name].sum() for k, name in enumerate(("near", "far", "rows"))), torch.zeros(()))
+
+    models: list[Any] = [lambda batch: GIVEN[kind](weight * batch), Second(), decoder, decoder]
+    stage = {"encoder": ModuleOnRank({rank: models[rank]})} if rank < 2 else {"decoder": ModuleOnRank({0: decoder})}
+    interpreter = Interpreter.build(
+        topology, stage, width=1, dtype=torch.float32, outputs=TWO_OUTPUTS, timeout_s=0
+    )  # fmt: skip
+    if rank and kind != "all":
+        return 0.0, None, ""
+    schedule = build_schedule(layouts, 2, text="decoder", edges=list(TWO_OUTPUTS))
+    try:
+        loss = interpreter.run(schedule, rows_of_two_stages)
+    except UserError as error:
+        return 0.0, None, str(error)
+    return loss.item(), None if weight.grad is None else weight.grad.item(), ""
+
+
+def rows_of_two_stages(_: int) -> DeviceMicroBatch:
+    """Two rows of each encoder stage go to the two decoders, one each."""
+    rank, batch, parts = dist.get_rank(), torch.ones(2, 1), {}
+    for edge, outputs in TWO_OUTPUTS.items():
+        source = Ownership.of({(edge.source_coordinate(Layout.parse("pp:2@0-1")),): [0, 1]})
+        plan = plan_boundary(source, Ownership.of({(2,): [0], (3,): [1]}), row_bytes=4 * len(outputs))
+        if rank in plan.ranks:
+            parts[edge] = load_plan(plan.rank(rank), CPU)
+    return DeviceMicroBatch({"encoder": batch, "decoder": batch}, parts)
+
+
+def other_edges(kind: str) -> str:
+    """What the interpreter says where outputs, or the schedule, have another edge than the topology."""
+    rank, deeper = dist.get_rank(), Edge("encoder", "decoder", 0, 1)
+    topology = Topology.build(STAGED, Platform(CPU, "gloo"), edges=[EDGE])
+    mine = {"encoder": ModuleOnRank({0: Weight()})} if rank < 2 else {"decoder": ModuleOnRank({rank - 2: Weight()})}
+    outputs = {"outputs": {deeper: ("far",)}, "no module": {Edge("audio", "decoder"): ("far",)}}.get(kind)
+    schedule = build_schedule(STAGED, 1, text="decoder", edges=[EDGE, deeper])
+    try:
+        interpreter = Interpreter.build(topology, mine, width=1, dtype=torch.float32, outputs=outputs, timeout_s=0)
+        if rank != 2:  # To which the other edge does not go: it would wait for the others.
+            interpreter.run(schedule, crossing_rows)
+    except UserError as error:
+        return str(error)
+    return ""

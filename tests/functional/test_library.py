@@ -91,6 +91,57 @@ def test_an_encoder_returns_the_rows_of_the_plan(rows: int, pools: Pools) -> Non
         assert message.startswith(f"micro-batch 0 of `encoder`, stage 0: {found}")
 
 
+def test_outputs_of_two_stages_arrive_by_name(pools: Pools) -> None:
+    first, last, *decoders = pools(4).run(jobs.several_outputs, "all")
+    # In each of two micro-batches, of each row: 1 * 2 of `near`, 2 * 3 of `far`, 3 * 5 of `rows`.
+    assert [loss for loss, *_ in decoders] == [2 * (2 + 6 + 15)] * 2
+    assert first == (0.0, 2 * 2 * (2 + 6 + 15), "") and last[2] == ""
+
+
+NAMES = "expected a tensor by each of the names hidden, near, far. Correct what the model of the stage returns."
+HELD = "expected (2, 1), what this rank holds in the plan"
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("too few", f"outputs hidden, near, {NAMES}"),
+        ("unknown", f"outputs hidden, near, far, farther, {NAMES}"),
+        ("hidden states alone", f"outputs hidden, {NAMES}"),
+        ("nothing", f"no outputs, {NAMES}"),
+        ("a tuple", f"a tuple, {NAMES}"),
+        ("none", f"a NoneType, {NAMES}"),
+        ("no tensor", f"far of type NoneType, {NAMES}"),
+        ("too many rows", f"far of shape (4, 1), {HELD}"),
+        ("too wide", f"near of shape (2, 2), {HELD}"),
+        ("no dims", f"near of shape (), {HELD}"),
+    ],
+)
+def test_a_stage_returns_the_outputs_of_its_edges(kind: str, said: str, pools: Pools) -> None:
+    message = pools(4).run(jobs.several_outputs, kind)[0][2]
+    assert message.startswith(f"micro-batch 0 of `encoder`, stage 0: found {said}"), message
+    assert message.count("found") == message.count("expected") == 1
+
+
+def test_edges_are_those_of_the_topology(pools: Pools) -> None:
+    for kind, edge, included in (
+        ("outputs", "encoder.0>decoder.1", (0, 1, 3)),
+        ("no module", "audio>decoder", range(4)),
+    ):
+        said = pools(4).run(jobs.other_edges, kind)
+        for rank in included:
+            own = "`encoder>decoder`" if rank < 3 else "none"
+            found = f"found outputs of `{edge}`, expected outputs of some of {own}, because the topology has no other"
+            assert said[rank].startswith(f"interpreter on rank {rank}: {found}"), said[rank]
+        assert all(not said[rank] for rank in set(range(4)) - set(included))
+    said = pools(4).run(jobs.other_edges, "schedule")
+    assert said[2] == "" and "with the edges `encoder.0>decoder.1`, expected none" in said[3]
+    for message in said[:2]:
+        assert (
+            "found a schedule with the edges `encoder.0>decoder.1`, `encoder>decoder`, expected `encoder>dec" in message
+        )
+
+
 def test_a_forward_pass_that_is_made_again_drops_the_same(pools: Pools) -> None:
     settings = ScheduleSettings(kind="waves", waves=3), ScheduleSettings(kind="recompute")  # in one order of draws
     once, twice = (pools(4).run(jobs.with_dropout, kind) for kind in settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.parity import jobs
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.oracle import Oracle, TwoTowers, stored_name
@@ -56,7 +57,7 @@ DETAILS = {"qwen3-two-qwen3-encoders": replace(QWEN3, vision_layers=3, vision_he
 @dataclass(frozen=True)
 class Case:
     """One row of the matrix: layouts (`detail`: of a second encoder), model, samples per micro-batch, what else is set,
-    and the global batch.
+    the global batch, and how many pictures one sample after the other has.
     """
 
     vision: str
@@ -67,6 +68,7 @@ class Case:
     flags: tuple[str, ...] = ()
     given_batch: int | None = None
     detail: str | None = None
+    pictures: tuple[int, ...] = (1, 2, 0, 1)
 
     @property
     def batch(self) -> int:
@@ -76,6 +78,7 @@ class Case:
 
     def __str__(self) -> str:
         extra = " whole activations" if self.flags == WHOLE else f" {self.flags[0].split('.')[1]}" if self.flags else ""
+        extra += "" if self.pictures == Case.pictures else f" {self.pictures} pictures"
         encoders = self.vision if self.detail is None else f"{self.vision}+{self.detail}"
         return f"{encoders}|{self.text} {self.model} micro {self.micro}{extra}"
 
@@ -86,6 +89,8 @@ UNEVEN = ("--parallel_layers.text", "1", "3", "--parallel_layers.vision", "3", "
 VIRTUAL = ("--schedule.virtual_stages", "2")
 NOT_AHEAD = ("--schedule.run_ahead", "0")
 IN_ORDER = ("--data.balance", "off")
+WAVES = [ScheduleSettings(waves=waves) for waves in (1, 2, GLOBAL_BATCH)]
+AHEAD = [ScheduleSettings(run_ahead=ahead) for ahead in (0, 1, 3)]
 WHOLE = ("--model.sequence_parallel.vision", "false", "--model.sequence_parallel.text", "false")
 
 
@@ -112,15 +117,15 @@ class Expected:
 Ask = Callable[[Case], Expected]
 
 
-def ask_oracle(folder: Path, choice: ModelChoice, batch: int, detail: ModelChoice | None) -> Expected:
-    """Write model and data of so many samples a step, and let the oracle train on them. `detail`: whose encoder is a
-    second one.
-    """
+def ask_oracle(folder: Path, case: Case) -> Expected:
+    """Write the model and the data of a case, and let the oracle train on them."""
+    choice, batch = MODELS[case.model], case.batch
+    detail = DETAILS.get(case.model, DETAIL) if case.detail is not None else None
     write_model(folder / "model", choice)
     if detail is not None:
         write_model(folder / "detail", detail)
     details = (0,) if detail is None else (1, 0, 0, 2)
-    data = write_data(folder, 3 * batch, seed=choice.seed, turns=2, details=details)
+    data = write_data(folder, 3 * batch, seed=choice.seed, pictures=case.pictures, turns=2, details=details)
     load = partial((Oracle if detail is None else TwoTowers).load, folder / "model", data)
     oracle = load()
     loss, gradients = oracle.step(range(batch))
@@ -158,19 +163,38 @@ def norm_of(tensors: dict[str, torch.Tensor]) -> float:
     return math.sqrt(sum(float((t.double() ** 2).sum()) for t in tensors.values()))
 
 
-def gradients_equal(case: Case, want: Expected, pool: Pool) -> None:
-    """Loss and gradients of one step."""
-    got = pool.run(jobs.gradients, flags_of(case, want.folder))[0]
+def gradients_equal(case: Case, want: Expected, pool: Pool, frozen: Collection[str] = ()) -> None:
+    """Loss and gradients of one step. Those of `frozen` parts of the model are zero."""
+    freeze = ("--model.freeze", *frozen) if frozen else ()
+    got = pool.run(jobs.gradients, flags_of(case, want.folder, *freeze))[0]
     assert got["loss"] == pytest.approx(want.loss, rel=1e-5)
     assert got["gradients"].keys() == want.gradients.keys()
-    everything = norm_of(want.gradients)
+    is_frozen = {name: _part_of(name) in frozen for name in want.gradients}
+    expected = {n: torch.zeros_like(g) if is_frozen[n] else g for n, g in want.gradients.items()}
+    everything = norm_of(expected)
+    assert everything > 0
     wrong = {}
-    for name, gradient in want.gradients.items():
+    for name, gradient in expected.items():
         difference = np.linalg.norm(got["gradients"][name].astype(np.float64) - gradient.double().numpy())
-        if not difference <= 1e-4 * gradient.norm() + 1e-7 * everything:
-            wrong[name] = f"{difference / float(gradient.norm()):.1e}"
+        if not difference <= 1e-4 * gradient.norm() + 1e-7 * everything * (not is_frozen[name]):
+            wrong[name] = f"{difference / float(gradient.norm() or everything):.1e}"
     assert not wrong
     assert got["norm"] == pytest.approx(everything, rel=1e-4)
+
+
+def _part_of(name: str) -> str:
+    """As `model.freeze` names the parts of a model with one encoder."""
+    return "text" if "visual." not in name else "projector" if "merger" in name else "vision"
+
+
+def schedules_agree(case: Case, others: Sequence[ScheduleSettings], want: Expected, pool: Pool) -> None:
+    """Loss and gradient norm under the schedule of the case, and under `others`."""
+    found = pool.run(jobs.losses, flags_of(case, want.folder), others)[0]
+    assert len(found) == 1 + len(others)
+    for loss, norm in found:
+        assert loss == pytest.approx(want.loss, rel=1e-5)
+        assert norm == pytest.approx(norm_of(want.gradients), rel=1e-4)
+        assert (loss, norm) == pytest.approx(found[0], rel=1e-6)
 
 
 def three_steps_equal(case: Case, optimizer: str, want: Expected, pool: Pool) -> None:

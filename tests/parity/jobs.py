@@ -52,7 +52,8 @@ def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float
     run = _build([*flags, "--optimizer.name", "sgd"])
     layouts, micro_batches = run.topology.layouts, run.schedule.micro_batches
     batch, found = run.loader.load(1, map), []
-    for schedule in [run.schedule, *(build_schedule(layouts, micro_batches, settings) for settings in others)]:
+    rebuilt = [build_schedule(layouts, micro_batches, settings, edges=run.schedule.edges) for settings in others]
+    for schedule in [run.schedule, *rebuilt]:
         summary = replace(run, schedule=schedule).gradients(batch)
         found.append((summary.loss_sum / batch.supervised, summary.norm / batch.supervised))
     return found

@@ -10,6 +10,7 @@ import pytest
 
 from tests.parity.cases import Ask, Case, gradients_equal, three_steps_equal
 from tests.parity.test_parity import CASES
+from tests.support.matrix import thinned
 from tests.support.pool import Pool
 
 SHARING = {"waves": (), "waves of 1": ("--schedule.waves", "1"), "recompute": ("--schedule.kind", "recompute")}
@@ -38,13 +39,49 @@ def rows() -> Iterator[tuple[str, Case]]:
                     )
 
 
+SPLIT = ("--parallel_layers.text", "1", "3")
+QWEN3 = {
+    "colocated": (SHARING, ("sp:2", "pp:2", 2), ("pp:2,dp:2", "pp:4", 4), ("dp:2", "pp:2", 2, "pp:2")),
+    "mixed": (SHARING, ("pp:2@0-1", "pp:2@1-2", 3), ("sp:2@1-2", "pp:2@1-2", 3, "dp:1@0")),
+    "disjoint": (APART, ("dp:1@0", "pp:4@1-4", 5), ("pp:2@0-1", "pp:2@2-3", 4), ("dp:1@0", "pp:2@2-3", 4, "pp:1@1")),
+}
+"""The same for rows that enter several text stages."""
+
+
+def rows_of_qwen3() -> Iterator[tuple[str, Case]]:
+    """Every placement and schedule, by name; without virtual stages and, where these can be, with them."""
+    for place, (schedules, *layouts) in QWEN3.items():
+        for name, flags in schedules.items():
+            for vision, text, ranks, *detail in layouts:
+                model = "qwen3-two-encoders" if detail else "qwen3"
+                one_by_one = ("--parallel_layers.text", "1", "1", "1", "1")
+                cut: dict[str, tuple[str, ...]] = {"": one_by_one if text.startswith("pp:4") else SPLIT}
+                if "pp:2" in text and place == "colocated":
+                    cut["virtual"] = ("--schedule.virtual_stages", "2", *one_by_one)
+                for kind, of_kind in cut.items():
+                    yield (
+                        f"{place}, {name}, {'+'.join([vision, *detail])}|{text}{', ' * bool(kind)}{kind}",
+                        Case(
+                            vision, text, ranks, model, flags=(*flags, *of_kind), given_batch=8,
+                            detail=(*detail, None)[0],
+                        ),
+                    )  # fmt: skip
+
+
 ROWS = dict(rows())
+ROWS_OF_QWEN3 = dict(rows_of_qwen3())
 OTHERS = CASES[2::10]
 """Other axes, micro-batches of several samples, tied embeddings."""
 
 
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS.keys())
 def test_placements_and_schedules(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
+    gradients_equal(case, expected(case), rules_pools(case.ranks))
+
+
+@pytest.mark.parametrize("name", thinned(ROWS_OF_QWEN3, 4))
+def test_rows_that_enter_several_stages(name: str, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
+    case = ROWS_OF_QWEN3[name]
     gradients_equal(case, expected(case), rules_pools(case.ranks))
 
 

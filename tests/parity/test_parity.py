@@ -13,26 +13,26 @@ import torch
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.parity import jobs
 from tests.parity.cases import (
-    GLOBAL_BATCH,
+    AHEAD,
     IN_ORDER,
     NOT_AHEAD,
     RECOMPUTE,
     RECOMPUTED,
     UNEVEN,
     VIRTUAL,
+    WAVES,
     WHOLE,
     Ask,
     Case,
     flags_of,
     gradients_equal,
     norm_of,
+    schedules_agree,
     three_steps_equal,
 )
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 
-WAVES = [ScheduleSettings(waves=waves) for waves in (1, 2, GLOBAL_BATCH)]
-AHEAD = [ScheduleSettings(run_ahead=ahead) for ahead in (0, 1, 3)]
 CASES = [
     Case("dp:1", "dp:1", 1, micro=2),
     Case("dp:1", "dp:1", 1, model="tied"),
@@ -140,12 +140,7 @@ def test_rounded_transport(expected: Ask, pools: Callable[[int], Pool]) -> None:
 def test_no_schedule_changes_the_loss(
     case: Case, others: list[ScheduleSettings], expected: Ask, pools: Callable[[int], Pool]
 ) -> None:
-    want = expected(case)
-    found = pools(case.ranks).run(jobs.losses, flags_of(case, want.folder), others)[0]
-    assert len(found) == 1 + len(others)
-    for loss, norm in found:
-        assert loss == pytest.approx(want.loss, rel=1e-5)
-        assert (loss, norm) == pytest.approx(found[0], rel=1e-6)
+    schedules_agree(case, others, expected(case), pools(case.ranks))
 
 
 def _covering(cases: Sequence[Case]) -> list[Case]:

@@ -5,18 +5,24 @@ language model at several depths, on whichever stages these are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.parity.cases import (
+    AHEAD,
     NOT_AHEAD,
     RECOMPUTE,
     RECOMPUTED,
     VIRTUAL,
+    WAVES,
     WHOLE,
     Ask,
     Case,
     gradients_equal,
+    schedules_agree,
+    three_steps_equal,
 )
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
@@ -70,4 +76,89 @@ CASES = [
 
 @pytest.mark.parametrize("case", thinned(CASES, 2), ids=str)
 def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+    gradients_equal(case, expected(case), pools(case.ranks))
+
+
+UPDATED = [
+    Case("pp:2,dp:2", "pp:4", 4, model="qwen3", flags=ONE_BY_ONE),
+    Case("sp:2", "tp:2", 2, model="qwen3-tied", flags=WHOLE),
+    Case("dp:2", "pp:2", 2, model="qwen3", flags=VIRTUAL, given_batch=8),
+    Case("pp:2@0-1", "tp:2,pp:2@2-5", 6, model="qwen3", flags=SPLIT),
+    Case("dp:2,tp:2", "pp:2,dp:2", 4, model="qwen3-tied", flags=SPLIT, micro=2),
+    Case("sp:2,cp:2", "sp:2,tp:2", 4, model="qwen3", flags=WHOLE),
+    Case("tp:2", "pp:2", 2, model="qwen3-tied", flags=(*VIRTUAL, *ONE_BY_ONE, *RECOMPUTE)),
+]
+
+
+@pytest.mark.parametrize("case", thinned(UPDATED, 4), ids=str)
+def test_three_adamw_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+    three_steps_equal(case, "adamw", expected(case), pools(case.ranks))
+
+
+# Plain SGD shows what the distributed optimizer hides: whole gradients of tied weights on every rank.
+@pytest.mark.parametrize("case", thinned([case for case in UPDATED if case.model == "qwen3-tied"], 2), ids=str)
+def test_three_sgd_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+    three_steps_equal(case, "sgd", expected(case), pools(case.ranks))
+
+
+SHARED = [*WAVES, ScheduleSettings("recompute")]
+SCHEDULES = {
+    "split text stages": (Case("sp:2", "pp:2", 2, model="qwen3", flags=SPLIT, given_batch=8), SHARED),
+    "split text stages, mixed": (
+        Case("dp:2@0-1", "pp:3@1-3", 4, model="qwen3", flags=("--parallel_layers.text", "1", "1", "2"), given_batch=8),
+        SHARED,
+    ),
+    "encoder stages, apart": (
+        Case("pp:2@0-1", "pp:2@2-3", 4, model="qwen3", flags=SPLIT, given_batch=8),
+        AHEAD,
+    ),
+    "encoder stages": (
+        Case("pp:2,sp:2", "pp:4", 4, model="qwen3", flags=ONE_BY_ONE, given_batch=8),
+        SHARED,
+    ),
+    "virtual stages": (
+        Case("dp:2", "pp:2", 2, model="qwen3", flags=(*VIRTUAL, *ONE_BY_ONE), given_batch=8),
+        [replace(settings, virtual_stages=2) for settings in SHARED],
+    ),
+    "encoder apart": (Case("dp:1@0", "pp:4@1-4", 5, model="qwen3", flags=ONE_BY_ONE, given_batch=8), AHEAD),
+}
+
+
+@pytest.mark.parametrize("name", thinned(SCHEDULES, 2))
+def test_no_schedule_changes_the_loss(name: str, expected: Ask, pools: Callable[[int], Pool]) -> None:
+    case, others = SCHEDULES[name]
+    schedules_agree(case, others, expected(case), pools(case.ranks))
+
+
+FREEZING = [
+    Case("pp:2@0-1", "pp:2@1-2", 3, model="qwen3", flags=SPLIT),
+    Case("sp:2", "tp:2", 2, model="qwen3", micro=2),
+    Case("dp:2", "pp:2", 2, model="qwen3", flags=(*SPLIT, *RECOMPUTED), given_batch=8),
+    Case("pp:2@0-1", "pp:2@2-3", 4, model="qwen3", flags=SPLIT, given_batch=8),
+    Case("pp:2,dp:2", "pp:4", 4, model="qwen3", flags=ONE_BY_ONE),
+]
+PARTS = [("vision",), ("vision", "projector"), ("text",), ("text", "projector"), ("projector",)]
+
+
+@pytest.mark.parametrize("case, frozen", thinned(((case, frozen) for frozen in PARTS for case in FREEZING), 6), ids=str)
+def test_frozen_parts(case: Case, frozen: tuple[str, ...], expected: Ask, pools: Callable[[int], Pool]) -> None:
+    """Mergers in the midst of a frozen encoder learn, on whichever stages they are; the others do not notice."""
+    gradients_equal(case, expected(case), pools(case.ranks), frozen)
+
+
+FEW_PICTURES = [
+    Case("sp:2", "pp:2", 2, model="qwen3", flags=SPLIT, pictures=(0, 0, 3, 0)),
+    Case("dp:2", "tp:2", 2, model="qwen3", pictures=(0,)),
+    Case("pp:2@0-1", "pp:2@1-2", 3, model="qwen3", flags=SPLIT, pictures=(0,)),
+    Case("dp:1@0", "pp:4@1-4", 5, model="qwen3", flags=ONE_BY_ONE, pictures=(0, 0, 3, 0)),
+    Case("dp:2", "pp:2", 2, model="qwen3", flags=(*VIRTUAL, *ONE_BY_ONE), pictures=(0, 0, 3, 0)),
+    Case("sp:4", "cp:2,dp:2", 4, model="qwen3", micro=2, pictures=(4, 0, 0, 0)),
+    Case("dp:4", "dp:4", 4, model="qwen3", micro=2, pictures=(0, 0, 3, 0)),
+    Case("pp:2,dp:2", "pp:4", 4, model="qwen3", flags=(*ONE_BY_ONE, *RECOMPUTED), pictures=(0, 4)),
+]
+
+
+@pytest.mark.parametrize("case", thinned(FEW_PICTURES, 3), ids=str)
+def test_many_pictures_and_none(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+    """Samples of several pictures, micro-batches without any, and steps without any."""
     gradients_equal(case, expected(case), pools(case.ranks))

@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from transformers.utils.logging import disable_progress_bar
 
 from tests.parity import jobs
-from tests.rules.drawing import BATCH, DETAIL, MODEL, SIZES, Drawn, draws
+from tests.rules.drawing import BATCH, DETAIL, MODELS, SIZES, Drawn, draws
 from tests.support.folders import write_data, write_model
 from tests.support.oracle import Oracle, TwoTowers
 from tests.support.pool import Pool
@@ -36,10 +36,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--layouts", type=int, default=200, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="which")
     parser.add_argument("--one-connection", action="store_true", help="as with CUDA_DEVICE_MAX_CONNECTIONS=1")
+    parser.add_argument("--family", choices=MODELS, default=next(iter(MODELS)), help="of the model")
     options = parser.parse_args(arguments)
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as name:
-        folders = {towers: _write(Path(name) / str(towers), towers) for towers in (1, 2)}
+        folders = {towers: _write(Path(name) / str(towers), options.family, towers) for towers in (1, 2)}
         expected = {towers: _ask(folder, towers) for towers, folder in folders.items()}
         chosen, differences = [], []
         for drawn, found in _run(options, folders, Path(name)):
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{len(chosen):4} {drawn}: {_said(differences[-1])}", flush=True)
     ended = [difference for difference in differences if difference is not None]
     kinds = Counter(drawn.kind for drawn in chosen)
-    print(f"\nseed {options.seed}: {len(chosen)} layouts, {len(ended)} ended")
+    print(f"\n{options.family}, seed {options.seed}: {len(chosen)} layouts, {len(ended)} ended")
     print(", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
     if not ended:
         return 1
@@ -57,12 +58,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if len(ended) == len(chosen) and max(losses) <= LOSS and max(norms) <= NORM else 1
 
 
-def _write(folder: Path, towers: int) -> Path:
+def _write(folder: Path, family: str, towers: int) -> Path:
     folder.mkdir()
-    write_model(folder / "model", MODEL)
+    model = MODELS[family]
+    write_model(folder / "model", model)
     if towers == 2:
         write_model(folder / "detail", DETAIL)
-    write_data(folder, BATCH, seed=MODEL.seed, turns=2, details=(1, 0, 0, 2) if towers == 2 else (0,))
+    write_data(folder, BATCH, seed=model.seed, turns=2, details=(1, 0, 0, 2) if towers == 2 else (0,))
     return folder
 
 

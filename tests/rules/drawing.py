@@ -28,6 +28,11 @@ MODEL = ModelChoice(
     full_layers=(1, 3),
     seed=11,
 )
+MODELS = {
+    MODEL.family: MODEL,
+    "qwen3_vl": replace(MODEL, family="qwen3_vl", text_hidden=48, deepstack=(0, 1, 2)),
+}
+"""By family; rows of the second enter several layers of the language model, on several stages where it has these."""
 DETAIL = replace(MODEL, vision_layers=2, full_layers=(0,), seed=12)
 AXES = ("tp", "sp", "cp", "dp", "pp")
 Ranks = tuple[int, ...]

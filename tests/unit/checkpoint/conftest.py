@@ -35,6 +35,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(root / "plain", small)
     write_model(root / "tied", replace(small, tied=True))
     write_model(root / "deep", replace(small, tied=True, text_layers=4))
+    newer = replace(small, family="qwen3_vl", vision_layers=4, text_layers=4, deepstack=(0, 1, 2), head_dim=16, seed=2)
+    write_model(root / "qwen3", replace(newer, text_hidden=small.hidden))
+    write_model(root / "qwen3-tied", replace(newer, text_hidden=small.hidden, tied=True))
+    write_model(root / "towers/qwen3", replace(newer, text_hidden=small.hidden))
     write_model(root / "towers/plain", small)
     write_model(root / "towers/detail", replace(small, vision_heads=2, vision_head_dim=12, vision_ffn=44, seed=1))
     return root

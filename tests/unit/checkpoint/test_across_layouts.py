@@ -107,6 +107,17 @@ CHAINS = {
         Link("dp:1@0", "dp:1@2", 3, f"{TWO} --detail-parallel dp:1@1 {DETAIL}"),
         Link("dp:2", "pp:2", 2, f"{TWO} --detail-parallel tp:2 --schedule.kind recompute {DETAIL}"),
     ]),
+    "qwen3": ("qwen3-tied", [
+        Link("sp:4", "pp:4", 4, f"{ONE} --parallel_layers.text 1 1 1 1"),
+        Link("pp:2,dp:2", "tp:4", 4, TWO),
+        Link("dp:1@0", "pp:2@1-2", 3, f"{ONE} {UNEVEN}"),
+        Link("dp:2", "pp:2", 2, f"{ONE} {VIRTUAL}"),
+    ]),
+    "qwen3, towers": ("qwen3", [
+        Link("pp:2", "pp:2", 2, f"{ALL} {UNEVEN} --detail-parallel dp:2 {DETAIL}"),
+        Link("dp:1@0", "tp:2@2-3", 4, f"{TWO} --detail-parallel pp:2@0-1 {DETAIL}"),
+        Link("sp:2", "pp:2", 2, f"{TWO} {UNEVEN} --detail-parallel tp:2 --schedule.kind recompute {DETAIL}"),
+    ]),
 }  # fmt: skip
 
 
@@ -116,7 +127,7 @@ def test_a_chain_of_layouts(name: str, folders: Path, tmp_path: Path, pools: Poo
     of the one before, to rounding.
     """
     model, links = CHAINS[name]
-    root = folders / "towers" if name == "towers" else folders
+    root = folders / "towers" if "towers" in name else folders
     total = APART * (len(links) - 1) + COMPARED
     before: dict[str, Any] = {}
     for turn, link in enumerate(links):

@@ -14,11 +14,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from megatron_hetero.checkpoint.choice import choose
 from megatron_hetero.checkpoint.format.keys import Entry
@@ -107,12 +109,17 @@ DETAIL = (
 )
 
 
+SPLIT = "--parallel_layers.text 1 3"
+
+
 @pytest.mark.parametrize("vision, text, model, more", [
     ("sp:2", "tp:2", "plain", "--model.dtype bfloat16"),
     ("dp:1@0", "dp:1@1", "tied", ""),
     ("tp:2", "pp:2", "plain", TWO),
     ("dp:2", "tp:2", "plain", DETAIL),
-], ids=["bfloat16", "tied", "two folders", "further encoder"])  # fmt: skip
+    ("pp:2", "pp:2", "qwen3", SPLIT),
+    ("sp:2", "pp:2", "qwen3-tied", f"{SPLIT} {DETAIL}"),
+], ids=["bfloat16", "tied", "two folders", "further encoder", "qwen3", "qwen3, encoder of qwen2.5"])  # fmt: skip
 def test_an_export_has_the_bytes_of_the_runs_own(
     vision: str, text: str, model: str, more: str, more_folders: Path, tmp_path: Path, pools: Pools, capsys: Capture
 ) -> None:
@@ -121,10 +128,13 @@ def test_an_export_has_the_bytes_of_the_runs_own(
     pools(2).run(jobs.train_and_export, line, tmp_path / "own")
     assert exported(tmp_path / "checkpoints", tmp_path / "export") == 0
     assert bytes_of(tmp_path / "export") == bytes_of(tmp_path / "own")
-    assert (tmp_path / "export/encoders/detail/config.json").is_file() == (more == DETAIL)
+    assert (tmp_path / "export/encoders/detail/config.json").is_file() == (DETAIL in more)
     said = capsys.readouterr()
     assert said.err == "" and said.out.count("\n") == 1
     assert f"from {tmp_path}/checkpoints/step-00000002, the newest in {tmp_path}/checkpoints" in said.out
+    _require_loads_strictly(tmp_path / "export")
+    if DETAIL in more:
+        _require_loads_strictly(tmp_path / "export/encoders/detail")
 
     # Shards hold the same, and what goes back is what was in the checkpoint, as far as the type can say.
     assert exported(tmp_path / "checkpoints/step-00000002", tmp_path / "stored", "--dtype", "stored",
@@ -132,6 +142,16 @@ def test_an_export_has_the_bytes_of_the_runs_own(
     assert (tmp_path / "stored" / INDEX).is_file()
     assert imported(tmp_path / "stored", tmp_path / "again") == 0
     same(tmp_path / "again", _weights_alone(tmp_path / "checkpoints/step-00000002", tmp_path / "alone"), but="")
+
+
+def _require_loads_strictly(folder: Path) -> None:
+    """`transformers` finds every tensor of the model in a folder, or of the encoder in that of one, and no other."""
+    kind: Any = AutoModelForImageTextToText
+    _, info = kind.from_pretrained(folder, output_loading_info=True)
+    assert not info["unexpected_keys"] and not info["mismatched_keys"]
+    left = {name for name in info["missing_keys"] if "language_model" not in name and name != "lm_head.weight"}
+    assert not left
+    assert not info["missing_keys"] or folder.parent.name == "encoders"
 
 
 def _weights_alone(checkpoint: Path, target: Path) -> Path:
@@ -162,9 +182,9 @@ def mixed(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.half() if "k_proj" in name else tensor.bfloat16() if tensor.dim() > 1 else tensor
 
 
-@pytest.mark.parametrize("which", ["plain", "tied", "bfloat16", "mixed", "shards"])
+@pytest.mark.parametrize("which", ["plain", "tied", "bfloat16", "mixed", "shards", "qwen3", "qwen3-tied"])
 def test_there_and_back_is_the_same(which: str, folders: Path, tmp_path: Path, capsys: Capture) -> None:
-    source = shutil.copytree(folders / ("tied" if which == "tied" else "plain"), tmp_path / "source")
+    source = shutil.copytree(folders / (which if (folders / which).is_dir() else "plain"), tmp_path / "source")
     tensors = load_file(source / SINGLE)
     if which in ("bfloat16", "mixed"):
         tensors = {name: mixed(name, t) if which == "mixed" else t.bfloat16() for name, t in tensors.items()}
@@ -176,6 +196,9 @@ def test_there_and_back_is_the_same(which: str, folders: Path, tmp_path: Path, c
     assert imported(source, tmp_path / "checkpoint") == 0
     assert exported(tmp_path / "checkpoint", tmp_path / "back", *limit) == 0
     assert same_bits(weights_of(source), weights_of(tmp_path / "back"))
+    if "qwen3" in which:
+        assert load_file(tmp_path / "back" / SINGLE).keys() == tensors.keys(), "the published, nested names"
+        assert all(n.startswith(("model.visual.", "model.language_model.", "lm_head.")) for n in tensors)
     assert beside_weights(source) == {n: b for n, b in beside_weights(tmp_path / "back").items() if n != INDEX}
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 3 or which != "shards"
     assert imported(tmp_path / "back", tmp_path / "again") == 0
@@ -204,13 +227,14 @@ def test_a_head_that_is_stored_twice_is_kept_once(folders: Path, tmp_path: Path,
     ("sp:2", "tp:2", ""),
     ("dp:1@0", "tp:1@1", "--model.dtype bfloat16"),
     ("tp:2", "pp:2", f"{TWO} --train.seed 5 --optimizer.name sgd --optimizer.weight_decay 0"),
+    ("pp:2", "pp:2", f"--model.hf_path FOLDERS/qwen3 {SPLIT}"),
 ])  # fmt: skip
 def test_a_run_from_an_import_is_one_from_the_folder(
     vision: str, text: str, more: str, more_folders: Path, tmp_path: Path, pools: Pools, untouched: Untouched
 ) -> None:
     """With bfloat16, of folders that hold float32."""
     more = more.replace("FOLDERS", str(more_folders))
-    source, *rest = (f"{more_folders}/plain",) if "hf_path" not in more else (
+    source, *rest = (f"{more_folders}/{'qwen3' if 'qwen3' in more else 'plain'}",) if "vision" not in more else (
         f"{more_folders}/text", "--vision", f"{more_folders}/narrow", "--seed", 5,
     )  # fmt: skip
     run = tmp_path / "run"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import Qwen2_5_VLConfig
+from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.planning.estimate import Plan
@@ -27,6 +27,26 @@ def config_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text_config={
             "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 16,
             "num_attention_heads": 28, "num_key_value_heads": 4, "rope_parameters": rope,
+        },
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shapes of a model as wide as Qwen3-VL-8B, of 12 and 16 layers."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    config = Qwen3VLConfig(
+        vision_config={
+            "depth": 12, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 4096,
+            "patch_size": 16, "num_position_embeddings": 2304, "deepstack_visual_indexes": [2, 5, 8],
+        },
+        text_config={
+            "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 16,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_parameters": rope,
         },
         tie_word_embeddings=False,
     )  # fmt: skip

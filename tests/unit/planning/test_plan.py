@@ -191,6 +191,41 @@ def test_output_has_every_part(plan_flags: Callable[[str], list[str]], capsys: p
         assert part in shown, part
 
 
+# By layouts: the outputs that cross from one end to the other, and which part of their bytes ranks receive.
+EDGES_OF_QWEN3 = [
+    ("pp:2@0-1", "tp:2,pp:2@2-5", "1 15", 6, {
+        ("vision", "text"): 1, ("vision.0", "text.0"): 1, ("vision.0", "text.1"): 1, ("vision.1", "text.1"): 1,
+    }, 1),
+    ("sp:4", "pp:4", "1 1 1 13", 4, {
+        ("vision", "text"): 2, ("vision.0", "text.1"): 1, ("vision.0", "text.2"): 1,
+    }, 3 / 4),
+    ("dp:1@0", "tp:2@1-2", "", 3, {("vision", "text"): 4}, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("vision, text, layers, world, edges, part", EDGES_OF_QWEN3)
+def test_rows_that_enter_several_stages_are_listed_by_edge(
+    vision: str, text: str, layers: str, world: int, edges: dict[tuple[str, str], int], part: float,
+    qwen3_folder: Path, plan_flags: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Of an encoder with four outputs, in a step of eight pictures of 784 rows of 4,096 elements."""
+    more = f"--plan --world-size {world} --vision-parallel {vision} --text-parallel {text}"
+    flags = plan_flags(f"{more} --parallel_layers.text {layers}" if layers else more)
+    flags[flags.index("--model.hf_path") + 1] = str(qwen3_folder)
+    show_plan(*_with_plan(load_command(flags)))
+    shown = capsys.readouterr().out
+    [table] = re.findall(r"^Boundaries, in a step.*?\n\n", shown, re.MULTILINE | re.DOTALL)
+    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines() if "│" in line]
+    expected = {}
+    for (source, target), outputs in edges.items():
+        rows = 8 * 784 * outputs
+        bytes_text = size_text(int(rows * 4096 * 2 * part))
+        expected[source, target] = expected[target, source] = [f"{rows:,}", bytes_text]
+    assert {(line[0], line[1]): line[2:4] for line in lines} == expected
+    for source, target in expected:
+        assert re.search(rf"│ {re.escape(f'{source}>{target}')} ", shown), "no communicator of its own"
+
+
 def _with_plan(command: tuple) -> tuple:
     assert command[1] is not None
     return command

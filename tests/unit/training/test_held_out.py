@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 from megatron_hetero.evaluation.held_out import evaluates
 from megatron_hetero.job import BatchShape
 from megatron_hetero.training.trainer import stretches
 from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.matrix import thinned
 from tests.support.oracle import Oracle, TwoTowers
 from tests.support.pool import Pool
 from tests.unit.training import jobs_held_out as jobs
@@ -26,6 +28,7 @@ Pools = Callable[[int], Pool]
 SAMPLES = {"many": 7, "one": 1}
 """Samples of the data sets: the first fills one batch of four and a part of the next, the second part of one."""
 DEEP = ModelChoice(vision_layers=2, text_layers=4, tied=True, seed=3)
+QWEN3 = replace(DEEP, family="qwen3_vl", vision_layers=4, head_dim=16, text_hidden=48, deepstack=(0, 1, 2))
 
 
 KNOWN, ALTERED = (0, 1, 2), {3: 0, 5: 2}
@@ -47,9 +50,9 @@ class Measured:
 class Material:
     """A model that knows some samples and two data sets on disk, and what plain transformers says of them."""
 
-    def __init__(self, folder: Path, two_towers: bool):
+    def __init__(self, folder: Path, two_towers: bool, model: ModelChoice = DEEP):
         self.folder = folder
-        write_model(folder / "model", DEEP)
+        write_model(folder / "model", model)
         write_model(folder / "detail", ModelChoice(vision_layers=1, vision_heads=2, full_layers=(0,), seed=8))
         details, load = ((1, 0, 0, 2), TwoTowers.load) if two_towers else ((0,), Oracle.load)
         for seed, (name, samples) in enumerate(SAMPLES.items()):
@@ -122,6 +125,16 @@ def two_towers(tmp_path_factory: pytest.TempPathFactory) -> Material:
     return Material(tmp_path_factory.mktemp("two-towers"), two_towers=True)
 
 
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return Material(tmp_path_factory.mktemp("qwen3"), two_towers=False, model=QWEN3)
+
+
+@pytest.fixture(scope="module")
+def qwen3_two_towers(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    return Material(tmp_path_factory.mktemp("qwen3-two-towers"), two_towers=True, model=QWEN3)
+
+
 @pytest.mark.parametrize("vision, text, ranks, more", [
     ("dp:1", "dp:1", 1, "--train.micro_batch_size 4"),
     ("sp:2", "tp:2", 2, "--model.recompute.text full"),
@@ -136,6 +149,34 @@ def test_numbers_equal_transformers(
     vision: str, text: str, ranks: int, more: str, material: Material, make_flags: MakeFlags, pools: Pools
 ) -> None:
     check(material, pools(ranks).run(jobs.evaluated, make_flags(vision, text, material.flags(more))))
+
+
+SPLIT = "--parallel_layers.text 1 3"
+
+
+@pytest.mark.parametrize("vision, text, ranks, more", thinned([
+    ("sp:2", "pp:2", 2, SPLIT),
+    ("sp:2", "tp:2", 2, "--train.micro_batch_size 4"),
+    ("dp:2,sp:2", "cp:2,dp:2", 4, ""),
+    ("pp:2", "pp:2", 2, f"{SPLIT} --schedule.kind recompute"),
+    ("dp:2", "pp:2", 2, "--schedule.virtual_stages 2"),
+    ("dp:1@0", "pp:4@1-4", 5, "--parallel_layers.text 1 1 1 1 --schedule.run_ahead 0"),
+    ("sp:2@0-1", "pp:2@1-2", 3, SPLIT),
+], 3))  # fmt: skip
+def test_numbers_of_qwen3_vl_equal_transformers(
+    vision: str, text: str, ranks: int, more: str, qwen3: Material, make_flags: MakeFlags, pools: Pools
+) -> None:
+    check(qwen3, pools(ranks).run(jobs.evaluated, make_flags(vision, text, qwen3.flags(more))))
+
+
+@pytest.mark.parametrize("vision, detail, text, ranks", thinned([
+    ("sp:2", "tp:2", "pp:2", 2),
+    ("dp:1@0", "dp:1@1", "pp:2@0-1", 2),
+], 2))  # fmt: skip
+def test_numbers_of_two_encoders_of_two_families(
+    vision: str, detail: str, text: str, ranks: int, qwen3_two_towers: Material, make_flags: MakeFlags, pools: Pools
+) -> None:
+    test_numbers_of_two_encoders(vision, detail, text, ranks, qwen3_two_towers, make_flags, pools)
 
 
 @pytest.mark.parametrize("vision, detail, text, ranks", [("sp:2", "dp:2", "tp:2", 2), ("dp:1@0", "dp:1@1", "pp:2", 2)])
@@ -169,6 +210,29 @@ def check(material: Material, results: list, longest: int = 10**6, names: Sequen
             assert metrics.supervised_tokens == supervised
             assert metrics.samples == metrics.asked == len(samples)
             assert metrics.exact_match == sum(sample.right for sample in samples) / len(samples)
+
+
+@pytest.mark.parametrize("vision, text, ranks, more", thinned([
+    ("pp:2", "pp:2", 2, SPLIT),
+    ("sp:2", "tp:2", 2, ""),
+    ("pp:2@0-1", "pp:2@2-3", 4, SPLIT),
+], 3))  # fmt: skip
+def test_an_export_says_the_same_in_transformers(
+    vision: str, text: str, ranks: int, more: str, qwen3: Material, make_flags: MakeFlags, pools: Pools, tmp_path: Path
+) -> None:
+    """What was trained in a layout, exported and loaded strictly, has the loss that the run measured of it."""
+    more = f"{more} --optimizer.name adamw --optimizer.lr 1e-3 --eval.datasets many --eval.interval 1"
+    target, before = tmp_path / "out", Oracle.load(qwen3.folder / "model", qwen3.folder / "many/data.jsonl")
+    line = make_flags(vision, text, qwen3.flags(more))
+    loss, weights = pools(ranks).run(jobs.trained_and_exported, line, target)[0]
+    after = Oracle.load(target, qwen3.folder / "many/data.jsonl")
+    assert loss == pytest.approx(_mean_loss(after)[0], rel=1e-5)
+    assert abs(loss - _mean_loss(before)[0]) > 1e-3 * loss, "nothing was learnt, so that equal losses say little"
+    kind: Any = AutoModelForImageTextToText
+    assert not any(kind.from_pretrained(target, output_loading_info=True)[1].values())
+    assert after.weights().keys() == weights.keys()
+    for name, weight in after.weights().items():
+        np.testing.assert_array_equal(weight.numpy(), weights[name], err_msg=name)
 
 
 @pytest.mark.parametrize("vision, text, ranks", [("dp:1@0", "pp:2@1-2", 3)])

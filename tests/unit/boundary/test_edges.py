@@ -1,0 +1,199 @@
+"""Boundaries of several edges: outputs that leave two stages of an encoder and enter two stages of the next module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_hetero import Edge, Layout, ScheduleSettings
+from megatron_hetero.batch.step_plan import MicroBatchPlan, PackShape, StepPlanner
+from megatron_hetero.names import ROWS
+from megatron_hetero.sharding.balance import deal_in_order
+from megatron_hetero.sharding.encoder_shards import EncoderShards
+from megatron_hetero.sharding.token_shards import TokenShards
+from tests.support.matrix import thinned
+from tests.support.pool import Pool
+from tests.unit.boundary.checks import Values, check_everything, inner_product
+from tests.unit.boundary.jobs_edges import ITEM, WIDTH, Arrays, Graph, MicroBatch, crossed
+from tests.unit.boundary.simulation import Boundary, SimulatedDirection
+from tests.unit.training.jobs_packs import BATCHES, SHAPE, needed_rows, random_packs
+
+Pools = Callable[[int], Pool]
+AHEAD, RECOMPUTE, WAVES = (ScheduleSettings(run_ahead=1), ScheduleSettings("recompute"), ScheduleSettings(waves=1))
+FOUR = {
+    Edge("encoder", "decoder", 0, 0): ("a", "b"),
+    Edge("encoder", "decoder", 0, 1): ("c",),
+    Edge("encoder", "decoder"): (ROWS, "d", "e"),
+    Edge("encoder", "decoder", 1, 1): ("f", "g"),
+}
+"""From both stages of an encoder to both of the next module."""
+ONE_STAGE = {Edge("encoder", "decoder"): (ROWS, "a"), Edge("encoder", "decoder", 0, 2): ("b",)}
+GRAPHS = {
+    "colocated": Graph("dp:2,pp:2", "dp:2,pp:2", 4, FOUR),
+    "colocated, recompute": Graph("dp:2,pp:2", "dp:2,pp:2", 4, FOUR, RECOMPUTE),
+    "mixed": Graph("dp:2,pp:2@0-3", "dp:2,pp:2@2-5", 6, FOUR, WAVES),
+    "disjoint": Graph("dp:2,pp:2@0-3", "dp:2,pp:2@4-7", 8, FOUR, AHEAD),
+    "encoder without stages": Graph("dp:3@0-2", "pp:3@2-4", 5, ONE_STAGE),
+    "virtual stages": Graph(
+        "pp:2,dp:2", "pp:2,dp:2", 4, FOUR | {Edge("encoder", "decoder", 0, 3): ("h",)},
+        ScheduleSettings(virtual_stages=2), 4,
+    ),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------- on process groups
+
+
+@pytest.mark.parametrize("graph", thinned(GRAPHS.values(), 2), ids=GRAPHS)
+def test_gradients_return_by_the_adjoint_over_all_edges(graph: Graph, pools: Pools) -> None:
+    """⟨A x, c⟩ = ⟨x, Aᵀ c⟩ over all edges together, exactly, in the fewest exchanges of the fewest bytes."""
+    found = pools(graph.ranks).run(crossed, graph)
+    gradients = [of_rank for _, of_rank, _ in found]
+    after, before, moved = 0, 0, {"sent": 0, "received": 0, "exchanges": 0}
+    for m in range(graph.micro_batches):
+        batch = MicroBatch(graph, m)
+        for edge, plan in batch.plans.items():
+            check_everything(Boundary.of(plan.source, plan.destination))
+            for name in graph.edges[edge]:
+                after += _check_rows(batch, edge, name, gradients)
+                before += _inner_product(batch, edge, name, gradients)
+    assert sum(loss for loss, *_ in found) == after == before != 0
+    for rank, (*_, of_rank) in enumerate(found):
+        assert of_rank == _planned(graph, rank)
+        moved = {what: n + of_rank[what] for what, n in moved.items()}
+    assert moved["sent"] == moved["received"] > 0
+
+
+def _check_rows(batch: MicroBatch, edge: Edge, name: str, gradients: list[Arrays]) -> int:
+    """Compare the gradient of every row with the sum of what it was multiplied with. Returns the part of the loss."""
+    plan, total, loss = batch.plans[edge], np.zeros((60, WIDTH)), 0
+    for rank in plan.destination.ranks:
+        ids = plan.destination.held_by(rank)
+        cotangent = batch.cotangent(name, rank, ids)
+        total[ids] += cotangent
+        loss += int((batch.rows(name, ids) * cotangent).sum())
+    found = np.zeros_like(total)
+    for rank in plan.source.ranks:
+        ids, gradient = plan.source.held_by(rank), gradients[rank][f"{batch.number} {name}"]
+        if plan.source.gradient == "partial":
+            found[ids] += gradient
+        else:
+            assert np.array_equal(gradient, total[ids])
+            found[ids] = gradient
+    assert np.array_equal(found, total)
+    return loss
+
+
+def _inner_product(batch: MicroBatch, edge: Edge, name: str, gradients: list[Arrays]) -> int:
+    source = batch.plans[edge].source
+    ranks = tuple(source.ranks)
+    rows = [batch.rows(name, source.held_by(rank)).ravel() for rank in ranks]
+    return inner_product(source, ranks, rows, [gradients[rank][f"{batch.number} {name}"].ravel() for rank in ranks])
+
+
+def _planned(graph: Graph, rank: int) -> dict[str, int]:
+    """What the exchanges of a rank move: rows of k outputs are rows of k times the bytes, in the exchanges of one."""
+    moved = {"sent": 0, "received": 0, "exchanges": 0}
+    for m in range(graph.micro_batches):
+        for edge, plan in MicroBatch(graph, m).plans.items():
+            if rank not in plan.ranks:
+                continue
+            part, row = plan.rank(rank), WIDTH * ITEM * len(graph.edges[edge])
+            assert part.backward is not None
+            for direction in (part.forward, part.backward):
+                moved["sent"] += row * direction.sent_rows
+                moved["received"] += row * direction.received_rows
+                busy = [len(e.send) + len(e.receive) > 0 for e in direction.exchanges]
+                moved["exchanges"] += sum(busy) if plan.point_to_point else direction.collectives
+    return moved
+
+
+# ------------------------------------------------------------------------------------- as a step is planned
+
+VISION = ["pp:2,dp:4", "pp:2,sp:4", "pp:2,tp:2,dp:2", "pp:2,cp:2,sp:2", "pp:2,tp:4", "pp:2,sp:2@0-3"]
+TEXT = ["pp:2,dp:4", "pp:4,dp:2", "pp:2,cp:4", "pp:2,tp:2,cp:2", "pp:2,sp:4", "pp:4,tp:2", "pp:2,tp:2@4-7", "pp:4@4-7"]
+EDGES = {
+    Edge("vision", "text"): (ROWS,),
+    Edge("vision", "text", 0, 0): ("a", "b"),
+    Edge("vision", "text", 0, 1): ("c",),
+    Edge("vision", "text", 1, 1): ("d", "e", "f"),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(VISION),
+    st.sampled_from(TEXT),
+    st.tuples(st.booleans(), st.booleans()),
+    st.sampled_from(BATCHES),
+    st.integers(0, 10**6),
+)
+def test_each_edge_has_the_minimum_of_its_ownerships(
+    vision: str, text: str, sharded: tuple[bool, bool], batch: str, seed: int
+) -> None:
+    layouts = {"vision": Layout.parse(vision, 8), "text": Layout.parse(text, 8)}
+    sequence_parallel = dict(zip(layouts, sharded, strict=True))
+    packs = random_packs(batch, layouts["text"], seed)
+    planners = [StepPlanner({"vision": SHAPE}, layouts, sequence_parallel, r, 24, "off", EDGES) for r in range(8)]
+    plans = [planner.plan(packs) for planner in planners]
+    grids = [grid for pack in packs for grid in pack.images[0].grids]
+    if not grids:
+        assert not any(plan.boundaries for plan in plans)
+        return
+    before = after = 0
+    for number, edge in enumerate(EDGES):
+        boundary = _expected(edge, layouts, sequence_parallel, packs)
+        check_everything(boundary)
+        _check_parts(edge, boundary, plans)
+        for rank in boundary.plan.destination.ranks:
+            share = plans[rank].text
+            assert share is not None
+            needed = needed_rows(share, packs, layouts["text"], sequence_parallel["text"], rank)
+            assert boundary.plan.destination.held_by(rank).tolist() == needed.tolist()
+        with_rows, with_gradients = _inner_products(edge, boundary, plans, number)
+        after, before = after + with_rows, before + with_gradients
+    assert after == before
+
+
+def _expected(edge: Edge, layouts: dict[str, Layout], sharded: dict[str, bool], packs: list[PackShape]) -> Boundary:
+    grids = tuple(grid for pack in packs for grid in pack.images[0].grids)
+    vision, text = layouts["vision"], layouts["text"]
+    dealt = tuple(map(tuple, deal_in_order(len(grids), vision.dp)))
+    at_source, at_target = edge.source_coordinate(vision), edge.target_coordinate(text)
+    source = EncoderShards(SHAPE, vision.stage(at_source), sharded["vision"], grids, dealt)
+    places = {"vision": tuple(pack.images[0].positions for pack in packs)}
+    lengths = tuple(pack.lengths for pack in packs)
+    target = TokenShards(text.stage(at_target), sharded["text"], lengths, places)
+    return Boundary.of(source.ownership(), target.ownership("vision"))
+
+
+def _check_parts(edge: Edge, boundary: Boundary, plans: list[MicroBatchPlan]) -> None:
+    """The ranks on either side of an edge, and no others, have its plan."""
+    having = [rank for rank, plan in enumerate(plans) if edge in plan.boundaries]
+    assert having == sorted(boundary.plan.ranks)
+    for rank, expected in zip(boundary.plan.ranks, boundary.parts, strict=True):
+        part = plans[rank].boundaries[edge]
+        assert part.backward is not None and expected.backward is not None
+        assert (part.rank, part.ranks) == (rank, boundary.plan.ranks)
+        for found, wanted in ((part.forward, expected.forward), (part.backward, expected.backward)):
+            assert found.received_rows == wanted.received_rows and found.sent_rows == wanted.sent_rows
+        least = np.setdiff1d(boundary.plan.destination.held_by(rank), boundary.plan.source.held_by(rank))
+        assert part.forward.received_rows == len(least)
+
+
+def _inner_products(edge: Edge, boundary: Boundary, plans: list[MicroBatchPlan], seed: int) -> tuple[int, int]:
+    """⟨A x, c⟩ and ⟨x, Aᵀ c⟩ of the parts that the ranks have planned, whose rows arrive where they belong."""
+    source, destination, ranks = boundary.plan.source, boundary.plan.destination, boundary.plan.ranks
+    parts = [plans[rank].boundaries[edge] for rank in ranks]
+    forward = SimulatedDirection(ranks, [part.forward for part in parts])
+    backward = SimulatedDirection(ranks, [part.backward for part in parts if part.backward is not None])
+    values = Values(boundary, seed)
+    x, c = values.held(source), values.gradients(destination)
+    a_x, at_c = forward.run(x)[0], backward.run(c)[0]
+    for arrived, expected in zip(a_x, values.held(destination), strict=True):
+        assert arrived.tolist() == expected.tolist()
+    return inner_product(destination, ranks, a_x, c), inner_product(source, ranks, x, at_c)
