@@ -4,7 +4,7 @@ The rows are those of `SAMPLES` samples with equally many, because `BridgeCommun
 has text ahead of its rows, at most half as many tokens.
 
     source        replicas get runs of whole samples where `BridgeCommunicator` can do the edge, which needs that;
-                  otherwise they are dealt one by one, as images are. sp cuts the rows of a replica evenly; tp
+                  otherwise they are assigned one by one, as images are. sp cuts the rows of a replica evenly; tp
                   replicates them
     destination   replicas get runs of whole samples. sp, and tp where activations are sequence-parallel, cut the tokens
                   of a replica evenly; tp replicates them otherwise

@@ -2,7 +2,7 @@
 
 Two things, on one core, with nothing kept from one time to the next but the layouts' groups: the boundary by itself
 (ownerships from the group of each row, the plan, and one rank's part of both directions), and everything that a rank
-plans in a step of one micro-batch (dealing and cutting images of many sizes, tokens, pixels, the boundary). Writes
+plans in a step of one micro-batch (assigning and cutting images of many sizes, tokens, pixels, the boundary). Writes
 tables and the numbers to `benchmarks/results`.
 """
 
@@ -37,8 +37,8 @@ TEXT = 0.2
 
 @dataclass(frozen=True)
 class Pair:
-    """Layouts of two modules. `source`, `destination`: ranks that hold the same rows. `shuffled`: images are dealt to
-    source replicas at random rather than in runs. `disjoint`: each module has half of the ranks, rather than all."""
+    """Layouts of two modules. `source`, `destination`: ranks that hold the same rows. `shuffled`: images go to source
+    replicas at random rather than in runs. `disjoint`: each module has half of the ranks, rather than all."""
 
     name: str
     source: int
@@ -50,13 +50,13 @@ class Pair:
 
 PAIRS = (
     Pair("sp:8,dp:128 → tp:8,dp:128", 1, 1),
-    Pair("sp:8,dp:128 → tp:8,dp:128, images dealt at random", 1, 1, shuffled=True),
-    Pair("dp:1024 → tp:8,dp:128, images dealt at random", 1, 1, shuffled=True),
-    Pair("dp:1024 → tp:8,dp:128, whole, images dealt at random", 1, 8, shuffled=True),
-    Pair("tp:8,dp:128 → tp:8,dp:128, whole, images dealt at random", 8, 8, shuffled=True),
-    Pair("tp:8,dp:128 → cp:8,dp:128, images dealt at random, partial", 8, 1, shuffled=True, partial=True),
-    Pair("sp:8,dp:64@0-511 → tp:8,dp:64@512-1023, images dealt at random", 1, 1, shuffled=True, disjoint=True),
-    Pair("sp:8,dp:64@0-511 → tp:8,dp:64@512-1023, whole, images dealt at random", 1, 8, shuffled=True, disjoint=True),
+    Pair("sp:8,dp:128 → tp:8,dp:128, images at random", 1, 1, shuffled=True),
+    Pair("dp:1024 → tp:8,dp:128, images at random", 1, 1, shuffled=True),
+    Pair("dp:1024 → tp:8,dp:128, whole, images at random", 1, 8, shuffled=True),
+    Pair("tp:8,dp:128 → tp:8,dp:128, whole, images at random", 8, 8, shuffled=True),
+    Pair("tp:8,dp:128 → cp:8,dp:128, images at random, partial", 8, 1, shuffled=True, partial=True),
+    Pair("sp:8,dp:64@0-511 → tp:8,dp:64@512-1023, images at random", 1, 1, shuffled=True, disjoint=True),
+    Pair("sp:8,dp:64@0-511 → tp:8,dp:64@512-1023, whole, images at random", 1, 8, shuffled=True, disjoint=True),
     Pair("sp:64,dp:16 → tp:64,dp:16, whole", 1, 64),
 )
 
@@ -133,10 +133,10 @@ def _packs(replicas: int, rows: int) -> list[PackShape]:
     rng = np.random.default_rng(0)
     sides = np.clip(np.exp(rng.normal(np.log(29), 0.6, (rows, 2))), 7, 125).astype(int)
     enough = int(np.searchsorted(np.cumsum(sides.prod(axis=1)), rows)) + 1
-    dealt: list[list[tuple[int, int]]] = [[] for _ in range(replicas)]
+    assigned: list[list[tuple[int, int]]] = [[] for _ in range(replicas)]
     for i, (height, width) in enumerate(sides[:enough].tolist()):
-        dealt[i % replicas].append((height, width))
-    return [_pack(images) for images in dealt]
+        assigned[i % replicas].append((height, width))
+    return [_pack(images) for images in assigned]
 
 
 def _pack(images: list[tuple[int, int]]) -> PackShape:
@@ -156,7 +156,7 @@ def _ownerships(pair: Pair, ranks: int, rows: int) -> Callable[[], tuple[Ownersh
     rng = np.random.default_rng(0)
     order = _dealt_images(rng, rows) if pair.shuffled else np.arange(rows)
     holder = order * len(source) // rows
-    # Text shifts the cuts: tokens are dealt evenly, rows are those tokens that are no text.
+    # Text shifts the cuts: tokens are assigned evenly, rows are those tokens that are no text.
     tokens = np.sort(rng.permutation(int(rows * (1 + TEXT)))[:rows])
     reader = tokens * len(destination) // int(rows * (1 + TEXT))
     gradient = "partial" if pair.partial else "invariant"

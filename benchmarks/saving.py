@@ -79,7 +79,7 @@ class SavingBench:
         return Save(held, tuple(steps))
 
     def _all(self, notes: list[str]) -> bool:
-        return bool(self.run.over_ranks([float(bool(notes))]).min())
+        return bool(self.run.all_gather([float(bool(notes))]).min())
 
     def own_bytes(self) -> int:
         """What this rank has written of the newest checkpoint."""

@@ -172,7 +172,7 @@ def draw_micro_batch(size: int, *seed: int) -> MicroBatch:
 
 
 def pictures_of(layout: Layout, rank: int, pictures: int) -> np.ndarray:
-    """Pictures are dealt to the encoder's replicas in turn."""
+    """Pictures are assigned to the encoder's replicas in turn."""
     return np.arange(layout.replica_of(rank), pictures, layout.dp)
 
 

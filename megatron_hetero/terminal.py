@@ -53,7 +53,7 @@ def open_closed_outputs() -> None:
 
 
 @contextlib.contextmanager
-def told_output() -> Iterator[None]:
+def guarded_output() -> Iterator[None]:
     """Inside, a failing write to standard output (a full disk, a closed pipe) raises `UserError`, and characters that
     the locale's encoding lacks are escaped. Writes to a terminal that is gone are dropped.
 

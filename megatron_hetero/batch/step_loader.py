@@ -115,16 +115,16 @@ class StepLoader:
         by_rank = self._exchange(step, [metadata for _, metadata in packs or []], error)
         layout = self.topology.layouts[TEXT]
         first_ranks = [layout.rank_at(dp=replica) for replica in range(layout.dp)]
-        told = [[by_rank[rank][m] for rank in first_ranks] for m in range(self.batch.micro_batches)]
-        plans = [self.planner.plan([pack.shape for pack in packs_of], m) for m, packs_of in enumerate(told)]
-        decoded, error = _attempt(lambda: self._decode(plans, told, run))
+        gathered = [[by_rank[rank][m] for rank in first_ranks] for m in range(self.batch.micro_batches)]
+        plans = [self.planner.plan([pack.shape for pack in packs_of], m) for m, packs_of in enumerate(gathered)]
+        decoded, error = _attempt(lambda: self._decode(plans, gathered, run))
         _require_one_plan(f"{self.what} {step}", self._exchange(step, [_digests(plan) for plan in plans], error))
         pixels = [
             {name: self._share_out(name, part, patches.get(name, [])) for name, part in plan.pixels.items()}
             for plan, patches in zip(plans, decoded or [], strict=True)
         ]
         own = [packed for packed, _ in packs] if packs else [None] * len(plans)
-        everything = [pack for packs_of in told for pack in packs_of]
+        everything = [pack for packs_of in gathered for pack in packs_of]
         return StepBatch(
             micro_batches=tuple(MicroBatch(*parts) for parts in zip(own, plans, pixels, strict=True)),
             supervised=sum(pack.supervised for pack in everything),
@@ -161,13 +161,16 @@ class StepLoader:
         return sample if check_length(sample, self.max_seq_length, self.too_long) else None
 
     def _decode(
-        self, plans: Sequence[MicroBatchPlan], told: Sequence[Sequence[PackMetadata]], run: Callable[..., Iterable[Any]]
+        self,
+        plans: Sequence[MicroBatchPlan],
+        gathered: Sequence[Sequence[PackMetadata]],
+        run: Callable[..., Iterable[Any]],
     ) -> list[dict[str, list[np.ndarray]]]:
         """For each micro-batch, by encoder, the patches of the images that this rank decodes, fp32 [patches,
         elements].
         """
         wanted = []
-        for m, (plan, packs) in enumerate(zip(plans, told, strict=True)):
+        for m, (plan, packs) in enumerate(zip(plans, packs_of_replicas, strict=True)):
             for i, name in enumerate(self.planner.encoders):
                 images = [pair for p in packs for pair in zip(p.sources[i], p.shape.images[i].grids, strict=True)]
                 wanted += [(m, name, *images[k]) for k in (plan.pixels[name].decodes if name in plan.pixels else ())]
@@ -200,12 +203,12 @@ class StepLoader:
 
     def _exchange(self, step: int, mine: Any, error: str | None) -> list[Any]:
         """Everybody's `mine`, by rank. Raises the first rank's error on every rank, a `SharedError`."""
-        told: list[Any] = [None] * self.topology.world_size
-        dist.all_gather_object(told, (mine, error), group=self.topology.host)
-        for rank, (_, problem) in enumerate(told):
+        gathered: list[Any] = [None] * self.topology.world_size
+        dist.all_gather_object(gathered, (mine, error), group=self.topology.host)
+        for rank, (_, problem) in enumerate(gathered):
             if problem is not None:
                 raise SharedError(f"{self.what} {step}, data of rank {rank}: {problem}")
-        return [content for content, _ in told]
+        return [content for content, _ in gathered]
 
 
 def pack_metadata(packed: PackedBatch, sources: Sequence[ImageSource], encoders: Sequence[str]) -> PackMetadata:
@@ -255,7 +258,7 @@ def _parallel(pool: Executor) -> Callable[..., Iterable[Any]]:
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
     """The result of `work`, or what went wrong: the message of what the user can mend, or the trace of what is ours.
-    All ranks are told of either, so that none is waited for.
+    All ranks learn of either, so that none is waited for.
     """
     try:
         return work(), None

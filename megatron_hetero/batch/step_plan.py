@@ -20,13 +20,13 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.names import ROWS, TEXT
-from megatron_hetero.sharding.balance import deal, deal_in_order, loads_of
+from megatron_hetero.sharding.balance import assign, assign_in_order, loads_of
 from megatron_hetero.sharding.encoder_shards import EncoderShards, EncoderShare
 from megatron_hetero.sharding.items import ItemShape, Size
 from megatron_hetero.sharding.token_shards import TokenShards, TokenShare
 
 Balance = Literal["off", "replica"]
-"""How images are dealt to the encoder's replicas: in order, or so that predicted work is even."""
+"""How images are assigned to the encoder's replicas: in order, or so that predicted work is even."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class StepPlanner:
         layouts: of the encoders and of "text".
         sequence_parallel: for all of them, whether activations are sharded over tp.
         row_bytes: bytes of a row of one output on the wire.
-        balance: how images are dealt to an encoder's replicas.
+        balance: how images are assigned to an encoder's replicas.
         edges: along which the rows of encoders reach the text module, with the outputs that cross there; None: the rows
             of each from its last stage to the first.
     """
@@ -170,7 +170,7 @@ class StepPlanner:
         lengths = tuple(p.lengths for p in packs)
         tokens = TokenShards(self.text.stage(0), self.sharded[TEXT], lengths, places)
         wanted = {at: tokens if at == 0 else replace(tokens, layout=self.text.stage(at)) for at in self._entered}
-        plan = MicroBatchPlan(tokens.share(self.text.beside(self.rank, 0)) if self.rank in self.text else None)
+        plan = MicroBatchPlan(tokens.share(self.text.peer_at_stage(self.rank, 0)) if self.rank in self.text else None)
         first_stages = {}
         for i, name in enumerate(self.encoders):
             grids = tuple(grid for pack in packs for grid in pack.images[i].grids)
@@ -190,8 +190,8 @@ class StepPlanner:
         """The part of one encoder. `wanted`: what the text module reads, by pipeline coordinate."""
         shape, layout = self.encoders[name], self.layouts[name]
         costs = [shape.cost(size) for size in grids]
-        dealt = deal(costs, layout.dp) if self.balance == "replica" else deal_in_order(len(costs), layout.dp)
-        first = EncoderShards(shape, layout.stage(0), self.sharded[name], grids, tuple(map(tuple, dealt)))
+        assigned = assign(costs, layout.dp) if self.balance == "replica" else assign_in_order(len(costs), layout.dp)
+        first = EncoderShards(shape, layout.stage(0), self.sharded[name], grids, tuple(map(tuple, assigned)))
         boundaries = {}
         for edge, outputs in self.edges.items():
             ranks = edge.source_ranks(layout) + edge.target_ranks(self.text)
@@ -201,9 +201,9 @@ class StepPlanner:
                 boundaries[edge] = plan_boundary(held, needed, self.row_bytes * len(outputs)).rank(self.rank)
         plan = MicroBatchPlan(
             text=None,
-            encoders={name: first.share(layout.beside(self.rank, 0))} if self.rank in layout else {},
+            encoders={name: first.share(layout.peer_at_stage(self.rank, 0))} if self.rank in layout else {},
             boundaries=boundaries,
-            loads={name: tuple(loads_of(costs, dealt))},
+            loads={name: tuple(loads_of(costs, assigned))},
         )
         return plan, first
 

@@ -68,8 +68,8 @@ def require_agreement(
         place = f"agreement/{store.add(f'agreement/of rank {rank}', 1)}"
         store.set(f"{place}/{rank}", mine.pack())  # pyright: ignore[reportArgumentType] (bytes are what it takes)
         if rank == FIRST:
-            told = _collect(store, [f"{place}/{other}" for other in range(ranks)], watched)
-            store.set(f"{place}/verdict", judge(list(map(Statement.unpack, told))))
+            statements = _collect(store, [f"{place}/{other}" for other in range(ranks)], watched)
+            store.set(f"{place}/verdict", judge(list(map(Statement.unpack, statements))))
         with watched(lambda: "the comparison of what the ranks were started with, by the first rank,"):
             store.wait([f"{place}/verdict"], _FOR_EVER)
         verdict = store.get(f"{place}/verdict").decode()

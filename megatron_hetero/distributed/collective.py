@@ -21,12 +21,12 @@ def on_every(group: dist.ProcessGroup, work: Callable[[], T], working: Working =
     """What `work` gives on each rank, by rank. The first rank's `UserError` is raised on every rank, as a
     `SharedError`."""
     mine, problem = _attempt(work, working)
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (mine, problem), group=group)
-    for _, found in told:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (mine, problem), group=group)
+    for _, found in gathered:
         if found is not None:
             raise SharedError(found)
-    return [result for result, _ in told]
+    return [result for result, _ in gathered]
 
 
 def on_first(group: dist.ProcessGroup, work: Callable[[], T], working: Working = nullcontext) -> T:

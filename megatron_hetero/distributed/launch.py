@@ -1,4 +1,4 @@
-"""Start and end of a process under torchrun (or alone): the default process group, and errors told once.
+"""Start and end of a process under torchrun (or alone): the default process group, and errors reported once.
 
 However a run ends, one rank says why and all ranks go: a rank that fails exits without waiting for anyone, and
 torchrun stops the others.
@@ -34,7 +34,7 @@ from megatron_hetero.environment.ranks import (
     world_size,
 )
 from megatron_hetero.errors import UserError
-from megatron_hetero.terminal import open_closed_outputs, told_output
+from megatron_hetero.terminal import guarded_output, open_closed_outputs
 
 # torch is imported where it is needed: until a program has set its signal handlers, any signal ends it.
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0) -> Iterato
 
 
 def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
-    """Run `main`. Whatever goes wrong is told on one rank and ends the process at once.
+    """Run `main`. Whatever goes wrong is reported on one rank and ends the process at once.
 
     Exit status: 1 for an error, 130 for Ctrl-C. Where torchrun is killed, its ranks end too (on Linux).
     """
@@ -111,7 +111,7 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
         with (
             open(os.devnull, "w") as nowhere,
             contextlib.redirect_stdout(nowhere if _repeats_help(argv) else sys.stdout),
-            told_output(),
+            guarded_output(),
         ):
             main(argv)
     except SystemExit as end:
@@ -122,14 +122,14 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
         raise
     except UserError as error:
         # What one rank found, the others mostly found too: they give the first one time to tell it.
-        told = rank() > 0 and _told_elsewhere(2.0 + 0.5 * (rank() % 16))
-        leave("" if told else f"error: {error}", 1, final=True)
+        reported = rank() > 0 and _reported_elsewhere(2.0 + 0.5 * (rank() % 16))
+        leave("" if reported else f"error: {error}", 1, final=True)
     except BaseException as error:
         if not is_lost_peer(error):
             leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
         # Somebody else's error; torchrun ends this process before it speaks.
-        told = _told_elsewhere(10.0 + 0.5 * (rank() % 16))
-        leave("" if told else f"rank {rank()} lost another rank, whose error is the cause: {_in_short(error)}", 1)
+        reported = _reported_elsewhere(10.0 + 0.5 * (rank() % 16))
+        leave("" if reported else f"rank {rank()} lost another rank, whose error is the cause: {_in_short(error)}", 1)
 
 
 def ended(work: Callable[[], str | None]) -> int:
@@ -138,7 +138,7 @@ def ended(work: Callable[[], str | None]) -> int:
     """
     open_closed_outputs()
     try:
-        with told_output():
+        with guarded_output():
             if text := work():
                 print(text)
     except UserError as error:
@@ -150,9 +150,9 @@ def ended(work: Callable[[], str | None]) -> int:
     return 0
 
 
-def _told_elsewhere(patience_s: float) -> bool:
+def _reported_elsewhere(patience_s: float) -> bool:
     """Wait for torchrun to end this rank, or for the torchrun of rank 0, on another host, to end. It does where one of
-    its ranks has told an error; on this host nobody sees that. Returns whether it did.
+    its ranks has reported an error; on this host nobody sees that. Returns whether it did.
     """
     end = time.monotonic() + patience_s
     watched = host_number() > 0 and has_agent_store()
@@ -214,7 +214,7 @@ def note_stop() -> None:
 
 
 def forget_stop() -> None:
-    """Take back what `note_stop` told."""
+    """Take back what `note_stop` announced."""
     if path := os.environ.get(STOPPED_FILE):
         Path(path).unlink(missing_ok=True)
 
@@ -235,7 +235,7 @@ def leave(message: str, status: int, *, final: bool = False) -> None:
 
 def _leave_word(message: str, final: bool) -> None:
     """Leave what was said where torchrun looks for it (torch.distributed.elastic.multiprocessing.errors): it then knows
-    that this rank has told why it ends.
+    that this rank has reported why it ends.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # What torchrun prints itself in the place of a traceback; the message has been printed.

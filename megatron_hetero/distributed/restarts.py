@@ -1,4 +1,4 @@
-"""Which ranks torchrun starts again: not those that told an error of the user, which they would find again."""
+"""Which ranks torchrun starts again: not those that reported an error of the user, which they would find again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.launcher import api
 
 from megatron_hetero.distributed.launch import FINAL
 
-_TOLD = "megatron_hetero/told"
+_REPORTED = "megatron_hetero/reported"
 """Key in the store of the hosts: one of them has ranks that are not to be started again."""
 
 
@@ -30,7 +30,7 @@ def restarts_that_may_help() -> Iterator[None]:
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's part on a host. It gives up the restarts that are left where a rank has told a final error."""
+    """torchrun's part on a host. It gives up the restarts that are left where a rank has reported a final error."""
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride], the same
         result: RunResult = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue], torch's decorator
@@ -39,15 +39,15 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _is_final(self, result: RunResult) -> bool:
-        """Whether a rank of this host has told a final error, which the other hosts then learn; or one of another."""
-        told = any(map(is_final, result.failures.values()))
+        """Whether a rank of this host has reported a final error, which other hosts then learn; or one of another."""
+        reported = any(map(is_final, result.failures.values()))
         # Without the host that keeps the store there is nobody to tell, and the next rendezvous says so.
         with contextlib.suppress(RuntimeError):
-            if self._store is not None and told:
-                self._store.set(_TOLD, "1")
+            if self._store is not None and reported:
+                self._store.set(_REPORTED, "1")
             elif self._store is not None:
-                return self._store.check([_TOLD])
-        return told
+                return self._store.check([_REPORTED])
+        return reported
 
 
 def is_final(failure: ProcessFailure) -> bool:

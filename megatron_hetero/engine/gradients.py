@@ -68,10 +68,10 @@ def reduce_gradients(
     for module, optimizer in trained.values():
         _sum_tied_over_stages(module, optimizer)
     squares = {name: _squares(*pair) for name, pair in trained.items()}
-    told = {name: torch.stack([torch.ones_like(s), finite[name], s]) for name, s in squares.items()}
+    columns = {name: torch.stack([torch.ones_like(s), finite[name], s]) for name, s in squares.items()}
     absent = torch.zeros(len(_Column), dtype=torch.float64, device=loss_sum.device)
     counts = torch.full_like(loss_sum, float(loss_counts_here), dtype=torch.float64)
-    mine = [torch.stack([loss_sum.double(), counts]), *(told.get(name, absent) for name in topology.layouts)]
+    mine = [torch.stack([loss_sum.double(), counts]), *(columns.get(name, absent) for name in topology.layouts)]
     return _summarise(_gather_rows(torch.cat(mine), topology), list(topology.layouts))
 
 
@@ -88,7 +88,7 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 class _Column(IntEnum):
-    """What a rank tells of a module. All zero where it trains nothing of it."""
+    """What a rank reports of a module. All zero where it trains nothing of it."""
 
     TRAINED = 0
     FINITE = 1

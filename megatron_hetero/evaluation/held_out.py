@@ -98,8 +98,8 @@ class HeldOutEvaluation:
             )
         # In fp64, so that the sum of many batches is as accurate as that of one.
         with self.run.watched(f"the sums over ranks of the evaluation of {held_out.name} after step {step}"):
-            total = float(self.run.over_ranks([mine if self.run.counts_loss else 0.0]).sum())
-            right, asked = exact_match(self.run.added_over_ranks(np.concatenate(counts, axis=1)))
+            total = float(self.run.all_gather([mine if self.run.counts_loss else 0.0]).sum())
+            right, asked = exact_match(self.run.all_reduce(np.concatenate(counts, axis=1)))
         self.run.watch.read()  # Discarded: these times are not part of the next step.
         return EvaluationMetrics(
             step=step,

@@ -132,4 +132,3 @@ def extract_piece(parameter: Tensor, piece: Piece) -> Tensor:
 
 
 # Earlier names, until their last callers are renamed.
-lay_into, take_out = load_pieces, extract_piece

@@ -228,7 +228,7 @@ class Layout:
         at = bisect_left(self.ranks, first)
         return Layout(**self.degrees | {"pp": 1}, ranks=self.ranks[at : at + size])
 
-    def beside(self, rank: int, stage: int) -> int:
+    def peer_at_stage(self, rank: int, stage: int) -> int:
         """The rank of another pipeline stage with the other coordinates of `rank`."""
         return self.rank_at(**self.coordinate(rank)._asdict() | {"pp": stage})
 

@@ -18,7 +18,7 @@ from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
-from megatron_hetero.sharding.balance import deal, deal_in_order
+from megatron_hetero.sharding.balance import assign, assign_in_order
 from megatron_hetero.sharding.encoder_shards import EncoderShards
 from megatron_hetero.sharding.items import Size
 from megatron_hetero.sharding.token_shards import TokenShards
@@ -82,14 +82,14 @@ class AssumedBatch:
         """Tokens of each sample of a pack."""
         return (self.sample.tokens,) * self.batch.samples
 
-    def dealt(self, encoder: str) -> list[list[int]]:
+    def assigned(self, encoder: str) -> list[list[int]]:
         """The images of a micro-batch that each replica of the encoder gets."""
         grids, dp = self.sample.grids[encoder], self.layouts[encoder].dp
         count = len(grids) * self.batch.samples * self.batch.replicas
         if self.balance != "replica":
-            return deal_in_order(count, dp)
+            return assign_in_order(count, dp)
         cost = self.shapes.encoders[encoder].cost(grids[0]) if grids else 0.0
-        return deal([cost] * count, dp)
+        return assign([cost] * count, dp)
 
     def token_shards(self, layout: Layout) -> TokenShards:
         """The packs of the replicas of `layout`, a stage of the text module."""
@@ -104,10 +104,10 @@ class AssumedBatch:
     def encoder_shards(self, encoder: str, coordinate: int) -> EncoderShards:
         """The images of a micro-batch as a stage of the encoder holds them."""
         layout, grids = self.layouts[encoder], self.sample.grids[encoder]
-        dealt = tuple(map(tuple, self.dealt(encoder)))
+        assigned = tuple(map(tuple, self.assigned(encoder)))
         everything = grids * (self.batch.samples * self.batch.replicas)
         stage = layout.stage(coordinate)
-        return EncoderShards(self.shapes.encoders[encoder], stage, self.sharded[encoder], everything, dealt)
+        return EncoderShards(self.shapes.encoders[encoder], stage, self.sharded[encoder], everything, assigned)
 
     def sides(self, edge: Edge) -> tuple[Ownership, Ownership]:
         """Who holds the rows that cross along an edge, and who needs them."""

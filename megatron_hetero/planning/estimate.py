@@ -79,7 +79,7 @@ class Plan(OfJob):
         parameters = dict(_parameters(job))
         shards = {TEXT: text_shards(assumed), **{name: encoder_shards(assumed, name) for name in job.shapes.encoders}}
         boundaries = tuple(_boundary(job, assumed, edge) for edge in job.edges if shards[edge.source].used)
-        images = {name: max(map(len, assumed.dealt(name))) for name in job.shapes.encoders}
+        images = {name: max(map(len, assumed.assigned(name))) for name in job.shapes.encoders}
         memory = _Memory(job, assumed, parameters, boundaries, shards, gpu).table(world_size)
         work = durations(config, assumed, job.stages, images)
         return cls(job, world_size, assumed, parameters, boundaries, shards, memory, work, simulate(schedule, work))

@@ -114,8 +114,8 @@ def _assumption(plan: Plan) -> Iterator[PlanProblem]:
 
 def _idle_replicas(plan: Plan) -> Iterator[PlanProblem]:
     for name in plan.shapes.encoders:
-        dealt, layout = plan.assumed.dealt(name), plan.layouts[name]
-        images, idle = sum(map(len, dealt)), sum(not mine for mine in dealt)
+        assigned, layout = plan.assumed.assigned(name), plan.layouts[name]
+        images, idle = sum(map(len, assigned)), sum(not mine for mine in assigned)
         if images and idle:
             yield PlanProblem(
                 f"{idle:,} of the {layout.dp:,} replicas of {name} have no image in a micro-batch of {images:,}",
@@ -171,7 +171,7 @@ def _passes(plan: Plan, name: str) -> int:
 
 def _whole_images(plan: Plan, name: str, layout: Layout) -> str:
     """What to do in place of splitting the tokens of images."""
-    replicas, images = layout.ways("tokens", "samples"), sum(map(len, plan.assumed.dealt(name)))
+    replicas, images = layout.ways("tokens", "samples"), sum(map(len, plan.assumed.assigned(name)))
     whole = Layout(**layout.degrees | dict.fromkeys(axes_of("tokens"), 1) | {"dp": replicas}, ranks=layout.ranks)
     flag = f"--{name}-parallel {whole.short(plan.world_size)}"
     if images >= replicas:
@@ -210,7 +210,7 @@ def _against_waiting(plan: Plan, names: tuple[str, ...]) -> str:
     encoders = [e for e in plan.schedule.encoders if e.style == "ahead"]
     if encoders and _encoder_is_slower(plan):
         slow = " and ".join(e.name for e in encoders)
-        if any(not all(plan.assumed.dealt(e.name)) for e in encoders):
+        if any(not all(plan.assumed.assigned(e.name)) for e in encoders):
             return f"split images over more ranks: {slow} is slower than {TEXT}, while some of its replicas have none"
         return f"give {slow} more of the ranks: it is slower than {TEXT}"
     return _against_bubble(plan)

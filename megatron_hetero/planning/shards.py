@@ -79,7 +79,7 @@ def text_shards(assumed: AssumedBatch) -> ModuleShards:
 
 def encoder_shards(assumed: AssumedBatch, encoder: str) -> ModuleShards:
     """The shards of an encoder; none where the assumed samples have no images."""
-    layout, images = assumed.layouts[encoder], np.array([len(i) for i in assumed.dealt(encoder)])
+    layout, images = assumed.layouts[encoder], np.array([len(i) for i in assumed.assigned(encoder)])
     if not images.any():
         return ModuleShards((), np.full(layout.size, -1))
     kinds = np.unique(images)

@@ -1,7 +1,7 @@
-"""Dealing pieces of work to replicas so that predicted cost is even. Pure, and for any model.
+"""Assigning pieces of work to replicas so that predicted cost is even. Pure, and for any model.
 
-Words: an *item* is what is dealt whole (an image); its *cost* is any number that adds up over items, such as flops
-(0 or more). Every rank deals for itself and must come to the same result: ties go to the lower index, and sums are
+Words: an *item* is what is assigned whole (an image); its *cost* is any number that adds up over items, such as flops
+(0 or more). Every rank assigns for itself and must come to the same result: ties go to the lower index, and sums are
 plain additions in a fixed order, never reductions whose order depends on the machine.
 """
 
@@ -14,16 +14,16 @@ from collections.abc import Sequence
 import numpy as np
 
 MAX_EXCHANGES = 32
-"""Most exchanges that one deal tries. Each costs one pass over the items."""
+"""Most exchanges that one assignment tries. Each costs one pass over the items."""
 
 EVEN_ENOUGH = 1.002
 """Above its lower bound by this factor, a maximum is left alone: predictions are coarser than that."""
 
 
-def deal(costs: Sequence[float], replicas: int) -> list[list[int]]:
+def assign(costs: Sequence[float], replicas: int) -> list[list[int]]:
     """The items of each of `replicas`, ascending, such that the largest sum of `costs` is small.
 
-    Items are dealt the largest first, each to the least loaded replica, whose largest load is at most 4/3 - 1/(3
+    Items are assigned the largest first, each to the least loaded replica, whose largest load is at most 4/3 - 1/(3
     replicas) of the best possible (Graham 1969, "Bounds on multiprocessing timing anomalies"). Then the most loaded
     replica gives single items away, or exchanges them for smaller ones, for as long as that makes it less loaded and
     nobody as loaded as it was. This never makes the largest load larger, nor the smallest smaller.
@@ -34,16 +34,16 @@ def deal(costs: Sequence[float], replicas: int) -> list[list[int]]:
     return _items_of(owner, replicas)
 
 
-def deal_in_order(count: int, replicas: int) -> list[list[int]]:
+def assign_in_order(count: int, replicas: int) -> list[list[int]]:
     """The items of each of `replicas`: contiguous blocks of 0 .. `count` - 1, the first ones longer by at most one."""
     each, longer = divmod(count, replicas)
     starts = [replica * each + min(replica, longer) for replica in range(replicas + 1)]
     return [list(range(start, stop)) for start, stop in itertools.pairwise(starts)]
 
 
-def loads_of(costs: Sequence[float], dealt: Sequence[Sequence[int]]) -> list[float]:
+def loads_of(costs: Sequence[float], assigned: Sequence[Sequence[int]]) -> list[float]:
     """The summed cost of each replica's items."""
-    return [sum(costs[item] for item in items) for items in dealt]
+    return [sum(costs[item] for item in items) for items in assigned]
 
 
 def idle_share(*rounds: Sequence[float]) -> float:
@@ -75,7 +75,7 @@ def _largest_first(costs: list[float], replicas: int) -> tuple[np.ndarray, np.nd
 
 
 def _even_out(costs: np.ndarray, owner: np.ndarray, loads: np.ndarray) -> None:
-    """Improve a deal in place, one exchange at a time."""
+    """Improve an assignment in place, one exchange at a time."""
     floor = max(sum(loads.tolist()) / len(loads), costs.max(initial=0.0))
     for _ in range(MAX_EXCHANGES):
         fullest = int(loads.argmax())
@@ -93,7 +93,7 @@ def _exchange(fullest: int, costs: np.ndarray, owner: np.ndarray, loads: np.ndar
     mine = mine[np.argsort(costs[mine], kind="stable")]
     partner, partner_cost = np.append(owner, np.arange(len(loads))), np.append(costs, np.zeros(len(loads)))
     gaps = loads[fullest] - loads[partner]
-    above = np.searchsorted(costs[mine], partner_cost + gaps / 2)
+    above: np.ndarray = np.searchsorted(costs[mine], partner_cost + gaps / 2)
     either = np.stack((np.maximum(above - 1, 0), np.minimum(above, len(mine) - 1)))
     shifts = costs[mine][either] - partner_cost
     # The larger of the two loads afterwards, less that of the fullest now. Never negative for items of the fullest.

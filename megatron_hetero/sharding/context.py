@@ -105,7 +105,7 @@ def contiguous_pieces(sequences: Sequence[int], shard_lengths: Sequence[int], me
     high = low + shard_lengths[member]
     queries = np.minimum(ends, high) - np.maximum(starts, low)
     seen = np.flatnonzero(queries > 0)
-    index = [np.arange(starts[i], ends[i]) for i in seen]
+    index: list[np.ndarray] = [np.arange(starts[i], ends[i]) for i in seen]
     return Pieces(
         tuple(int(n) for n in queries[seen]),
         tuple(int(ends[i] - starts[i]) for i in seen),

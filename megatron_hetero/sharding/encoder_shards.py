@@ -1,6 +1,6 @@
 """Which rank of the vision module decodes, embeds and encodes what. Pure.
 
-Images are dealt to the replicas of the module, and each replica's windows are cut over its `cp` and `sp` members
+Images are assigned to the replicas of the module, and each replica's windows are cut over its `cp` and `sp` members
 (`plan_encoder`). With sequence-parallel activations the ranks of a tp group embed a part of their shard each; else each
 embeds all of it. The rows that a rank holds after encoding are those of the units that it embeds.
 
@@ -18,7 +18,7 @@ import numpy as np
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.sharding.balance import deal
+from megatron_hetero.sharding.balance import assign
 from megatron_hetero.sharding.context import Pieces, contiguous_pieces
 from megatron_hetero.sharding.items import EncoderPlan, ItemShape, Size, plan_encoder, shard_units
 from megatron_hetero.sharding.token_shards import holding_groups, tp_share
@@ -44,7 +44,7 @@ class EncoderShare:
 
 @dataclass(frozen=True, eq=False)
 class EncoderShards:
-    """The images of a micro-batch, of `sizes`, `dealt` to the replicas (the numbers of each one's images).
+    """The images of a micro-batch, of `sizes`, `assigned` to the replicas (the numbers of each one's images).
 
     `layout` of the vision module; `sharded`: sequence-parallel activations over tp. Rows are numbered image by image,
     in raster order of their units.
@@ -54,10 +54,10 @@ class EncoderShards:
     layout: Layout
     sharded: bool
     sizes: tuple[Size, ...]
-    dealt: tuple[tuple[int, ...], ...]
+    assigned: tuple[tuple[int, ...], ...]
 
     def _sizes_of(self, replica: int) -> list[Size]:
-        return [self.sizes[i] for i in self.dealt[replica]]
+        return [self.sizes[i] for i in self.assigned[replica]]
 
     @cached_property
     def _first_row(self) -> np.ndarray:
@@ -68,7 +68,9 @@ class EncoderShards:
 
     def ownership(self) -> Ownership:
         """Which units each rank embeds, in this order, and of which it holds the rows once it has encoded."""
-        in_order = [self.shape.order(self.sizes[i]).units + self._first_row[i] for images in self.dealt for i in images]
+        in_order = [
+            self.shape.order(self.sizes[i]).units + self._first_row[i] for images in self.assigned for i in images
+        ]
         ids = np.concatenate([np.zeros(0, np.int64), *in_order])
         groups = holding_groups(self.layout, self.sharded)
         return Ownership(groups, ids, np.concatenate([self._starts.ravel(), [len(ids)]]))
@@ -77,7 +79,10 @@ class EncoderShards:
     def _units(self) -> np.ndarray:
         """Units of each member's shard, int64 [replicas * members]."""
         return np.concatenate(
-            [shard_units(self.shape, self._sizes_of(r), self.layout.sp, self.layout.cp) for r in range(len(self.dealt))]
+            [
+                shard_units(self.shape, self._sizes_of(r), self.layout.sp, self.layout.cp)
+                for r in range(len(self.assigned))
+            ]
         )
 
     @cached_property
@@ -99,7 +104,9 @@ class EncoderShards:
         `turn`: the number of the micro-batch. Where there are fewer images than ranks, others decode in each.
         """
         first, decoders = self._first_row, self._decoders(replica, turn)
-        units = [[np.arange(first[i], first[i + 1]) for i in images] for images in decoders.values()]
+        units: list[list[np.ndarray]] = [
+            [np.arange(first[i], first[i + 1]) for i in images] for images in decoders.values()
+        ]
         none = np.zeros(0, np.int64)
         return Ownership.of({(rank,): np.concatenate([none, *own]) for rank, own in zip(decoders, units, strict=True)})
 
@@ -108,11 +115,11 @@ class EncoderShards:
         return tuple(self._decoders(self.layout.replica_of(rank), turn)[rank])
 
     def _decoders(self, replica: int, turn: int) -> dict[int, list[int]]:
-        """The images of a replica that each of its ranks decodes: dealt so that their patches are even."""
-        images = self.dealt[replica]
+        """The images of a replica that each of its ranks decodes: assigned so that their patches are even."""
+        images = self.assigned[replica]
         ranks = self.layout.group_of(self.layout.rank_at(dp=replica), *axes_of("weights", "tokens"))
-        dealt = deal([float(self.shape.rows(self.sizes[i]) * self.shape.unit) for i in images], len(ranks))
-        return {rank: [images[i] for i in dealt[(at - turn) % len(ranks)]] for at, rank in enumerate(ranks)}
+        assigned = assign([float(self.shape.rows(self.sizes[i]) * self.shape.unit) for i in images], len(ranks))
+        return {rank: [images[i] for i in assigned[(at - turn) % len(ranks)]] for at, rank in enumerate(ranks)}
 
     # ---------------------------------------------------------------------------------------------- one rank
 
@@ -120,7 +127,7 @@ class EncoderShards:
         """What `rank` encodes."""
         at, layout, unit = self.layout.coordinate(rank), self.layout, self.shape.unit
         member = at.cp * layout.sp + at.sp
-        plan = plan_encoder(self.shape, self.dealt[at.dp], self._sizes_of(at.dp), layout.sp, layout.cp)
+        plan = plan_encoder(self.shape, self.assigned[at.dp], self._sizes_of(at.dp), layout.sp, layout.cp)
         lengths = np.array(plan.lengths).reshape(layout.cp, layout.sp)
         cp_lengths = tuple(lengths.sum(axis=1).tolist())
         tp = layout.tp if self.sharded else 1

@@ -16,7 +16,7 @@ def describe(run: Trainer) -> Table:
     for column in ("module", "layout", "ranks", "parameters per rank", "trained per rank", "activations over tp"):
         table.add_column(column, justify="right" if "per rank" in column else "left")
     for name, layout in run.topology.layouts.items():
-        held, trained = run.over_ranks(_parameters(run, name)).max(dim=0).values.long().tolist()
+        held, trained = run.all_gather(_parameters(run, name)).max(dim=0).values.long().tolist()
         whole = layout.tp == 1 or not run.job.sequence_parallel[name]
         table.add_row(
             name,

@@ -149,17 +149,17 @@ class Share(OfJob):
             scale_gradients(self.modules, factor)
             with self.watched(f"the update of step {step}"):
                 rate = self._update(step)
-                told = self._end_of_step(laps, stop)
-        return self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited, told)
+                end = self._end_of_step(laps, stop)
+        return self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited, end)
 
     def _train_nothing(self, step: int, batch: StepBatch, waited: float, stop: object) -> StepMetrics:
         """A step whose samples are all too long. Weights and optimizers stay as they are, the learning rate goes on."""
         start, nan = time.perf_counter(), float("nan")
         with self.profiler.step(step), self.watched(f"the end of step {step}"):
-            told = self._end_of_step({}, stop)
+            end = self._end_of_step({}, stop)
         config = self.config.optimizer
         rate = rate_of(config.lr, config.min_lr, step, config, self.config.train.iters)
-        return self._metrics(step, batch, nan, nan, rate, start - waited, waited, told)
+        return self._metrics(step, batch, nan, nan, rate, start - waited, waited, end)
 
     def gradients(self, batch: StepBatch) -> GradientSummary:
         """Forward and backward of all micro-batches, then the sums over ranks; gradients are not scaled by 1/N yet."""
@@ -218,7 +218,7 @@ class Share(OfJob):
         for name, count in runs.items():
             own = laps.get(name, [])
             mine += [*own, *[0.0] * (count - len(own))]
-        (memory, stopping, *seconds), rounds = self.over_ranks(mine).T.tolist(), []
+        (memory, stopping, *seconds), rounds = self.all_gather(mine).T.tolist(), []
         for name, count in runs.items():
             ranks = self.topology.layouts[name].ranks
             rounds += [[of_run[rank] for rank in ranks] for of_run in seconds[:count]]
@@ -244,7 +244,7 @@ class Share(OfJob):
         rate: float,
         start: float,
         waited: float,
-        told: _EndOfStep,
+        end: _EndOfStep,
     ) -> StepMetrics:
         seconds = time.perf_counter() - start
         return StepMetrics(
@@ -255,16 +255,16 @@ class Share(OfJob):
             tokens=batch.tokens,
             images=sum(map(len, batch.grids.values())),
             step_time_s=seconds,
-            peak_memory_bytes=told.peak_memory_bytes,
+            peak_memory_bytes=end.peak_memory_bytes,
             skipped_samples=batch.skipped,
             data_time_s=waited,
-            boundary_time_s=told.boundary_time_s,
+            boundary_time_s=end.boundary_time_s,
             mfu=utilisation(self.shapes, self.config.model.freeze, batch, seconds, self.topology),
-            stopping=told.stopping,
+            stopping=end.stopping,
             extra={
                 "patches": sum(prod(grid) for grids in batch.grids.values() for grid in grids),
                 "supervised_tokens": batch.supervised,
-                "encoder_idle_share": told.encoder_idle_share,
+                "encoder_idle_share": end.encoder_idle_share,
                 "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
             },
         )
@@ -272,21 +272,21 @@ class Share(OfJob):
     def on_any_rank(self, flag: object) -> bool:
         """Whether `flag` is true on at least one rank, the same on each."""
         with self.watched("the question whether any rank was asked to stop"):
-            return bool(self.over_ranks([float(bool(flag))]).max())
+            return bool(self.all_gather([float(bool(flag))]).max())
 
     def wait_for_all(self, what: str) -> None:
         """Wait until all ranks have come here, however long they work. `what` is waited for, in words."""
         with self.interpreter.watchdog.waiting(lambda: what):
             on_every(self.topology.host, lambda: None)
 
-    def over_ranks(self, numbers: Sequence[float]) -> torch.Tensor:
+    def all_gather(self, numbers: Sequence[float]) -> torch.Tensor:
         """All ranks' numbers, fp64 [ranks, numbers] on the host; as many on each rank."""
         mine = on_device(torch.tensor(numbers, dtype=torch.float64), self.platform.device)
         everyone = mine.new_empty(self.topology.world_size * len(mine))
         dist.all_gather_into_tensor(everyone, mine, group=self.topology.world)
         return everyone.view(self.topology.world_size, -1).cpu()
 
-    def added_over_ranks(self, counts: np.ndarray) -> np.ndarray:
+    def all_reduce(self, counts: np.ndarray) -> np.ndarray:
         """The sum of all ranks' `counts`, int64 of any shape, the same on each rank."""
         total = torch.from_numpy(counts).to(self.platform.device, copy=True)
         dist.all_reduce(total, group=self.topology.world)

@@ -16,7 +16,7 @@ WAITS = {
     # Refused before the update where a loss or gradient is not finite, and the norm that gradients are clipped by.
     ("gradient sums", "megatron_hetero/engine/gradients.py _gather_rows: a copy to the host"),
     # The end of the step: peak memory and seconds of all ranks, and whether one was asked to stop.
-    ("update", "megatron_hetero/training/share.py over_ranks: a copy to the host"),
+    ("update", "megatron_hetero/training/share.py all_gather: a copy to the host"),
 }
 """Where the host waits for the device in a step: the phase and the place, once each."""
 

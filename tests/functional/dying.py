@@ -29,7 +29,7 @@ CALLS = {
     "data": ("megatron_hetero.batch.step_loader", "StepLoader.load", 2),
     "gradient sums": ("megatron_hetero.training.share", "reduce_gradients", 2),
     "update": ("megatron_hetero.training.trainer", "Trainer._update", 2),
-    "evaluation": ("megatron_hetero.training.share", "Share.added_over_ranks", 1),
+    "evaluation": ("megatron_hetero.training.share", "Share.all_reduce", 1),
     "save": ("megatron_hetero.checkpoint.state", "write_entries", 2),
     "save, written": ("megatron_hetero.checkpoint.format.hashed_files", "_HashedStream.record", 2),
     "export": ("megatron_hetero.training.export", "gather_parameters", 1),

@@ -317,7 +317,7 @@ def test_following_the_suggestions_ends_at_a_legal_pair(
 def test_stages_are_layouts_of_their_own() -> None:
     layout = Layout.parse("tp:2,dp:2,pp:2@4-11")
     assert [str(layout.stage(i)) for i in range(2)] == ["tp:2,dp:2@4-7", "tp:2,dp:2@8-11"]
-    assert layout.beside(6, 1) == 10 and layout.beside(11, 0) == 7 and layout.beside(5, 0) == 5
+    assert layout.peer_at_stage(6, 1) == 10 and layout.peer_at_stage(11, 0) == 7 and layout.peer_at_stage(5, 0) == 5
     with pytest.raises(UserError, match="found pp index 2, expected 0 to 1"):
         layout.stage(2)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.terminal import Parser, told_output
+from megatron_hetero.terminal import Parser, guarded_output
 from tests.unit.test_launch import program
 
 TABLE = """
@@ -68,14 +68,14 @@ def test_a_working_directory_that_has_been_removed_is_an_error_in_one_line(
     (gone := tmp_path / "gone").mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.raises(UserError, match="working directory: no longer exists"), told_output():
+    with pytest.raises(UserError, match="working directory: no longer exists"), guarded_output():
         pass
 
 
 def test_a_terminal_that_goes_is_no_error() -> None:
     """The end of ssh: what has been trained is to be saved."""
     master, terminal = os.openpty()
-    with os.fdopen(terminal, "w") as stream, contextlib.redirect_stdout(stream), told_output():
+    with os.fdopen(terminal, "w") as stream, contextlib.redirect_stdout(stream), guarded_output():
         print("one", flush=True)
         os.close(master)
         print("two", flush=True)

@@ -6,7 +6,7 @@ K keys that this rank's queries see.
 `PackedSelfAttention` is Megatron's `SelfAttention` with a `forward` of its own: rotary embedding by a table with one
 entry per token (Megatron's own handles neither 2-D nor multimodal positions of packed samples), padding that never
 enters attention, and the exchanges of `megatron_hetero.models.common.exchange` under `sp` and `cp`. A sequence is
-dealt to the members of `cp` first, the tokens of each of them to the members of `sp`:
+assigned to the members of `cp` first, the tokens of each of them to the members of `sp`:
 
     own tokens, own heads    -- sp: heads for tokens -->    the cp member's tokens, 1 / sp of the heads
                              -- cp: gather keys ------->    and the keys and values that these tokens see
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from megatron_hetero.distributed.platform import on_device
 from megatron_hetero.distributed.topology import ModuleGroups
-from megatron_hetero.models.common.exchange import gather_keys, heads_for_tokens, tokens_for_heads
+from megatron_hetero.models.common.exchange import gather_keys, ulysses_gather_heads, ulysses_scatter_heads
 from megatron_hetero.models.common.kernels import HALF, Kernel, kernel_for
 from megatron_hetero.models.common.segments import Segments
 
@@ -205,12 +205,12 @@ def attend_across(
     """
     q, k, v = q_nHD, k_nHD, v_nHD
     if sp.size() > 1:
-        q, k, v = heads_for_tokens(q, k, v, plan.sp_lengths, sp)
+        q, k, v = ulysses_scatter_heads(q, k, v, plan.sp_lengths, sp)
     if context.size() > 1:
         assert plan.full.key_index is not None, "pieces of one member alone, under cp"
         k, v = gather_keys(k, v, plan.cp_lengths, plan.full.key_index, context)
     out = attend(q, k, v, plan.full)
-    return tokens_for_heads(out, plan.sp_lengths, sp) if sp.size() > 1 else out
+    return ulysses_gather_heads(out, plan.sp_lengths, sp) if sp.size() > 1 else out
 
 
 def _without_context(groups: ModuleGroups) -> ProcessGroupCollection:

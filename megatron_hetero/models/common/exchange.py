@@ -4,8 +4,8 @@
 Shape suffixes: n tokens of this rank, N of all members of the group, H heads of this rank, m members of the group,
 D elements per head, c columns.
 
-    sp   heads_for_tokens    one all-to-all each way     [n, H, D] -> [N, H / m, D]
-         tokens_for_heads    one all-to-all each way     [N, H / m * D] -> [n, H * D]
+    sp   ulysses_scatter_heads    one all-to-all each way     [n, H, D] -> [N, H / m, D]
+         ulysses_gather_heads    one all-to-all each way     [N, H / m * D] -> [n, H * D]
     cp   gather_keys         one all-gather forward, one reduce-scatter backward
                              [n, H, D] -> [keys that this rank's queries see, H, D]
 
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def heads_for_tokens(
+def ulysses_scatter_heads(
     q_nHD: Tensor, k_nHD: Tensor, v_nHD: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give away heads, receive tokens: [n, H, D] to [N, H / m, D] for each, in one all-to-all.
@@ -46,7 +46,7 @@ def heads_for_tokens(
     return received.unflatten(1, (sum(widths), q_nHD.shape[2])).split(widths, dim=1)  # pyright: ignore[reportReturnType]
 
 
-def tokens_for_heads(x_Nc: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+def ulysses_gather_heads(x_Nc: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
     """Give away tokens, receive heads: [N, H / m * D] to [n, H * D]."""
     members, mine = group.size(), lengths[group.rank()]
     received = _all_to_all(x_Nc, list(lengths), [mine] * members, group)

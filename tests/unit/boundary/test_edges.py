@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_hetero import Edge, Layout, ScheduleSettings
 from megatron_hetero.batch.step_plan import MicroBatchPlan, PackShape, StepPlanner
 from megatron_hetero.names import ROWS
-from megatron_hetero.sharding.balance import deal_in_order
+from megatron_hetero.sharding.balance import assign_in_order
 from megatron_hetero.sharding.encoder_shards import EncoderShards
 from megatron_hetero.sharding.token_shards import TokenShards
 from tests.support.matrix import thinned
@@ -162,9 +162,9 @@ def test_each_edge_has_the_minimum_of_its_ownerships(
 def _expected(edge: Edge, layouts: dict[str, Layout], sharded: dict[str, bool], packs: list[PackShape]) -> Boundary:
     grids = tuple(grid for pack in packs for grid in pack.images[0].grids)
     vision, text = layouts["vision"], layouts["text"]
-    dealt = tuple(map(tuple, deal_in_order(len(grids), vision.dp)))
+    assigned = tuple(map(tuple, assign_in_order(len(grids), vision.dp)))
     at_source, at_target = edge.source_coordinate(vision), edge.target_coordinate(text)
-    source = EncoderShards(SHAPE, vision.stage(at_source), sharded["vision"], grids, dealt)
+    source = EncoderShards(SHAPE, vision.stage(at_source), sharded["vision"], grids, assigned)
     places = {"vision": tuple(pack.images[0].positions for pack in packs)}
     lengths = tuple(pack.lengths for pack in packs)
     target = TokenShards(text.stage(at_target), sharded["text"], lengths, places)

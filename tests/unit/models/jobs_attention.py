@@ -26,7 +26,12 @@ from megatron_hetero.models.common.attention import (
     attend_across,
 )
 from megatron_hetero.models.common.backend import TorchSpecProvider, layer_spec, transformer_config
-from megatron_hetero.models.common.exchange import gather_keys, heads_for_tokens, padded_index, tokens_for_heads
+from megatron_hetero.models.common.exchange import (
+    gather_keys,
+    padded_index,
+    ulysses_gather_heads,
+    ulysses_scatter_heads,
+)
 from megatron_hetero.models.common.loss import vocab_parallel_cross_entropy, vocab_parallel_hits
 from megatron_hetero.sharding.context import contiguous_pieces, zigzag_pieces, zigzag_tokens
 from tests.support.pool import world
@@ -47,15 +52,15 @@ def naive(q_nHD: Tensor, k_nHD: Tensor, v_nHD: Tensor, lengths: tuple[int, ...],
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
-class Dealt(NamedTuple):
+class Assigned(NamedTuple):
     """What a rank holds: the positions of its tokens in the pack, the plan, and how its groups' members are filled."""
 
     mine: np.ndarray
     plan: AttentionPlan
 
 
-def deal(lengths: tuple[int, ...], groups: ModuleGroups, causal: bool, how: str) -> Dealt:
-    """Deal a pack to `cp` (zigzag where causal), then to `sp`; `how` as in `split`."""
+def assign(lengths: tuple[int, ...], groups: ModuleGroups, causal: bool, how: str) -> Assigned:
+    """Assign a pack to `cp` (zigzag where causal), then to `sp`; `how` as in `split`."""
     sp, cp, member = groups.sp.size(), groups.context.size(), groups.context.rank()
     if causal:
         tokens, pieces = zigzag_tokens(lengths, cp), zigzag_pieces(lengths, cp, member)
@@ -66,7 +71,7 @@ def deal(lengths: tuple[int, ...], groups: ModuleGroups, causal: bool, how: str)
     cp_lengths = tuple(len(part) for part in tokens)
     sp_lengths = split(cp_lengths[member], sp, how)
     mine = np.split(tokens[member], np.cumsum(sp_lengths)[:-1])[groups.sp.rank()]
-    return Dealt(mine, AttentionPlan(Segments.of_pieces(pieces, CPU, cp_lengths), sp_lengths, cp_lengths))
+    return Assigned(mine, AttentionPlan(Segments.of_pieces(pieces, CPU, cp_lengths), sp_lengths, cp_lengths))
 
 
 def split(total: int, members: int, how: str) -> tuple[int, ...]:
@@ -77,7 +82,7 @@ def split(total: int, members: int, how: str) -> tuple[int, ...]:
 
 
 Case = tuple[tuple[int, ...], str, tuple[int, int]]
-"""Lengths of the samples, how they are dealt (`split`), and query and key/value heads."""
+"""Lengths of the samples, how they are assigned (`split`), and query and key/value heads."""
 
 
 def across(layout: str, causal: bool, cases: list[Case]) -> list[tuple[list[str], list[str], int]]:
@@ -91,7 +96,7 @@ def across(layout: str, causal: bool, cases: list[Case]) -> list[tuple[list[str]
 def _across(
     groups: ModuleGroups, causal: bool, lengths: tuple[int, ...], how: str, heads: tuple[int, int]
 ) -> tuple[list[str], list[str], int]:
-    mine, plan = deal(lengths, groups, causal, how)
+    mine, plan = assign(lengths, groups, causal, how)
     total, dim = sum(lengths), 4
     generator = torch.Generator().manual_seed(total)
 
@@ -158,7 +163,7 @@ def _compare_layers(model: Any, reference: Any, lengths: tuple[int, ...], groups
     expected, _ = reference(x, rotary_pos_emb=table, packed_seq_params=whole)
     expected.backward(c)
 
-    mine, plan = deal(lengths, groups, True, "ragged")
+    mine, plan = assign(lengths, groups, True, "ragged")
     tp = groups.tp.size()
     share = max(1, -(-len(mine) // tp))  # rows of this shard on each tp rank, padding included
     rows = slice(share * groups.tp.rank(), share * groups.tp.rank() + share)
@@ -252,7 +257,7 @@ def ulysses(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> No
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(total, h, dim, generator=generator, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)]
     own = [x[mine].clone().requires_grad_() for x in whole]
-    q, k, v = heads_for_tokens(own[0], own[1], own[2], lengths, group)
+    q, k, v = ulysses_scatter_heads(own[0], own[1], own[2], lengths, group)
     share = heads // members
     queries = range(rank * share, rank * share + share)
     assert torch.equal(q, whole[0][:, queries.start : queries.stop])
@@ -261,7 +266,7 @@ def ulysses(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> No
     for local, head in enumerate(queries):
         for got, stored in ((k, whole[1]), (v, whole[2])):
             assert torch.equal(got[:, local // ratio], stored[:, head * kv_heads // heads])
-    back = tokens_for_heads(q.flatten(1), lengths, group)
+    back = ulysses_gather_heads(q.flatten(1), lengths, group)
     assert torch.equal(back, whole[0][mine].flatten(1)), "not the inverse"
 
     # <A x, c> = <x, A^T c> over the group, exactly on integers.
@@ -269,7 +274,7 @@ def ulysses(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> No
         torch.randint(-9, 9, (total, h, dim), generator=generator).double() for h in (heads, kv_heads, kv_heads)
     ]
     x = [part[mine].clone().requires_grad_() for part in integers]
-    ax = heads_for_tokens(x[0], x[1], x[2], lengths, group)
+    ax = ulysses_scatter_heads(x[0], x[1], x[2], lengths, group)
     c = [torch.randint(-9, 9, part.shape, generator=torch.Generator().manual_seed(rank)).double() for part in ax]
     assert_adjoint(x, list(ax), c, total)
 

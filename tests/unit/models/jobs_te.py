@@ -16,7 +16,7 @@ from megatron_hetero.distributed.topology import ModuleGroups, Topology
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.attention import AttentionPlan, Segments
 from megatron_hetero.models.common.backend import TorchSpecProvider, layer_spec, te_provider, transformer_config
-from tests.unit.models.jobs_attention import deal
+from tests.unit.models.jobs_attention import assign
 
 PLATFORM = Platform(CPU, "gloo")
 HEADS, DIM = 8, 16
@@ -48,10 +48,10 @@ def _compare(
     theirs, ours = (
         _attention(p, groups, kv_heads, mask, windowed) for p in (te_provider(capability), TorchSpecProvider())
     )
-    dealt = deal(lengths, groups, mask == AttnMaskType.causal, "even")
-    own = len(dealt.mine)
+    assigned = assign(lengths, groups, mask == AttnMaskType.causal, "even")
+    own = len(assigned.mine)
     windows = Segments.of([own - own // 3, own // 3], CPU)
-    plan = AttentionPlan(dealt.plan.full, dealt.plan.sp_lengths, dealt.plan.cp_lengths, windows)
+    plan = AttentionPlan(assigned.plan.full, assigned.plan.sp_lengths, assigned.plan.cp_lengths, windows)
     random = torch.Generator().manual_seed(dist.get_rank())
     x, c = (torch.randn(own, 1, HEADS * DIM, generator=random).bfloat16() for _ in "xc")
     angles = torch.randn(own, DIM, generator=random)

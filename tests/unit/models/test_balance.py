@@ -1,4 +1,4 @@
-"""Dealing to replicas: how even, against the bounds that are promised, and that it is always the same."""
+"""Assigning to replicas: how even, against the bounds that are promised, and that it is always the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.sharding import balance
-from megatron_hetero.sharding.balance import deal, deal_in_order, idle_share, loads_of
+from megatron_hetero.sharding.balance import assign, assign_in_order, idle_share, loads_of
 
 REPLICAS = 8
 SEEDS = range(200)
@@ -44,12 +44,12 @@ def web_costs(seed: int, images: int, max_pixels: int = 12_845_056) -> list[floa
     return [SHAPE.cost((1, height // 14, width // 14)) for height, width in resized]
 
 
-def largest_load(costs: list[float], dealt: list[list[int]]) -> float:
-    return max(loads_of(costs, dealt))
+def largest_load(costs: list[float], assigned: list[list[int]]) -> float:
+    return max(loads_of(costs, assigned))
 
 
 def best_possible(costs: list[float], replicas: int) -> float:
-    """No deal has a smaller largest load than this."""
+    """No assignment has a smaller largest load than this."""
     return max(sum(costs) / replicas, max(costs, default=0.0))
 
 
@@ -67,12 +67,12 @@ def largest_first(costs: Sequence[float], replicas: int) -> list[float]:
 def test_images_of_a_web_data_set_are_dealt_evenly(per_replica: int, bound: float, max_pixels: int) -> None:
     for seed in SEEDS:
         costs = web_costs(seed, REPLICAS * per_replica, max_pixels)
-        assert largest_load(costs, deal(costs, REPLICAS)) <= bound * best_possible(costs, REPLICAS), f"{seed=}"
+        assert largest_load(costs, assign(costs, REPLICAS)) <= bound * best_possible(costs, REPLICAS), f"{seed=}"
 
 
 def test_images_in_order_are_uneven() -> None:
     draws = [web_costs(seed, REPLICAS * 4) for seed in SEEDS]
-    worst = [largest_load(costs, deal_in_order(len(costs), REPLICAS)) / (sum(costs) / REPLICAS) for costs in draws]
+    worst = [largest_load(costs, assign_in_order(len(costs), REPLICAS)) / (sum(costs) / REPLICAS) for costs in draws]
     assert np.median(worst) >= 1.8
 
 
@@ -80,10 +80,10 @@ def test_images_in_order_are_uneven() -> None:
 @given(costs_and_replicas)
 def test_every_item_is_dealt_once_within_grahams_bounds(case: tuple[list[float], int]) -> None:
     costs, replicas = case
-    dealt = deal(costs, replicas)
-    assert len(dealt) == replicas and all(items == sorted(items) for items in dealt)
-    assert sorted(item for items in dealt for item in items) == list(range(len(costs)))
-    loads, largest, mean = loads_of(costs, dealt), max(costs, default=0.0), sum(costs) / replicas
+    assigned = assign(costs, replicas)
+    assert len(assigned) == replicas and all(items == sorted(items) for items in assigned)
+    assert sorted(item for items in assigned for item in items) == list(range(len(costs)))
+    loads, largest, mean = loads_of(costs, assigned), max(costs, default=0.0), sum(costs) / replicas
     # Nobody has more than the mean and what is left of the largest; loads differ by one item at most.
     assert max(loads) <= (mean + largest * (1 - 1 / replicas)) * (1 + 1e-9)
     assert max(loads) - min(loads) <= largest + 1e-9 * max(loads)
@@ -94,14 +94,14 @@ def test_every_item_is_dealt_once_within_grahams_bounds(case: tuple[list[float],
 def test_the_largest_load_is_within_four_thirds_of_the_best(costs: list[int], replicas: int) -> None:
     owners = product(range(replicas), repeat=len(costs))
     best = min(np.bincount(owner, costs, minlength=replicas).max() for owner in owners) if costs else 0
-    assert max(loads_of(costs, deal(costs, replicas))) <= best * (4 / 3 - 1 / (3 * replicas)) * (1 + 1e-9)
+    assert max(loads_of(costs, assign(costs, replicas))) <= best * (4 / 3 - 1 / (3 * replicas)) * (1 + 1e-9)
 
 
 @some
 @given(costs_and_replicas)
 def test_no_deal_is_worse_than_the_largest_first(case: tuple[list[float], int]) -> None:
     costs, replicas = case
-    first, loads = largest_first(costs, replicas), loads_of(costs, deal(costs, replicas))
+    first, loads = largest_first(costs, replicas), loads_of(costs, assign(costs, replicas))
     assert max(loads) <= max(first) * (1 + 1e-9) and min(loads) >= min(first) * (1 - 1e-9) - 1e-9 * max(first)
 
 
@@ -115,27 +115,27 @@ def test_no_deal_is_worse_than_the_largest_first(case: tuple[list[float], int]) 
 )
 def test_exchanges_even_out_what_the_largest_first_leaves(costs: list[int], replicas: int, loads: list[int]) -> None:
     assert max(largest_first(costs, replicas)) > max(loads)
-    assert loads_of(costs, deal(costs, replicas)) == loads
+    assert loads_of(costs, assign(costs, replicas)) == loads
 
 
 def test_items_that_no_exchange_helps_stay_where_the_largest_first_puts_them() -> None:
-    assert deal([1.0] * 5, 3) == [[0, 3], [1, 4], [2]]
-    assert deal([9.0, 1.0, 1.0], 2) == [[0], [1, 2]]
-    assert deal([], 2) == [[], []]
-    assert deal([2, 1, 3], 1) == [[0, 1, 2]]
+    assert assign([1.0] * 5, 3) == [[0, 3], [1, 4], [2]]
+    assert assign([9.0, 1.0, 1.0], 2) == [[0], [1, 2]]
+    assert assign([], 2) == [[], []]
+    assert assign([2, 1, 3], 1) == [[0, 1, 2]]
 
 
 @some
 @given(st.lists(st.integers(1, 10**6), max_size=40), st.integers(1, 8))
 def test_a_deal_depends_on_the_proportions_of_costs_only(costs: list[int], replicas: int) -> None:
     # Powers of two scale without rounding.
-    assert deal(costs, replicas) == deal([cost * 2.0**20 for cost in costs], replicas)
+    assert assign(costs, replicas) == assign([cost * 2.0**20 for cost in costs], replicas)
 
 
 @some
 @given(st.lists(st.integers(1, 999), min_size=6, max_size=24), st.integers(2, 4), st.integers(0, 2000))
 def test_an_exchange_is_the_best_single_one_of_the_fullest(drawn: list[int], replicas: int, extra: int) -> None:
-    # Loads near each other, as after a deal, or one of them ahead by `extra`.
+    # Loads near each other, as after an assignment, or one of them ahead by `extra`.
     costs, owner = np.array([*drawn, extra]), np.arange(len(drawn) + 1) % replicas
     loads = np.bincount(owner, costs, minlength=replicas)
     fullest = int(loads.argmax())
@@ -157,7 +157,7 @@ def test_the_number_of_exchanges_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     costs = (1 + 0.3 * np.random.default_rng(0).random(300)).tolist()  # 84 are tried where there is no bound
     tried, exchange = [], balance._exchange
     monkeypatch.setattr(balance, "_exchange", lambda *args: (tried.append(None), exchange(*args))[1])
-    deal(costs, 128)
+    assign(costs, 128)
     assert len(tried) == balance.MAX_EXCHANGES
 
 
@@ -171,7 +171,7 @@ def test_the_number_of_exchanges_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_in_order_blocks_are_contiguous_and_even_in_number(count: int, replicas: int, blocks: list[list[int]]) -> None:
-    assert deal_in_order(count, replicas) == blocks
+    assert assign_in_order(count, replicas) == blocks
 
 
 def test_loads_and_idle_share() -> None:

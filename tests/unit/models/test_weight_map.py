@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_hetero.hf.weight_map import Piece, WeightMap, held, lay_into, share, stack, take_out
+from megatron_hetero.hf.weight_map import Piece, WeightMap, extract_piece, held, load_pieces, share, stack
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.qwen3_vl import shapes as qwen3_vl
 from megatron_hetero.models.shapes import ModelShapes
@@ -126,7 +126,7 @@ def test_scatter_then_assemble_is_exact(case: tuple[ModelShapes, int]) -> None:
             shape = local_shape([own_map[name] for own_map in maps], stored)
             for own_map in maps:
                 parameter = torch.full(shape, torch.nan)
-                lay_into(parameter, own_map[name], [read(stored, piece) for piece in own_map[name]])
+                load_pieces(parameter, own_map[name], [read(stored, piece) for piece in own_map[name]])
                 assert not parameter.isnan().any(), "padding is not zero"
                 parts.append((own_map[name], parameter))
     assembled = dict(assemble(parts, stored_shapes(shapes)))
@@ -177,13 +177,13 @@ def test_shares(size: int, tp: int, expected: list[tuple[int, int]]) -> None:
     assert [share(size, rank, tp)[0] for rank in range(tp)] == expected
 
 
-def test_stack_take_out_and_padding() -> None:
+def test_stack_extract_and_padding() -> None:
     pieces = stack(("a", (2, 4)), ("b", (0, 0)), ("a", (0, 1)))
     parameter = torch.full((4, 2), 7.0)
     a = torch.arange(10.0).view(5, 2)
-    lay_into(parameter, pieces, [a[2:4], a[0:0], a[0:1]])
+    load_pieces(parameter, pieces, [a[2:4], a[0:0], a[0:1]])
     assert parameter.tolist() == [[4, 5], [6, 7], [0, 1], [0, 0]]
-    assert torch.equal(take_out(parameter, pieces[0]), a[2:4]) and pieces[1].empty and not pieces[2].empty
+    assert torch.equal(extract_piece(parameter, pieces[0]), a[2:4]) and pieces[1].empty and not pieces[2].empty
 
 
 def test_names() -> None:

@@ -97,10 +97,10 @@ def objects(backend: str) -> list[Any]:
         dist.recv_object_list(passed, 0)
     gathered: list[Any] | None = [None] * ranks if rank == 1 else None
     dist.gather_object(rank, gathered, 1, group=host)
-    dealt: list[Any] = [None]
-    dist.scatter_object_list(dealt, [f"for {other}" for other in range(ranks)] if rank == 2 else None, 2, group=host)
+    assigned: list[Any] = [None]
+    dist.scatter_object_list(assigned, [f"for {other}" for other in range(ranks)] if rank == 2 else None, 2, group=host)
     dist.barrier(host)
-    return [told, word, passed, gathered, dealt]
+    return [told, word, passed, gathered, assigned]
 
 
 # ------------------------------------------------------------------------------------------------- what would hang

@@ -126,7 +126,7 @@ class Passes:
         self.passed: list[tuple[Tensor | None, Tensor]] = []
 
     def _beside(self, step: int) -> int:
-        return self.layout.beside(self.rank, (self.layout.coordinate(self.rank).pp + step) % self.layout.pp)
+        return self.layout.peer_at_stage(self.rank, (self.layout.coordinate(self.rank).pp + step) % self.layout.pp)
 
     def forward(self) -> Tensor:
         """What the last of this rank's stages gave."""
@@ -223,7 +223,7 @@ def train_text(trainee: Trainee, seeds: Sequence[int]) -> tuple[Tensor, dict[int
         packs = Packs(trainee.shapes, tuple(seeds[start : start + layout.dp]))
         sharded = trainee.case.sequence_parallel and layout.tp > 1
         shards = TokenShards(layout.stage(0), sharded, packs.lengths, {"vision": packs.places})
-        first = layout.beside(rank, 0)
+        first = layout.peer_at_stage(rank, 0)
         batch, ids = packs.input(shards, first), shards.ownership("vision").held_by(first)
         rows = packs.rows[ids].requires_grad_()
 
@@ -279,10 +279,10 @@ def vision(case: Case) -> dict[str, Any]:
     """Gradients of the sum of all rows, weighted at random, and the rows; the number of a row is its place."""
     trainee, rank = Trainee(case), dist.get_rank()
     shape, [layout], [module] = trainee.shapes.vision, trainee.layouts.values(), trainee.modules
-    dealt = tuple(tuple(range(replica, len(GRIDS), layout.dp)) for replica in range(layout.dp))
+    assigned = tuple(tuple(range(replica, len(GRIDS), layout.dp)) for replica in range(layout.dp))
     sharded = case.sequence_parallel and layout.tp > 1
-    shards = EncoderShards(shape, layout.stage(0), sharded, GRIDS, dealt)
-    share, ids = shards.share(layout.beside(rank, 0)), shards.ownership().held_by(layout.beside(rank, 0))
+    shards = EncoderShards(shape, layout.stage(0), sharded, GRIDS, assigned)
+    share, ids = shards.share(layout.peer_at_stage(rank, 0)), shards.ownership().held_by(layout.peer_at_stage(rank, 0))
     units = sum(int(np.prod(grid)) for grid in GRIDS) // shape.unit
     random = torch.Generator().manual_seed(5)
     pixels = torch.randn(units, shape.unit * shape.patch_elements, generator=random)

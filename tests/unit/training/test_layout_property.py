@@ -46,11 +46,11 @@ class Case:
 
     @cached_property
     def shards(self) -> EncoderShards:
-        """Images are dealt at random: who encodes what is free."""
+        """Images are assigned at random: who encodes what is free."""
         grids = tuple(grid for pack in self.packs for grid in pack.images[0].grids)
         replica = np.random.default_rng(self.seed).integers(self.vision.dp, size=len(grids))
-        dealt = tuple(tuple(np.flatnonzero(replica == i).tolist()) for i in range(self.vision.dp))
-        return EncoderShards(SHAPE, self.vision, self.sharded[0], grids, dealt)
+        assigned = tuple(tuple(np.flatnonzero(replica == i).tolist()) for i in range(self.vision.dp))
+        return EncoderShards(SHAPE, self.vision, self.sharded[0], grids, assigned)
 
     @cached_property
     def tokens(self) -> TokenShards:
@@ -109,11 +109,11 @@ def test_any_two_layouts(case: Case) -> None:
 
 
 def check_sources(case: Case) -> None:
-    """Every row is held by one group of ranks, in the replica that its image was dealt to, as the encoder leaves it."""
+    """Every row is held by one group of ranks, in the replica of its image, as the encoder leaves it."""
     source, vision = case.boundary.plan.source, case.vision
     assert sorted(source.ids.tolist()) == list(range(first_rows(case.packs)[-1]))
     first = first_rows_of_images(case.packs)
-    for replica, images in enumerate(case.shards.dealt):
+    for replica, images in enumerate(case.shards.assigned):
         leader = vision.rank_at(dp=replica)
         held = np.concatenate([source.held_by(rank) for rank in vision.group_of(leader, "tp", "sp", "cp")])
         assert set(held.tolist()) == {row for image in images for row in range(first[image], first[image + 1])}
