@@ -1,4 +1,4 @@
-# make train         the demo: a small model learns to answer questions about pictures, on any machine
+# make train         the demo: a small model learns to answer questions about pictures, on any machine; or MODEL=qwen3_vl
 # make test          lint, types, unit tests, functional tests
 # make matrix        the rows of long matrices that `make test` leaves out
 # make torture       a run that is killed dozens of times, also on two hosts, and must end as if nobody had touched it
@@ -98,14 +98,18 @@ kernels: $(INSTALLED)
 
 # --------------------------------------------------------------------------------------------- programs
 
-train: demo/demo.json
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) pretrain_vlm.py --config demo/config.yaml
+# MODEL=qwen3_vl takes another family, in a folder of its own; `make demo-clean MODEL=qwen3_vl` removes that.
+MODEL ?=
+DEMO := demo$(addprefix -,$(MODEL))
 
-demo/demo.json: | $(INSTALLED)
-	$(BIN)/python -m megatron_hetero.cli.make_demo demo
+train: $(DEMO)/demo.json
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) pretrain_vlm.py --config $(DEMO)/config.yaml
+
+$(DEMO)/demo.json: | $(INSTALLED)
+	$(BIN)/python -m megatron_hetero.cli.make_demo $(DEMO) $(addprefix --model ,$(MODEL))
 
 demo-clean:
-	rm -rf demo
+	rm -rf $(DEMO)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.step

@@ -20,7 +20,7 @@ from megatron_hetero.distributed.launch import guarded, note_stop, process_group
 from megatron_hetero.errors import SharedError
 from megatron_hetero.training.stopping import StopRequest, stop_requests
 
-# torch and Megatron-Core are imported where they are needed: a plan does not wait for them, nor does a signal handler.
+# torch and Megatron-Core are imported where they are used: neither a plan nor a signal handler should wait for them.
 if TYPE_CHECKING:
     from megatron_hetero.distributed.platform import Platform
     from megatron_hetero.training.metrics import Writer
@@ -52,13 +52,13 @@ def train(config: Config, request: StopRequest) -> None:
 
 
 def train_and_export(config: Config, platform: Platform, request: StopRequest) -> bool:
-    """Build the run, train and evaluate it, and export the model. Returns whether it came so far: not where it was
-    asked to stop. Raises `UserError`, after what was trained has been saved where that is possible.
+    """Build the run, train and evaluate it, and export the model. Returns whether it finished, rather than being asked
+    to stop. Raises `UserError`, after saving what was trained if possible.
     """
     from megatron_hetero.execution.watch import Watchdog
 
     watchdog = Watchdog.of_world(config.schedule.timeout_s, platform)
-    with watchdog.working():  # Imports may take long, and other ranks wait for this one.
+    with watchdog.working():  # Imports may take long while other ranks wait.
         from megatron_hetero.training.ending import Ending
         from megatron_hetero.training.trainer import Trainer
 
@@ -75,7 +75,7 @@ def train_and_export(config: Config, platform: Platform, request: StopRequest) -
             with watchdog.waiting(lambda: "the end of the run, with all other ranks,"):
                 ending.stopped(stopped)
     if stopped is None:
-        request.end()  # An export needs no end of a step: what it leaves half-written is not used.
+        request.end()  # An export may be interrupted anywhere: a half-written one is never used.
         with watchdog.waiting(lambda: "the end of the run, with all other ranks,"):
             ending.trained()
     run.wait_for_all("the end of all other ranks")
@@ -84,7 +84,7 @@ def train_and_export(config: Config, platform: Platform, request: StopRequest) -
 
 
 def train_steps(run: Trainer, writer: Writer, request: StopRequest) -> int | None:
-    """Train all steps that are left, save and evaluate. Returns the step after which this was stopped, if it was."""
+    """Train the remaining steps, save and evaluate. Returns the step after which the run was stopped, if it was."""
     from megatron_hetero.evaluation.held_out import HeldOutEvaluation
     from megatron_hetero.training.report import describe, describe_boundaries
     from megatron_hetero.training.trainer import MustStop
@@ -93,14 +93,14 @@ def train_steps(run: Trainer, writer: Writer, request: StopRequest) -> int | Non
     writer.print(describe(run))
     for note in run.resumed.notes:
         writer.print(note)
-    for held_out in evaluation.made_up():
+    for held_out in evaluation.overdue():
         writer.write_evaluation(held_out)
     for step, batch, waited in run.batches():
         if step == run.resumed.step + 1:
             writer.print(describe_boundaries(run, batch))
         metrics = run.train_step(step, batch, waited, stop=MustStop(run, request))
         writer.write(metrics)
-        # First: an evaluation that fails, or is left out, is made up by the run that goes on from here.
+        # Before evaluating: a run that resumes from here repeats an evaluation that failed or was skipped.
         for note in run.saver.after(step, metrics.stopping):
             writer.print(note)
         if stopping := metrics.stopping:

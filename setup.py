@@ -37,6 +37,7 @@ setup(
         # As in megatron_hetero/models/common/optional.py; both build against an installed torch (docs/installation.md).
         "gpu": ["transformer-engine[pytorch]>=2.9,<2.12", "flash-attn>=2.1,<3"],
         "tensorboard": ["tensorboard>=2.17"],
+        "wandb": ["wandb>=0.19"],
         # einops is what Megatron-Core's own bridge needs, which is measured beside ours.
         "bench": ["matplotlib>=3.9", "einops>=0.8"],
         # pyright runs on node, which its extra brings along.

@@ -1,55 +1,69 @@
-"""The one exception for input that the user can mend, whether all ranks know of it, and how messages quote what comes
-from files and records.
+"""The one exception for input that the user can fix, whether all ranks raise it, and how messages quote files and
+records.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import overload
 
 MOST_QUOTED = 200
-"""Characters of a quoted text that are shown."""
+"""Characters shown of a quoted text."""
 MOST_FOUND = 2000
-"""Characters of a place, and of what was found there, which may be a list of many things."""
-# Advice of torch and transformers to load what is not trusted. It is right for nobody who reads our messages.
+"""Characters shown of a place and of what was found there, which may be a long list."""
+# Advice of torch and transformers to load untrusted files, which is never right for our users.
 _UNSAFE_ADVICE = re.compile(
     "weights[ _]only|safe_globals|allow_pickle|trust_remote_code|you trust|trusted source|file an issue", re.IGNORECASE
 )
 
 
 class UserError(ValueError):
-    """Bad input: a setting, a file or a record that the user can mend.
+    """Bad input: a setting, a file or a record that the user can fix.
 
     The message names the place (file and line, record, field), what was found, what was expected and why, and what
-    to do. It holds everything in one string, so that it survives pickling between processes. What a terminal would
-    obey is escaped, see `printable`.
+    to do. It is one string, so that it survives pickling between processes. Control characters are escaped, see
+    `printable`.
     """
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message, but="\n"))
 
+    @overload
     @classmethod
-    def at(cls, where: object, *, found: str, expected: str, fix: str, because: str = "") -> UserError:
-        """Builds the message from its parts.
+    def at(cls, where: object, *, found: str, expected: str, fix: str, because: str = "") -> UserError: ...
+
+    @overload
+    @classmethod
+    def at(cls, where: object, *, problem: str, fix: str, because: str = "") -> UserError: ...
+
+    @classmethod
+    def at(
+        cls, where: object, *, found: str = "", expected: str = "", problem: str = "", fix: str, because: str = ""
+    ) -> UserError:
+        """Builds the message from its parts: either `found` and `expected`, or a `problem`.
 
         Args:
             where: file, record or field the error is about, for example ``train.jsonl:12: field 'image'``.
             found: what the input holds.
             expected: what it should hold.
+            problem: what is wrong, where there is no value to quote, for example ``given twice``.
             fix: an instruction to the user, without a full stop.
-            because: why this is expected; may be left out.
+            because: why this is expected, or wrong; may be left out.
         """
+        assert bool(problem) != bool(found or expected), "an error quotes a value or states a problem"
+        wrong = _cut(problem, MOST_FOUND) or f"found {_cut(found, MOST_FOUND)}, expected {expected}"
         reason = f", because {because}" if because else ""
         stop = "" if fix.endswith(("?", "!")) else "."
-        place, found = _cut(str(where), MOST_FOUND), _cut(found, MOST_FOUND)
-        text = f"{place}: found {found}, expected {expected}{reason}. {fix[:1].upper()}{fix[1:]}{stop}"
+        text = f"{_cut(str(where), MOST_FOUND)}: {wrong}{reason}. {fix[:1].upper()}{fix[1:]}{stop}"
         # In one line: a name with a line end in it could pass for another message.
         return cls(printable(text))
 
 
 def printable(text: str, but: str = "") -> str:
-    """The text with everything escaped, but the characters of `but`, that a terminal would obey or hide instead of
-    showing it: control characters, line ends, marks of direction, halves of surrogate pairs.
+    """The text with everything escaped that a terminal would interpret or hide instead of showing it, except the
+    characters in `but`: control characters, line ends, direction marks, lone surrogates.
     """
     if text.isprintable():
         return text
@@ -57,7 +71,7 @@ def printable(text: str, but: str = "") -> str:
 
 
 def quoted(text: str) -> str:
-    """A text of a file or record as messages show it: in quotes, in one line, and cut where it is long."""
+    """A text of a file or record as messages show it: in quotes, on one line, truncated."""
     return repr(text[:MOST_QUOTED]) + _cut(text, MOST_QUOTED)[MOST_QUOTED:]
 
 
@@ -67,8 +81,8 @@ def _cut(text: str, most: int) -> str:
 
 
 def in_short(error: BaseException) -> str:
-    """Kind and text of a library's exception, for a message: in one line, cut where it is long, and without advice to
-    load what is not trusted.
+    """Type and text of a library's exception, for a message: one line, truncated, without advice to load untrusted
+    files.
     """
     sentences = re.split(r"(?<=[.!?:])\s+|\n", str(error))
     kept = " ".join(" ".join(s.split()) for s in sentences if s.strip() and not _UNSAFE_ADVICE.search(s))
@@ -76,17 +90,31 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}{': ' if text else ''}{text}"
 
 
+def reason(error: OSError) -> str:
+    """Why the operating system refused, as it fits into a sentence: ``no space left on device``."""
+    return (error.strerror or str(error)).lower()
+
+
+@contextmanager
+def os_errors_as(refusal: Callable[[OSError], UserError]) -> Iterator[None]:
+    """Inside, an `OSError` is raised as the `UserError` that `refusal` makes of it."""
+    try:
+        yield
+    except OSError as error:
+        raise refusal(error) from None
+
+
 class SharedError(UserError):
-    """One that every rank raises at the same point, after ranks have told each other or from what all of them know: all
-    can go on together to an orderly end.
+    """One that every rank raises at the same point, so that all can shut down together in order: the ranks have agreed
+    on it, or it follows from what all of them know.
     """
 
 
 class NotFiniteError(SharedError):
-    """NaN or infinity in what training computes: the weights that it began with may be at fault."""
+    """NaN or infinity during training: the weights before the step may already be at fault."""
 
 
 def listed(names: Collection[str], most: int = 5) -> str:
-    """Names for a message, sorted; of many the first ones, and how many more there are."""
+    """Names for a message, sorted; the first `most` of them, and the number of the others."""
     shown = [printable(name) for name in sorted(names)[:most]]
     return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")

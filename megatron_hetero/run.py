@@ -1,18 +1,17 @@
-"""torchrun, without what it says where nothing is wrong with torchrun: all its flags, the same ranks.
+"""torchrun with concise output and exit codes: all its flags, the same ranks.
 
     python -m megatron_hetero.run --nproc-per-node 8 pretrain_vlm.py --config FILE ...
 
-Our programs tell why they end, once. Nothing is added to that, nor to an end that was asked for; of a rank that dies
-without a word one line says how. `--max-restarts` is for ranks that were killed, lost another, or failed with an
-exception: those that end with an error of the user, which they would find again, are not started again. SIGUSR1 is
-passed on to the ranks, too. The exit status:
+Our programs report once why they exit. The launcher adds nothing to that, nor to a requested stop; for a rank that dies
+silently it prints one line. `--max-restarts` applies to ranks that were killed, lost a peer, or failed with an
+exception, not to user errors, which would recur. SIGUSR1 is forwarded to the ranks too. The exit status:
 
-    0      the ranks came to their end
-    75     they were asked to stop and have saved: the same command goes on (EX_TEMPFAIL of sysexits.h)
-    128+n  signal n ended it: 130 is Ctrl-C
-    other  that of the first rank that failed; 128+n where signal n killed it
+    0      the ranks finished
+    75     they were asked to stop and have saved: the same command resumes (EX_TEMPFAIL of sysexits.h)
+    128+n  ended by signal n: 130 is Ctrl-C
+    other  that of the first rank that failed; 128+n if signal n killed it
 
-`LOGLEVEL=WARNING` brings back what torchrun logs.
+`LOGLEVEL=WARNING` restores torchrun's own logging.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 STOPPED = 75
-"""Exit status where the ranks stopped and saved as they were asked to."""
+"""Exit status of ranks that stopped and saved on request."""
 _MOST_SILENT_S = 15.0
 _JOIN_S = 600.0
-"""Seconds in which all hosts must come, where `--rdzv-conf join_timeout` says nothing else; torch's default."""
+"""Seconds for all hosts to join, unless `--rdzv-conf join_timeout` is given; torch's default."""
 _EXPECTED = (
     "Setting OMP_NUM_THREADS",
     "Sending process",
@@ -51,7 +50,7 @@ _EXPECTED = (
     "has failed to shutdown the rendezvous",
     "has failed to send a keep-alive heartbeat",
 )
-"""Parts of what torch logs in the course of every end."""
+"""Parts of the messages that torch logs at every exit."""
 _LOGGERS = (
     "torch.distributed.run",
     "torch.distributed.elastic.agent.server.api",
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _launch(arguments: Sequence[str] | None) -> int:
-    """Start the ranks of this host and wait for their end. Returns the exit status. Raises `UserError`."""
+    """Start the ranks of this host and wait for them. Returns the exit status. Raises `UserError`."""
     require_torch_settings()
     _require_log_level(os.environ.get("LOGLEVEL", "WARNING"))
     torchrun = _import_torchrun()
@@ -78,7 +77,7 @@ def _launch(arguments: Sequence[str] | None) -> int:
     parser.epilog = f"Unlike torchrun's, the default of --signals-to-handle here is {signals}."
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        if options.redirects == options.tee == "0":  # Nothing is written there that anybody wants later.
+        if options.redirects == options.tee == "0":  # Nothing of use is written there.
             options.log_dir = options.log_dir or folder
         _require_startable(torchrun, options)
         stopped = Path(folder) / "stopped"
@@ -88,7 +87,7 @@ def _launch(arguments: Sequence[str] | None) -> int:
 
 
 def _signals_to_handle() -> str:
-    """Those that are passed on to the ranks: torchrun's own, and a scheduler's warning. nohup has SIGHUP ignored, which
+    """The signals forwarded to the ranks: torchrun's own, and a scheduler's warning. nohup ignores SIGHUP, which
     torchrun would undo.
     """
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
@@ -97,9 +96,9 @@ def _signals_to_handle() -> str:
 
 
 def _import_torchrun() -> Any:
-    """`torch.distributed.run`, which then logs nothing of what is expected."""
-    # Read when torch is imported. In C++ each end of a connection is a warning with a stack; for the ranks it may mean
-    # something.
+    """`torch.distributed.run`, without its expected log messages."""
+    # Read when torch is imported. Its C++ code warns with a stack trace when a connection closes; in the ranks, which
+    # keep the default, that may be informative.
     with _set_for_a_while("TORCH_CPP_LOG_LEVEL", "ERROR"):
         from torch.distributed import run
 
@@ -122,15 +121,15 @@ def _set_for_a_while(name: str, value: str) -> Iterator[None]:
 
 
 def _filter(record: logging.LogRecord) -> bool:
-    """Whether torch logs it: not what is expected, and nothing with a traceback of its own. A death is told here, also
-    where the ranks are started again.
+    """Whether torch logs a record: not if expected, and never with a traceback. A dead rank is reported here, even if
+    the ranks are restarted.
     """
     record.exc_info = record.exc_text = None
     if not str(record.msg).startswith("failed (exitcode:"):
         return not any(part in str(record.msg) for part in _EXPECTED)
     match record.args:
         case (int(code), local_rank, pid, *_) if code < 0:
-            more = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+            more = ", possibly out of memory" if code == -signal.SIGKILL else ""
             how = f"was killed by {signal.Signals(-code).name}{more}"
             print(f"rank {local_rank} of {socket.gethostname()} (process {pid}) {how}", file=sys.stderr, flush=True)
     return False
@@ -140,14 +139,14 @@ def _require_startable(torchrun: Any, options: argparse.Namespace) -> None:
     """Check the command line. Raises `UserError`."""
     script = options.training_script
     if not (options.module or options.no_python or Path(script).is_file()):
-        raise UserError.at(script, found="no such file", expected="a program for the ranks", fix="correct the path")
+        raise UserError.at(script, problem="no such file", fix="correct the path of the training program")
     try:
         config, *_ = torchrun.config_from_args(options)
     except (AssertionError, OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"{LAUNCHER}: {error}; see --help") from None
+        raise UserError.at(LAUNCHER, problem=str(error).rstrip("."), fix="see --help") from None
     if config.nproc_per_node < 1:
         found, expected = str(config.nproc_per_node), "1 or more ranks on this host"
-        raise UserError.at("--nproc-per-node", found=found, expected=expected, fix="give their number, or leave it out")
+        raise UserError.at("--nproc-per-node", found=found, expected=expected, fix="correct or remove it")
     if options.standalone and config.max_nodes > 1:
         fix = "leave out --standalone, and say where the hosts meet (--rdzv-backend c10d --rdzv-endpoint HOST:PORT)"
         found, expected = f"--nnodes {options.nnodes}", "one host"
@@ -158,7 +157,7 @@ def _require_startable(torchrun: Any, options: argparse.Namespace) -> None:
 
 
 def _require_log_level(name: str) -> None:
-    """Check what `LOGLEVEL` says. Raises `UserError`."""
+    """Check the variable `LOGLEVEL`. Raises `UserError`."""
     if name not in (levels := logging.getLevelNamesMapping()):
         found, expected = f"`{name}`", f"one of {', '.join(levels)}"
         fix = "set one of them, or unset it"
@@ -166,7 +165,7 @@ def _require_log_level(name: str) -> None:
 
 
 def _run(torchrun: Any, options: argparse.Namespace) -> int:
-    """torchrun's work. Returns the exit status. Raises `UserError`."""
+    """Run torchrun. Returns the exit status. Raises `UserError`."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -183,7 +182,7 @@ def _run(torchrun: Any, options: argparse.Namespace) -> int:
     except SignalException as error:
         return 128 + error.sigval
     except RendezvousClosedError as error:
-        if waiting.is_over():  # Our ranks have run, and those of another host have told why they failed.
+        if waiting.is_over():  # Our ranks have run; those of another host have reported why they failed.
             return 1
         raise waiting.problem(error) from None
     except (RendezvousError, DistError) as error:
@@ -198,12 +197,12 @@ def _run(torchrun: Any, options: argparse.Namespace) -> int:
 
 
 def _status_of(error: ChildFailedError) -> int:
-    """The exit status for ranks that have failed. The first is told here where it has not told of itself."""
+    """The exit status of failed ranks. Reports the first one if it has not done so itself."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     rank, failure = error.get_first_failure()
-    if isinstance(failure.message, dict):  # The rank has left word.
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # Whoever started us wants to know.
+    if isinstance(failure.message, dict):  # The rank has reported its error.
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # Requested by our parent process.
             get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
     elif failure.exitcode > 0:
         print(f"rank {rank} on {socket.gethostname()} exited with status {failure.exitcode}", file=sys.stderr)
@@ -211,7 +210,7 @@ def _status_of(error: ChildFailedError) -> int:
 
 
 class _Waiting:
-    """Says that other hosts are waited for, until the ranks are started."""
+    """Reports that the launcher waits for other hosts, until the ranks are started."""
 
     def __init__(self, options: argparse.Namespace):
         self._nodes = options.nnodes
@@ -221,17 +220,17 @@ class _Waiting:
         self._start, self._ended = time.monotonic(), threading.Event()
         if self._nodes not in ("1", "1:1") and not options.standalone:
             first = min(_MOST_SILENT_S, _join_timeout(options) / 4)
-            threading.Thread(target=self._tell, args=(first,), name="waiting", daemon=True).start()
+            threading.Thread(target=self._report, args=(first,), name="waiting", daemon=True).start()
 
     def is_over(self) -> bool:
         """Whether ranks have been started: torch then handles signals."""
         return signal.getsignal(signal.SIGTERM) is not self._handler
 
     def end(self) -> None:
-        """Say nothing more."""
+        """Stop reporting."""
         self._ended.set()
 
-    def _tell(self, next_s: float) -> None:
+    def _report(self, next_s: float) -> None:
         while not self.is_over() and not self._ended.wait(0.2):
             if (waited := time.monotonic() - self._start) > next_s:
                 next_s = 2 * waited
@@ -243,26 +242,24 @@ class _Waiting:
         return f"--nnodes {self._nodes} at {self._where}{unknown}"
 
     def problem(self, error: Exception) -> UserError:
-        """What to say where the hosts did not meet, or lost each other."""
+        """The error if the hosts did not meet, or lost the connection."""
         found = f"{type(error).__name__}, {error}".splitlines()[0].rstrip(".")
         if self.is_over():
             return UserError.at(
                 f"rendezvous of the hosts, {self._expected()}",
-                found=found,
-                expected="to stay in touch with it",
+                problem=f"connection lost ({found})",
                 fix="look for the first error on another host",
             )
         address = "--master-addr and --master-port" if self._static else "--rdzv-endpoint and --rdzv-id"
         return UserError.at(
             f"rendezvous of the hosts, {self._expected()}",
-            found=f"{found} after {time.monotonic() - self._start:.0f} s",
-            expected="all hosts to come there",
+            problem=f"not all hosts joined within {time.monotonic() - self._start:.0f} s ({found})",
             fix=f"start the same command on each, with the same {address}, one that all can reach",
         )
 
 
 def _join_timeout(options: argparse.Namespace) -> float:
-    """What `--rdzv-conf` says of it, else torch's default."""
+    """From `--rdzv-conf`, else torch's default."""
     said = dict(pair.partition("=")[::2] for pair in options.rdzv_conf.split(",")).get("join_timeout", "")
     return float(said) if said.isdecimal() else _JOIN_S
 

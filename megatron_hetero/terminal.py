@@ -1,6 +1,4 @@
-"""Standard output: what cannot be written there is said in a sentence, and tables keep their width in files; the
-command lines of tools.
-"""
+"""Standard output, whose failures are reported in one sentence, consoles for tables, and the tools' argument parser."""
 
 from __future__ import annotations
 
@@ -12,18 +10,18 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
-from megatron_hetero.errors import UserError, printable
+from megatron_hetero.errors import UserError, printable, reason
 
 # `rich` is imported where something is printed with it.
 if TYPE_CHECKING:
     from rich.console import Console
 
 FILE_COLUMNS = 300
-"""Columns of what is no terminal: enough for the tables of a run, which take no more than they need."""
+"""Columns of a file or pipe: enough for the tables of a run, which use no more than they need."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Of a command line. What it quotes in a message is escaped where a terminal would obey it."""
+    """An argument parser whose messages escape control characters."""
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit."""
@@ -31,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def console() -> Console:
-    """A console on the standard output. A file or a pipe has no width at which a table would have to be cut."""
+    """A console on standard output. Tables are not cropped in a file or pipe."""
     from rich.console import Console
 
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
@@ -39,8 +37,16 @@ def console() -> Console:
     return Console(width=FILE_COLUMNS)
 
 
+def size_text(size: int) -> str:
+    """Bytes as people read them, in powers of 1,000."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size} B" if size else "0"
+
+
 def open_closed_outputs() -> None:
-    """Send nowhere what is written to a standard output, or for errors, that was closed before the start (`>&-`)."""
+    """Redirect standard output and error to /dev/null where they were closed before the start (`>&-`)."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it stays open
@@ -48,9 +54,10 @@ def open_closed_outputs() -> None:
 
 @contextlib.contextmanager
 def told_output() -> Iterator[None]:
-    """Inside, a standard output that cannot be written (a full disk, a reader that has gone) raises `UserError`, and
-    characters that the locale's encoding lacks are escaped. What is written to a terminal that has gone is lost.
-    Raises it, too, where the working directory has been removed.
+    """Inside, a failing write to standard output (a full disk, a closed pipe) raises `UserError`, and characters that
+    the locale's encoding lacks are escaped. Writes to a terminal that is gone are dropped.
+
+    Raises `UserError` at once if the working directory no longer exists.
     """
     _require_working_directory()
     for stream in (sys.stdout, sys.stderr):
@@ -69,58 +76,56 @@ def told_output() -> Iterator[None]:
                 "locale",
                 found=f"the encoding {sys.getfilesystemencoding()} ({error})",
                 expected="UTF-8",
-                because="names of files and texts are in it",
+                because="file names and texts use it",
                 fix="set PYTHONUTF8=1 or LC_ALL=C.UTF-8",
             ) from None
         output.flush()
 
 
 def _require_working_directory() -> None:
-    """Check that there is one. Raises `UserError`."""
+    """Check that it exists. Raises `UserError`."""
     try:
         os.getcwd()
     except FileNotFoundError:
         raise UserError.at(
             "working directory",
-            found="that it has been removed",
-            expected="a folder",
+            problem="no longer exists",
             because="paths are relative to it, and torch does not start without one",
-            fix="change to a folder that is there (cd)",
+            fix="change to an existing folder (cd)",
         ) from None
 
 
 class _Output:
-    """A stream whose `OSError` is the user's to mend, but for a terminal that has gone: nobody reads there any more."""
+    """A stream whose `OSError` becomes a `UserError`, except for a terminal that is gone, which nobody reads."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
         self._was_terminal = stream.isatty()
 
     def write(self, text: str) -> int:
-        with self._told():
+        with self._reported():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._told():
+        with self._reported():
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reported(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            # What is left in its buffer would be written again at the end, and fail again.
+            # Its buffer would be flushed again at exit, and fail again.
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if self._was_terminal and error.errno == errno.EIO:
                 return
             raise UserError.at(
                 "standard output",
-                found=error.strerror or str(error),
-                expected="to write to it",
-                fix="make space where it is redirected to, or redirect it elsewhere",
+                problem=f"cannot be written ({reason(error)})",
+                fix="free space where it is redirected to, or redirect it elsewhere",
             ) from None

@@ -1,4 +1,4 @@
-"""Work beside training: a thread for what is slow, and memory for what it works on."""
+"""Background work during training: a thread, and host memory for the copies that it writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Start `work` in a thread of its own, which ends with the process if it has not ended before."""
+    """Start `work` in a daemon thread."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -32,8 +32,8 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 
 class HostCopies:
-    """Copies of entries in the host's memory, which is kept for the next ones: new memory costs more than the copy.
-    It is pinned for GPUs, which copy several times faster into it.
+    """Copies of entries in host memory, which is reused, since allocating costs more than copying. On GPUs it is
+    pinned, which makes copies several times faster.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -41,7 +41,7 @@ class HostCopies:
         self._copies: list[Tensor] = []
 
     def of(self, entries: Sequence[Entry]) -> list[Entry]:
-        """The entries with copies of their values, which hold until the next call. Waits for the copies, no longer."""
+        """The entries with copies of their values, valid until the next call. Waits until they are copied."""
         values = [entry.values for entry in entries]
         if list(map(_kind, values)) != list(map(_kind, self._copies)):
             self._copies = []  # Free them first.

@@ -1,13 +1,14 @@
-"""Which checkpoint a run goes on from, and whether it can write its own: for the first rank alone."""
+"""Which checkpoint a run resumes from, and whether it can write its own. For the first rank only."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from megatron_hetero.config.schema import CheckpointConfig
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, os_errors_as
+from megatron_hetero.files.paths import try_to_write
 from megatron_hetero.outputs.checkpoints import (
     MANIFEST,
     chosen_in,
@@ -22,35 +23,36 @@ from megatron_hetero.outputs.checkpoints import (
 
 
 def choose(config: CheckpointConfig, again: bool = False) -> tuple[Path | None, tuple[str, ...]]:
-    """The checkpoint that `checkpoint.resume` means, None for a fresh start, and what there is to say about it.
+    """The checkpoint that `checkpoint.resume` selects, None for a fresh start, and notes for the user.
 
-    `again`: whether this run has been started before, by a command that is repeated by itself: it then goes on from its
-    own newest checkpoint, wherever it began. Raises `UserError` where no checkpoint is meant that exists, or where this
-    run would come upon checkpoints of another.
+    `again`: whether a launcher or scheduler has restarted this run, which then resumes from its own newest checkpoint,
+    wherever it first started. Raises `UserError` if the selected checkpoint does not exist, or if this run would mix
+    its checkpoints with another run's.
     """
     folder, resume = config.dir, config.resume
     notes: list[str] = []
     if again and resume != "auto" and folder is not None and whole(folder):
-        notes.append(f"started again: the run goes on from its own newest checkpoint (--checkpoint.resume {resume})")
+        notes.append(f"restarted: resuming from this run's newest checkpoint (--checkpoint.resume {resume})")
         resume = "auto"
     chosen: Path | None = None
     if resume not in ("auto", "never"):
         chosen = Path(resume).expanduser().absolute()
         _require_folder(chosen)
     elif resume == "auto" and folder is not None:
-        notes += [f"{path} was never finished, and is not used" for path in unfinished(folder)]
-        notes += [f"{path} has no manifest, and is not used" for path in without_manifest(folder)]
+        notes += [f"{path} is unfinished, ignored" for path in unfinished(folder)]
+        notes += [f"{path} has no manifest, ignored" for path in without_manifest(folder)]
         chosen = next(reversed(whole(folder).values()), None)
     if folder is not None:
         notes += _make_room(folder, chosen)
-        _require_writable(folder)
+        with os_errors_as(partial(unwritable, folder)):
+            try_to_write(folder)
         if chosen is None:
-            notes.append(f"no checkpoint in {folder}: training begins with step 1")
+            notes.append(f"no checkpoint in {folder}: training starts at step 1")
     return chosen, tuple(notes)
 
 
 def started_again(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun has started the ranks again, or Slurm the job."""
+    """Whether torchrun has restarted the ranks, or Slurm the job."""
     counts = (environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count not in ("", "0") for count in counts)
 
@@ -61,37 +63,31 @@ def _require_folder(checkpoint: Path) -> None:
     others = list(whole(checkpoint.parent).values())
     raise UserError.at(
         "checkpoint.resume (--checkpoint.resume)",
-        found=f"{checkpoint}, which is no folder",
-        expected="auto, never or the folder of a checkpoint",
-        because="a run never starts from scratch where a checkpoint was named",
+        problem=f"{checkpoint} is not a folder",
         fix=f"try `--checkpoint.resume {others[-1]}`" if others else "correct the path",
     )
 
 
 def _require_one(folder: Path) -> None:
-    """Check that this is no folder of checkpoints."""
+    """Check that this is not a folder of checkpoints."""
     newest = chosen_in(folder)
     if newest != folder:
         raise UserError.at(
             "checkpoint.resume (--checkpoint.resume)",
-            found=f"{folder}, which holds {len(whole(folder))} checkpoints",
-            expected="the folder of one",
-            because="only a path that names one says which is meant",
+            problem=f"{folder} is a folder of checkpoints, not a checkpoint",
             fix=f"try `--checkpoint.resume {newest}`",
         )
 
 
 def _make_room(folder: Path, chosen: Path | None) -> list[str]:
-    """See to it that this run will not write steps that another has written, or into a checkpoint. Returns what there
-    is to say of what was set aside: later checkpoints that are damaged.
+    """Make sure that this run will not overwrite another run's steps, or write into a checkpoint; damaged later
+    checkpoints are set aside. Returns notes on these.
     """
     if (folder / MANIFEST).is_file():
         raise UserError.at(
             "checkpoint.dir (--checkpoint.dir)",
-            found=f"{folder}, which is a checkpoint itself",
-            expected="a folder for checkpoints",
-            because="a run does not go on from what its folder is, but from what lies in it",
-            fix=f"choose another checkpoint.dir, and go on from this one with --checkpoint.resume {folder}",
+            problem=f"{folder} is itself a checkpoint",
+            fix=f"choose another checkpoint.dir, and resume from this one with --checkpoint.resume {folder}",
         )
     steps = whole(folder)
     own = chosen is not None and chosen.resolve().parent == folder.resolve()
@@ -102,11 +98,12 @@ def _make_room(folder: Path, chosen: Path | None) -> list[str]:
             raise UserError.at(
                 "checkpoint.dir (--checkpoint.dir)",
                 found=f"{path.name} in {folder}",
-                expected="no later checkpoint than the one to go on from" if chosen else "no checkpoint",
-                because="those of two runs would be mixed",
-                fix="choose another checkpoint.dir, or go on from it with --checkpoint.resume auto",
+                expected="no checkpoint after the one to resume from" if chosen else "no checkpoint",
+                because="the checkpoints of two runs would mix",
+                fix="choose another checkpoint.dir, or resume from it with --checkpoint.resume auto",
             )
-        notes.append(f"{path} is damaged, and now called {_aside(path).name}")
+        with os_errors_as(partial(unwritable, path)):
+            notes.append(f"{path} is damaged, renamed to {set_aside(path).name}")
     return notes
 
 
@@ -116,20 +113,3 @@ def _damaged(checkpoint: Path) -> bool:
     except UserError:
         return True
     return bool(verify(checkpoint, manifest, manifest))
-
-
-def _aside(path: Path) -> Path:
-    try:
-        return set_aside(path)
-    except OSError as error:
-        raise unwritable(path, error) from None
-
-
-def _require_writable(folder: Path) -> None:
-    probe = folder / f".probe-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.mkdir()
-        probe.rmdir()
-    except OSError as error:
-        raise unwritable(folder, error) from None

@@ -1,4 +1,4 @@
-"""What each rank writes of a checkpoint, and what it reads, in terms of the tensors in `keys`."""
+"""The parts of a checkpoint that each rank writes and reads, in terms of the tensors in `keys`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_hetero.hf.weight_map import Piece
 def written(
     modules: Sequence[TrainedModule], optimizers: Sequence[Any], shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
-    """What this rank writes: over all ranks, each element of each tensor once."""
+    """What this rank writes. Over all ranks, each element of each tensor is written once."""
     for module, optimizer in zip(modules, optimizers, strict=True):
         for name, pieces in first_held(module.maps, module.groups.tp.rank()).items():
             if name != module.tied_copy:
@@ -42,9 +42,9 @@ def _written(
             if block.begins:
                 yield Entry(f"{STEP}/{block.name}", (1,), (0,), shard.state[STEP].view(1))
     elif parameter.requires_grad and module.ddp is not None and shard is None:
-        return  # other ranks of the data-parallel group keep it
+        return  # held by other ranks of the data-parallel group
     else:
-        # Every rank of the data- and context-parallel group has it: each writes an equal part.
+        # Replicated over the data- and context-parallel group: each rank writes an equal part.
         values, group = (parameter if shard is None else shard.master).detach().view(-1), module.groups.dp_cp
         start, stop = (len(values) * (group.rank() + i) // group.size() for i in range(2))
         yield from entries(WEIGHTS, cut(pieces, width_of(parameter), start, stop), values[start:stop], shapes)
@@ -53,8 +53,8 @@ def _written(
 def read(
     modules: Sequence[TrainedModule], optimizers: Sequence[Any], shapes: Mapping[str, Shape], stored: Collection[str]
 ) -> Iterator[Entry]:
-    """What this rank reads, with the places where it goes. State that is not `stored` (of a part that was frozen when
-    the checkpoint was written) stays as it is before the first update.
+    """What this rank reads, and into which tensors. State that is not `stored` (of a part that was frozen when the
+    checkpoint was written) stays as initialised.
     """
     for module, optimizer in zip(modules, optimizers, strict=True):
         for name, pieces in module.own_map.items():

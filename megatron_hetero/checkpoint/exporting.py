@@ -1,5 +1,5 @@
-"""A checkpoint as a `transformers` folder, made by one process without a group: tensors stream from file to file, and
-no more than one shard is in memory.
+"""Converts a checkpoint to a `transformers` folder, in one process without a group: tensors stream from file to file,
+and at most one shard is in memory.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from megatron_hetero.processor.two_folders import export_changes
 STORED = "stored"
 
 Advance = Callable[[str, int, int], None]
-"""Told what is being done, how many bytes of it are done, and how many there are."""
+"""Receives progress: the activity, bytes done, bytes in total."""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """What was written: tensors, their bytes, and the names of their types."""
+    """The result: number of tensors, bytes, and names of dtypes."""
 
     tensors: int
     size: int
@@ -47,7 +47,7 @@ class Copied:
 
 @dataclass(frozen=True, eq=False)
 class OpenCheckpoint:
-    """A checkpoint that is whole and undamaged."""
+    """A complete, verified checkpoint."""
 
     folder: Path
     record: RunRecord
@@ -55,9 +55,7 @@ class OpenCheckpoint:
 
     @classmethod
     def open(cls, path: Path, advance: Advance = lambda *_: None) -> OpenCheckpoint:
-        """Check every file of the checkpoint `path`, or of the newest one in it. Raises `UserError` naming all that is
-        wrong.
-        """
+        """Verify every file of the checkpoint `path`, or of the newest in it. Raises `UserError` with all faults."""
         folder = chosen_in(path)
         manifest = read_manifest(folder, (INDEX, RECORD))
         faults, total, done = [], sum(record.size for record in manifest.values()), 0
@@ -72,16 +70,16 @@ class OpenCheckpoint:
         return cls(folder, record, open_index(folder, manifest))
 
     def require(self, shapes: Mapping[str, Shape]) -> None:
-        """Check that it holds the tensors of a model with the stored `shapes`, and no others. Raises `UserError`."""
+        """Check that it holds exactly the tensors of a model with the stored `shapes`. Raises `UserError`."""
         self.record.require_complete(index_shapes(self.index), shapes, self.folder)
 
     def dtypes(self, shapes: Mapping[str, Shape]) -> dict[str, torch.dtype]:
-        """The types of the model's weights, by stored name."""
+        """The dtypes of the model's weights, by stored name."""
         found = index_dtypes(self.index)
         return {name: found[f"{WEIGHTS}/{name}"] for name in shapes}
 
     def weight(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """One tensor of the model, as it is stored."""
+        """One tensor of the model, as stored."""
         values = torch.empty(matrix(shape), dtype=dtype)
         entry = Entry(f"{WEIGHTS}/{name}", tuple(values.shape), (0,) * values.dim(), values)
         read_entries(self.folder, self.index, [entry], None)
@@ -96,16 +94,16 @@ def export_checkpoint(
     limit: int = SHARD_BYTES,
     advance: Advance = lambda *_: None,
 ) -> Copied:
-    """Write the model of a checkpoint to `target`, bit by bit as the run that wrote the checkpoint would.
+    """Write the model of a checkpoint to `target`, bit-identical to an export by the run that wrote the checkpoint.
 
     Args:
-        checkpoint: where the weights come from.
-        target: a new folder, an empty one, or an earlier export that has its mark, which is replaced.
-        sources: where configuration, tokenizer and processor come from.
-        dtype: what weights are written as: float32, bfloat16, or "stored", each as the checkpoint has it (of what is
-            trained the master weights, float32). None: `model.dtype` of the run; "stored" where none has trained.
-        limit: bytes of a file of weights, which are also what is held in memory.
-        advance: told of the progress.
+        checkpoint: provides the weights.
+        target: a new or empty folder, or an earlier export, which is replaced.
+        sources: provide configuration, tokenizer and processor.
+        dtype: of the weights: float32, bfloat16, or "stored" for the checkpoint's own (master weights are float32).
+            None: `model.dtype` of the run; "stored" for imported weights.
+        limit: maximum bytes of a weight file, and in memory.
+        advance: receives progress.
 
     Raises:
         UserError: the model's folders are missing or of another model, or `target` cannot be written.
@@ -140,65 +138,61 @@ def _dtypes(chosen: str, held: Mapping[str, torch.dtype]) -> Mapping[str, torch.
 
 
 def names_of(dtypes: Mapping[str, torch.dtype]) -> tuple[str, ...]:
-    """The names of the types that tensors have."""
+    """The names of the dtypes."""
     return tuple(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes.values()}))
 
 
 def require_apart(target: Path, others: Mapping[str, Path]) -> None:
-    """Check that what replaces `target` replaces none of `others`, by what they are. Raises `UserError`."""
+    """Check that replacing `target` replaces none of the folders `others`, by description. Raises `UserError`."""
     place = resolved(target, "the target")
     for what, folder in others.items():
         source = resolved(folder, what)
         if place == source or place in source.parents or source in place.parents:
             raise UserError.at(
                 target,
-                found="that folder",
-                expected=f"one apart from {what} ({folder})",
-                because="an export replaces its folder whole",
+                problem=f"overlaps {what} ({folder})",
+                because="an export replaces the whole folder",
                 fix="choose another folder",
             )
 
 
 def _require_no_checkpoints_name(target: Path, checkpoints: Path) -> None:
-    """Check that no run would take an export among checkpoints for one of them. Raises `UserError`."""
+    """Check that no run would take an export for a checkpoint next to it. Raises `UserError`."""
     if is_ours(target.name) and resolved(target.parent, "the target") == resolved(checkpoints, "the checkpoint"):
         raise UserError.at(
             target,
-            found=f"the name {target.name} in a folder of checkpoints",
-            expected="another name",
+            problem=f"the name {target.name} is reserved in a folder of checkpoints",
             because="a run would take the export for a checkpoint",
             fix=f"try {target.with_name('export')}",
         )
 
 
 def require_folders(sources: ModelSources, checkpoint: Path) -> None:
-    """Check that the folders of a checkpoint's model are there. Raises `UserError` naming the flag that says where."""
+    """Check that the model folders of a checkpoint exist. Raises `UserError` with the flag for a new location."""
     for setting, folder in sources.folders.items():
         if not os.path.isfile(folder / CONFIG):  # noqa: PTH113 (the method it raises for a name that no file can have)
             raise UserError.at(
                 f"{setting} of {checkpoint / RECORD}",
-                found=f"no {folder / CONFIG}",
-                expected="the folder that the model comes from",
-                because="its configuration, tokenizer and processor go into the export (its weights do not)",
-                fix=f"say where it is now with {_flag(setting)}",
+                problem=f"no {folder / CONFIG}",
+                because="the export needs the model's configuration, tokenizer and processor (not its weights)",
+                fix=f"give the folder's new location with {_flag(setting)}",
             )
 
 
 def require_configurations(sources: ModelSources, checkpoint: OpenCheckpoint) -> None:
-    """Check that the folders of a checkpoint's model have the `config.json` that they had. Raises `UserError`."""
+    """Check that the `config.json` of a checkpoint's model folders is unchanged. Raises `UserError`."""
     before = alone(checkpoint.record.model_files, CONFIG)
-    for setting, name, found in differences(before, alone(hashes(sources), CONFIG)) if before else ():
+    for setting, name, change in differences(before, alone(hashes(sources), CONFIG)) if before else ():
         raise UserError.at(
             f"{setting}: {sources.folders[setting] / name}",
-            found=found,
-            expected=f"what {checkpoint.folder / RECORD} has the hash of",
-            because="with it the same weights are another model",
-            fix=f"name the folder that they were trained with: {_flag(setting)}",
+            problem=f"{change} since {checkpoint.folder / RECORD} was written",
+            because="the same weights would be another model",
+            fix=f"give the folder that the model was trained from: {_flag(setting)}",
         )
 
 
 def _flag(setting: str) -> str:
-    """The flag that says where the folder of a setting is now."""
+    """The flag for the new location of a setting's folder."""
     flags = {"model.hf_path": "--model DIR", "model.hf_path_vision": "--vision DIR"}
     name = setting.removeprefix("model.encoders.").removesuffix(".hf_path")
     return flags.get(setting, f"--encoder {name}=DIR")

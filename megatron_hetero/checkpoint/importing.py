@@ -1,4 +1,4 @@
-"""`transformers` folders as a checkpoint that any run can begin from, made by one process without a group: tensors
+"""Converts `transformers` folders to a checkpoint that any run can start from, in one process without a group: tensors
 stream from file to file, one at a time.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from megatron_hetero.checkpoint.model_files import hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, reason
 from megatron_hetero.files import lock as file_lock
 from megatron_hetero.hf.folder_files import CONFIG, ENCODERS
 from megatron_hetero.hf.stored_weights import StoredWeights
@@ -38,12 +37,12 @@ from megatron_hetero.outputs.checkpoints import LATEST, MANIFEST, name_of, parti
 from megatron_hetero.outputs.exports import lock_of
 
 UNTRAINED = name_of(0)
-"""The name by which a run whose `checkpoint.dir` has it there finds weights that were trained in no step."""
+"""The name of imported weights in a `checkpoint.dir`, from which a run starts at step 1."""
 _STEP = "step-"
 
 
 def with_own_encoders(sources: ModelSources) -> ModelSources:
-    """The further encoders too that an export of ours keeps in its folder; those of `sources` come first."""
+    """With the additional encoders that an export of ours holds; those of `sources` take precedence."""
     own = sorted((sources.model / ENCODERS).glob(f"*/{CONFIG}"))
     found = {file.parent.name: file.parent for file in own if not file.parent.name.startswith(".")}
     return replace(sources, encoders={**found, **sources.encoders})
@@ -52,17 +51,17 @@ def with_own_encoders(sources: ModelSources) -> ModelSources:
 def import_folders(
     sources: ModelSources, target: Path, seed: int | None = None, advance: Advance = lambda *_: None
 ) -> Copied:
-    """Write the weights of a model, in the types that they are stored in, as the checkpoint `target`.
+    """Write the weights of a model, in their stored dtype, as the checkpoint `target`.
 
     Args:
         sources: the model's folders.
-        target: a folder that is not there yet, or empty. Named `step-00000000`, in a folder without checkpoints, it is
-            what a run with that `checkpoint.dir` goes on from.
-        seed: of a projector that starts anew, as `train.seed` (0).
-        advance: told of the progress.
+        target: a new or empty folder. Named `step-00000000`, in a folder without checkpoints, it is what a run with
+            that `checkpoint.dir` starts from.
+        seed: of a fresh projector, as `train.seed` (0).
+        advance: receives progress.
 
     Raises:
-        UserError: a folder is broken, incomplete or of another model, or `target` is taken or cannot be written.
+        UserError: a folder is damaged, incomplete or of another model, or `target` is taken or cannot be written.
     """
     require_free(target)
     folders, shapes = sources.read()
@@ -71,7 +70,7 @@ def import_folders(
             "--seed",
             found=str(seed),
             expected="none",
-            because="nothing is drawn but a projector that starts anew",
+            because="only a fresh projector is random",
             fix="add --fresh-projector, or remove it",
         )
     seed = seed or 0
@@ -116,7 +115,7 @@ def _module_of(name: str, shapes: ModelShapes) -> str:
 
 
 def _require_equal_copies(weights: StoredWeights, shapes: ModelShapes) -> None:
-    """Check what the folder of a tied model stores twice, of which one is kept. Raises `UserError`."""
+    """Check that tied weights stored twice are equal, since only one is kept. Raises `UserError`."""
     for copy, original in (TIED_COPIES if shapes.text.tied else {}).items():
         if copy in weights.shapes:
             rows = weights.shapes[original][0]
@@ -134,40 +133,30 @@ def _record(sources: ModelSources, seed: int) -> RunRecord:
     return RunRecord(0, 0, {}, (), config, imported_from=origin, model_files=hashes(sources))
 
 
-class _Taken(NamedTuple):
-    """Why a checkpoint cannot be put somewhere."""
-
-    found: str
-    expected: str
-    because: str
-
-
 def require_free(target: Path) -> None:
-    """Check that a checkpoint can be put at `target`, and that a run would find it there. Raises `UserError` with a
-    place that will do.
+    """Check that a checkpoint can be written to `target`, and that a run would find it there. Raises `UserError` with a
+    path that works.
     """
-    taken = _why_taken(target)
-    if taken is not None:
-        found, expected, because = taken
+    problem = _why_taken(target)
+    if problem is not None:
         good = next(place for place in _others(target) if _why_taken(place) is None)
-        raise UserError.at(target, found=found, expected=expected, because=because, fix=f"try {good}")
+        raise UserError.at(target, problem=problem, fix=f"try {good}")
 
 
-def _why_taken(target: Path) -> _Taken | None:
+def _why_taken(target: Path) -> str | None:
     steps = whole(target.parent)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-        return _Taken("something", "nothing there yet, or an empty folder", "nothing is replaced")
+        return "exists, and is not an empty folder"
     if target.name.startswith(_STEP) and target.name != UNTRAINED:
-        why = "a run counts its steps from that number, and imported weights were trained in none"
-        return _Taken(f"the name {target.name}", f"{UNTRAINED}, or a name of another kind", why)
+        return f"the name {target.name} is for trained weights; imported ones are {UNTRAINED}"
     if target.name == UNTRAINED and steps:
         newest = next(reversed(steps.values()))
-        return _Taken(f"{newest.name} in {target.parent}", "no checkpoint there", "a run goes on from the newest one")
+        return f"{newest.name} in {target.parent} is newer, and a run would resume from that"
     return None
 
 
 def _others(target: Path) -> Iterator[Path]:
-    """Where else a run would find the checkpoint: as near as may be to where it was meant to go."""
+    """Other paths where a run would find the checkpoint, closest to the given one first."""
     folder = target.parent if target.name.startswith(_STEP) else target
     if folder.is_dir():
         yield folder / UNTRAINED
@@ -177,16 +166,14 @@ def _others(target: Path) -> Iterator[Path]:
 
 def _make(partial: Path) -> None:
     if partial.exists():
-        shutil.rmtree(partial)  # what an import left that was killed
+        shutil.rmtree(partial)  # left by a killed import
     partial.mkdir(parents=True)
 
 
 def _unwritable(target: Path, error: OSError, complete: bool) -> UserError:
-    left = f"{target} is complete, though {LATEST} may not name it" if complete else "nothing of it is left"
+    left = f"{target} is complete, but {LATEST} may not name it" if complete else "nothing was left behind"
     return UserError.at(
         error.filename or target,
-        found=(error.strerror or str(error)).lower(),
-        expected="a folder that can be written",
-        because=f"the checkpoint goes there; {left}",
+        problem=f"cannot be written ({reason(error)}); {left}",
         fix="free space or grant access, or choose another folder",
     )

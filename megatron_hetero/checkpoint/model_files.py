@@ -1,4 +1,4 @@
-"""What the folders of a model hold besides weights, as hashes: whether it is the same model."""
+"""Hashes of a model's files other than weights, to tell whether it is the same model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_hetero.files.opening import read_bytes
 from megatron_hetero.hf.folder_files import CONFIG, PROCESSOR_FILES, TOKENIZER_FILES
 
 Hashes = Mapping[str, Mapping[str, str]]
-"""By setting, such as `model.hf_path`, and the name of a file in that folder: its SHA-256."""
+"""SHA-256 by setting, such as `model.hf_path`, and by file name in that folder."""
 _WITHOUT_MEANING = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"})
-"""What `config.json` says of the weights' type, of who wrote it and of generation. Training has settings of its own."""
+"""Keys of `config.json` about dtype, origin and generation, for which training has settings of its own."""
 
 
 def hashes(sources: ModelSources) -> Hashes:
-    """Those of all files that decide what is trained, where they are there: configuration, tokenizer and processor; of
-    a further encoder, configuration and processor. Raises `UserError` for one that cannot be read.
+    """Hashes of the existing files that define what is trained: configuration, tokenizer and processor; for an
+    additional encoder, configuration and processor. Raises `UserError` if one cannot be read.
     """
     whole = (CONFIG, *TOKENIZER_FILES, *PROCESSOR_FILES)
     of_encoder = (CONFIG, *PROCESSOR_FILES)
@@ -43,32 +43,31 @@ def _hash(path: Path) -> str:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError.at(
             path,
-            found=f"a file that cannot be read ({error})",
-            expected="one of the model",
-            because="checkpoints say which model they are of",
+            problem=f"cannot be read ({error})",
+            because="checkpoints record a hash of it",
             fix="restore the folder",
         ) from None
     return hashlib.sha256(content).hexdigest()
 
 
 def _meaning(config: Any) -> Any:
-    """A configuration, and those in it, without what does not change the model."""
+    """A configuration, nested ones included, without the keys that do not change the model."""
     if not isinstance(config, dict):
         return config
     return {name: _meaning(value) for name, value in config.items() if name not in _WITHOUT_MEANING}
 
 
 def differences(old: Hashes, new: Hashes) -> Iterator[tuple[str, str, str]]:
-    """Each file that is not the same: setting, name, and how the new one differs."""
+    """Each file that differs: setting, name, and removed, added or changed."""
     for setting in sorted(old.keys() | new.keys()):
         before, now = old.get(setting, {}), new.get(setting, {})
         for name in sorted(before.keys() | now.keys()):
             if name not in now:
-                yield setting, name, "no such file"
+                yield setting, name, "removed"
             elif name not in before:
-                yield setting, name, "a file that was not there"
+                yield setting, name, "added"
             elif before[name] != now[name]:
-                yield setting, name, "another content"
+                yield setting, name, "changed"
 
 
 def alone(found: Hashes, name: str) -> Hashes:

@@ -1,4 +1,4 @@
-"""Where a model comes from: the folders that a run's record names, or a command line."""
+"""The folders that a model comes from, as recorded by a run or given on a command line."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_hetero.config.checks import require_encoder_name
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.names import ENCODER_NAME, TAKEN, VISION
+from megatron_hetero.names import VISION
 from megatron_hetero.processor.folder import TEXT_FILES, VISION_FILES, check_folder
 
 
 @dataclass(frozen=True)
 class ModelSources:
-    """The settings of a run that say where its model comes from: `model.hf_path`, `model.hf_path_vision`,
-    `model.fresh_projector`, and `hf_path` of each of `model.encoders`.
+    """The settings of a run that define its model: `model.hf_path`, `model.hf_path_vision`, `model.fresh_projector`,
+    and `hf_path` of each of `model.encoders`.
     """
 
     model: Path
@@ -27,18 +28,11 @@ class ModelSources:
 
     def __post_init__(self) -> None:
         for name in self.encoders:
-            if not ENCODER_NAME.fullmatch(name) or name in TAKEN or name.endswith("_projector"):
-                raise UserError.at(
-                    f"encoder `{name}`",
-                    found="that name",
-                    expected="one of a-z, 0-9 and _ with another meaning nowhere",
-                    because="flags and records use it",
-                    fix="rename the encoder, for example `detail`",
-                )
+            require_encoder_name(name, "encoders of the model")
 
     @classmethod
     def recorded(cls, config: Mapping[str, Any]) -> ModelSources:
-        """Those of a configuration as `run.json` has it."""
+        """From a configuration as stored in `run.json`."""
         model = config["model"]
         vision = model.get("hf_path_vision")
         return cls(
@@ -60,21 +54,21 @@ class ModelSources:
         }
 
     def moved(self, model: Path | None, vision: Path | None, encoders: Mapping[str, Path]) -> ModelSources:
-        """The same model from folders that are elsewhere now. Raises `UserError` for one that it does not come from."""
+        """The same model with new locations of its folders. Raises `UserError` for a folder that it does not have."""
         if vision is not None and self.vision is None:
             raise UserError.at(
                 "--vision",
                 found=str(vision),
                 expected="none",
-                because=f"the model's encoder comes from {self.model} too",
-                fix="remove it; --model DIR says where that folder is now",
+                because=f"the encoder comes from {self.model} too",
+                fix="remove it, or give that folder's new location with --model DIR",
             )
         for name in encoders.keys() - self.encoders.keys():
             known = ", ".join(self.encoders) or "none"
             raise UserError.at(
                 "--encoder",
                 found=name,
-                expected=f"one of the model's further encoders ({known})",
+                expected=f"an additional encoder of the model ({known})",
                 fix="correct the name, or remove it",
             )
         return replace(
@@ -86,7 +80,7 @@ class ModelSources:
 
     @property
     def companions(self) -> dict[str, Path]:
-        """For each encoder the folder whose configuration and processor go with it; see `model_writer`."""
+        """For each encoder the folder of its configuration and processor; see `model_writer`."""
         return {VISION: self.model, **self.encoders}
 
     @property
@@ -97,9 +91,9 @@ class ModelSources:
         return {"model.hf_path": self.model, **vision, **further}
 
     def read(self) -> tuple[ModelFolders, ModelShapes]:
-        """The model's configuration and its shapes; weights are not looked at.
+        """The model's configuration and its shapes, without reading weights.
 
-        Raises `UserError` where a folder lacks configuration, tokenizer or processor.
+        Raises `UserError` if a folder lacks configuration, tokenizer or processor.
         """
         if self.vision is None:
             check_folder(self.model)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run that wrote it, and whether another run may go on from it."""
+"""The record of a run in its checkpoints, and whether another run may resume from it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from megatron_hetero.outputs.checkpoints import name_of, step_of
 
 FILE_NAME = "run.json"
 OVERRIDABLE: tuple[str, ...] = get_args(Overridable)
-"""What may change only where `checkpoint.allow_changes` names it: with these the data goes on elsewhere."""
+"""Settings that may change only if `checkpoint.allow_changes` names them: they change the data stream."""
 MODEL = "model.hf_path"
-"""The one of them that stands for files beside the weights of all the model's folders."""
+"""The one among them that stands for all files other than weights in the model's folders."""
 
 
 @dataclass(frozen=True)
 class DatasetRecord:
-    """One entry of `data.datasets`: `share` as it is written there, the number of records, and a hash of them."""
+    """One entry of `data.datasets`: `share` as written there, the number of records, and their hash."""
 
     share: str
     records: int
@@ -43,12 +43,12 @@ class DatasetRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The file `run.json`. `step`: the last one that was trained; `config`: the resolved configuration.
+    """The file `run.json`. `step`: the last trained step; `config`: the resolved configuration.
 
-    `imported_from`: the folder that weights were imported from, where no run has written them. Any run may then begin
-    with them, and of the configuration there is no more than where the model comes from.
+    `imported_from`: the folder of imported weights, if no run has trained them. Any run may then start from them, and
+    the configuration has only the settings that define the model.
 
-    `model_files`: what the model's folders held besides weights. Checkpoints of earlier versions have none.
+    `model_files`: hashes of the model's files other than weights. Checkpoints of earlier versions have none.
     """
 
     step: int
@@ -78,28 +78,27 @@ class RunRecord:
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise UserError.at(
                 path,
-                found=f"a record that cannot be read ({error})",
-                expected="that of a run",
-                fix="take another checkpoint (a run goes on from it with --checkpoint.resume PATH)",
+                problem=f"cannot be read ({error})",
+                fix="use another checkpoint (--checkpoint.resume PATH)",
             ) from None
 
     def require_own_name(self, checkpoint: Path) -> None:
-        """Check that the checkpoint with this record has no other step's name: by names the newest is chosen, and older
-        ones are removed. Raises `UserError`.
+        """Check that the checkpoint is not named after another step: names decide which is newest, and which are
+        deleted. Raises `UserError`.
         """
         named = step_of(checkpoint)
         if named not in (None, self.step):
             raise UserError.at(
                 checkpoint,
-                found=f"the name of a checkpoint after step {named}",
-                expected=f"{name_of(self.step)}, since {FILE_NAME} in it is of step {self.step}",
+                found=f"step {named} in the name",
+                expected=f"{name_of(self.step)}, as in its {FILE_NAME}",
                 because="the newest checkpoint is found by name",
                 fix=f"rename the folder to {name_of(self.step)}",
             )
 
     @property
     def freeze(self) -> tuple[str, ...]:
-        """The parts that were frozen."""
+        """The frozen parts."""
         return tuple(self.config["model"]["freeze"])
 
     @property
@@ -114,7 +113,7 @@ class RunRecord:
         return str(self.config[section][field])
 
     def require_resumable(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
-        """Check that a run with the record `new` may go on from this one. Raises `UserError` with both values."""
+        """Check that a run with the record `new` may resume from this one. Raises `UserError` with both values."""
         if self.imported_from is not None:
             return
         for name in (*(name for name in OVERRIDABLE if name != MODEL), "optimizer.name"):
@@ -125,48 +124,45 @@ class RunRecord:
                     f"{name} (--{name})",
                     found=new_value,
                     expected=f"{old_value}, as in {checkpoint}",
-                    because="the run would not go on as it began",
-                    fix=f"set it back{more}",
+                    because="the run would not continue as it began",
+                    fix=f"restore it{more}",
                 )
 
     def require_complete(
         self, stored: Mapping[str, Shape], shapes: Mapping[str, Shape], checkpoint: Path
     ) -> dict[str, Shape]:
-        """Check that `stored`, the tensors of a checkpoint with this record, are those of a model with the stored
-        `shapes`, and no others. Returns them, but for random states. Raises `UserError` listing all faults.
+        """Check that `stored`, the tensors of a checkpoint with this record, are exactly those of a model with the
+        stored `shapes`. Returns them without random states. Raises `UserError` listing all faults.
         """
         found = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
         require_tensors(checkpoint, found, expected_shapes(shapes, self.freeze, optimizer_kind(self.optimizer)))
         return found
 
     def require_same_model(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:
-        """Check that a run with the record `new` has the files of this one's model besides weights, wherever its
-        folders are. Raises `UserError` naming the first that differs.
+        """Check that a run with the record `new` has the same model files other than weights, wherever its folders are.
+        Raises `UserError` naming the first that differs.
         """
         before, now = self.model_files, new.model_files
         if not before or MODEL in allowed:
             return
-        if self.imported_from is not None:  # any run may begin with these weights: tokenizer and images are its own
+        if self.imported_from is not None:  # Any run may start from these, with its own tokenizer.
             before, now = (alone(found, CONFIG) for found in (before, now))
             if before.keys() != now.keys():
                 return
         folders, old_folders = (ModelSources.recorded(record.config).folders for record in (new, self))
-        for setting, name, found in differences(before, now):
+        for setting, name, change in differences(before, now):
             place = f": {folders[setting] / name}" if setting in folders else ""
-            origin = f" (then {old_folders[setting]})" if setting in old_folders else ""
+            origin = f" (then in {old_folders[setting]})" if setting in old_folders else ""
             raise UserError.at(
                 f"{setting} (--{setting}){place}",
-                found=found if place else "nothing",
-                expected=f"what {checkpoint / FILE_NAME} has the hash of{origin}"
-                if origin
-                else f"no such folder, as in {checkpoint}",
-                because="the same weights would be another model, or be shown something else",
-                fix=f"set it back, or allow it with --checkpoint.allow_changes {MODEL}",
+                problem=f"{change if place else 'removed'} since {checkpoint / FILE_NAME} was written{origin}",
+                because="the same weights would be another model, or get other inputs",
+                fix=f"restore it, or allow it with --checkpoint.allow_changes {MODEL}",
             )
 
 
 def dataset_records(mixture: Mixture) -> tuple[DatasetRecord, ...]:
-    """What a stream of samples is made of."""
+    """The records of a mixture's data sets."""
     return tuple(DatasetRecord(str(share), len(data), data.digest) for data, share in mixture.parts)
 
 
@@ -192,9 +188,7 @@ def require_tensors(
     if faults:
         raise UserError.at(
             checkpoint,
-            found=f"tensors that are not those of the model ({'; '.join(faults)})",
-            expected=f"exactly its {len(expected)} tensors",
-            because="what is not loaded would train from other values",
-            fix="name the model that the checkpoint was trained from (model.hf_path of a run, --model of an export), "
-            "or take another checkpoint",
+            problem=f"tensors do not match the model ({'; '.join(faults)})",
+            fix="give the model that the checkpoint was trained from (model.hf_path of a run, --model of an export), "
+            "or use another checkpoint",
         )

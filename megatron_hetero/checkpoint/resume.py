@@ -1,4 +1,4 @@
-"""How a run goes on: chosen, checked and loaded before anything is written."""
+"""Resuming a run: the checkpoint is chosen, verified and loaded before anything is written."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from megatron_hetero.distributed.topology import Topology
 
 
 def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resumed:
-    """Load what `checkpoint.resume` asks for into `state`. Every rank calls it, with what `shared_record` gives.
+    """Load the checkpoint that `checkpoint.resume` selects into `state`. Collective; `record` is that of
+    `shared_record`.
 
-    Raises `UserError` on every rank where that cannot be done, or where `checkpoint.dir` cannot be written.
+    Raises `UserError` on every rank if that fails, or if `checkpoint.dir` cannot be written.
     """
     if record is None:
         return Resumed()
     group, folder, held = state.topology.files, config.checkpoint.dir, []
     notes = on_first(group, lambda: _take(folder, held), state.working) if folder is not None else ()
-    # torchrun counts restarts on the host whose rank failed, and only there.
+    # torchrun counts restarts only on the host whose rank failed.
     again = any(on_every(group, lambda: started_again(os.environ)))
     chosen, more = on_first(group, lambda: choose(config.checkpoint, again), state.working)
     if folder is not None:
@@ -36,7 +37,7 @@ def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resum
     if chosen is not None:
         resumed = load(state, chosen, record, config.checkpoint.allow_changes)
     if resumed.step == config.train.iters:
-        more = (*more, f"all {resumed.step} steps of train.iters have been trained: no step is left")
+        more = (*more, f"all {resumed.step} steps of train.iters are done")
     return replace(resumed, notes=(*notes, *more, *resumed.notes), lock=held[0] if held else None)
 
 
@@ -47,8 +48,8 @@ def _take(folder: Path, held: list[FolderLock]) -> tuple[str, ...]:
 
 
 def shared_record(config: Config, state: TrainState, mixture: Mixture) -> RunRecord | None:
-    """What the checkpoints of this run say of it before the first step, on every rank; None where the run neither reads
-    nor writes any. Raises `UserError`, as `run_record` does.
+    """The record of this run before its first step, on every rank; None if it neither reads nor writes checkpoints.
+    Raises `UserError`, as `run_record` does.
     """
     if config.checkpoint.dir is None and config.checkpoint.resume in ("auto", "never"):
         return None
@@ -57,8 +58,8 @@ def shared_record(config: Config, state: TrainState, mixture: Mixture) -> RunRec
 
 
 def run_record(config: Config, topology: Topology, mixture: Mixture) -> RunRecord:
-    """What a checkpoint of this run says of it, before the first step. Reads all annotations, and the model's files
-    besides weights. Raises `UserError` where these cannot be read.
+    """The record of this run before its first step. Reads all annotations, and the model's files other than weights.
+    Raises `UserError` if these cannot be read.
     """
     settings = plain(to_yaml(config))
     return RunRecord(

@@ -1,4 +1,4 @@
-"""When a run saves, and what training waits for: the whole save, or only a copy that a thread writes meanwhile."""
+"""When a run saves, and what training waits for: the whole save, or only the copy that a thread then writes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.weight_files import all_finite
+from megatron_hetero.terminal import size_text
 
 Watched = Callable[[Callable[[], str]], AbstractContextManager[None]]
 SETTLED_S = 600.0
-"""Seconds that the end of a run with an error waits for a save that is under way."""
+"""Seconds that a failed run waits for a save in progress."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Writing:
-    """A save that has begun. `held_s`: the seconds that training waited for so far."""
+    """A save in progress. `held_s`: seconds that training has waited for it so far."""
 
     step: int
     outcome: Future[tuple[Saved, float]]
@@ -33,13 +34,12 @@ class _Writing:
 
 
 class Saver:
-    """Saves a run after every `checkpoint.interval` steps, after the last one, and where it is stopped.
+    """Saves a run every `checkpoint.interval` steps, after the last one, and when it is stopped.
 
-    With `checkpoint.async` a thread writes, at most one save at a time, and training goes on once this rank's part has
-    been copied to the host's memory. The thread has a process group for itself. The last save is waited for.
+    With `checkpoint.async` a thread writes, one save at a time, and training continues once this rank's part has been
+    copied to host memory. The thread has its own process group. Training waits for the last save.
 
-    `trained`: the last step that has been trained; `saved`: the newest checkpoint that was written; `lost`: why the
-    last one that was tried could not be.
+    `trained`: the last trained step; `saved`: the newest checkpoint written; `lost`: why the last attempt failed.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Saver:
         trained: int = 0,
         watched: Watched = lambda _: nullcontext(),
     ) -> None:
-        """`watched`: around what waits for other ranks, given what that is."""
+        """`watched`: around waits for other ranks, given a description."""
         self.config, self.state, self.record, self._watched = config, state, record, watched
         self.trained = self._tried = trained
         self.saved: Saved | None = None
@@ -59,12 +59,11 @@ class Saver:
         self._writing: _Writing | None = None
 
     def after(self, step: int, stopping: bool = False) -> list[str]:
-        """Save where it is time to, and see how a save that began earlier has ended. Every rank calls it after each
-        step.
+        """Save if a checkpoint is due, and collect the result of an earlier save. Collective, after each step.
 
-        Returns what there is to say: which checkpoints are whole now, and which could not be written, with
-        `checkpoint.on_failure` `continue` or where the model is trained to its end, and can still be exported. Raises
-        `SharedError` as `save` does, for a save in the background after a later step.
+        Returns notes for the user: checkpoints that are now complete, and failed ones if `checkpoint.on_failure` is
+        `continue` or training is complete, so that the model can still be exported. Raises `SharedError` as `save`
+        does; for a save in the background, after a later step.
         """
         self.trained = step
         chosen = self.config.checkpoint
@@ -74,21 +73,19 @@ class Saver:
         with self._watched(lambda: f"the saving of a checkpoint after step {step}, with all other ranks,"):
             notes = self._ended(waits=due, raises=not goes_on)
             if due:
-                self._writing = self._begin(step, beside=chosen.async_ and not last)
+                self._writing = self._begin(step, in_thread=chosen.async_ and not last)
                 notes += self._ended(waits=not chosen.async_ or last, raises=not goes_on)
-        if stopping and self.lost is not None:  # Who was asked to stop must not believe in what is not there.
+        if stopping and self.lost is not None:  # A stopped run must not exit as if it had saved.
             raise self.lost
         return notes
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way on this rank."""
+        """Whether a save is in progress on this rank."""
         return self._writing is not None
 
     def settle(self) -> list[str]:
-        """Wait for a save that is under way where an error ends the run on every rank. Returns what there is to say of
-        it.
-        """
+        """Wait for a save in progress, after an error on every rank. Returns notes for the user."""
         with self._watched(lambda: "the end of a save that was under way"):
             if self._writing is not None and wait([self._writing.outcome], SETTLED_S).done:
                 with suppress(Exception):
@@ -96,27 +93,27 @@ class Saver:
         return []
 
     def rescue(self, in_doubt: bool = False) -> list[str]:
-        """Save the last step where an error ends the run on every rank and nothing is under way. Returns what there is
-        to say. Older checkpoints all stay, since nobody knows yet which of them is free of what went wrong.
+        """Save the last step after an error on every rank, with no save in progress. Returns notes for the user. All
+        older checkpoints stay, since any of them may be the last good one.
 
-        `in_doubt`: whether the weights may be what went wrong. Then, and where they are not finite, what is saved does
-        not become the newest checkpoint: a run that goes on from that by itself would fail again and again.
+        `in_doubt`: whether the weights may have caused the error. Then, and if they are not finite, the save does not
+        become the newest checkpoint: a run that resumed from it automatically would fail again and again.
         """
         if self.config.checkpoint.dir is None or self.trained == self._tried:
             return []
         with self._watched(lambda: f"the saving of a checkpoint after step {self.trained}, with all other ranks,"):
             sound = not in_doubt and all(on_every(self.state.topology.files, self._is_finite, self.state.working))
-            self._writing = self._begin(self.trained, beside=False, keeps_all=True, sound=sound)
+            self._writing = self._begin(self.trained, in_thread=False, keeps_all=True, sound=sound)
             return self._ended(waits=True, raises=False, goes_on=False)
 
     def _is_finite(self) -> bool:
         return all(all_finite(entry.values) for entry in self.state.entries())
 
-    def _begin(self, step: int, beside: bool, keeps_all: bool = False, sound: bool = True) -> _Writing:
+    def _begin(self, step: int, in_thread: bool, keeps_all: bool = False, sound: bool = True) -> _Writing:
         self._tried, keep = step, None if keeps_all else self.config.checkpoint.keep_last
         start, history = time.perf_counter(), History.now(self.config.log.dir / HISTORY)
         entries = self.state.entries()
-        if beside:
+        if in_thread:
             work = partial(self._write, step, self._copies.of(entries), history, start, keep, sound)
             return _Writing(step, in_background(work), time.perf_counter() - start)
         outcome: Future[tuple[Saved, float]] = Future()
@@ -129,16 +126,16 @@ class Saver:
     def _write(
         self, step: int, entries: list[Entry], history: History, start: float, keep: int | None, sound: bool
     ) -> tuple[Saved, float]:
-        """What was written, and the seconds since `start`."""
+        """The checkpoint, and the seconds since `start`."""
         chosen = self.config.checkpoint
-        assert chosen.dir is not None and self.record is not None, "it is time to save only with a folder"
+        assert chosen.dir is not None and self.record is not None, "saves are due only with checkpoint.dir"
         record, group = replace(self.record, step=step), self.state.topology.files
         saved = save(entries, chosen.dir, record, history, keep, group, self.state.working, sound)
         return saved, time.perf_counter() - start
 
     def _ended(self, waits: bool, raises: bool, goes_on: bool = True) -> list[str]:
-        """What there is to say of the save that was begun, once it has ended, which is waited for where `waits`.
-        `goes_on`: whether training does, where steps are left.
+        """Notes on the save in progress if it has ended, which is awaited if `waits`. `goes_on`: whether training
+        continues while steps are left.
         """
         writing, start = self._writing, time.perf_counter()
         if writing is None or not (waits or writing.outcome.done()):
@@ -150,18 +147,10 @@ class Saver:
             self.lost = error
             if raises:
                 raise
-            more = ", training goes on" if goes_on and self.trained < self.config.train.iters else ""
+            more = ", training continues" if goes_on and self.trained < self.config.train.iters else ""
             return [f"warning: no checkpoint after step {writing.step}{more}: {error}"]
         held = writing.held_s + time.perf_counter() - start
         return [
-            f"checkpoint {self.saved.path.name}: {_shown(self.saved.size)} in {seconds:.1f} s; "
+            f"checkpoint {self.saved.path.name}: {size_text(self.saved.size)} in {seconds:.1f} s; "
             f"training waited for {min(held, seconds):.2f} s"
         ]
-
-
-def _shown(size: int) -> str:
-    """Bytes as people read them: 1.2 GB."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size / 1000:.1f} kB"

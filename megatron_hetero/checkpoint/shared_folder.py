@@ -1,4 +1,4 @@
-"""That one run alone writes into a folder, and that all of its ranks see the same one."""
+"""Makes sure that only one run writes to a folder, and that all of its ranks see the same one."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import uuid
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import torch.distributed as dist
 
 from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_first
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, os_errors_as
 from megatron_hetero.files import lock as file_lock
 from megatron_hetero.outputs.checkpoints import unwritable, wait_for
 
 LOCK = ".lock"
 _FREE_S = 15.0
-"""Seconds that a run which has just died may hold its lock."""
+"""Seconds for which a run that has just died may still hold its lock."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a folder is claimed for: the setting that names it, the file that is locked in it, what two runs would do
-    there, and the error that says why it cannot be written.
+    """The purpose of a locked folder: the setting that names it, its lock file, the consequence of two runs writing
+    there, and the error for a folder that cannot be written.
     """
 
     setting: str
@@ -34,20 +35,20 @@ class Claim:
     unwritable: Callable[[Path, OSError], UserError]
 
 
-CHECKPOINTS = Claim("checkpoint.dir", LOCK, "their checkpoints would be mixed", unwritable)
+CHECKPOINTS = Claim("checkpoint.dir", LOCK, "their checkpoints would mix", unwritable)
 
 
 class FolderLock:
-    """The right to write into a folder, until the process ends, it is released, or nothing refers to it any more."""
+    """The right to write to a folder, until it is released or garbage-collected, or the process ends."""
 
     def __init__(self, file: IO[str] | None) -> None:
-        """`file`: the locked one; None where there are no locks."""
+        """`file`: the lock file; None if the file system has no locks."""
         self._file = file
 
     @classmethod
     def take(cls, folder: Path, claim: Claim = CHECKPOINTS) -> tuple[FolderLock, tuple[str, ...]]:
-        """Take it, and make the folder if need be. Returns what there is to say besides. Raises `UserError` where
-        another run has it.
+        """Lock the folder, which is created if necessary. Returns notes for the user too. Raises `UserError` if another
+        run holds the lock.
         """
         path, held = folder / claim.lock, list[IO[str]]()
 
@@ -62,7 +63,7 @@ class FolderLock:
         except OSError as error:
             if error.errno not in file_lock.NO_LOCKS:
                 raise claim.unwritable(folder, error) from None
-            return cls(None), (f"the file system of {folder} has no locks: see to it that no other run writes there",)
+            return cls(None), (f"the file system of {folder} has no locks; make sure that no other run writes there",)
         return cls(held[0]), ()
 
     def release(self) -> None:
@@ -75,8 +76,7 @@ class FolderLock:
 def _taken(folder: Path, path: Path, claim: Claim) -> UserError:
     return UserError.at(
         f"{claim.setting}: {folder}",
-        found=f"another run that writes there ({file_lock.holder_of(path)})",
-        expected="none",
+        problem=f"in use by another run ({file_lock.holder_of(path)})",
         because=claim.mixed,
         fix=f"choose another {claim.setting}, or end the other run first",
     )
@@ -94,10 +94,8 @@ def require_shared(folder: Path, group: dist.ProcessGroup, working: Working = nu
 
 def _leave_mark(folder: Path) -> str:
     name = f".seen-{uuid.uuid4().hex}"
-    try:
+    with os_errors_as(partial(unwritable, folder)):
         (folder / name).touch()
-    except OSError as error:
-        raise unwritable(folder, error) from None
     return name
 
 
@@ -105,8 +103,7 @@ def _find(mark: Path) -> None:
     if not wait_for(mark.exists):
         raise UserError.at(
             f"checkpoint.dir: {mark.parent}",
-            found=f"another folder on host {socket.gethostname()} than the first rank's",
-            expected="one folder",
-            because="a checkpoint has the files of all ranks",
+            problem=f"host {socket.gethostname()} sees another folder than the first rank",
+            because="all ranks write to one checkpoint",
             fix="choose a checkpoint.dir on storage that all nodes share",
         )

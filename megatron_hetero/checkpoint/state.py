@@ -1,4 +1,4 @@
-"""Saving and loading the state of a run: every rank calls these together."""
+"""Saves and loads the state of a run; collective over all ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_
 from megatron_hetero.distributed.megatron import random_states, set_random_states
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, os_errors_as
 from megatron_hetero.outputs.checkpoints import (
     FileRecord,
     clean,
@@ -44,8 +45,8 @@ HISTORY = "metrics.jsonl"
 
 @dataclass(frozen=True, eq=False)
 class TrainState:
-    """What changes from step to step, on one rank. `shapes`: of all stored tensors of the model. `working`: around what
-    the rank reads and writes while others wait for it.
+    """The state that training changes, on one rank. `shapes`: of all stored tensors of the model. `working`: around
+    reads and writes that other ranks wait for.
     """
 
     modules: Sequence[TrainedModule]
@@ -55,7 +56,7 @@ class TrainState:
     working: Working = nullcontext
 
     def entries(self) -> list[Entry]:
-        """What this rank writes, in place: views of what training changes."""
+        """What this rank writes: views of the live state."""
         states = random_states(self.topology.platform)
         return [
             *written(self.modules, self.optimizers, self.shapes),
@@ -65,8 +66,8 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run goes on from, if any: the last trained step, the metrics up to it (the text of
-    metrics.jsonl), what there is to say about it, and its folder. `lock`: on the first rank the right to write into
+    """The checkpoint that a run resumes from, if any: the last trained step, the metrics up to it (the text of
+    metrics.jsonl), notes for the user, and its folder. `lock`: on the first rank the right to write to
     `checkpoint.dir`, if any.
     """
 
@@ -79,7 +80,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is whole: its folder, and the bytes of its files."""
+    """A complete checkpoint: its folder, and its size in bytes."""
 
     path: Path
     size: int
@@ -87,14 +88,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class History:
-    """The metrics of the steps so far: the first `size` bytes of a file that may grow. There need not be one."""
+    """The metrics so far: the first `size` bytes of a growing file, which may not exist."""
 
     path: Path
     size: int
 
     @classmethod
     def now(cls, path: Path) -> History:
-        """What the file holds at this moment."""
+        """The current content of the file."""
         try:
             return cls(path, path.stat().st_size)
         except OSError:
@@ -118,11 +119,11 @@ def save(
     working: Working = nullcontext,
     sound: bool = True,
 ) -> Saved:
-    """Write the checkpoint after step `record.step` into `folder`: beside its place, checked, then moved there; then
-    older ones are removed. Every rank of `group` calls it; the record and the history are taken from the first. One
-    that is not `sound` gets a name by which no run goes on from it unasked, and replaces an earlier one of that name.
+    """Write the checkpoint after step `record.step` into `folder`: under a temporary name, checked, renamed; then
+    remove older ones. Collective over `group`; record and history are the first rank's. A checkpoint that is not
+    `sound` gets a name that is never resumed from automatically, and replaces an earlier one of that name.
 
-    Raises `UserError` on every rank where it cannot be written; older checkpoints are then as they were.
+    Raises `UserError` on every rank if it cannot be written; older checkpoints are then intact.
     """
     target, rank = folder / (name_of if sound else unsound_name_of)(record.step), dist.get_rank(group)
     partial = partial_of(target)
@@ -134,24 +135,24 @@ def save(
         own = on_every(
             group,
             lambda: _writing(
-                partial, lambda: tensors | (_write_beside(partial, record, history) if rank == FIRST else {})
+                partial, lambda: tensors | (_write_texts(partial, record, history) if rank == FIRST else {})
             ),
             working,
         )
         records = {name: found for of_rank in own for name, found in of_rank.items()}
         return on_first(group, lambda: _writing(folder, lambda: _finish(partial, records, keep_last)), working)
     except UserError:
-        # All ranks have stopped writing, and what there is takes the room that the next one needs.
+        # All ranks have stopped writing; the next checkpoint needs the space.
         if rank == FIRST:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[str]) -> Resumed:
-    """Check a checkpoint, file by file and tensor by tensor, and read it into `state`. `new`: the record of this run,
-    used on the first rank; `allowed`: changes that it may make.
+    """Verify a checkpoint, file by file and tensor by tensor, and load it into `state`. `new`: the record of this run,
+    used on the first rank; `allowed`: the changes that it may make.
 
-    Raises `UserError` on every rank, before anything is read, where the checkpoint is damaged or another model's.
+    Raises `UserError` on every rank, before anything is loaded, if the checkpoint is damaged or another model's.
     """
     group, working = state.topology.files, state.working
     manifest = _verify(checkpoint, group, working)
@@ -164,13 +165,13 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     stored = index_shapes(index)
     found = on_first(group, lambda: record.require_complete(stored, state.shapes, checkpoint))
     on_first(group, lambda: record.require_same_model(new, allowed, checkpoint))
-    # What was imported takes the place of the model's folder: the optimizers begin with it as they would with that.
+    # Imported weights take the place of the model's folder: the optimizers start from them as they would from that.
     imported = record.imported_from is not None
     optimizers = [None] * len(state.modules) if imported else state.optimizers
     entries = list(read(state.modules, optimizers, state.shapes, found))
     states = random_states(state.topology.platform)
     own_random = list(random_entries(rank, states))
-    # Those of another kind of device are other ones.
+    # Random states of another kind of device do not fit.
     fit = record.world_size == ranks and all(stored.get(entry.key) == entry.size for entry in own_random)
     read_entries(checkpoint, index, [*entries, *(own_random if fit else ())], group, working)
     if imported:
@@ -182,36 +183,35 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
 
 
 def _require_steps(record: RunRecord, new: RunRecord, checkpoint: Path) -> None:
-    """Check that the run is not meant to be shorter than it is already."""
+    """Check that the checkpoint is not past the end of the run."""
     iters = new.config["train"]["iters"]
     if record.step > iters:
         raise UserError.at(
             "train.iters (--train.iters)",
             found=str(iters),
-            expected=f"{record.step} or more, the steps that {checkpoint} has trained",
-            because="what has been trained is not taken back",
-            fix="raise it, or go on from an earlier one with --checkpoint.resume PATH and another checkpoint.dir",
+            expected=f"≥ {record.step}, the step of {checkpoint}",
+            fix="raise it, or resume an earlier checkpoint with --checkpoint.resume PATH and another checkpoint.dir",
         )
 
 
 def _changes(old: RunRecord, new: RunRecord) -> list[str]:
-    """What a user should know of the difference between two runs."""
+    """Notes for the user on the differences between two runs."""
     if old.imported_from is not None:
-        return [f"its weights were imported from {old.imported_from}: the optimizer begins with moments of zero"]
+        return [f"weights imported from {old.imported_from}: optimizer moments start at zero"]
     notes = []
     if (old.world_size, old.layouts) != (new.world_size, new.layouts):
         before, now = (", ".join(f"{n} {v}" for n, v in record.layouts.items()) for record in (old, new))
-        notes.append(f"layouts were {before} on {old.world_size} ranks, and are {now} on {new.world_size}")
+        notes.append(f"layouts changed from {before} on {old.world_size} ranks to {now} on {new.world_size}")
     if thawed := [part for part in old.freeze if part not in new.freeze]:
-        notes.append(f"{', '.join(thawed)} was frozen: the optimizer begins there with moments of zero")
+        notes.append(f"{', '.join(thawed)} no longer frozen: its optimizer moments start at zero")
     if frozen := [part for part in new.freeze if part not in old.freeze]:
-        notes.append(f"{', '.join(frozen)} is frozen now: its optimizer state is left out, and not saved again")
+        notes.append(f"{', '.join(frozen)} now frozen: its optimizer state is dropped")
     return notes
 
 
 def _verify(checkpoint: Path, group: dist.ProcessGroup, working: Working) -> Mapping[str, FileRecord]:
-    """Check sizes and hashes, and return them; ranks share the files. Raises `UserError` on every rank, naming all that
-    is wrong.
+    """Verify sizes and hashes, and return them; the ranks divide the files among them. Raises `UserError` on every
+    rank, naming all faults.
     """
     manifest = on_first(group, lambda: read_manifest(checkpoint, (INDEX, RECORD)))
     mine = sorted(manifest)[dist.get_rank(group) :: dist.get_world_size(group)]
@@ -226,8 +226,8 @@ def _make(partial: Path) -> None:
     partial.mkdir()
 
 
-def _write_beside(partial: Path, record: RunRecord, history: History) -> dict[str, FileRecord]:
-    """Write what a checkpoint holds besides tensors."""
+def _write_texts(partial: Path, record: RunRecord, history: History) -> dict[str, FileRecord]:
+    """Write the files of a checkpoint other than tensors."""
     texts = {RECORD: record.to_json(), HISTORY: history.text()}
     return {name: write_synced(partial / name, text) for name, text in texts.items()}
 
@@ -237,9 +237,7 @@ def _finish(partial: Path, records: Mapping[str, FileRecord], keep_last: int | N
         if not wait_for(lambda: _size(partial / name) == record.size):  # noqa: B023 (called in this turn)
             raise UserError.at(
                 partial / name,
-                found="it missing, or of another size, on the first rank",
-                expected=f"{record.size} bytes that a rank has written",
-                because="a checkpoint is one folder",
+                problem=f"missing or truncated on the first rank ({record.size} bytes written by another)",
                 fix="choose a checkpoint.dir on storage that all nodes share",
             )
     target = publish(partial, records)
@@ -260,8 +258,6 @@ def _history(checkpoint: Path) -> str:
 
 
 def _writing(where: Path, work: Callable[[], Any]) -> Any:
-    """`work`, where a full disk and the like are errors that name the place. Raises `UserError`."""
-    try:
+    """The result of `work`. Raises `UserError` for a full disk and the like."""
+    with os_errors_as(partial(unwritable, where)):
         return work()
-    except OSError as error:
-        raise unwritable(where, error) from None

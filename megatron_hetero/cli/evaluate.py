@@ -14,6 +14,7 @@ from typing import Any
 from megatron_hetero.cli.command import a_path
 from megatron_hetero.distributed.launch import ended
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.registry import titles
 from megatron_hetero.terminal import Parser, console
 
 
@@ -29,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m megatron_hetero.cli.evaluate",
         description="Answer a data set's questions greedily with plain transformers; print the exact-match rate.",
     )
-    parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="Qwen2.5-VL folder in transformers format")
+    parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help=f"{titles()} folder in transformers format")
     parser.add_argument("--annotations", type=a_path, required=True, help="annotations in LLaVA format")
     parser.add_argument("--images", type=a_path, help="image folder, the base of relative image paths")
     parser.add_argument("--limit", type=_positive, help="maximum number of records (default: all)")
@@ -54,8 +55,8 @@ def _evaluate(options: dict[str, Any]) -> None:
 
     disable_progress_bar()
     if options["images"] is not None and not options["images"].is_dir():
-        fix = "correct the path, or remove the flag"
-        raise UserError.at("--images", found=f"{options['images']}, not a folder", expected="a folder", fix=fix)
+        problem = f"{options['images']} is not a folder"
+        raise UserError.at("--images", problem=problem, fix="correct the path, or remove the flag")
     result = exact_match(options.pop("hf_dir"), options.pop("annotations"), options.pop("images"), **options)
     console().print(result_table(result))
 

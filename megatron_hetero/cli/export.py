@@ -11,11 +11,9 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from rich.filesize import decimal
-
 from megatron_hetero.cli.command import a_path, add_encoders, by_name, progress
 from megatron_hetero.distributed.launch import ended
-from megatron_hetero.terminal import Parser
+from megatron_hetero.terminal import Parser, size_text
 
 # Modules that import torch are imported where they are used: that takes seconds, which `--help` need not wait for and
 # Ctrl-C may interrupt.
@@ -34,7 +32,7 @@ def export(options: argparse.Namespace) -> str:
         done = export_checkpoint(checkpoint, target, sources, options.dtype, limit, advance)
     newest = f", the newest in {options.checkpoint}" if checkpoint.folder != options.checkpoint else ""
     return (
-        f"wrote {options.hf_dir}: {done.tensors} tensors, {decimal(done.size)}, {' and '.join(done.dtypes)}, "
+        f"wrote {options.hf_dir}: {done.tensors} tensors, {size_text(done.size)}, {' and '.join(done.dtypes)}, "
         f"in {time.perf_counter() - start:.1f} s, from {checkpoint.folder}{newest}"
     )
 

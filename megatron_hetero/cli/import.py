@@ -11,11 +11,10 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from rich.filesize import decimal
-
 from megatron_hetero.cli.command import a_path, add_encoders, by_name, progress
 from megatron_hetero.distributed.launch import ended
-from megatron_hetero.terminal import Parser
+from megatron_hetero.models.registry import titles
+from megatron_hetero.terminal import Parser, size_text
 
 
 def import_model(options: argparse.Namespace) -> str:
@@ -29,7 +28,7 @@ def import_model(options: argparse.Namespace) -> str:
         done = import_folders(with_own_encoders(given), target, options.seed, advance)
     found = f"--checkpoint.dir {target.parent}" if target.name == UNTRAINED else f"--checkpoint.resume {target}"
     return (
-        f"wrote {options.checkpoint}: {done.tensors} tensors, {decimal(done.size)}, {' and '.join(done.dtypes)}, "
+        f"wrote {options.checkpoint}: {done.tensors} tensors, {size_text(done.size)}, {' and '.join(done.dtypes)}, "
         f"in {time.perf_counter() - start:.1f} s; start a run from it with {found}"
     )
 
@@ -39,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m megatron_hetero.cli.import",
         description="Import the weights of a transformers folder as a checkpoint.",
     )
-    parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help="Qwen2.5-VL folder, as for model.hf_path")
+    parser.add_argument("hf_dir", type=a_path, metavar="HF_DIR", help=f"{titles()} folder, as for model.hf_path")
     parser.add_argument("checkpoint", type=a_path, metavar="CHECKPOINT", help="output folder: new or empty")
     parser.add_argument("--vision", type=a_path, metavar="DIR", help="as model.hf_path_vision")
     add_encoders(parser, "as model.encoders.NAME.hf_path (default: those in HF_DIR/encoders)")

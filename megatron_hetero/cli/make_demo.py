@@ -1,8 +1,9 @@
 """Creates everything for a first training run: a small model, drawn pictures with questions, a configuration.
 
-python -m megatron_hetero.cli.make_demo DIR [--seed N] [--train-pictures N] [--heldout-questions N] [--force]
+python -m megatron_hetero.cli.make_demo DIR [--model FAMILY] [--seed N] [--train-pictures N] [--heldout-questions N]
+    [--force]
 
-DIR/model/               Qwen2.5-VL in `transformers` format with random weights, tokenizer and image processor
+DIR/model/               a model in `transformers` format: random weights, tokenizer and image processor
 DIR/data/train.jsonl     questions about pictures, LLaVA-style
 DIR/data/heldout.jsonl   questions about combinations of properties that training never shows
 DIR/data/images/*.png
@@ -28,9 +29,10 @@ from megatron_hetero.cli.demo.config import run_config
 from megatron_hetero.cli.demo.pictures import draw
 from megatron_hetero.cli.demo.records import Sample, held_out_samples, training_samples
 from megatron_hetero.distributed.launch import ended
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, quoted, reason
+from megatron_hetero.layout.grammar import did_you_mean
 from megatron_hetero.models.common.demo_sizes import DemoSizes
-from megatron_hetero.models.registry import FAMILIES
+from megatron_hetero.models.registry import FAMILIES, titles
 from megatron_hetero.terminal import Parser
 
 # Moved into place in this order: the marker comes last, so a folder that has it is complete.
@@ -39,6 +41,7 @@ PARTS = ("model", "data", "config.yaml", MARKER)
 # Increment when the same options produce other bytes.
 FORMAT = 1
 WORK = ".making-"
+DEFAULT_FAMILY = next(iter(FAMILIES))
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,16 @@ class DemoOptions:
     train_pictures: int = 8000
     heldout_questions: int = 320
     shape: DemoSizes = field(default_factory=DemoSizes)
+    model: str = DEFAULT_FAMILY
 
     def __post_init__(self) -> None:
+        if self.model not in FAMILIES:
+            raise UserError.at(
+                "--model",
+                found=f"{quoted(self.model)}{did_you_mean(self.model, FAMILIES)}",
+                expected=" or ".join(FAMILIES),
+                fix="name one of these families",
+            )
         for name, least in {"seed": 0, "train_pictures": 1, "heldout_questions": 1}.items():
             if (value := getattr(self, name)) < least:
                 flag = "--" + name.replace("_", "-")
@@ -83,9 +94,8 @@ def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool =
     try:
         _write_all(folder, options)
     except OSError as error:
-        raise UserError.at(
-            folder, found=str(error), expected="a writable folder", fix="choose another DIR, or free space"
-        ) from error
+        problem = f"cannot be written ({reason(error)})"
+        raise UserError.at(folder, problem=problem, fix="choose another DIR, or free space") from error
     return True
 
 
@@ -96,7 +106,7 @@ def _holds(folder: Path, options: DemoOptions) -> bool:
 
 def _refuse_other_content(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
-        raise UserError.at(folder, found="a file", expected="a folder", fix="choose another DIR")
+        raise UserError.at(folder, problem="not a folder", fix="choose another DIR")
     names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     others = [name for name in names if not name.startswith(WORK)]
     if others:
@@ -110,7 +120,7 @@ def _refuse_other_content(folder: Path) -> None:
 
 
 def _write_all(folder: Path, options: DemoOptions) -> None:
-    """Write beside the destination, then move: an interrupted run leaves no partial demo."""
+    """Write to a temporary folder, then move: an interrupted run leaves no partial demo."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as name:
         made = Path(name)
@@ -135,8 +145,7 @@ def _write_parts(folder: Path, options: DemoOptions) -> None:
     (data / "images").mkdir(parents=True)
     _write_samples(data, "train", train)
     _write_samples(data, "heldout", held_out)
-    family = FAMILIES[next(iter(FAMILIES))]
-    family.write_demo(folder / "model", _corpus(train), options.shape, options.seed)
+    FAMILIES[options.model].write_demo(folder / "model", _corpus(train), options.shape, options.seed)
     (folder / "config.yaml").write_text(_config_text(options), encoding="utf-8")
     (folder / MARKER).write_text(options.to_json(), encoding="utf-8")
 
@@ -163,10 +172,17 @@ def _config_text(options: DemoOptions) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m megatron_hetero.cli.make_demo",
-        description="Create a small Qwen2.5-VL with random weights, drawn pictures with questions and a configuration.",
+        description=f"Create a small {titles()} with random weights, drawn pictures with questions, and a "
+        "configuration.",
     )
     default, shape = DemoOptions(), DemoSizes()
     parser.add_argument("folder", type=a_path, metavar="DIR", help="output folder: new or empty")
+    parser.add_argument(
+        "--model",
+        default=default.model,
+        metavar="FAMILY",
+        help=f"model family: {' or '.join(FAMILIES)} (default {default.model})",
+    )
     for flag, value, text in (
         ("--seed", default.seed, "seed of weights, pictures and questions"),
         ("--train-pictures", default.train_pictures, "number of training pictures"),

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         TrainConfig,
     )
 
+_NOT_IN_PROJECTS = frozenset("/\\#?%:")
+"""Characters that Weights & Biases refuses in the name of a project."""
 # Lower bound of each number, and whether it is inclusive.
 _BOUNDS: dict[str, tuple[float, bool]] = {
     "data.max_seq_length": (1, True),
@@ -72,6 +74,7 @@ def check(config: Config) -> None:
     _check_data(config.data, config.eval)
     _check_checkpoint(config.checkpoint)
     _check_profile(config.train)
+    _check_wandb(config.log.wandb)
     check_paths(config)
     _check_evaluation(config)
     _check_batch(config.train)
@@ -111,19 +114,29 @@ def _check_model(model: ModelConfig) -> None:
         found = ", ".join(model.freeze)
         raise _wrong("model.freeze", found, "each part once", "", "remove the duplicate")
     if set(model.freeze) == set(model.parts):
-        why, expected = "nothing is left to train", f"not all of {', '.join(model.parts)}"
-        raise _wrong("model.freeze", "all parts", expected, why, "remove one")
+        problem = f"freezes all of {', '.join(model.parts)}, which leaves nothing to train"
+        raise UserError.at("model.freeze (--model.freeze)", problem=problem, fix="remove one")
 
 
 def _check_encoder(where: str, name: str, encoder: EncoderConfig) -> None:
-    if not ENCODER_NAME.fullmatch(name) or name in TAKEN or name.endswith("_projector"):
-        expected, why = "an unreserved name of a-z, 0-9 and _", "flags and records use it"
-        raise _wrong("model.encoders", f"the name `{name}`", expected, why, "rename the encoder, for example `detail`")
+    require_encoder_name(name, "model.encoders (--model.encoders)")
     low, high = encoder.min_pixels, encoder.max_pixels
     for field_name, area in (("min_pixels", low), ("max_pixels", high)):
         if area is not None and area < 1:
             raise _wrong(f"{where}.{field_name}", area, "≥ 1", "", "raise or remove it")
     _check_pixels(where, low, high)
+
+
+def require_encoder_name(name: str, where: str) -> None:
+    """Check the name of an additional encoder. Raises `UserError`."""
+    if not ENCODER_NAME.fullmatch(name) or name in TAKEN or name.endswith("_projector"):
+        raise UserError.at(
+            where,
+            found=f"the name `{name}`",
+            expected="an unreserved name of a-z, 0-9 and _",
+            because="flags and records use it",
+            fix="rename the encoder, for example `detail`",
+        )
 
 
 def _check_pixels(where: str, low: int | None, high: int | None) -> None:
@@ -170,6 +183,12 @@ def _check_profile(train: TrainConfig) -> None:
         most = iters - start + 1
         expected, why = f"≤ {most} from step {start} on", f"train.iters is {iters}, and the trace is written"
         raise _wrong("train.profile.steps", steps, expected, f"{why} after its last step", f"lower it to {most}")
+
+
+def _check_wandb(project: str | None) -> None:
+    if project is not None and (not project or len(project) > 128 or _NOT_IN_PROJECTS & set(project)):
+        expected = f"a project name of up to 128 characters without {' '.join(sorted(_NOT_IN_PROJECTS))}"
+        raise _wrong("log.wandb", f"`{project}`", expected, "", "rename the project, or remove it")
 
 
 def _check_evaluation(config: Config) -> None:

@@ -118,7 +118,7 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         if word.startswith("--") or word == "-h":
             flag, equals, value = word.partition("=")
             if flag in found:
-                raise UserError.at(flag, found="it given twice", expected="it once", fix="remove one")
+                raise UserError.at(flag, problem="given twice", fix="remove one")
             found[flag] = [value] if equals else []
         elif not flag:
             expected = "a flag such as --config FILE"
@@ -149,7 +149,7 @@ def _insert(tree: Tree, flag: str, values: list[str], root: type) -> None:
     for name in parents:
         tree = tree.setdefault(name, {})
     if last in tree:
-        raise UserError.at(flag, found=f"{'.'.join(path)} given twice", expected="it once", fix="remove one")
+        raise UserError.at(flag, problem=f"{'.'.join(path)} given twice", fix="remove one")
     value = values if get_origin(kind) is tuple else _one(flag, values)
     tree[last] = Setting(value, flag, Path.cwd())
 
@@ -163,7 +163,7 @@ def _no_such_flag(flag: str, root: type) -> UserError:
     below = [row.flag for row in flag_rows(root) if row.flag.startswith(f"{flag}.")]
     known = [row.flag for row in flag_rows(root)]
     guess = f" (a section with {', '.join(below)})" if below else did_you_mean(flag, known)
-    return UserError.at(flag, found=f"an unknown flag{guess}", expected="--SECTION.FIELD", fix="see --help")
+    return UserError.at(flag, problem=f"unknown flag{guess}", fix="see --help")
 
 
 # --------------------------------------------------------------------------------------- documentation

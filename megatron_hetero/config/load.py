@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin, get_type_
 import yaml
 
 from megatron_hetero.config.conversion import ConversionError, convert, show
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, reason
 from megatron_hetero.files.opening import read_text
 from megatron_hetero.layout.grammar import did_you_mean
 
@@ -110,9 +110,7 @@ def read_yaml(file: Path, root: type) -> Tree:
         # A SafeLoader: builds plain values only.
         content = yaml.load(read_text(file, MOST_BYTES), Loader=_Loader)
     except OSError as error:
-        found = (error.strerror or str(error)).lower()
-        expected = "a readable YAML file"
-        raise UserError.at(f"--config {file}", found=found, expected=expected, fix="correct the path") from None
+        raise UserError.at(f"--config {file}", problem=reason(error), fix="correct the path") from None
     # Malformed dates and numbers raise ValueError, deep nesting RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _broken(file, error) from None
@@ -153,7 +151,8 @@ class _Loader(yaml.SafeLoader):
     `4:16`, `on` and `2024-01-01` are text, not a number, a boolean, a date).
     """
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+    # The stubs declare an instance variable; PyYAML itself sets it on the class.
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
 
     # Not in construct_mapping, which may see a node after `<<` has merged in another's keys.
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -238,9 +237,7 @@ def build(kind: type[T], tree: Tree) -> T:
     if missing:
         raise UserError.at(
             ", ".join(missing),
-            found="no value",
-            expected="one",
-            because="there is no default",
+            problem="required, but not set",
             fix=f"add it to the --config file, or pass --{missing[0]} VALUE",
         )
     return _value(kind, tree, ())

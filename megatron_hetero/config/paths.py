@@ -66,8 +66,8 @@ def _require(setting: str, given: Path, places: Mapping[str, Path], rule: _Rule,
     conflict = next(rule(resolved(given, setting), places), None)
     if conflict is None:
         return
-    beside = (Path(f"{conflict.path}-{suffix}{'' if n == 1 else f'-{n}'}") for n in count(1))
-    good = next(path for path in beside if next(rule(path, places), None) is None)
+    others = (Path(f"{conflict.path}-{suffix}{'' if n == 1 else f'-{n}'}") for n in count(1))
+    good = next(path for path in others if next(rule(path, places), None) is None)
     raise UserError.at(
         f"{setting} (--{setting})",
         found=str(given),
@@ -78,7 +78,7 @@ def _require(setting: str, given: Path, places: Mapping[str, Path], rule: _Rule,
 
 
 def _of_export(target: Path, places: Mapping[str, Path]) -> Iterator[_Conflict]:
-    """An export replaces its folder and its temporary folders beside it."""
+    """An export replaces its folder and the temporary folders next to it."""
     gone = {target, partial_of(target), replaced_of(target), lock_of(target)}
     for setting, path in places.items():
         if gone & {path, *path.parents}:

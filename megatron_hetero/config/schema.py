@@ -33,7 +33,7 @@ Overridable = Literal["data.datasets", "data.shuffle", "train.seed", "train.glob
 class EncoderConfig:
     """One entry of `model.encoders`: an encoder in addition to that of `model.hf_path`."""
 
-    hf_path: Path = required("Qwen2.5-VL folder whose vision encoder becomes the additional encoder NAME.")
+    hf_path: Path = required("Qwen2.5-VL or Qwen3-VL folder whose vision encoder becomes the additional encoder NAME.")
     token: str = required("Placeholder token of its rows, such as `<|video_pad|>`.")
     min_pixels: int | None = option(None, "Minimum image area in pixels; smaller images are upscaled.", "its folder's")
     max_pixels: int | None = option(None, "Maximum image area in pixels; larger images are downscaled.", "its folder's")
@@ -43,11 +43,11 @@ class EncoderConfig:
 class ModelConfig:
     """Section `model`."""
 
-    hf_path: Path = required("Qwen2.5-VL folder in `transformers` format to start training from.")
+    hf_path: Path = required("Qwen2.5-VL or Qwen3-VL folder in `transformers` format to start training from.")
     hf_path_vision: Path | None = option(
         None,
-        "Qwen2.5-VL folder whose vision encoder replaces that of `model.hf_path`, which may then be a plain Qwen2 or "
-        "Qwen2.5 language model.",
+        "Folder of the same family whose vision encoder replaces that of `model.hf_path`, which may then be a plain "
+        "language model: Qwen2 or Qwen2.5 for Qwen2.5-VL, Qwen3 for Qwen3-VL.",
     )
     fresh_projector: bool = option(
         False, "Reinitialize the vision projector; one whose width does not match always is."
@@ -195,6 +195,9 @@ class LogConfig:
         "a subfolder.",
     )
     tensorboard: bool = option(False, "Also write metrics for TensorBoard.")
+    wandb: str | None = option(
+        None, "Weights & Biases project to log metrics to as well; with WANDB_MODE=offline, only to log.dir."
+    )
 
     def __post_init__(self) -> None:
         # The default is relative to the current directory, as paths in flags are.
@@ -318,8 +321,7 @@ def load_config(argv: Sequence[str]) -> Config:
     """
     line = _read_command(argv)
     if line.plan is not None:
-        why = "this program does not plan"
-        raise UserError.at("--plan", found="this flag", expected="none", because=why, fix="use pretrain_vlm.py")
+        raise UserError.at("--plan", problem="not supported by this program", fix="use pretrain_vlm.py")
     return _config_of(line)
 
 

@@ -1,4 +1,4 @@
-"""A record as chat text, cut where supervision begins and ends."""
+"""Renders a record as chat text, split where supervision begins and ends."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megatron_hetero.names import VISION
 
 END_OF_TURN = "<|im_end|>"
 RENDERED_S = 5.0
-"""Seconds in which a template, a program that a file brings along, renders one conversation; one needs milliseconds."""
+"""Time limit for rendering one conversation, which takes milliseconds: a template is a program from a file."""
 NONE: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of rendered text that is trained on as a whole or not at all."""
+    """A span of rendered text, trained on entirely or not at all."""
 
     text: str
     supervised: bool
 
 
 def to_messages(record: Record, shown: Mapping[str, str] = NONE) -> list[dict[str, Any]]:
-    """The record in the form that chat templates take; a placeholder of the vision encoder becomes a part of type
-    image. `shown`: of every other encoder, the text that stands for one of its images; templates do not know them.
+    """The record as messages for a chat template; a placeholder of the vision encoder becomes a part of type image.
+    `shown`: the text that stands for an image of each other encoder, which templates do not know.
     """
     return [{"role": turn.role, "content": _content(turn.role, turn.text, shown)} for turn in record.turns]
 
@@ -52,8 +52,8 @@ def _content(role: str, text: str, shown: Mapping[str, str]) -> str | list[dict[
 def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> list[Piece]:
     """Renders the record with the tokenizer's chat template. `shown`: see `to_messages`.
 
-    The pieces joined are the rendered text. Supervised are each assistant turn's text and its ``<|im_end|>``, nothing
-    else. A turn begins where the template's own generation prompt ends, so training sees what generation will see.
+    The pieces joined are the rendered text. Each assistant turn's text and its ``<|im_end|>`` are supervised, nothing
+    else. A turn begins where the template's own generation prompt ends, so training matches generation.
 
     Raises:
         UserError: the template fails or takes too long, or rewrites earlier turns, or alters the assistant's text.
@@ -69,9 +69,7 @@ def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> l
         if not full.startswith(prompt + answer):
             raise _template_error(
                 record,
-                found=f"a chat template that does not render turn {k + 1} as its generation prompt, the text, "
-                f"and {END_OF_TURN}",
-                expected="a template in which every turn extends the text before it",
+                f"does not render turn {k + 1} as its generation prompt, the text and {END_OF_TURN}",
             )
         pieces += [Piece(full[position : len(prompt)], False), Piece(answer, True)]
         position = len(prompt) + len(answer)
@@ -79,7 +77,7 @@ def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> l
 
 
 def render_prompt(tokenizer: Any, record: Record, turns: int) -> str:
-    """The first `turns` of the record, and what the answer of a model follows. Raises `UserError`."""
+    """The first `turns` of the record with the generation prompt. Raises `UserError`."""
     return _apply(tokenizer, to_messages(record)[:turns], record, prompt=True)
 
 
@@ -91,22 +89,19 @@ def _apply(tokenizer: Any, messages: list[dict[str, Any]], record: Record, *, pr
     except TimeoutError:
         raise _template_error(
             record,
-            found=f"a chat template that is not done after {RENDERED_S:g} s",
-            expected="one that goes through the turns once",
+            f"not finished after {RENDERED_S:g} s",
         ) from None
     except Exception as error:  # templates are programs: they raise anything
         raise _template_error(
             record,
-            found=f"a chat template that fails ({in_short(error)})",
-            expected="a template for system, user and assistant turns with images",
+            f"fails ({in_short(error)})",
         ) from error
 
 
-def _template_error(record: Record, *, found: str, expected: str) -> UserError:
+def _template_error(record: Record, problem: str) -> UserError:
     return UserError.at(
         f"{record.where}: chat template of model.hf_path",
-        found=found,
-        expected=expected,
-        because="otherwise the supervised tokens cannot be told",
-        fix="use the chat template of Qwen2.5-VL",
+        problem=problem,
+        because="otherwise the supervised tokens cannot be located",
+        fix="use the chat template of the published model",
     )

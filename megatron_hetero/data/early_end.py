@@ -1,9 +1,9 @@
-"""Whether a picture that Pillow decoded without complaint has all its pixels.
+"""Whether a picture that Pillow decoded without an error has all its pixels.
 
-Pillow refuses a file that was cut off. Where the compressed data ends early by its own account, though, it leaves the
-rest as it was: black in a PNG, grey in a JPEG. No other format that we read does so, but for JPEG inside TIFF.
+Pillow refuses truncated files. If the compressed data itself ends early, however, it leaves the remaining pixels
+untouched: black in a PNG, grey in a JPEG. No other accepted format has this problem, except JPEG inside TIFF.
 
-Both checks are exact, and cost nothing for a picture whose last pixels are not black or grey.
+Both checks are exact, and free for a picture whose last pixels are not black or grey.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MORE_DATA = bytes(range(1, 255)) * 8
 
 
 def ends_early(image: Image.Image, file: IO[bytes]) -> bool:
-    """Whether the data of `file` is for fewer pixels than it says. `image`: what was decoded from it, in its own mode
-    and orientation.
+    """Whether the data of `file` covers fewer pixels than its header declares. `image`: decoded from it, in its
+    original mode and orientation.
     """
     if image.format == "PNG":
         return _is_black(image) and _misses_rows(file)

@@ -17,9 +17,9 @@ from megatron_hetero.names import VISION
 class Mixture:
     """The stream of samples that training reads: ``mixture[i]`` for every i >= 0.
 
-    An epoch has ``len(mixture)`` samples and takes its share of every data set. With ``shuffle`` the share is chosen
-    and the epoch permuted anew each time, as a function of (seed, epoch) alone; without, an epoch is the first records
-    of each data set in the order the data sets are written.
+    An epoch has ``len(mixture)`` samples, a share of every data set. With ``shuffle`` the share is redrawn and the
+    epoch permuted every time, as a function of (seed, epoch) alone; without, an epoch is the first records of each data
+    set in the order of the configuration.
     """
 
     # The stream has no end: `for record in mixture` would never stop.
@@ -47,10 +47,10 @@ class Mixture:
         Args:
             datasets: entries ``name`` or ``name%rate``; the rate is in percent of the data set's records per epoch,
                 over 100 repeats records.
-            registry: where each name lies.
-            shuffle: draw shares and order anew in each epoch.
+            registry: the data sets by name.
+            shuffle: redraw shares and order every epoch.
             seed: of the random draws; unused without shuffle.
-            encoders: those that images may be for.
+            encoders: the encoders that images may be for.
 
         Raises:
             UserError: no entry, an unknown name, a bad rate, or a data set that does not load.
@@ -58,8 +58,7 @@ class Mixture:
         if not datasets:
             raise UserError.at(
                 "data.datasets",
-                found="an empty list",
-                expected="at least one data set",
+                problem="no data set",
                 fix="name one of data.registry",
             )
         shares = [Share.parse(text) for text in datasets]
@@ -85,9 +84,9 @@ class Mixture:
         return self.parts[part][0][record - int(self._starts[part])]
 
     def _epoch(self, epoch: int) -> np.ndarray:
-        """The records of an epoch in order, numbered through all parts; keeps the last two epochs asked for.
+        """The records of an epoch in order, numbered across all parts; caches the last two epochs.
 
-        Two, because readers of neighbouring samples are on both sides of the end of an epoch.
+        Two, because concurrent readers may be on both sides of an epoch boundary.
         """
         epoch = epoch if self.shuffle else 0
         order = self._epochs.pop(epoch, None)

@@ -14,9 +14,9 @@ from megatron_hetero.errors import UserError
 
 IGNORED = -100
 CHARACTERS_PER_TOKEN = 64
-"""More than any text has in the mean; tokenizers have longer tokens, for lines and blanks."""
+"""More than the average of any text; tokenizers have longer tokens, for rules and blanks."""
 FEW_CHARACTERS = 2**16
-"""Texts of so many are always tokenized, which costs little and tells their length exactly."""
+"""Texts up to this size are always tokenized, which is cheap and gives their exact length."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +72,8 @@ def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
 
 
 def check_text(record: Record, max_seq_length: int, too_long: Literal["error", "skip"] = "error") -> bool:
-    """Whether the text of a record may be tokenized, which takes memory in proportion; false where it is too long for
-    ``max_seq_length`` tokens, as its characters alone tell, and ``too_long`` is skip.
+    """Whether the text of a record may be tokenized, which takes proportional memory; false if it is too long for
+    ``max_seq_length`` tokens by its number of characters alone, and ``too_long`` is skip.
 
     Raises:
         UserError: it is too long, and ``too_long`` is error.
@@ -88,13 +88,13 @@ def check_text(record: Record, max_seq_length: int, too_long: Literal["error", "
         record.where,
         found=f"a text of {record.characters} characters",
         expected=f"at most {most} for data.max_seq_length = {max_seq_length}",
-        because="tokens stand for a few characters each, and samples are never cut",
+        because="a token is a few characters, and samples are never truncated",
         fix=f"{raised}shorten the record, or set data.too_long to skip",
     )
 
 
 def check_length(sample: TokenizedSample, max_seq_length: int, too_long: Literal["error", "skip"] = "error") -> bool:
-    """Whether the sample is used; false where it is too long and ``too_long`` is skip. Samples are never cut.
+    """Whether the sample is used; false if it is too long and ``too_long`` is skip. Samples are never truncated.
 
     Raises:
         UserError: the sample has more than ``max_seq_length`` tokens and ``too_long`` is error.
@@ -107,7 +107,7 @@ def check_length(sample: TokenizedSample, max_seq_length: int, too_long: Literal
         sample.record.where,
         found=f"a sample of {len(sample)} tokens, {len(sample.image_positions)} of them for images",
         expected=f"at most data.max_seq_length = {max_seq_length}",
-        because="samples are never cut",
+        because="samples are never truncated",
         fix="raise data.max_seq_length, lower data.max_pixels, or set data.too_long to skip",
     )
 
@@ -130,5 +130,5 @@ def _check_rows(sample: TokenizedSample) -> None:
             f"{sample.record.where}: field 'image'",
             found=f"{len(sample.image_positions)} image tokens",
             expected=f"{rows}, one for each merged patch of its {len(sample.grids)} images",
-            fix="leave the pictures alone while training reads them, or mend the record",
+            fix="do not change pictures while training reads them, or correct the record",
         )

@@ -1,7 +1,7 @@
 """Pictures: their size from the header alone, and their pixels as upright RGB.
 
-Files come from anywhere. So only formats are read that Pillow decodes in this process from the one file: others start
-programs (EPS starts Ghostscript) or have decoders that hardly anybody looks at.
+Files come from anywhere, so only formats are read that Pillow decodes in this process: others start programs (EPS
+starts Ghostscript) or have obscure decoders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BAND = 256
 """Rows of a transparent picture that are converted at a time."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""What is read, by Pillow's names, whatever a file's suffix says."""
+"""Accepted formats, by Pillow's names, regardless of a file's suffix."""
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -39,16 +39,16 @@ _UPRIGHT = {
 }
 _SWAPS_SIDES = {5, 6, 7, 8}
 _MORE_FILES = "raise the limit of open files (ulimit -n), or lower data.workers"
-_RIGHTS = "give this user the right to read the file and to enter its folders"
+_RIGHTS = "grant this user read access to the file and its folders"
 _ADVICE = {
     errno.EMFILE: _MORE_FILES,
     errno.ENFILE: _MORE_FILES,
     errno.EACCES: _RIGHTS,
     errno.EPERM: _RIGHTS,
-    errno.ENOMEM: "raise the limit of memory (ulimit -v), free some, or lower data.workers",
-    errno.EIO: "check the disk or the mount that it lies on, and start again",
+    errno.ENOMEM: "raise the memory limit (ulimit -v), free memory, or lower data.workers",
+    errno.EIO: "check the disk or mount that it is on, and restart",
 }
-"""What to do about an error of the system; of others, what `EIO` has."""
+"""What to do about a system error, by number; `EIO` for all others."""
 
 
 def picture_size(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
@@ -85,13 +85,11 @@ def load_picture(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> 
 @contextmanager
 def _open(path: Path, where: str, max_pixels: int) -> Iterator[tuple[Image.Image, IO[bytes]]]:
     with _as_user_errors(path, where):
-        # Opening a named pipe or a device would wait for ever.
+        # Opening a named pipe or a device would block.
         if not path.is_file():
-            found = "something that is not a file" if path.exists() else "no such file"
             raise UserError.at(
                 f"{where}: image {path}",
-                found=found,
-                expected="a picture",
+                problem="not a file" if path.exists() else "no such file",
                 fix="correct the record's 'image', or `images` in data.registry",
             )
         # Opened here: of a file that it opens itself, Pillow takes the name, to open it once more.
@@ -120,7 +118,7 @@ def _as_user_errors(path: Path, where: str) -> Iterator[None]:
             place,
             found=f"too many pixels ({error})",
             expected="a picture that fits in memory",
-            fix="scale the picture down, or remove the record",
+            fix="downscale the picture, or remove the record",
         ) from error
     except (MemoryError, OSError) as error:
         number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
@@ -128,9 +126,7 @@ def _as_user_errors(path: Path, where: str) -> Iterator[None]:
             raise _damaged(place, error) from error
         raise UserError.at(
             place,
-            found=f"a file that the system does not let this process read ({in_short(error)})",
-            expected="one that can be read",
-            because="this says nothing of the picture itself",
+            problem=f"cannot be read ({in_short(error)}); the picture itself may be intact",
             fix=_ADVICE.get(number, _ADVICE[errno.EIO]),
         ) from error
     except Exception as error:
@@ -141,7 +137,7 @@ def _damaged(place: str, error: Exception) -> UserError:
     return UserError.at(
         place,
         found=f"a file that cannot be read ({in_short(error)})",
-        expected=f"an undamaged picture, one of {', '.join(_known_formats())}",
+        expected=f"an intact {', '.join(_known_formats())}",
         fix="replace or convert the picture, or remove the record",
     )
 
@@ -152,8 +148,8 @@ def _check_pixels(width: int, height: int, place: str, max_pixels: int) -> None:
             place,
             found=f"too many pixels ({width} x {height})",
             expected=f"at most {max_pixels} pixels",
-            because="decoding more could exhaust the memory",
-            fix="scale the picture down, or remove the record",
+            because="decoding more could exhaust memory",
+            fix="downscale the picture, or remove the record",
         )
 
 

@@ -1,4 +1,4 @@
-"""Raw records out of a JSON list or a JSONL file, with the line of every syntax error."""
+"""Reads raw records from a JSON list or a JSONL file, and locates syntax errors by line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from json.decoder import WHITESPACE  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from megatron_hetero.errors import UserError, quoted
+from megatron_hetero.errors import UserError, quoted, reason
 from megatron_hetero.files.opening import open_regular
 
 _FORMATS = "a JSON list of records, or JSONL with one record on each line"
 _BOM, _GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
 MOST_RECORD_BYTES = 8 * 2**20
-"""Of one line of JSONL, and characters of one element of a list: twice what `MOST_CHARACTERS` of text take."""
+"""Limit of a JSONL line, and of a list element in characters: twice what `MOST_CHARACTERS` of text take."""
 BLOCK = 2**20
-"""Bytes of a list that are read at once."""
+"""Bytes of a list read at a time."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -60,11 +60,11 @@ def read_records(path: Path) -> Iterator[RawRecord]:
         first = _first_character(path)
         yield from _read_list(path) if first == b"[" else _read_lines(path)
     except FileNotFoundError as error:
-        fix = "correct its path: `annotations` in data.registry, or --annotations of tools.evaluate"
-        raise UserError.at(path, found="no such file", expected="an annotation file", fix=fix) from error
+        fix = "correct its path: `annotations` in data.registry, or --annotations of cli.evaluate"
+        raise UserError.at(path, problem="no such file", fix=fix) from error
     except OSError as error:
         raise UserError.at(
-            path, found=f"an unreadable file ({error.strerror})", expected=_FORMATS, fix="check path and permissions"
+            path, problem=f"cannot be read ({reason(error)})", fix="check path and permissions"
         ) from error
 
 
@@ -72,7 +72,7 @@ def _first_character(path: Path) -> bytes:
     """The first character that is not blank; empty for a blank file."""
     with open_regular(path) as file:
         if file.read(len(_GZIP)) == _GZIP:
-            raise UserError.at(path, found="a gzip archive", expected=_FORMATS, fix="unpack it with gunzip")
+            raise UserError.at(path, problem="a gzip archive", fix="unpack it with gunzip")
         file.seek(0)
         while block := file.read(4096):
             if stripped := block.removeprefix(_BOM).lstrip():
@@ -143,7 +143,7 @@ class _Ahead:
                 continue
             if end - begin > MOST_RECORD_BYTES:
                 raise _too_large(record_place(self.path, index, 0), "record", "characters")
-            # A number at the very end of it may go on.
+            # A number at the very end of it may continue.
             if end < len(self.text) or not self._read():
                 self.position += end - begin
                 return value
@@ -208,8 +208,8 @@ def _too_large(where: str, what: str, unit: str) -> UserError:
     return UserError.at(
         where,
         found=f"a {what} of more than {MOST_RECORD_BYTES} {unit}",
-        expected=f"{_FORMATS}, of at most so many each",
-        because="no model takes more text, and reading it could exhaust the memory",
+        expected=_FORMATS,
+        because="no model takes more text, and reading it could exhaust memory",
         fix="split or remove the record; if the file is damaged, copy it again",
     )
 
@@ -235,5 +235,5 @@ def _syntax_error(path: Path, line: int, column: int, message: str) -> NoReturn:
         f"{path}:{line}",
         found=f"broken JSON at column {column} ({message})",
         expected=_FORMATS,
-        fix="mend or remove this line; if the file was cut off, copy it again",
+        fix="fix or remove this line; if the file is truncated, copy it again",
     ) from None

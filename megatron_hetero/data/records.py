@@ -20,12 +20,12 @@ from megatron_hetero.names import VISION
 
 Role = Literal["system", "user", "assistant"]
 MOST_CHARACTERS = 4 * 2**20
-"""Of a record's text: a tokenizer takes some 300 bytes of memory for each, so that more could exhaust it."""
+"""Limit of a record's text: a tokenizer takes some 300 bytes of memory per character."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one speaker says; the text of a user turn may hold literal ``<image>`` placeholders, or other encoders'."""
+    """One speaker's turn; that of a user may hold literal ``<image>`` placeholders, or those of other encoders."""
 
     role: Role
     text: str
@@ -41,8 +41,8 @@ class Record:
         where: ``train.jsonl:12`` or ``train.json record 12``, for messages.
         turns: an optional system turn, then user and assistant in turn.
         images: paths relative to ``image_folder``, in the order of their placeholders.
-        encoders: the encoder of each image; where nothing is said, ``vision``.
-        image_folder: folder the paths are relative to; None only where there are no images.
+        encoders: the encoder of each image; ``vision`` by default.
+        image_folder: folder the paths are relative to; None only without images.
     """
 
     dataset: str
@@ -59,17 +59,17 @@ class Record:
 
     @property
     def characters(self) -> int:
-        """How much text its turns hold."""
+        """Characters in all turns."""
         return sum(len(turn.text) for turn in self.turns)
 
     def require_readable(self) -> None:
-        """Check that there is not more text than any model is given. Raises `UserError`."""
+        """Check that the text is within `MOST_CHARACTERS`. Raises `UserError`."""
         if self.characters > MOST_CHARACTERS:
             raise UserError.at(
                 f"{self.where}: field 'conversations'",
                 found=f"a text of {self.characters} characters",
                 expected=f"at most {MOST_CHARACTERS}",
-                because="making tokens of more could exhaust the memory",
+                because="tokenizing more could exhaust memory",
                 fix="shorten or remove the record",
             )
 
@@ -87,8 +87,8 @@ class Record:
                 f"{self.where}: field '{marks_of([self.encoders[k]])[0].field}'",
                 found=f"{quoted(self.images[k])}, which leads to {path}",
                 expected=f"a file inside {folder}",
-                because="annotations must not reach files outside the image folder, through links neither",
-                fix="copy the pictures into the folder, or set `images` in data.registry to a folder that holds them",
+                because="annotations must not reach files outside the image folder, not even through links",
+                fix="copy the pictures into the folder, or set `images` in data.registry to a folder that has them",
             )
         return Path(path)
 
@@ -129,25 +129,21 @@ class Annotations(Sequence[Record]):
         if images is not None and not os.path.isdir(images):  # noqa: PTH112
             raise UserError.at(
                 f"data.registry.{name}.images",
-                found=f"{images}, which is not a folder that can be read",
-                expected="the folder that image paths are relative to",
-                fix="correct the path, or leave `images` out for text-only data",
+                problem=f"{images} is not a readable folder",
+                fix="correct the path, or remove `images` for text-only data",
             )
         try:
             found = cls._indexed(name, Path(annotations), images, encoders)
         except MemoryError:
             raise UserError.at(
                 annotations,
-                found="annotations that do not fit in the memory that this process may use",
-                expected="less of them, or more memory",
-                because="the text of all records is kept",
-                fix="raise the limit (ulimit -v), or split the file into several data sets and train on fewer of them",
+                problem="the records do not fit in the memory available to this process",
+                fix="raise the memory limit (ulimit -v), or split the file into data sets and train on fewer of them",
             ) from None
         if not len(found):
             raise UserError.at(
                 annotations,
-                found=f"no records for data set {name!r}",
-                expected="at least one",
+                problem=f"no records for data set {name!r}",
                 fix="correct `annotations` in data.registry, or remove the data set from data.datasets",
             )
         return found
@@ -167,7 +163,7 @@ class Annotations(Sequence[Record]):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the records: the same wherever the file lies and however it is laid out."""
+        """SHA-256 of the records, independent of the file's location and formatting."""
         digest = hashlib.sha256(self._ends.tobytes())
         digest.update(self._buffer)
         return digest.hexdigest()

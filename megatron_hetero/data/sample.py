@@ -20,7 +20,7 @@ class TokenizedSample:
         position_ids: int64 [3, n], multimodal rotary positions from 0.
         image_positions: int64 [rows], the indices of image tokens, image by image in raster order.
         rows: int64 [images], the tokens of each image.
-        record: where it comes from; it also says which encoder each image is for.
+        record: its source, which also names the encoder of each image.
     """
 
     input_ids: np.ndarray

@@ -1,10 +1,10 @@
-"""Chat templates, in a sandbox that bounds what they make.
+"""Renders chat templates in a sandbox that bounds their memory.
 
-A template is a program that comes with the weights. Jinja's sandbox keeps it from Python's internals, not from memory:
-``'a' * 10**9`` is one expression, and a text that doubles itself needs thirty. Here all that one rendering makes is
-charged to a budget before it is made, which bounds its memory; `time_limit` bounds its time. What templates see is
-what transformers' `apply_chat_template` shows them, less the few methods whose result has any width that is asked for
-(`str.ljust`, `str.format`, ...).
+A template is a program that comes with the weights. Jinja's sandbox protects Python's internals, not memory:
+``'a' * 10**9`` is one expression, and a text that doubles itself needs thirty. Here everything that a rendering
+allocates is first charged to a budget, which bounds its memory; `time_limit` bounds its time. Templates get what
+transformers' `apply_chat_template` offers, except methods whose result can be arbitrarily wide (`str.ljust`,
+`str.format`, ...).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
 MADE = 2**27
-"""Characters that one rendering makes at most, those of what it drops again included: 512 MiB at four bytes each. A
-record's text has 4 Mi, of which a template makes a few copies."""
+"""Budget of one rendering in characters, temporaries included: 512 MiB at four bytes each. A record's text has up to
+4 Mi characters, of which a template makes a few copies."""
 REFERENCE, OBJECT = 2, 16
-"""Characters that are charged for an element of a list, of eight bytes, and for any text besides its characters."""
+"""Characters charged for a list element (eight bytes), and for any text in addition to its characters."""
 BITS = 4096
-"""Of the integers that are computed with."""
+"""Limit of integers in bits."""
 
 TEXT_METHODS = frozenset(
     "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower "
@@ -45,14 +45,14 @@ FILTERS = frozenset(
 GLOBALS = ("range", "joiner", "cycler")
 JINJAS_OWN = (Environment, Context, EvalContext)
 VIEWS = range | KeysView | ValuesView | ItemsView
-"""What holds elements and is no list."""
+"""Containers other than lists."""
 
 
 def render(source: str, values: Mapping[str, Any]) -> str:
-    """The text that the template of this source makes of `values`.
+    """Renders the template with this source.
 
     Raises:
-        TemplateError: it is not a template, or what it does is not offered, or it makes too much.
+        TemplateError: it is not a template, or uses what is not offered, or exceeds the budget.
     """
     _ENVIRONMENT.left.count = MADE
     return _compiled(source).render(values)
@@ -64,15 +64,15 @@ def _compiled(source: str) -> Template:
 
 
 class _Left(threading.local):
-    """What the rendering of this thread may still make."""
+    """The remaining budget of this thread's rendering."""
 
     count = 0
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what an assistant writes, which does not change the text."""
+    """``{% generation %}`` marks the assistant's text, which stays as it is."""
 
-    tags: ClassVar = {"generation"}
+    tags: ClassVar = {"generation"}  # pyright: ignore[reportIncompatibleVariableOverride] (Jinja's own do so too)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -81,7 +81,7 @@ class _Generation(Extension):
 
 
 class _Code(CodeGenerator):
-    """Lets the environment make what Jinja's own code makes beside it: joined texts, slices and literals."""
+    """Routes what Jinja's generated code would allocate itself through the environment: joins, slices and literals."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concat((")
@@ -120,7 +120,7 @@ class _Code(CodeGenerator):
 
 
 class _Namespace(Namespace):
-    """Without private names, as in transformers, and shown without what it holds, which may hold itself."""
+    """Without private names, as in transformers, and without its content in `repr`, which may be recursive."""
 
     def __init__(*args: Any, **values: Any) -> None:
         held = dict(*args[1:], **values)
@@ -164,19 +164,19 @@ class _Environment(ImmutableSandboxedEnvironment):
         }
 
     def charge(self, count: int) -> None:
-        """Raises `TemplateError` where this is more than what is left."""
+        """Raises `TemplateError` if this exceeds the remaining budget."""
         if count > self.left.count:
             raise TemplateError(f"makes more than {MADE:,} characters")
         self.left.count -= count
 
     def written(self, value: Any) -> Any:
-        """`value`, which becomes text with all that it holds."""
+        """`value`, which becomes text with all its content."""
         self.charge(OBJECT + size(value))
         return value
 
     def kept(self, value: Any) -> Any:
-        """`value`, which the template has made. What it holds is there already, but a list that holds one list twice,
-        and so on, takes for ever to compare: its size is bounded, too.
+        """`value`, which the template has created. Its elements are already charged, but its size is bounded too:
+        comparing a list that holds one list twice, and so on, takes exponential time.
         """
         if isinstance(value, str | list | tuple | dict):
             if size(value) > MADE:
@@ -219,7 +219,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.kept(result) if isinstance(result, dict) else result
 
     def _charging(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter or a method of texts: charges its result, and before it is made where it may be much longer."""
+        """A filter or string method that charges its result, in advance if that may be much longer than the input."""
 
         @wraps(function)
         def charged(*args: Any, **named: Any) -> Any:
@@ -233,8 +233,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def size(value: Any) -> int:
-    """Characters of text and elements in all that `value` holds, each level of nesting counted once more, as it is
-    written with more brackets, quotes and indentation. Counting ends beyond `MADE`.
+    """Characters and elements in `value`, weighted by nesting depth, since deeper levels are written with more
+    brackets, quotes and indentation. Counting stops beyond `MADE`.
     """
     count, depth, level = 0, 0, [value]
     while level:
@@ -275,7 +275,7 @@ def _replaced(given: list[Any]) -> int:
 
 
 def _multiplied(given: list[Any]) -> int:
-    """Of a list and what stands between its elements, or a text and a width."""
+    """For a list and its separator, or a text and a width."""
     return math.prod(abs(each) if isinstance(each, int) else size(each) for each in given if each)
 
 
@@ -285,7 +285,7 @@ LENGTHENING: Mapping[str, Callable[[list[Any]], int]] = {
     "indent": _multiplied,
     "tojson": _multiplied,
 }
-"""Characters of the result, at most, of those functions whose result may be much longer than what they are given."""
+"""Upper bounds for the functions whose result may be much longer than their input."""
 
 
 def _to_json(
@@ -313,6 +313,6 @@ def _now(form: str) -> str:
 
 
 _ENVIRONMENT = _Environment()
-"""One for all threads, each of which has a budget of its own. Not made at the first use: two threads may be the first,
-and a template charges the environment that has compiled it.
+"""One for all threads, each with its own budget. Created at import, because two threads may race for the first use, and
+a template charges the environment that compiled it.
 """

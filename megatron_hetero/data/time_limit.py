@@ -1,4 +1,4 @@
-"""A limit on the time of code that a user's file brings along."""
+"""A time limit for code from a user's file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from functools import cache
 
 _LOOKS_S = 0.05
-"""Between two looks at what is running."""
+"""Polling interval."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Inside, `TimeoutError` is raised once the time is over. For any thread; Python's own code alone can be ended, one
-    call into C comes to its end first. Takes microseconds.
+    """Inside, `TimeoutError` is raised once the time is over. Works in any thread, between Python instructions: a call
+    into C finishes first. Overhead: microseconds.
     """
     limits, me = _limits(), threading.get_ident()
     limits.begin(me, time.monotonic() + seconds)
@@ -27,7 +27,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 class _Limits:
-    """Ends what takes too long, in a thread of its own: one for the process, which costs less than one for each use."""
+    """Enforces the limits from one thread per process, which is cheaper than one per use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class _Limits:
         self._used, self._thread = threading.Event(), threading.Thread()
 
     def begin(self, thread: int, end: float) -> None:
-        """From now on it is raised in `thread` after `end`."""
+        """Raise `TimeoutError` in `thread` after the time `end`."""
         with self._lock:
             self._ends[thread] = end
             if not self._thread.is_alive():  # The first use, or the first one after a fork.
@@ -44,7 +44,7 @@ class _Limits:
         self._used.set()
 
     def end(self, thread: int) -> None:
-        """From now on it is not, not even if it has been."""
+        """Lift the limit of `thread`, and retract an exception that is still pending."""
         with self._lock:
             del self._ends[thread]
             _raise(thread, None)

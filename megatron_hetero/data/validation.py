@@ -1,4 +1,4 @@
-"""The structure of one LLaVA-style record, checked once when the annotations are loaded."""
+"""Validates the structure of a LLaVA-style record, once, when the annotations are loaded."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Images = list[tuple[str, str]]
 
 
 class Mark(NamedTuple):
-    """How records show images to an encoder: the field with their paths. The placeholder is that name in brackets."""
+    """How records refer to the images of an encoder: the field with their paths; `<field>` is the placeholder."""
 
     encoder: str
     field: str
 
     @property
     def placeholder(self) -> str:
-        """Where an image goes in a human turn."""
+        """Marks the place of an image in a human turn."""
         return f"<{self.field}>"
 
 
@@ -41,7 +41,7 @@ def marks_of(encoders: Iterable[str]) -> tuple[Mark, ...]:
 def validate_record(
     value: Any, where: str, *, has_image_folder: bool, encoders: Sequence[str] = (VISION,)
 ) -> tuple[Turns, Images]:
-    """Checks one decoded record and reduces it to what training needs. `encoders`: those that images are for.
+    """Checks one decoded record and reduces it to what training needs. `encoders`: the encoders that images may be for.
 
     Returns:
         The turns as (role, text) with role in system, user, assistant; and the images.
@@ -63,15 +63,14 @@ def validate_record(
         if paths[mark] and not has_image_folder:
             raise UserError.at(
                 f"{where}: field '{mark.field}'",
-                found=f"{quoted(paths[mark][0])}, but the data set has no image folder",
-                expected="a folder that image paths are relative to",
-                fix="give it: `images` of the data set in data.registry, or --images of tools.evaluate",
+                problem=f"{quoted(paths[mark][0])} given, but the data set has no image folder",
+                fix="set `images` of the data set in data.registry, or --images of cli.evaluate",
             )
     return turns, _in_order(turns, paths)
 
 
 def split_at_marks(text: str, marks: Sequence[Mark]) -> tuple[list[str], list[Mark]]:
-    """The stretches of a text between placeholders, and the marks between them."""
+    """The parts of a text between placeholders, and the marks between them."""
     by_placeholder = {mark.placeholder: mark for mark in marks}
     parts = re.split("(" + "|".join(map(re.escape, by_placeholder)) + ")", text)
     return parts[::2], [by_placeholder[placeholder] for placeholder in parts[1::2]]
@@ -95,9 +94,7 @@ def _refuse_videos(value: dict[str, Any], where: str) -> None:
         if value.get(field):
             raise UserError.at(
                 f"{where}: field {field!r}",
-                found="a video",
-                expected="images or text only",
-                because="videos are not supported",
+                problem="videos are not supported",
                 fix="remove the record, or extract frames and list them in 'image'",
             )
 
@@ -156,7 +153,7 @@ def _turns(value: dict[str, Any], where: str) -> Turns:
 def _turn(turn: Any, where: str) -> tuple[str, str]:
     if not isinstance(turn, dict):
         raise UserError.at(
-            where, found=_kind(turn), expected="an object with 'from' and 'value'", fix="mend or remove the record"
+            where, found=_kind(turn), expected="an object with 'from' and 'value'", fix="correct or remove the record"
         )
     speaker, text = turn.get("from"), turn.get("value")
     if not isinstance(speaker, str) or speaker not in ROLES:
@@ -172,8 +169,7 @@ def _turn(turn: Any, where: str) -> tuple[str, str]:
     if ROLES[speaker] == "assistant" and not text.strip():
         raise UserError.at(
             where,
-            found="an empty answer",
-            expected="a text",
+            problem="empty answer",
             because="the model would be trained to say nothing",
             fix="write the answer, or remove the record",
         )
@@ -186,10 +182,9 @@ def _refuse_lone_surrogates(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         raise UserError.at(
             where,
-            found=f"half a surrogate pair (\\u{ord(text[error.start]):04x})",
-            expected="Unicode text",
-            because="it has no UTF-8 form",
-            fix="mend the escape sequence",
+            problem=f"lone surrogate (\\u{ord(text[error.start]):04x})",
+            because="UTF-8 cannot encode it",
+            fix="correct the escape sequence",
         ) from error
 
 
@@ -205,7 +200,7 @@ def _check_order(turns: Turns, where: str) -> None:
                 found=f"a turn of {_speaker(role)}",
                 expected=f"a turn of {_speaker(wanted)}",
                 because="turns alternate after an optional leading system turn",
-                fix="join turns of one speaker, or remove the surplus turn",
+                fix="merge consecutive turns of one speaker, or remove the extra turn",
             )
     if roles[-1] != "assistant":
         raise UserError.at(
@@ -226,9 +221,7 @@ def _check_placeholders(turns: Turns, images: list[str], mark: Mark, where: str)
         if VIDEO_PLACEHOLDER in text:
             raise UserError.at(
                 f"{where}: field 'conversations[{k}]'",
-                found=VIDEO_PLACEHOLDER,
-                expected=f"{mark.placeholder} placeholders or text only",
-                because="videos are not supported",
+                problem=f"{VIDEO_PLACEHOLDER} in the text, but videos are not supported",
                 fix="remove the record, or extract frames and list them in 'image'",
             )
         if role != "user" and mark.placeholder in text:
@@ -244,6 +237,6 @@ def _check_placeholders(turns: Turns, images: list[str], mark: Mark, where: str)
             f"{where}: fields '{mark.field}' and 'conversations'",
             found=f"{placeholders} {mark.placeholder} placeholders for {len(images)} images",
             expected="one placeholder for each image",
-            because="each placeholder is where its image's tokens go",
+            because="a placeholder is where an image's tokens go",
             fix="add or remove placeholders or images",
         )

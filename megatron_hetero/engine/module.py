@@ -15,7 +15,7 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, lay_into
+from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, load_pieces
 from megatron_hetero.models.common.parameters import TIED_COPIES
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
@@ -139,7 +139,7 @@ def load_parameters(
     missing, unexpected = parameters.keys() - own_map.keys(), own_map.keys() - parameters.keys()
     assert not missing and not unexpected, f"weight map: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
     for name, pieces in own_map.items():
-        lay_into(parameters[name], pieces, [weights.read(piece) for piece in pieces])
+        load_pieces(parameters[name], pieces, [weights.read(piece) for piece in pieces])
     _require_equal_copies(own_map, weights, copies)
 
 

@@ -1,1 +1,1 @@
-"""What the environment variables of a process say: its rank and where to meet, CUDA, the allocator and NCCL."""
+"""Environment variables of a process: its rank and rendezvous, CUDA, the allocator and NCCL."""

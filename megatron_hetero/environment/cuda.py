@@ -1,15 +1,15 @@
-"""What CUDA, the allocator and NCCL read from the environment, and NCCL's own time-outs. Imports no torch by itself.
+"""Environment variables of CUDA, the allocator and NCCL, and NCCL's own time-outs. Does not import torch.
 
-CUDA reads its variables when its context is made, which eager initialisation of NCCL does; PyTorch's allocator when it
-is first used. What a user has set is never changed.
+CUDA reads its variables when its context is created, which eager initialisation of NCCL does; PyTorch's allocator on
+first use. Variables that the user has set are never changed.
 
     variable                       read by               set to
-    CUDA_DEVICE_MAX_CONNECTIONS    CUDA's driver         1: kernels start in the order in which they were issued
-    PYTORCH_ALLOC_CONF             PyTorch's allocator   expandable_segments:True: packs of changing length do not
-                                                         leave memory in pieces that fit nothing
-    TORCH_FR_BUFFER_SIZE           NCCL's process group  2000 operations that its flight recorder remembers
-    TORCH_NCCL_DUMP_ON_TIMEOUT     the same              1: all ranks write them to a file when an operation times out
-    TORCH_FR_DUMP_TEMP_FILE        the same              where to, without the rank at the end
+    CUDA_DEVICE_MAX_CONNECTIONS    CUDA's driver         1: kernels start in the order in which they are issued
+    PYTORCH_ALLOC_CONF             PyTorch's allocator   expandable_segments:True: packs of varying length do not
+                                                         fragment memory
+    TORCH_FR_BUFFER_SIZE           NCCL's process group  2000 operations in its flight recorder
+    TORCH_NCCL_DUMP_ON_TIMEOUT     the same              1: all ranks dump them to a file when an operation times out
+    TORCH_FR_DUMP_TEMP_FILE        the same              path prefix of these files; the rank is appended
     TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC  the same           the time-out of the process groups
 
 torch 2.11 and 2.13 read `PYTORCH_ALLOC_CONF`, and first the older `PYTORCH_CUDA_ALLOC_CONF`
@@ -27,7 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 
 _BEFORE_CUDA = {
-    # Megatron's linears start a collective before a matrix product and rely on one hardware queue to keep the order.
+    # Megatron's linear layers start a collective before a GEMM and rely on one hardware queue to preserve the order.
     ("CUDA_DEVICE_MAX_CONNECTIONS",): "1",
     ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
 }
@@ -40,26 +40,26 @@ _HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set what CUDA, the allocator and NCCL should find, where the user has not. Idempotent; to be called before CUDA
-    is initialised, best before torch is imported. Warns, on one rank, where it comes too late.
+    """Set the variables of CUDA, the allocator and NCCL that the user has not set. Idempotent; call it before CUDA is
+    initialised, ideally before torch is imported. Warns on rank 0 if it is too late.
     """
     late = [names[0] for names in _set(_BEFORE_CUDA, environ)] if _cuda_is_initialized() else []
     _set(_BEFORE_CUDA | _BEFORE_NCCL, environ)
     if late and environ.get("RANK", "0") == "0":
         wanted = " ".join(f"{names[0]}={value}" for names, value in _BEFORE_CUDA.items() if names[0] in late)
         warnings.warn(
-            f"found CUDA initialised without {' and '.join(late)}, expected them in the environment before, because it "
-            f"reads them only then. Start the program with {wanted}, or call `prepare_environment` first",
+            f"CUDA was initialised without {' and '.join(late)}, which it reads only then. Start the program with "
+            f"{wanted}, or call `prepare_environment` first",
             stacklevel=2,
         )
 
 
 def group_timeout(timeout_s: float, environ: MutableMapping[str, str] = os.environ) -> timedelta:
-    """The time-out of process groups beside a watchdog that ends the process after `timeout_s` (0: never): longer, so
-    that the watchdog, which knows what the rank was doing, speaks first. Without a watchdog it is a day. NCCL's
-    heartbeat, which ends processes in which CUDA calls do not return, is set to the same.
+    """The time-out of process groups, given the `timeout_s` of the watchdog (0: none): longer, so that the watchdog,
+    which knows what the rank was doing, fires first; a day without a watchdog. NCCL's heartbeat, which ends processes
+    whose CUDA calls hang, is set to the same.
 
-    NCCL counts from when an operation was issued, which may be long before its turn.
+    NCCL counts from the issue of an operation, which may be long before its turn.
     """
     longest = timedelta(days=24)  # Torch counts the heartbeat in milliseconds, in 32 bits.
     wanted = timedelta(seconds=max(1800.0, 1.5 * min(timeout_s, 1e9))) if timeout_s > 0 else timedelta(days=1)
@@ -69,17 +69,16 @@ def group_timeout(timeout_s: float, environ: MutableMapping[str, str] = os.envir
 
 
 def prepare_traces(folder: Path, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have the flight recorder write to `folder`, one file per rank; made here. For NCCL only."""
+    """Make the flight recorder write to `folder`, which is created, one file per rank. For NCCL only."""
     if not any(name in environ for name in _TRACES):
         folder.mkdir(parents=True, exist_ok=True)
         environ[_TRACES[0]] = str(folder / "rank")
 
 
 def write_trace(rank: int, environ: MutableMapping[str, str] = os.environ) -> Path | None:
-    """Write what the flight recorder remembers of this rank's NCCL operations, for `torch.distributed.flight_recorder`.
+    """Dump the flight recorder of this rank's NCCL operations, for `torch.distributed.flight_recorder`.
 
-    Returns the file; None where there is no NCCL, nowhere to write to, or writing fails: what it is called for is said
-    anyway.
+    Returns the file; None without NCCL, without a path, or if writing fails: the caller reports its own error anyway.
     """
     prefix = next((environ[name] for name in _TRACES if name in environ), None)
     torch = sys.modules.get("torch")

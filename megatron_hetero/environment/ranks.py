@@ -1,4 +1,4 @@
-"""What torchrun, or whoever else starts the ranks, says of them in the environment. Imports no torch."""
+"""The environment variables by which torchrun, or another launcher, describes the ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from megatron_hetero.errors import UserError, listed
 
 LAUNCHER = "python -m megatron_hetero.run"
-"""How ranks are started: torchrun with our endings."""
+"""Starts the ranks: torchrun, with our handling of their exit."""
 _LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0, "MASTER_PORT": 1}
 _MOST_PORT = 65535
 _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
@@ -38,17 +38,17 @@ def host_number() -> int:
 
 
 def has_agent_store() -> bool:
-    """Whether the torchrun of the first host keeps a store for all its ranks, through their restarts."""
+    """Whether torchrun on the first host provides the store for all ranks, across their restarts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def meeting_address() -> tuple[str, int]:
-    """Host and port of the store in which the ranks meet."""
+    """Host and port of the rendezvous store."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def resolves(address: str) -> bool:
-    """Whether there is a host of that name, as far as this one knows. It may take seconds."""
+    """Whether this host can resolve the name. It may take seconds."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError):
@@ -57,12 +57,12 @@ def resolves(address: str) -> bool:
 
 
 def named_place(address: str, port: int) -> str:
-    """Host and port for a message, which says so where the name of the host does not resolve."""
+    """Host and port for a message, with a note if the name does not resolve."""
     return f"{address}:{port}" + ("" if resolves(address) else " (whose name does not resolve)")
 
 
 def _number(name: str, default: int) -> int:
-    """What a variable says; the default where that is no number, which `require_numbers` tells."""
+    """The value of a variable; the default if it is not a number, which `require_numbers` reports."""
     text = os.environ.get(name, "")
     return int(text) if _is_number(text) else default
 
@@ -72,11 +72,11 @@ def _is_number(text: str) -> bool:
 
 
 def require_numbers(environ: Mapping[str, str] = os.environ) -> None:
-    """Check what says which rank this is. Raises `UserError`."""
+    """Check the variables that identify this rank. Raises `UserError`."""
     for name, least in _LEAST.items():
         text = environ.get(name)
         if text is not None and not (_is_number(text) and int(text) >= least):
-            # An empty one says no more than none at all.
+            # An empty one counts as unset.
             fix = _FIX if environ.get("RANK") else f"unset {name}, or {_FIX}"
             raise _wrong(name, f"`{text}`", f"a number of at least {least}", fix)
     if int(environ.get("MASTER_PORT", "1")) > _MOST_PORT:
@@ -87,22 +87,22 @@ def require_numbers(environ: Mapping[str, str] = os.environ) -> None:
         if size > 1:
             raise _wrong("WORLD_SIZE", f"{size} without RANK", "both or neither", f"unset WORLD_SIZE, or {_FIX}")
     elif "WORLD_SIZE" not in environ:
-        raise _wrong("WORLD_SIZE", "nothing beside RANK", "the number of ranks", _FIX)
+        raise _unset("WORLD_SIZE", "the number of ranks")
     elif int(environ["RANK"]) >= size:
         raise _wrong("RANK", environ["RANK"], f"0 to {size - 1}, because WORLD_SIZE is {size}", _FIX)
 
 
 def require_meeting_place(environ: Mapping[str, str] = os.environ) -> None:
-    """Check that it says where the ranks meet, for one that is not alone. Raises `UserError`."""
+    """Check that the rendezvous address is set, for a process that is not alone. Raises `UserError`."""
     require_numbers(environ)
     for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port there")):
         if not environ.get(name):
-            raise _wrong(name, "nothing beside RANK", f"{what}, where the ranks meet", _FIX)
+            raise _unset(name, what)
 
 
 def require_torch_settings(environ: Mapping[str, str] = os.environ) -> None:
-    """Check what torch.distributed reads of the environment, and answers with an error of its own. Imports no torch.
-    Raises `UserError`.
+    """Check the variables that torch.distributed would refuse with an error of its own. Imports no torch. Raises
+    `UserError`.
     """
     level = environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
     if level.upper() not in _DEBUG_LEVELS:
@@ -117,7 +117,11 @@ def require_interfaces(environ: Mapping[str, str] = os.environ) -> None:
     if missing := [name for name in named.split(",") if named and name not in there]:
         fix = "name one by which the other hosts reach this one, or unset it"
         found = f"{listed([f'`{name}`' for name in missing])} on {socket.gethostname()}"
-        raise _wrong("GLOO_SOCKET_IFNAME", found, f"interfaces that it has, which are {', '.join(there)}", fix)
+        raise _wrong("GLOO_SOCKET_IFNAME", found, f"some of its interfaces, {', '.join(there)}", fix)
+
+
+def _unset(name: str, what: str) -> UserError:
+    return UserError.at(f"environment variable {name}", problem=f"not set, but RANK is; it is {what}", fix=_FIX)
 
 
 def _wrong(name: str, found: str, expected: str, fix: str) -> UserError:

@@ -1,1 +1,1 @@
-"""What a model has learned: held-out loss, exact match, greedy answers."""
+"""Evaluation: held-out loss, exact match, greedy answers."""

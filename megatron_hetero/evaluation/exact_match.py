@@ -1,10 +1,10 @@
-"""Which samples a model would answer exactly, from one forward pass over them. Pure, on NumPy integers.
+"""Which samples a model would answer exactly, from one teacher-forced forward pass. Pure, on NumPy integers.
 
-Greedy decoding writes exactly the tokens of an answer if and only if, with the answer so far given, the likeliest token
-at each of its places is the answer's, the end of the turn included: as long as all tokens agree, both have read the
-same. So the pass that gives the loss says it too, in any layout and without generating, at the cost of an argmax.
+Greedy decoding reproduces an answer if and only if, given the answer so far, the most likely token at each of its
+positions is the answer's, end of turn included: as long as all tokens agree, both see the same prefix. So the pass that
+computes the loss gives the exact match too, in any layout and without generation, for the cost of an argmax.
 
-The tokens of a sample may lie on several ranks, each of which counts its own; the counts are then added.
+The tokens of a sample may be on several ranks, each of which counts its own; the counts are then summed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def supervised_samples(pack: PackedBatch, tokens: np.ndarray) -> np.ndarray:
 
 
 def answer_counts(samples: np.ndarray, hits: np.ndarray, number: int) -> np.ndarray:
-    """For each of `number` samples the supervised tokens, and those predicted right: int64 [2, number].
+    """For each of `number` samples the supervised tokens, and those predicted correctly: int64 [2, number].
 
-    `samples`: int64 [t], of each supervised token. `hits`: bool [t], whether it was predicted right.
+    `samples`: int64 [t], the sample of each supervised token. `hits`: bool [t], whether it was predicted correctly.
     """
     counted = [np.bincount(chosen, minlength=number) for chosen in (samples, samples[hits])]
     return np.stack(counted).astype(np.int64)
 
 
 def exact_match(counts: np.ndarray) -> tuple[int, int]:
-    """How many samples are right, all of their supervised tokens being so, and how many have any. `counts`: as
-    `answer_counts` gives them, of all ranks together.
+    """The number of samples with all supervised tokens correct, and of those with any supervised token. `counts`: those
+    of `answer_counts`, summed over ranks.
     """
     supervised, hits = counts
     asked = supervised > 0

@@ -1,15 +1,17 @@
-"""What the exported model answers, asked with plain `transformers`: the run's last word on what was learned."""
+"""Evaluates the exported model with plain `transformers`, at the end of a run."""
 
 from __future__ import annotations
 
 import json
 import os
+from functools import partial
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.errors import os_errors_as
 from megatron_hetero.evaluation.generate import EvaluationResult, exact_match, result_table
 from megatron_hetero.outputs.logs import EVALUATION
 from megatron_hetero.terminal import console
@@ -17,11 +19,11 @@ from megatron_hetero.training.log_folder import unwritable
 
 
 def evaluate_export(config: Config, platform: Platform) -> None:
-    """Ask the questions of `eval.datasets`, with their pictures and with blanked ones; print tables, write
+    """Answer the questions of `eval.datasets`, with their pictures and with blank ones; print tables, write
     `evaluation.json`.
 
-    For one process, once all others are done: it takes all cores. Raises `UserError` as `exact_match` does, and where
-    the file cannot be written.
+    For one process, once all others are done: it uses all cores. Raises `UserError` as `exact_match` does, and if the
+    file cannot be written.
     """
     disable_progress_bar()
     if not platform.is_cuda:
@@ -35,11 +37,9 @@ def evaluate_export(config: Config, platform: Platform) -> None:
             print(f"{name}: {result}", flush=True)
             results[name]["blanked" if blank else "shown"] = {"rate": result.rate, "questions": result.questions}
     path = config.log.dir / EVALUATION
-    try:
+    with os_errors_as(partial(unwritable, path)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise unwritable(path, error) from None
 
 
 def _ask(config: Config, name: str, platform: Platform, blank: bool) -> EvaluationResult:

@@ -1,7 +1,7 @@
-"""Greedy answers of a `transformers` folder, compared with a data set's: the exact-match rate.
+"""Exact-match rate of a `transformers` folder's greedy answers on a data set.
 
-The model runs in plain `transformers`, not in the layers it was trained with: the rate also says whether the export
-is right. Blanked pictures show what can be had by guessing.
+The model runs in plain `transformers`, not in the layers it was trained with, so the rate also verifies the export.
+Blank pictures give the rate of guessing.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.processor.processor import Processor
 
-# torch is imported where it is used: it takes seconds that `--help` need not wait for, and which Ctrl-C may interrupt.
+# torch is imported where it is used: that takes seconds, which `--help` need not wait for and Ctrl-C may interrupt.
 if TYPE_CHECKING:
     import torch
 
 GREY = (128, 128, 128)
-# Questions that occur often get a line of their own in the table.
+# Frequent questions get their own lines in the table.
 MOST_LINES = 12
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One question with the answer of the data set and that of the model, both without surrounding white space."""
+    """One question with the expected answer and the model's, both stripped."""
 
     question: str
     expected: str
@@ -60,12 +60,12 @@ class EvaluationResult:
 
     @property
     def questions(self) -> int:
-        """How many questions were asked."""
+        """Number of questions."""
         return len(self.answers)
 
     @property
     def correct(self) -> int:
-        """How many answers were the same text as the data set's."""
+        """Number of correct answers."""
         return sum(answer.correct for answer in self.answers)
 
     @property
@@ -88,7 +88,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """The first question of a record, rendered up to where the model goes on."""
+    """The first question of a record, rendered up to the model's answer."""
 
     question: str
     expected: str
@@ -129,7 +129,7 @@ def exact_match(
     """
     processor = Processor.from_folder(hf_dir, min_pixels, max_pixels)
     tokenizer, image_processor = processor.tokenizer, processor.vision.image_processor
-    # Questions of one batch are padded; by what is masked.
+    # Any token will do: padding is masked.
     tokenizer.pad_token = tokenizer.pad_token or END_OF_TURN
     _require_whole(hf_dir)
     family = family_of(processor.model_type)
@@ -144,8 +144,8 @@ def exact_match(
 
 
 def _require_whole(hf_dir: Path) -> None:
-    """Check that the folder's weights are all those of the model that it says it is, and are values: transformers would
-    draw what is missing, and take the codes of quantised weights for values. Raises `UserError`.
+    """Check that the folder has all weights of its model, unquantised: transformers would initialise missing ones at
+    random, and read quantised codes as values. Raises `UserError`.
     """
     from megatron_hetero.models.opening import open_modules
 
@@ -159,7 +159,7 @@ def _load_model(hf_dir: Path, family: Family, tokenizer: Any, device: str) -> An
 
     from megatron_hetero.hf.weight_files import all_finite
 
-    # Whatever else the folder's generation_config.json asks for (samples, beams, penalties, forced tokens) is left out.
+    # Other settings of the folder's generation_config.json (sampling, beams, penalties, forced tokens) are ignored.
     greedy = GenerationConfig(
         do_sample=False, eos_token_id=_ends(hf_dir, tokenizer), pad_token_id=tokenizer.pad_token_id
     )
@@ -181,9 +181,7 @@ def _load_model(hf_dir: Path, family: Family, tokenizer: Any, device: str) -> An
     if strange:
         raise UserError.at(
             hf_dir,
-            found=f"NaN or infinity in {len(strange)} tensors: {listed(strange)}",
-            expected="numbers",
-            because="no answer can come of them",
+            problem=f"NaN or infinity in {len(strange)} tensors: {listed(strange)}",
             fix="export an earlier step of the run",
         )
     try:
@@ -197,7 +195,7 @@ def _load_model(hf_dir: Path, family: Family, tokenizer: Any, device: str) -> An
 
 
 def _ends(hf_dir: Path, tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: those that the folder's generation_config.json names, and that of the template."""
+    """The tokens that end an answer: those of the folder's generation_config.json and that of the chat template."""
     file = hf_dir / "generation_config.json"
     named = read_object(file).get("eos_token_id") if file.is_file() else None
     ends = named if isinstance(named, list) else [] if named is None else [named]
@@ -249,7 +247,7 @@ def _expand(text: str, image_token: str, tokens: Sequence[int], record: Record) 
 def _answer(model: Any, tokenizer: Any, batch: list[_Prompt], max_new_tokens: int) -> list[Answer]:
     import torch
 
-    # Padding goes to the left, so that every answer begins at the same place.
+    # Left padding, so that all answers start at the same position.
     inputs = tokenizer(
         [prompt.text for prompt in batch],
         add_special_tokens=False,

@@ -1,8 +1,7 @@
-"""The loss and the exact match of held-out data sets during training, in the layout that trains.
+"""Loss and exact match of held-out data sets during training, in the layout of training.
 
-Samples go the way of a training step, from the reading to the loss, without its backward pass: through loaders of their
-own and a schedule without any backward. Nothing that training goes on with is touched: no weight, gradient or random
-state, and no position in its data.
+Samples take the path of a training step without its backward pass, through loaders and a forward-only schedule of their
+own. The state of training is untouched: weights, gradients, random states and the position in its data.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from megatron_hetero.training.trainer import Trainer
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """A data set that is evaluated: how it is read, from its first sample to its last, and run."""
+    """A data set to evaluate: its loader, from first sample to last, and its schedule."""
 
     name: str
     loader: StepLoader
@@ -37,7 +36,7 @@ class HeldOut:
 
     @classmethod
     def of(cls, name: str, samples: Mixture, run: Trainer) -> HeldOut:
-        """`samples`, one epoch of them, in batches as large as those of training, or less where there are few."""
+        """One epoch of `samples`, in batches of at most the training batch size."""
         batch = run.loader.batch.once(len(samples))
         what = f"evaluation of {name}, batch"
         loader = replace(run.loader, mixture=samples, batch=batch, what=what)
@@ -51,31 +50,31 @@ class HeldOut:
 
 @dataclass(frozen=True, eq=False)
 class HeldOutEvaluation:
-    """What a run evaluates every `eval.interval` steps; nothing where that is 0. Every rank has one."""
+    """The evaluations of a run, every `eval.interval` steps; none if that is 0. Every rank has one."""
 
     run: Trainer
     held_out: tuple[HeldOut, ...]
 
     @classmethod
     def build(cls, run: Trainer) -> HeldOutEvaluation:
-        """Of the data sets that the run has opened."""
+        """For the data sets that the run has opened."""
         evaluated = run.held_out.items() if run.config.eval.interval else ()
         return cls(run, tuple(HeldOut.of(name, samples, run) for name, samples in evaluated))
 
     def after(self, step: int, but: Collection[str] = ()) -> Iterator[EvaluationMetrics]:
-        """What is measured of each data set but some, where `step` (from 1) is one after which they are evaluated.
-        Every rank goes through it to the end.
+        """The metrics of each data set not in `but`, if an evaluation is due after `step` (from 1). Every rank must
+        exhaust the iterator.
 
-        Raises `SharedError` for data that cannot be used.
+        Raises `SharedError` for unusable data.
         """
         if evaluates(step, self.run.config.eval.interval, self.run.config.train.iters):
             for held_out in self.held_out:
                 if held_out.name not in but:
                     yield self._evaluate(step, held_out)
 
-    def made_up(self) -> Iterator[EvaluationMetrics]:
-        """What was due after the step that the run goes on from, and was not measured, since the run was stopped there,
-        or ended with an error; as `after` has it.
+    def overdue(self) -> Iterator[EvaluationMetrics]:
+        """The metrics, as in `after`, that were due after the step that the run resumes from but are missing, because
+        the run was stopped there or failed.
         """
         resumed = self.run.resumed
         if resumed.step > 0:
@@ -93,16 +92,15 @@ class HeldOutEvaluation:
         if supervised == 0:
             raise SharedError.at(
                 f"eval.datasets: {held_out.name}",
-                found="no supervised token",
-                expected="some",
+                problem="no supervised token",
                 because="the loss divides by their number",
-                fix="raise data.max_seq_length, mend the data set, or leave it out",
+                fix="raise data.max_seq_length, correct the data set, or remove it",
             )
-        # In fp64, so that the sum of many batches is as good as that of one.
+        # In fp64, so that the sum of many batches is as accurate as that of one.
         with self.run.watched(f"the sums over ranks of the evaluation of {held_out.name} after step {step}"):
             total = float(self.run.over_ranks([mine if self.run.counts_loss else 0.0]).sum())
             right, asked = exact_match(self.run.added_over_ranks(np.concatenate(counts, axis=1)))
-        self.run.watch.read()  # What was measured here is no part of the next step.
+        self.run.watch.read()  # Discarded: these times are not part of the next step.
         return EvaluationMetrics(
             step=step,
             dataset=held_out.name,
@@ -125,8 +123,8 @@ class HeldOutEvaluation:
             yield batch
 
     def _forward(self, schedule: Schedule, batch: StepBatch) -> tuple[float, dict[int, torch.Tensor]]:
-        """This rank's sum of token losses; and by micro-batch, for each supervised token of this rank, whether it is
-        predicted right, bool [t], filled where this rank has the last stage of the text module.
+        """This rank's sum of token losses; and by micro-batch, whether each of its supervised tokens is predicted
+        correctly, bool [t], filled on ranks with the last stage of the text module.
         """
         platform, dtype, outputs = self.run.platform, self.run.job.dtype, self.run.job.outputs
         hits: dict[int, torch.Tensor] = {}
@@ -142,9 +140,9 @@ class HeldOutEvaluation:
         return float(self.run.interpreter.run(schedule, load)), hits
 
     def _counts(self, held_out: HeldOut, batch: StepBatch, hits: Mapping[int, torch.Tensor]) -> np.ndarray:
-        """What this rank counts of the samples of a batch, see `answer_counts`: int64 [2, samples of a full batch].
+        """This rank's `answer_counts` of the samples of a batch: int64 [2, samples of a full batch].
 
-        Where samples were left out as too long, the others of their pack move up and places at its end stay empty.
+        If samples were skipped as too long, the others of their pack move up and the places at its end stay empty.
         """
         run, shape = self.run, held_out.loader.batch
         counts = np.zeros((2, shape.step_samples), np.int64)
@@ -161,5 +159,5 @@ class HeldOutEvaluation:
 
 
 def evaluates(step: int, interval: int, iters: int) -> bool:
-    """Whether data sets are evaluated after `step` of `iters`: after each `interval` steps, and after the last one."""
+    """Whether an evaluation is due after `step` of `iters`: every `interval` steps, and after the last one."""
     return interval > 0 and (step % interval == 0 or step == iters)

@@ -43,10 +43,8 @@ LOSS = "loss"
 
 StageOutput = Tensor | Mapping[str, Tensor]
 """The only output of a stage, or its outputs by name."""
-Rows = Any
-"""`rows`, a tensor, or by name the outputs of encoders that enter a stage, a mapping of tensors. A model takes one of
-the two, so that neither type is one that all models take.
-"""
+Rows = Tensor | Mapping[str, Tensor]
+"""`rows`, or the outputs of encoders that enter a stage, by name."""
 
 
 class EncoderStage(Protocol):
@@ -60,8 +58,10 @@ class EncoderStage(Protocol):
 class TextStage(Protocol):
     """The first stage of the text module."""
 
-    def __call__(self, batch: Any, rows: Rows, /) -> Tensor:
-        """The sum of losses, a scalar, or hidden states if there are more stages. `rows`: [needed, width]."""
+    def __call__(self, batch: Any, rows: Any, /) -> Tensor:
+        """The sum of losses, a scalar, or hidden states if there are more stages. `rows`: [needed, width], a tensor or,
+        where an encoder has further outputs, `Rows` by name.
+        """
         ...
 
 
@@ -72,7 +72,7 @@ class EmbeddingTextStage(Protocol):
         """The part that needs no rows; of any shape."""
         ...
 
-    def __call__(self, batch: Any, embedded: Tensor, rows: Rows, /) -> Tensor:
+    def __call__(self, batch: Any, embedded: Tensor, rows: Any, /) -> Tensor:
         """As `TextStage`, with the result of `embed`."""
         ...
 

@@ -1,6 +1,6 @@
-"""JSON objects in files that others wrote: read whole or refused, and checked key by key against a table.
+"""JSON objects in files from elsewhere: read whole or refused, and checked key by key against a table.
 
-A table maps keys to a `Rule`, or to the table of the object that lies there; what it does not name is not looked at.
+A table maps keys to a `Rule`, or to the table of a nested object; other keys are ignored.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any, TypeAlias
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, reason
 from megatron_hetero.files.opening import read_bytes
 
 MOST_BYTES = 4 * 2**20
-"""More than any configuration has. What is read takes some thirty times as much memory."""
+"""Larger than any configuration. Parsed, it takes some thirty times as much memory."""
 DEEPEST = 32
-"""Lists and objects in one another: less than what recursive functions bear."""
+"""Maximum nesting of lists and objects: within what recursive functions can handle."""
 RESTORE = "restore the file as its model was published or saved"
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -27,7 +27,7 @@ _IN_JSON = {None: "null", True: "true", False: "false"}
 
 @dataclass(frozen=True)
 class Rule:
-    """What one value has to be: `expected` says it in words. `because`, `fix`: of the message, see `UserError.at`."""
+    """What a value must satisfy; `expected`, `because` and `fix` as in `UserError.at`."""
 
     expected: str
     holds: Callable[[Any], bool]
@@ -140,7 +140,7 @@ def _content(path: Path, most: int) -> bytes:
     try:
         return read_bytes(path, most)
     except OSError as error:
-        raise _refused(path, f"an unreadable file ({error.strerror or error})", "a JSON object in UTF-8") from None
+        raise _refused(path, f"an unreadable file ({reason(error)})", "a JSON object in UTF-8") from None
 
 
 class _KeyTwice(Exception):
@@ -157,7 +157,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> Iterator[tuple[int, str]]:
-    """All keys and texts in a value, with how deep they lie; of an empty list or object the empty text."""
+    """All keys and texts in a value, with their depth; the empty text for an empty list or object."""
     level: Iterable[Any] = [value]
     depth = 0
     while level := list(level):

@@ -1,4 +1,4 @@
-"""Files that one process at a time has locked, by which others know that it writes beside them."""
+"""Lock files, each held by one process at a time: the one that writes to the folder they stand for."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import IO
 from megatron_hetero.errors import UserError
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""What says that a file system has no locks."""
+"""The errors of a file system without locks."""
 
 
 def take(path: Path) -> IO[str] | None:
-    """The open file, locked until it is closed or the process ends; it says who has it. None where another process has
-    it. Raises `OSError`.
+    """The open lock file, held until it is closed or the process ends; its text names the holder. None if another
+    process holds it. Raises `OSError`.
     """
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (it is held)
     try:
@@ -35,17 +35,17 @@ def take(path: Path) -> IO[str] | None:
 
 
 def give_back(path: Path, file: IO[str]) -> None:
-    """Unlock a file, and remove it."""
+    """Release a lock, and remove its file."""
     with suppress(OSError):
-        path.unlink()  # First: who has opened it meanwhile sees that it is gone, and does not count as its holder.
+        path.unlink()  # First: whoever has opened it meanwhile sees that it is gone, and does not become its holder.
     with suppress(OSError):
         file.close()
 
 
 @contextmanager
 def alone(path: Path, target: Path, doing: str) -> Iterator[None]:
-    """Inside, this process alone writes `target`, which the lock `path` says; `doing`, such as "export", is for
-    messages. Raises `OSError`, and `UserError` where another process does.
+    """Inside, this process alone writes `target`, guarded by the lock file `path`; `doing`, such as "export", is for
+    messages. Raises `OSError`, and `UserError` if another process holds the lock.
     """
     file = None
     try:
@@ -53,16 +53,16 @@ def alone(path: Path, target: Path, doing: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        note = f"warning: the file system of {target} has no locks: make sure that no other {doing} writes there"
+        note = f"warning: the file system of {target} has no locks; make sure that no other {doing} writes there"
         print(note, file=sys.stderr, flush=True)
     else:
         if file is None:
-            # Not waited for: what it writes would only be replaced.
+            # Not awaited: this process would only replace what that one writes.
             raise UserError.at(
                 target,
                 found=f"another {doing} that writes there ({holder_of(path)})",
                 expected="none",
-                because="two models would be mixed",
+                because="two models would mix",
                 fix=f"choose another folder{' (of a run export.hf_dir)' if doing == 'export' else ''}, or wait for it",
             )
     try:
@@ -73,16 +73,16 @@ def alone(path: Path, target: Path, doing: str) -> Iterator[None]:
 
 
 def holder_of(path: Path) -> str:
-    """Who has the lock, for a message."""
+    """Who holds the lock, for a message."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip() or "no more is known"
+        return path.read_text(encoding="utf-8", errors="replace").strip() or "unknown process"
     except OSError:
-        return "no more is known"
+        return "unknown process"
 
 
 def _locked(file: IO[str]) -> bool:
     try:
-        # A lock of the process, not of the file: it is let go when the process ends in whatever way.
+        # A lock of the process, not of the file: the system releases it however the process ends.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False

@@ -1,4 +1,4 @@
-"""Opens files that users name: regular ones alone, so that nothing is waited for that never comes or never ends."""
+"""Opens files that users name: only regular ones, since reading a pipe or device may never return."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import stat
 from pathlib import Path
 from typing import IO
 
+from megatron_hetero.errors import reason
+
 MOST_BYTES = 1 << 27
-"""Of a file that is read as a whole, if not said otherwise: several times the largest tokenizer's."""
+"""Default limit on files that are read whole: several times the largest tokenizer."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -33,27 +35,27 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """All that a file holds. Raises `OSError`, also for one of more than `most` bytes."""
+    """The content of a file. Raises `OSError`, also for one of more than `most` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise OSError(errno.EFBIG, f"{size} bytes, while {most} are the most that can be of use", str(path))
+            raise OSError(errno.EFBIG, f"{size} bytes, over the limit of {most}", str(path))
         return file.read()
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
-    """The same as text. Raises `UnicodeDecodeError` besides, for what is not UTF-8."""
+    """The same as text. Raises `UnicodeDecodeError` too, if it is not UTF-8."""
     return read_bytes(path, most).decode("utf-8")
 
 
 def is_unfit(path: Path) -> str | None:
-    """Why something that is there cannot be read as a whole; None where it can, and where nothing is there."""
+    """Why an existing file cannot be read whole; None if it can, and if there is none."""
     try:
         found = path.stat()
     except FileNotFoundError:
         return None
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        return reason(error)
     kind = stat.S_IFMT(found.st_mode)
     if kind != stat.S_IFREG:
         return _called(kind)

@@ -6,10 +6,10 @@ import errno
 import os
 from pathlib import Path
 
-from megatron_hetero.errors import UserError, quoted
+from megatron_hetero.errors import UserError, quoted, reason
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095
-"""Bytes that Linux takes."""
+"""Linux limits, in bytes."""
 
 
 def is_loop(path: str | os.PathLike[str]) -> bool:
@@ -22,29 +22,37 @@ def is_loop(path: str | os.PathLike[str]) -> bool:
 
 
 def resolved(path: Path, where: str) -> Path:
-    """The path without links. Raises `UserError` that names `where` it is from, for a link that leads to itself and for
-    a path that no file can have.
+    """The path with links resolved. Raises `UserError`, naming `where` it comes from, for a link that leads to itself
+    and for a path that no file can have.
     """
     why = unusable(path.absolute()) or ("a link that leads to itself" if is_loop(path) else None)
     if why is not None:
         raise UserError.at(
             where,
             found=f"{quoted(str(path))} ({why})",
-            expected="a path that leads somewhere",
+            expected="a usable path",
             fix="remove the link, or correct the path",
         )
     return Path(os.path.realpath(path))
 
 
 def in_the_way(folder: Path, error: OSError) -> str:
-    """What was found where a folder cannot be made or written."""
+    """Why a folder cannot be made or written."""
     if folder.is_symlink() and not folder.exists():
-        return f"a link to {os.readlink(folder)}, which is not there"
-    return (error.strerror or str(error)).lower()
+        return f"a link to {os.readlink(folder)}, which does not exist"
+    return reason(error)
+
+
+def try_to_write(folder: Path) -> None:
+    """Check that something can be made in `folder`, which is itself made if necessary. Raises `OSError`."""
+    probe = folder / f".probe-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    probe.mkdir()
+    probe.rmdir()
 
 
 def unusable(path: Path) -> str | None:
-    """Why no file can have an absolute path, if none can: nothing could even look whether it is there."""
+    """Why no file can have this absolute path; None if one can. Even asking whether such a file exists would fail."""
     try:
         encoded = os.fsencode(path)
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Whether two files of weights are the same, told from little of them."""
+"""A quick fingerprint of a weight file, from samples of it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 _LONGEST_HEADER = 100_000_000
-"""Bytes: what safetensors itself allows."""
+"""Bytes; the limit of safetensors itself."""
 
 
 def fingerprint(path: Path) -> str:
-    """Size, and a hash of the header and of some values between it and the end, of a safetensors file: other tensors,
-    and the same ones after more training, have another one. Raises `OSError`.
+    """Size and a hash of the header and of evenly spaced samples of a safetensors file. It changes with the tensors and
+    with their values, as after more training. Raises `OSError`.
     """
     size, digest = path.stat().st_size, hashlib.sha256()
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""What the files of a `transformers` folder are called."""
+"""File names in a `transformers` folder."""
 
 CONFIG = "config.json"
 TOKENIZER_FILES = (
@@ -8,6 +8,6 @@ TOKENIZER_FILES = (
 )
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES)
-"""Files beside the weights that make a folder complete: configuration, tokenizer, processor, chat template."""
+"""Files other than weights: configuration, tokenizer, processor, chat template."""
 ENCODERS = "encoders"
-"""The folder in an exported model that has a folder for each further encoder."""
+"""The subfolder of an exported model with one folder per additional encoder."""

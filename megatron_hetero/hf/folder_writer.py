@@ -1,4 +1,4 @@
-"""Write a model as a `transformers` folder: shard by shard, beside its place, which it takes when it is whole."""
+"""Writes a model as a `transformers` folder: shard by shard into a temporary folder, renamed when complete."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, os_errors_as, reason
 from megatron_hetero.files import lock as file_lock
+from megatron_hetero.files.paths import try_to_write
 from megatron_hetero.hf.folder_files import COMPANIONS, CONFIG
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
 from megatron_hetero.outputs.export_mark import mark, what_would_be_lost
@@ -28,32 +29,33 @@ NO_CHANGES: Mapping[str, str | None] = {}
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 """One type for all tensors of a folder, or one for each by name."""
 Companions = Mapping[str, bytes]
-"""What goes beside the weights, by file name: configuration, tokenizer and processor."""
+"""Files other than weights, by name: configuration, tokenizer and processor."""
 
 
 def read_companions(folder: Path, changes: Mapping[str, str | None] = NO_CHANGES) -> Companions:
-    """Those of a folder, but for `changes`: by name another text, or None for a file that is left out. Raises
-    `UserError` where one cannot be read.
+    """Those of a folder, except for `changes`: by name the new text, or None to omit a file. Raises `UserError` if one
+    cannot be read.
     """
     names = [name for name in COMPANIONS if name not in changes and (folder / name).is_file()]
-    try:
+    with os_errors_as(lambda error: _unreadable(folder, error)):
         found = {name: (folder / name).read_bytes() for name in names}
-    except OSError as error:
-        raise UserError.at(
-            error.filename or folder,
-            found=(error.strerror or str(error)).lower(),
-            expected="a file that can be read",
-            because="it goes into the exported model",
-            fix="restore the folder",
-        ) from None
     return found | {name: text.encode() for name, text in changes.items() if text is not None}
 
 
-class FolderWriter:
-    """Writes a `transformers` folder shard by shard, beside its final place, and moves it there when it is whole.
+def _unreadable(folder: Path, error: OSError) -> UserError:
+    return UserError.at(
+        error.filename or folder,
+        problem=f"cannot be read ({reason(error)})",
+        because="it goes into the exported model",
+        fix="restore the folder",
+    )
 
-    `shapes`: every tensor to come, with its shape; `dtype`: what they are written as. Use `put` for each, in any order
-    (in that of `shapes`, no more than one shard is held), then `finish`.
+
+class FolderWriter:
+    """Writes a `transformers` folder shard by shard into a temporary folder, renamed when complete.
+
+    `shapes`: the shape of every tensor; `dtype`: what they are stored as. Call `put` for each, in any order (in that of
+    `shapes`, at most one shard is in memory), then `finish`.
     """
 
     def __init__(self, target: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Dtypes, limit: int = SHARD_BYTES):
@@ -66,13 +68,13 @@ class FolderWriter:
         self._waiting: list[dict[str, Tensor]] = [{} for _ in self.shards]
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Hand over one tensor (on the CPU); its shard is written once all of its tensors are here."""
+        """Add one tensor (on the CPU); its shard is written once it has all of its tensors."""
         shard = self._shard_of[name]
         self._waiting[shard][name] = tensor.to(self.dtypes[name]).contiguous()
         if len(self._waiting[shard]) == len(self.shards[shard]):
             path = self.partial / self.file_name(shard)
             save_file(self._waiting[shard], path, metadata={"format": "pt"})
-            path.chmod(0o666 & ~_umask())  # safetensors makes files that nobody else can read
+            path.chmod(0o666 & ~_umask())  # safetensors creates files readable by their owner only
             self._waiting[shard].clear()
 
     def file_name(self, shard: int) -> str:
@@ -81,9 +83,9 @@ class FolderWriter:
         return SINGLE if total == 1 else f"model-{shard + 1:05d}-of-{total:05d}.safetensors"
 
     def finish(self, companions: Companions) -> None:
-        """Add the index, the `companions` and the mark of an export, and move into place. The configuration names the
-        type of the tensors, where all have the same. Raises `OSError`, and `UserError` where something that is no
-        export has taken the place meanwhile.
+        """Add the index, the `companions` and the mark of an export, and move into place. The configuration gets the
+        dtype of the tensors, if all have the same. Raises `OSError`, and `UserError` if something other than an export
+        has appeared there meanwhile.
         """
         if len(self.shards) > 1:
             self._write_index()
@@ -124,33 +126,34 @@ def require_writable(folder: Path) -> None:
             folder,
             found="a mount point",
             expected="a folder that can be replaced",
-            because="the export is put together beside it, and then takes its place",
-            fix=f"name a folder inside it, such as {folder / 'model'} (of a run export.hf_dir)",
+            because="an export is written next to its folder and then replaces it",
+            fix=f"choose a folder inside it, such as {folder / 'model'} (of a run export.hf_dir)",
         )
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        probe = folder.parent / f".{folder.name}.probe-{os.getpid()}"
-        probe.mkdir()
-        probe.rmdir()
-    except OSError as error:
-        raise UserError(
-            f"{folder}: found that it cannot be written ({error.strerror or error}), expected a place for the "
-            f"exported model; choose another folder (of a run export.hf_dir) or mend its permissions"
-        ) from error
+    with os_errors_as(lambda error: _unwritable(folder, reason(error))):
+        try_to_write(folder.parent)
     _require_replaceable(folder)
+
+
+def _unwritable(folder: Path, why: str) -> UserError:
+    return UserError.at(
+        folder,
+        found=f"that it cannot be written ({why})",
+        expected="a place for the exported model",
+        fix="free space or grant access, or choose another folder (of a run export.hf_dir)",
+    )
 
 
 def _require_replaceable(folder: Path) -> None:
     try:
         found = what_would_be_lost(folder)
     except OSError as error:
-        found = f"that {error.filename or folder} cannot be read ({error.strerror or error})"
+        found = f"that {error.filename or folder} cannot be read ({reason(error)})"
     if found is not None:
         raise UserError.at(
             folder,
             found=found,
-            expected="nothing, an empty folder or an export with the mark of this version",
-            because="the export replaces it whole",
+            expected="nothing, an empty folder or an export of this version",
+            because="an export replaces the whole folder",
             fix="choose another folder (of a run export.hf_dir), or remove this one yourself if nobody needs it",
         )
 
@@ -196,8 +199,9 @@ def folder_writer(
     companions: Companions,
     limit: int = SHARD_BYTES,
 ) -> Iterator[FolderWriter]:
-    """A `FolderWriter` that finishes on success and leaves nothing behind on failure. `companions`: see `finish`. A
-    full disk, and another process that writes there, are `UserError`s.
+    """A `FolderWriter` that finishes on success and leaves nothing behind on failure. `companions`: see `finish`.
+
+    Raises `UserError` for a full disk and the like, and if another process writes there.
     """
     writer = FolderWriter(target, shapes, dtype, limit)
     require_writable(target)
@@ -211,7 +215,4 @@ def folder_writer(
             finally:
                 shutil.rmtree(writer.partial, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{target}: found that the model cannot be written ({error}); free space or choose another folder (of a "
-            f"run export.hf_dir)"
-        ) from error
+        raise _unwritable(target, str(error)) from error

@@ -1,4 +1,4 @@
-"""Read the weights of a `transformers` folder: safetensors only, strictly, a slice at a time."""
+"""Reads the weights of a `transformers` folder: safetensors only, strictly, one slice at a time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass
 class StoredWeights:
-    """The tensors of a folder, opened lazily. `shapes` maps canonical name to shape; `fresh` are tensors that stand in
-    the place of the folder's.
+    """The tensors of a folder, read on demand. `shapes` maps canonical name to shape; `fresh` are tensors that replace
+    the folder's.
     """
 
     folder: Path
@@ -60,9 +60,11 @@ class StoredWeights:
         handle = self._open[path] = open_file(path)
         found = set(handle.keys())
         if expected is not None and not expected <= found:
-            raise UserError(
-                f"{path}: found no tensor {listed(expected - found)}, expected it because {INDEX} says that it "
-                f"is here; download the folder again"
+            raise UserError.at(
+                path,
+                found=f"no tensor {listed(expected - found)}",
+                expected=f"it because {INDEX} lists it here",
+                fix="download the folder again",
             )
         for stored in found:
             name = self.canonical(stored)
@@ -75,8 +77,8 @@ class StoredWeights:
             self.shapes[name], self._types[name] = tuple(tensor.get_shape()), tensor.get_dtype()
 
     def require(self, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
-        """Check that the folder holds exactly the `expected` tensors in their shapes, in types that weights are trained
-        from. Raises `UserError` listing all faults.
+        """Check that the folder holds exactly the `expected` tensors in their shapes and in a supported dtype. Raises
+        `UserError` listing all faults.
         """
         missing = expected.keys() - self.shapes.keys()
         extra = self.shapes.keys() - expected.keys() - optional
@@ -88,10 +90,10 @@ class StoredWeights:
             + listed({f"{n} is {self.shapes[n]}, not {expected[n]}" for n in wrong})
         ] if wrong else []  # fmt: skip
         if faults:
-            raise UserError(
-                f"{self.folder}: found weights that do not fit its config.json ({'; '.join(faults)}), expected "
-                f"exactly the "
-                f"{len(expected)} tensors of the model; config.json and weights must come from the same model"
+            raise UserError.at(
+                self.folder,
+                problem=f"weights do not match config.json ({'; '.join(faults)})",
+                fix="take config.json and weights from the same model",
             )
         self._require_types(expected)
 
@@ -103,41 +105,43 @@ class StoredWeights:
                 found=f"{len(strange)} tensors of other types: "
                 + listed({f"{name} is {kind}" for name, kind in strange.items()}),
                 expected=f"{', '.join(_STORED)}",
-                because="weights of other types, as quantised models have them, are not those of the model alone",
+                because="quantised weights are not supported",
                 fix="take a folder that is not quantised, or save the model again in bfloat16",
             )
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that a required tensor is stored in."""
+        """The dtype that a required tensor is stored in."""
         return self.fresh[name].dtype if name in self.fresh else _STORED[self._types[name]]
 
     def whole(self, name: str) -> Tensor:
-        """A whole tensor as stored. Nothing of it stays in memory once it is given up."""
+        """A whole tensor as stored. Nothing of it stays in memory once it is released."""
         if name in self.fresh:
             return self.fresh[name]
         path, stored = self._where[name]
-        # A handle of its own: what a handle has mapped counts as this process's until it is closed.
+        # A handle of its own: what a handle has mapped counts as this process's memory until it is closed.
         with readable(path, stored), safe_open(path, framework="pt", device="cpu") as handle:
             values = handle.get_tensor(stored)
         self._require_finite(name, values)
         return values
 
     def require_copy(self, copy: str, original: str, pieces: Iterable[Piece]) -> None:
-        """Check that what a folder of a tied model stores twice, as `copy` and `original`, is the same in these
-        `pieces` of the latter. Raises `UserError`.
+        """Check that a tied weight stored twice, as `copy` and `original`, is the same in these `pieces` of the latter.
+        Raises `UserError`.
         """
         alike = self.shapes[copy] == self.shapes[original] and self._types[copy] == self._types[original]
         same = alike and all(torch.equal(self.read(piece), self.read(replace(piece, name=copy))) for piece in pieces)
         if not same:
-            raise UserError(
-                f"{self.folder}: found a {copy} that differs from {original}, expected equal ones, because "
-                "config.json says that they are tied (tie_word_embeddings) and one of them would be lost; set "
-                f"tie_word_embeddings to false in config.json, or remove {copy} from the weights"
+            raise UserError.at(
+                self.folder,
+                found=f"a {copy} that differs from {original}",
+                expected="equal ones",
+                because="config.json ties them (tie_word_embeddings)",
+                fix=f"set tie_word_embeddings to false in config.json, or remove {copy} from the weights",
             )
 
     def read(self, piece: Piece) -> Tensor:
-        """The values of one piece, as stored: 1-D where the stored tensor is, else 2-D. Raises `UserError` where one of
-        them is no number.
+        """The values of one piece, as stored: 1-D where the stored tensor is, else 2-D. Raises `UserError` if one of
+        them is not finite.
         """
         if piece.name in self.fresh:
             return self.fresh[piece.name][piece.source if piece.columns else piece.source[0]]
@@ -152,8 +156,8 @@ class StoredWeights:
             return self._open[path].get_slice(stored)[part]
 
     def _require_finite(self, name: str, values: Tensor) -> None:
-        """Check `values`, which were read of a tensor: they are in the cache now. Only of one that has others the rest
-        is read too, so that all ranks count the same.
+        """Check `values`, just read from a tensor and still cached. The rest of the tensor is read only if one of them
+        is not finite, so that all ranks report the same count.
         """
         if all_finite(values):
             return
@@ -162,7 +166,6 @@ class StoredWeights:
         raise UserError.at(
             f"{path}: tensor {stored}",
             found=f"{wrong} of {prod(self.shapes[name])} values NaN or infinite",
-            expected="numbers",
-            because="the model would compute nothing else with them",
-            fix="download the file again; where a training left them, take the weights of an earlier step of it",
+            expected="finite ones",
+            fix="download the file again, or take the weights of an earlier training step",
         )

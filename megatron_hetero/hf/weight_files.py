@@ -1,4 +1,4 @@
-"""The files of safetensors in a `transformers` folder: which there are, opened, and whether they hold numbers."""
+"""The safetensors files of a `transformers` folder: listed, opened, and checked for finite values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megatron_hetero.files.json_objects import Rule, Table, check, read_object
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ROWS = 4096
-"""Of a tensor that is looked at whole, so many are in memory at a time."""
+"""Rows in memory at a time when a whole tensor is checked."""
 _FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")
 _AGAIN = "download it again"
 _RULES: Table = {
     "weight_map": Rule(
-        "an object that says of each tensor in which file of this folder it is (*.safetensors)",
+        "an object that says for each tensor which file of this folder has it (*.safetensors)",
         lambda v: isinstance(v, dict) and all(isinstance(f, str) and _FILE_NAME.fullmatch(f) for f in v.values()),
         fix=_AGAIN,
     )
@@ -48,36 +48,38 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
         return dict(files)
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: None}
-    raise UserError(
-        f"{folder}: found no safetensors weights, expected {SINGLE} or {INDEX} with its shards; other formats "
-        f"(pickles) are never loaded: convert with save_pretrained(..., safe_serialization=True)"
+    raise UserError.at(
+        folder,
+        found="no safetensors weights",
+        expected=f"{SINGLE} or {INDEX} with its shards",
+        because="pickles are never loaded",
+        fix="convert the model with save_pretrained(..., safe_serialization=True)",
     )
 
 
 def open_file(path: Path) -> Any:
-    """A handle whose tensors are read when they are asked for. Raises `UserError`."""
+    """A handle that reads tensors on demand. Raises `UserError`."""
     if not path.is_file():
-        raise UserError(f"{path}: found no such file, expected it because {INDEX} names it; download the folder again")
+        expected = f"it because {INDEX} names it"
+        raise UserError.at(path, found="no such file", expected=expected, fix="download the folder again")
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path}: found a file that is truncated or not safetensors ({error}), expected a whole one; "
-            f"download it again"
-        ) from error
+        found = f"a file that is truncated or not safetensors ({error})"
+        raise UserError.at(path, found=found, expected="an intact one", fix="restore or download it again") from error
 
 
 @contextlib.contextmanager
 def readable(path: Path, stored: str) -> Iterator[None]:
-    """Inside, a tensor that cannot be read is a `UserError`."""
+    """Inside, a failure to read a tensor is a `UserError`."""
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: found tensor {stored} unreadable ({error}); download the file again") from error
+        raise UserError.at(path, problem=f"unreadable tensor {stored} ({error})", fix=_AGAIN) from error
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether there is no NaN and no infinity in it. Takes no memory, and less time than reading it did."""
+    """Whether the values hold neither NaN nor infinity. Takes no memory, and less time than reading them."""
     return values.numel() == 0 or all(bool(bound.isfinite()) for bound in torch.aminmax(values))
 
 

@@ -1,7 +1,8 @@
-"""Which part of which stored tensor each local parameter is. Pure: the same map reads, writes, and counts copies.
+"""Which parts of which stored tensors each local parameter consists of. Pure: the same map loads, saves, and counts
+copies.
 
-A local parameter is zeros with `Piece`s laid into it: rectangles of stored tensors, one below the other. Under `tp` the
-rectangles differ from rank to rank; a rectangle held by several ranks, or twice by one, is a replicated piece.
+A local parameter is a stack of `Piece`s, rectangles of stored tensors one below the other, zero elsewhere. Under `tp`
+the rectangles differ from rank to rank; a rectangle held by several ranks, or twice by one, is a replicated piece.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ class Piece:
 
     @property
     def rectangle(self) -> tuple[str, Interval, Interval | None]:
-        """What part of the stored tensors this is, wherever it lies in a parameter."""
+        """Which part of the stored tensors it is, regardless of its place in a parameter."""
         return self.name, self.rows, self.columns
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing in it (the last ranks' share of a size that tp does not divide)."""
+        """Whether it has no elements (the last ranks' share of a size that tp does not divide)."""
         return self.rows[0] == self.rows[1] or (self.columns is not None and self.columns[0] == self.columns[1])
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Where the piece lies in the local parameter."""
+        """The slice of the local parameter."""
         rows = slice(self.at, self.at + self.rows[1] - self.rows[0])
         return (rows,) if self.columns is None else (rows, slice(0, self.columns[1] - self.columns[0]))
 
     @property
     def source(self) -> tuple[slice, ...]:
-        """Where the piece lies in the stored tensor, seen as a matrix."""
+        """The slice of the stored tensor, seen as a matrix."""
         return (slice(*self.rows),) if self.columns is None else (slice(*self.rows), slice(*self.columns))
 
 
@@ -117,14 +118,18 @@ def held(maps: Sequence[WeightMap]) -> tuple[dict[str, Held], ...]:
     return tuple(result)
 
 
-def lay_into(parameter: Tensor, pieces: Sequence[Piece], part: Sequence[Tensor]) -> None:
-    """Write the values of `pieces` (`part`, as read) into a local parameter, and zero where nothing is laid."""
+def load_pieces(parameter: Tensor, pieces: Sequence[Piece], part: Sequence[Tensor]) -> None:
+    """Copy the values of `pieces` (`part`, as read) into a local parameter, and zero the rest."""
     parameter = parameter.detach()
     parameter.zero_()
     for piece, values in zip(pieces, part, strict=True):
         parameter[piece.place].copy_(values)
 
 
-def take_out(parameter: Tensor, piece: Piece) -> Tensor:
+def extract_piece(parameter: Tensor, piece: Piece) -> Tensor:
     """The values of one piece of a local parameter."""
     return parameter.detach()[piece.place]
+
+
+# Earlier names, until their last callers are renamed.
+lay_into, take_out = load_pieces, extract_piece

@@ -1,1 +1,1 @@
-"""Where a run puts what it writes: the names that it keeps to itself, and what in a folder is whole, or its own."""
+"""The files and folders that a run writes: their reserved names, and which are complete and whose."""

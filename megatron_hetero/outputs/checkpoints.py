@@ -1,13 +1,13 @@
-"""The folder of checkpoints: what is whole, what is newest, what is removed, and whether files are what was written.
+"""The folder of checkpoints: which are complete, which is newest, which are removed, and whether files are intact.
 
 checkpoints/
-  step-00000010/             a whole checkpoint
+  step-00000010/             a complete checkpoint
     manifest.json            size and SHA-256 of every other file; written last
     .metadata  __0_0.distcp  __1_0.distcp ...  run.json  metrics.jsonl
   .step-00000020.partial/    one that is being written, or was when the run died
   .step-00000000.removed/    an older one that is being removed, or was
-  .step-00000030.aside/      what was in the way of a checkpoint and was none that is whole: for people to look at
-  step-00000031.unsound/     what was trained before a step that was not finite: no run goes on from it by itself
+  .step-00000030.aside/      an incomplete folder moved out of the way of a checkpoint, for inspection
+  step-00000031.unsound/     saved after a step was not finite: never resumed from automatically
   latest                     the name of the newest one, for people and scripts
   .lock                      held by the run that writes here
 """
@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_hetero.errors import UserError, quoted
+from megatron_hetero.errors import UserError, quoted, reason
 from megatron_hetero.files.opening import open_regular, read_text
 from megatron_hetero.files.paths import in_the_way, unusable
 
@@ -37,7 +37,7 @@ _UNSOUND = ".unsound"
 _PARTIAL = re.compile(rf"\.{_NAME.pattern}({_UNSOUND})?\.partial")
 _REMOVED = re.compile(rf"\.{_NAME.pattern}({_UNSOUND})?\.removed")
 SEEN_S = 30.0
-"""Seconds after which a network's file system shows to one host what another has written."""
+"""Seconds until a network file system shows to one host what another has written."""
 _CHUNK = 1 << 22
 
 
@@ -50,23 +50,23 @@ class FileRecord:
 
 
 def name_of(step: int) -> str:
-    """What the checkpoint after `step` is called."""
+    """The name of the checkpoint after `step`."""
     return f"step-{step:08d}"
 
 
 def unsound_name_of(step: int) -> str:
-    """What the one after `step` is called where it may not be taken for the newest: its weights may be past mending."""
+    """The name of the checkpoint after `step` if its weights may be bad, so that it never counts as the newest."""
     return name_of(step) + _UNSOUND
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step that the name of a checkpoint says, if it says one."""
+    """The step in the name of a checkpoint; None if there is none."""
     found = _NAME.fullmatch(checkpoint.name)
     return int(found[1]) if found else None
 
 
 def is_ours(name: str) -> bool:
-    """Whether a folder of checkpoints keeps something of its own under that name."""
+    """Whether the name is reserved in a folder of checkpoints."""
     return name in (LATEST, ".lock") or re.fullmatch(rf"\.?{_NAME.pattern}(\..*)?", name) is not None
 
 
@@ -76,20 +76,20 @@ def partial_of(checkpoint: Path) -> Path:
 
 
 def whole(folder: Path) -> dict[int, Path]:
-    """The whole checkpoints in `folder` by step, ascending."""
+    """The complete checkpoints in `folder` by step, ascending."""
     found = {int(m[1]): path for path in _children(folder) if (m := _NAME.fullmatch(path.name))}
     return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).is_file()}
 
 
 def chosen_in(path: Path) -> Path:
-    """`path` itself, or the newest whole checkpoint in it where it is a folder of some."""
+    """`path` itself, or the newest complete checkpoint in it if it is a folder of checkpoints."""
     if (path / MANIFEST).is_file():
         return path
     return next(reversed(whole(path).values()), path)
 
 
 def advice_to_export(path: Path) -> str | None:
-    """What to do with a folder of ours that is taken for a model's; None where it holds no checkpoint."""
+    """What to do if a checkpoint was given as a model's folder; None if it holds no checkpoint."""
     chosen = chosen_in(path)
     if not (chosen / MANIFEST).is_file():
         return None
@@ -97,18 +97,18 @@ def advice_to_export(path: Path) -> str | None:
 
 
 def unfinished(folder: Path) -> tuple[Path, ...]:
-    """What was never finished in `folder`: half-written checkpoints."""
+    """Unfinished checkpoints in `folder`."""
     return tuple(path for path in sorted(_children(folder)) if _PARTIAL.fullmatch(path.name))
 
 
 def without_manifest(folder: Path) -> tuple[Path, ...]:
-    """What has the name of a checkpoint in `folder`, and no manifest: whatever it is, no run has left it so."""
+    """Folders in `folder` named as checkpoints but without a manifest: no run leaves them like this."""
     named = [path for path in sorted(_children(folder)) if _NAME.fullmatch(path.name)]
     return tuple(path for path in named if not (path / MANIFEST).is_file())
 
 
 def wait_for(there: Callable[[], bool], seconds: float | None = None) -> bool:
-    """Whether something becomes true, in `SEEN_S` if not said otherwise, that another process does to files."""
+    """Whether what another process does to files becomes true within `seconds` (default `SEEN_S`)."""
     until = time.monotonic() + (SEEN_S if seconds is None else seconds)
     while not there():
         if time.monotonic() > until:
@@ -138,10 +138,10 @@ def write_synced(path: Path, text: str) -> FileRecord:
 
 
 def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
-    """Make a checkpoint that has been written whole visible: manifest, then its name, then `latest` where it is named
+    """Publish a fully written checkpoint: write its manifest, give it its name, and update `latest` if it is named
     after its step. Raises `OSError`.
 
-    Until the rename nothing can take it for a checkpoint; afterwards nothing is missing.
+    Until the rename nothing can mistake it for a checkpoint; afterwards it is complete.
     """
     files = {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(records.items())}
     write_synced(partial / MANIFEST, json.dumps({"files": files}, indent=2) + "\n")
@@ -162,7 +162,7 @@ def publish(partial: Path, records: Mapping[str, FileRecord]) -> Path:
 
 
 def set_aside(path: Path) -> Path:
-    """Give what is in the way of a checkpoint another name, which is returned. Raises `OSError`."""
+    """Rename what is in the way of a checkpoint; returns the new path. Raises `OSError`."""
     names = (f".{path.name}.aside{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
     other = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
     path.rename(other)
@@ -170,27 +170,27 @@ def set_aside(path: Path) -> Path:
 
 
 def prune(folder: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` whole checkpoints (None: nothing). What cannot be removed stays."""
+    """Remove all but the newest `keep` complete checkpoints (None: keep all). What cannot be removed stays."""
     for path in list(whole(folder).values())[: -keep if keep is not None else 0]:
         with contextlib.suppress(OSError):
-            _doom(path)
+            _mark_removed(path)
     clean(folder)
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove one, if it is there. Raises `OSError` where it cannot be moved out of the way."""
+    """Remove a checkpoint if it exists. Raises `OSError` if it cannot be moved out of the way."""
     if os.path.lexists(checkpoint):
-        _doom(checkpoint)
+        _mark_removed(checkpoint)
         clean(checkpoint.parent)
 
 
-def _doom(checkpoint: Path) -> None:
-    # Another name first: what is removed by half is not whole.
+def _mark_removed(checkpoint: Path) -> None:
+    # Renamed first: a half-removed checkpoint must not look complete.
     checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.removed"))
 
 
 def clean(folder: Path) -> None:
-    """Remove what was never finished in `folder`, and what was to be removed. For the run that holds its lock alone."""
+    """Remove unfinished and half-removed checkpoints in `folder`. Only for the run that holds its lock."""
     for path in _children(folder):
         if _PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
             with contextlib.suppress(OSError):
@@ -212,20 +212,14 @@ def read_manifest(checkpoint: Path, needed: Collection[str] = ()) -> dict[str, F
     except UserError:
         raise
     except FileNotFoundError:
-        found = "none" if checkpoint.is_dir() else "no such checkpoint"
+        problem = "missing" if checkpoint.is_dir() else "no such checkpoint"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        found = f"one that cannot be read ({error})"
-    raise UserError.at(
-        path,
-        found=found,
-        expected="the manifest of a checkpoint",
-        because="it is written last, and without it nothing says that the checkpoint is whole",
-        fix=_another(checkpoint),
-    )
+        problem = f"unreadable ({error})"
+    raise UserError.at(path, problem=problem, fix=_another(checkpoint))
 
 
 def verify(checkpoint: Path, records: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
-    """What is wrong with those files of a checkpoint, a line for each."""
+    """What is wrong with these files of a checkpoint, one line each."""
     return [fault for name in names if (fault := _fault(checkpoint / name, records[name]))]
 
 
@@ -235,21 +229,17 @@ def unwritable(where: Path, error: OSError) -> UserError:
     remedy = "see who removes the folder" if gone else "free space or grant access"
     return UserError.at(
         f"checkpoint.dir: {error.filename or where}",
-        found=in_the_way(where, error),
-        expected="a folder that can be written",
-        because="a checkpoint goes there" if gone else "a checkpoint goes there; older ones are as they were",
+        problem=f"cannot write a checkpoint ({in_the_way(where, error)}){'' if gone else '; older ones are intact'}",
         fix=f"{remedy}, or choose another folder with --checkpoint.dir DIR",
     )
 
 
 def damaged(checkpoint: Path, faults: Iterable[str]) -> UserError:
-    """The error that says which files of a checkpoint are not what was written."""
+    """The error that says which files of a checkpoint differ from what was written."""
     lines = list(faults)
     return UserError.at(
         checkpoint,
-        found=f"{len(lines)} damaged {'file' if len(lines) == 1 else 'files'} ({'; '.join(lines)})",
-        expected="the sizes and hashes of its manifest",
-        because="nothing may train on what was not saved",
+        problem=f"{len(lines)} damaged {'file' if len(lines) == 1 else 'files'} ({'; '.join(lines)})",
         fix=_another(checkpoint),
     )
 
@@ -259,18 +249,16 @@ def _fault(path: Path, expected: FileRecord) -> str | None:
         size = path.stat().st_size
         if size != expected.size:
             return f"{path.name} has {size} bytes, not {expected.size}"
-        return None if record_file(path) == expected else f"{path.name} has another SHA-256"
+        return None if record_file(path) == expected else f"{path.name} has a different SHA-256"
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
-        return f"{path.name} cannot be read: {(error.strerror or str(error)).lower()}"
+        return f"{path.name} cannot be read: {reason(error)}"
 
 
 def _another(checkpoint: Path) -> str:
     others = [path for path in whole(checkpoint.parent).values() if path.name != checkpoint.name]
-    return (
-        f"take another checkpoint (a run goes on from it with --checkpoint.resume {others[-1] if others else 'PATH'})"
-    )
+    return f"use another checkpoint (--checkpoint.resume {others[-1] if others else 'PATH'})"
 
 
 def _children(folder: Path) -> list[Path]:

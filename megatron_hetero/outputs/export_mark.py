@@ -1,7 +1,7 @@
-"""Which folders are exports of ours and nothing else: a file in each lists what was written, with sizes.
+"""Recognises folders that hold an export of ours and nothing else, by a file in each that lists what was written.
 
-A folder that merely looks like a model is never replaced, since one that was downloaded or trained elsewhere looks the
-same. Nor is an export that something was put into, or that another program has saved over.
+A folder that merely looks like a model is never replaced, since one downloaded or trained elsewhere looks the same. Nor
+is an export with added files, or one that another program has saved over.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ MARK = "megatron_hetero_export.json"
 
 
 def mark(folder: Path) -> None:
-    """Mark a folder that has been written whole. Raises `OSError`."""
+    """Mark a folder as a complete export. Raises `OSError`."""
     files = {name: entry.stat().st_size for name, entry in _files(folder) if name != MARK}
     (folder / MARK).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 
 def what_would_be_lost(folder: Path) -> str | None:
-    """What says that a folder holds more than an export of ours. None: nothing is there, or it may be replaced.
-    Raises `OSError` where it cannot be read.
+    """Why a folder must not be replaced: what it holds besides an export of ours. None if there is nothing there, or it
+    may be replaced. Raises `OSError` if it cannot be read.
     """
     if not os.path.lexists(folder):
         return None
@@ -55,7 +55,7 @@ def _is_as(entry: os.DirEntry[str], written: Mapping[str, int], name: str) -> bo
 
 
 def _files(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """All that lies in a folder but folders, by name relative to it."""
+    """All files below a folder, by path relative to it."""
     with os.scandir(folder) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:

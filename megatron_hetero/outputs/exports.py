@@ -1,18 +1,18 @@
-"""Where an export is put together, beside the folder whose place it takes."""
+"""Temporary paths of an export, next to the folder that it replaces."""
 
 from pathlib import Path
 
 
 def partial_of(target: Path) -> Path:
-    """Where an exported folder is while it is written."""
+    """Where an export is written before it takes its place."""
     return target.parent / f".{target.name}.partial"
 
 
 def replaced_of(target: Path) -> Path:
-    """Where the earlier export is while the new one takes its place."""
+    """Where an earlier export is moved while the new one takes its place."""
     return target.parent / f".{target.name}.replaced"
 
 
 def lock_of(target: Path) -> Path:
-    """What an export has locked while it writes: two would mix what they write."""
+    """The lock file of an export, so that two never write the same folder."""
     return target.parent / f".{target.name}.lock"

@@ -1,7 +1,9 @@
-"""What the files in `log.dir` are called."""
+"""File names in `log.dir`."""
 
 METRICS, CONFIG, EVALUATION, LOCK = "metrics.jsonl", "config.yaml", "evaluation.json", ".metrics.lock"
-OF_A_RUN = (METRICS, CONFIG, EVALUATION, "events.out.tfevents.*", "trace-rank*.json")
-"""What a run writes there, as patterns of names."""
-TAKEN = (METRICS, CONFIG, EVALUATION, LOCK, "nccl")
-"""Names that nothing else may have there."""
+WANDB_ID = "wandb-run-id"
+"""The id of the Weights & Biases run, which a resumed run continues."""
+OF_A_RUN = (METRICS, CONFIG, EVALUATION, WANDB_ID, "events.out.tfevents.*", "trace-rank*.json")
+"""What a run writes there, as glob patterns."""
+TAKEN = (METRICS, CONFIG, EVALUATION, LOCK, WANDB_ID, "nccl", "wandb")
+"""Reserved names there."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, lcm
 
 import numpy as np
 
+from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Plan
+from megatron_hetero.planning.work import encoder_trains
 from megatron_hetero.schedule.program import Role
 
 MOST_IDLE = 0.3
@@ -20,6 +22,8 @@ MOST_PADDING = 0.01
 """Share of a width that may be padding."""
 UNEVEN = 1.25
 """How much more than the mean a pipeline stage may compute."""
+COLLECTIVES: Mapping[str, int] = {"sp": 2, "cp": 1}
+"""Of a layer with full attention in one pass, by axis (`megatron_hetero.models.common.attention`)."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class PlanProblem:
 
 def problems_of(plan: Plan) -> tuple[PlanProblem, ...]:
     """All problems of a plan, the gravest kinds first."""
-    finders = (_memory, _assumption, _idle_replicas, _empty_shards, _waiting, _stages, _heads, _padding)
+    finders = (_memory, _assumption, _idle_replicas, _empty_shards, _exchanges, _waiting, _stages, _heads, _padding)
     return tuple(problem for find in finders for problem in find(plan))
 
 
@@ -139,6 +143,43 @@ def _empty_shards(plan: Plan) -> Iterator[PlanProblem]:
                 f"{layout.degrees_text}",
                 f"lower sp or cp of {name}, or raise train.micro_batch_size",
             )
+
+
+def _exchanges(plan: Plan) -> Iterator[PlanProblem]:
+    """Encoders without windows whose tokens are split: there is no layer that stays on its rank."""
+    for name, shape in plan.shapes.encoders.items():
+        layout = plan.layouts[name]
+        split = {axis: layout.degrees[axis] for axis in axes_of("tokens") if layout.degrees[axis] > 1}
+        if not plan.shards[name].used or not split or len(shape.full_layers) < shape.layers:
+            continue
+        ranks = ",".join(f"{axis}:{degree}" for axis, degree in split.items())
+        collectives = shape.layers * sum(COLLECTIVES[axis] for axis in split) * _passes(plan, name)
+        yield PlanProblem(
+            f"{name} has no windows, so that each of its {shape.layers} layers exchanges tokens over {ranks}, "
+            f"{collectives:,} collectives in a micro-batch",
+            _whole_images(plan, name, layout),
+        )
+
+
+def _passes(plan: Plan, name: str) -> int:
+    """How often the layers of an encoder run in a micro-batch, forward and backward."""
+    if not encoder_trains(plan.config, name)[0]:
+        return 1
+    again = plan.schedule.module[name].recomputes, plan.config.model.recompute.get(name, "none") == "full"
+    return 2 + sum(again)
+
+
+def _whole_images(plan: Plan, name: str, layout: Layout) -> str:
+    """What to do in place of splitting the tokens of images."""
+    replicas, images = layout.ways("tokens", "samples"), sum(map(len, plan.assumed.dealt(name)))
+    whole = Layout(**layout.degrees | dict.fromkeys(axes_of("tokens"), 1) | {"dp": replicas}, ranks=layout.ranks)
+    flag = f"--{name}-parallel {whole.short(plan.world_size)}"
+    if images >= replicas:
+        return f"assign whole images to ranks, of which a micro-batch has {images:,}: try {flag}"
+    return (
+        f"keep it for large images; a micro-batch has {_counted(images, 'image')}, and with {replicas:,} or more "
+        f"(train.micro_batch_size) {flag} would exchange nothing"
+    )
 
 
 # ----------------------------------------------------------------------------------------------- schedule

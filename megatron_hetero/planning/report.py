@@ -14,6 +14,7 @@ from megatron_hetero.planning.memory.nccl_memory import kind_bytes, rank_bytes
 from megatron_hetero.planning.problems import problems_of, shortened
 from megatron_hetero.schedule.drawing import timeline
 from megatron_hetero.schedule.simulator import role_label
+from megatron_hetero.terminal import size_text
 
 NOT_COUNTED = (
     "Not counted: micro-batches that wait to be used (but for the pixels that the patch embedding keeps), messages "
@@ -186,14 +187,6 @@ def _communicators_text(plan: Plan) -> str:
         "have been used (rank "
         f"{most}), by figures from eight H100 with NVLink; NCCL_MAX_P2P_NCHANNELS and NCCL_MAX_CTAS lower it."
     )
-
-
-def size_text(size: int) -> str:
-    """Bytes as people read them, in powers of 1,000."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if size >= unit:
-            return f"{size / unit:,.2f} {name}"
-    return f"{size} B" if size else "0"
 
 
 # ----------------------------------------------------------------------------------------------- schedule

@@ -20,8 +20,8 @@ from megatron_hetero.models.registry import titles
 from megatron_hetero.outputs.checkpoints import advice_to_export
 from megatron_hetero.processor.folder_rules import FILES
 
-# `transformers` is imported where it is used: it brings torch, which takes seconds that command-line help and checks of
-# the configuration need not wait for.
+# `transformers` is imported where it is used: it imports torch, seconds that command-line help and checks of the
+# configuration need not wait for.
 
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 MOST_TOKENIZER_BYTES = 64 * 2**20
@@ -36,8 +36,8 @@ VISION_FILES: Needed = (("config.json",), IMAGE_FILES)
 
 
 def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting: str = "model.hf_path") -> None:
-    """Raises UserError unless the folder that `setting` names has the files that the loaders below need, and they say
-    what can be carried out; of each entry of `needed` one will do.
+    """Raises UserError unless the folder that `setting` names has the files that the loaders below need (one of each
+    entry of `needed`), with valid content.
     """
     if not path.is_dir():
         raise UserError.at(
@@ -47,7 +47,7 @@ def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting
             fix="correct the path; models are not downloaded: fetch one first with `hf download MODEL --local-dir DIR`",
         )
     for name in COMPANIONS:
-        # `transformers` would go on without what is no file, and read one of any size.
+        # `transformers` would silently ignore what is not a file, and read one of any size.
         if unfit := is_unfit(path / name):
             raise UserError.at(path / name, found=unfit, expected=f"a file of {setting}", fix=_FIX)
     for names in needed:
@@ -62,7 +62,7 @@ def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting
 
 
 def check_files(path: Path, names: Iterable[str] = FILES) -> None:
-    """Check the JSON files of these `names` that the folder has, see `folder_rules`. Raises `UserError`."""
+    """Check the folder's JSON files among `names` against `folder_rules`. Raises `UserError`."""
     for name in names:
         file = path / name
         if file.is_file():
@@ -83,7 +83,7 @@ def _as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> It
         raise UserError.at(
             f"{setting}: {path}",
             found=f"{what} that does not load ({in_short(error)})",
-            expected=f"{what} of {titles()} in transformers format, without code of its own",
+            expected=f"{what} of {titles()} in transformers format, without remote code",
             fix=_FIX,
         ) from error
 
@@ -101,14 +101,13 @@ def load_tokenizer(path: Path, template: str | None = None) -> Any:
         legacy = path / "chat_template.json"
         if tokenizer.chat_template is None and legacy.is_file():
             tokenizer.chat_template = json.loads(legacy.read_text("utf-8"))["chat_template"]
-        # What its settings break is told now, and not of some record.
+        # Broken settings are reported now, not at some record.
         np.array(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
     if tokenizer.chat_template is None:
         raise UserError.at(
             f"model.hf_path: {path}",
-            found="a tokenizer without a chat template",
-            expected="chat_template.jinja, or `chat_template` in tokenizer_config.json",
-            fix="copy the folder of an instruct model, or add its template",
+            problem="no chat template (chat_template.jinja, or `chat_template` in tokenizer_config.json)",
+            fix="use the folder of an instruct model, or add its template",
         )
     return tokenizer
 
@@ -130,8 +129,8 @@ def _check_template(file: Path) -> None:
 
 
 def check_vocabulary(path: Path, tokenizer: Any, rows: int) -> None:
-    """Check that the embedding, of so many `rows`, has one for every token of the tokenizer; a tokenizer may well have
-    fewer. Raises `UserError`.
+    """Check that the embedding has a row for every token of the tokenizer, which may have fewer tokens than `rows`.
+    Raises `UserError`.
     """
     beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
     if beyond:
@@ -139,27 +138,27 @@ def check_vocabulary(path: Path, tokenizer: Any, rows: int) -> None:
         more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
         raise UserError.at(
             f"model.hf_path: {path}",
-            found=f"a tokenizer with tokens beyond the embedding: {shown}{more}",
+            found=f"tokens beyond the embedding: {shown}{more}",
             expected=f"ids below {rows}, vocab_size in config.json",
             because="these tokens have no weights",
             fix="add rows with transformers, `model.resize_token_embeddings("
-            f"{beyond[-1][0] + 1})`, and save model and tokenizer together; or take the tokens out of the tokenizer",
+            f"{beyond[-1][0] + 1})`, and save model and tokenizer together; or remove the tokens from the tokenizer",
         )
 
 
 def load_image_processor(
     path: Path, family: Family, min_pixels: int | None, max_pixels: int | None, setting: str = "model.hf_path"
 ) -> Any:
-    """The image processor in its PIL form, which gives the same pixels wherever it runs.
+    """The image processor in its PIL variant, which gives the same pixels on every machine.
 
     Args:
         path: the folder.
         family: of its encoder.
         min_pixels: overrides the folder's smallest area in pixels after resizing.
         max_pixels: overrides the folder's largest area.
-        setting: what names the folder.
+        setting: the setting that names the folder.
     """
-    # From its module: the package of releases before 5.18 offers it only where torchvision is installed.
+    # From its module: releases before 5.18 export it only if torchvision is installed.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     check_files(path, IMAGE_FILES)
@@ -176,7 +175,7 @@ def load_image_processor(
             f"{section}.min_pixels and {section}.max_pixels",
             found=f"an area of {low} to {high} pixels",
             expected="0 < min_pixels <= max_pixels",
-            because=f"what is not set comes from {path}",
+            because=f"the defaults come from {path}",
             fix="set both, as areas in pixels",
         )
     processor.size = {"shortest_edge": low, "longest_edge": high}
@@ -184,8 +183,8 @@ def load_image_processor(
 
 
 def check_agreement(path: Path, config: Any, image_processor: Any, setting: str = "model.hf_path") -> None:
-    """Raises UserError where the image processor cuts patches that the vision encoder does not take, tried on a
-    picture that gives one row.
+    """Raises UserError if the image processor makes patches that the vision encoder does not accept, tried on a picture
+    of one row.
     """
     vision = config.vision_config
     pairs = {

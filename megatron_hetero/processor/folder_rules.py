@@ -1,4 +1,4 @@
-"""What the files of tokenizer and image processor in a `transformers` folder may say, key by key."""
+"""Valid content of the tokenizer and image-processor files in a `transformers` folder, key by key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKEN = whole(0, 2**27)
 _CHANNEL = number(-1000, 1000)
 _SPREAD = number(1e-6, 1000)
 _AREA = whole(1, 2**40).or_null()
-# To this area every picture is enlarged.
+# Every picture is upscaled to this area.
 _LOWEST_AREA = whole(1, 2**24).or_null()
 
 
@@ -32,7 +32,7 @@ _SPECIAL: Table = {
 IMAGES: Table = {
     "image_processor_type": TEXT,
     "feature_extractor_type": TEXT,
-    "do_resize": replace(one_of(True), because="a picture's tokens follow from the size that it is resized to"),
+    "do_resize": replace(one_of(True), because="the number of image tokens follows from the resized picture"),
     "do_rescale": FLAG.or_null(),
     "do_normalize": FLAG.or_null(),
     "do_convert_rgb": FLAG.or_null(),
@@ -65,7 +65,7 @@ TOKENIZER: Table = {
     **dict.fromkeys(
         ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces"), FLAG.or_null()
     ),
-    "split_special_tokens": replace(one_of(False, None), because="the mark of an image is one token"),
+    "split_special_tokens": replace(one_of(False, None), because="the image placeholder is one token"),
     "errors": TEXT.or_null(),
 }
 GENERATION: Table = {

@@ -23,16 +23,16 @@ from megatron_hetero.names import VISION
 from megatron_hetero.processor import folder as model_folder
 from megatron_hetero.processor.two_folders import open_tokenizer, with_token_ids
 
-# Boxes and object names are content, though the tokenizer lists their marks as special: grounding data writes them.
+# Boxes and object names are content, though the tokenizer lists their marks as special: grounding data uses them.
 _CONTENT_MARKS = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
 
 
 @dataclass(frozen=True, eq=False)
 class Processor:
-    """The text side of a model's folder, and the image side of each encoder. Holds no open files and can be pickled.
+    """The tokenizer of a model's folder, and the image reader of each encoder. Holds no open files and can be pickled.
 
-    `model_type`: of the model's configuration. `readers`: by encoder. `shown`: for every encoder but `vision` the text
-    that stands for one of its images.
+    `model_type`: from the model's configuration. `readers`: by encoder. `shown`: the text that stands for an image of
+    each encoder other than `vision`.
     """
 
     tokenizer: Any
@@ -58,13 +58,13 @@ class Processor:
         """Loads tokenizer and image processors. Nothing is downloaded and no code of the folders runs.
 
         Args:
-            hf_path: a Qwen2.5-VL folder in `transformers` format.
+            hf_path: a model folder in `transformers` format.
             min_pixels: smallest area of a resized image in pixels; None takes the folder's.
             max_pixels: largest area of a resized image in pixels; None takes the folder's.
             max_image_pixels: pictures with more pixels than this are refused before decoding.
-            encoders: those besides the folder's own, `vision`.
-            hf_path_vision: where `vision` comes from another Qwen2.5-VL folder; `hf_path` then gives the tokenizer
-                alone, see `ModelFolders`.
+            encoders: additional encoders, besides the folder's own `vision`.
+            hf_path_vision: a folder of the family that provides `vision` instead; `hf_path` then provides the tokenizer
+                only, see `ModelFolders`.
 
         Raises:
             UserError: a file is missing or broken, or the files do not belong together.
@@ -87,17 +87,18 @@ class Processor:
 
     @cached_property
     def row_tokens(self) -> np.ndarray:
-        """The tokens that stand for rows, int64 [encoders]."""
+        """The placeholder token of each encoder, int64 [encoders]."""
         return np.array([reader.token_id for reader in self.readers.values()], np.int64)
 
     def tokenize(self, record: Record) -> TokenizedSample:
-        """Tokens of a record. Of its images only the headers are read.
+        """Tokenizes a record. Only the headers of its images are read.
 
-        The text is tokenized in the pieces between which supervision changes, so no token is half supervised: an answer
-        that begins with a line break would otherwise merge with the one that ends the prompt.
+        Text is tokenized in pieces of equal supervision, so that no token is half supervised: a line break at the start
+        of an answer would otherwise merge with the one at the end of the prompt.
 
         Raises:
-            UserError: endless text or special tokens in it, a missing or oversized image, or an unfit chat template.
+            UserError: too much text, special tokens in it, a missing or oversized image, or an unsuitable chat
+            template.
         """
         record.require_readable()
         self._refuse_special_tokens(record)
@@ -110,7 +111,7 @@ class Processor:
                 f"{record.where}: chat template of model.hf_path",
                 found=f"{is_image.sum()} image tokens in the rendered text",
                 expected=f"{len(grids)}, one for each image, in the order of the images",
-                fix="use the chat template of Qwen2.5-VL",
+                fix="use the chat template of the published model",
             )
         merges = np.array([self.readers[name].merge_size for name in record.encoders], np.int64)
         merged = grids // np.stack([np.ones_like(merges), merges, merges], axis=1)
@@ -159,10 +160,9 @@ class Processor:
             if match := self._special_tokens.search(turn.text):
                 raise UserError.at(
                     f"{record.where}: field 'conversations[{k}]'",
-                    found=f"the special token {match[0]} in the text",
-                    expected="plain text",
+                    problem=f"special token {match[0]} in the text",
                     because="it would be read as the structure of the conversation or of an image",
-                    fix="remove it; images are written as <image>",
+                    fix="remove it; write images as <image>",
                 )
 
 
@@ -196,34 +196,31 @@ def _around(config: Any) -> tuple[str, str]:
 
 
 def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], config: Any) -> int:
-    """The number of the token that stands for rows of a further encoder. `taken`: tokens with another meaning;
-    `config`: of the model.
-    """
+    """The id of an additional encoder's placeholder token. `taken`: tokens in use; `config`: of the model."""
     rows = config.text_config.vocab_size
     number = tokenizer.get_vocab().get(token)
     structure = tokenizer.convert_tokens_to_ids([*_around(config), "<|im_start|>", chat.END_OF_TURN])
     used = {**dict.fromkeys([*structure, tokenizer.eos_token_id], "marks the structure of conversations"), **taken}
     if number is None:
-        what = "which the tokenizer of model.hf_path does not have"
+        what = "is not in the tokenizer of model.hf_path"
     elif number in used or _CONTENT_MARKS.fullmatch(token):
-        what = f"which {used.get(number, 'marks boxes and objects')}"
+        what = used.get(number, "marks boxes and objects")
     elif number not in tokenizer.added_tokens_decoder:
-        what = "which is no added token"
+        what = "is not an added token"
     elif number >= rows:
-        what = f"which has number {number}, while the embedding has {rows} rows"
+        what = f"has id {number}, beyond the {rows} rows of the embedding"
     else:
         return number
     raise UserError.at(
         f"model.encoders.{name}.token",
-        found=f"{token!r}, {what}",
-        expected="an added token that means nothing else",
-        because=f"it marks the places of the rows of encoder {name}",
-        fix="try '<|video_pad|>', which Qwen2.5-VL has and this program does not use",
+        problem=f"{token!r} {what}",
+        because=f"it must mark the rows of encoder {name} and nothing else",
+        fix="try '<|video_pad|>', which published models have and this program does not use",
     )
 
 
 def _check_special_tokens(path: Path, tokenizer: Any, config: Any) -> None:
-    """The chat template writes tokens by name, the model knows them by number."""
+    """Check that the ids of special tokens agree: the chat template writes them by name, the model knows them by id."""
     tokens = family_of(config.model_type).tokens
     wanted = {tokens[name]: getattr(config, name) for name in ("image_token_id", "vision_start_token_id")}
     vocabulary = tokenizer.get_vocab()

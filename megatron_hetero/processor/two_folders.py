@@ -1,6 +1,4 @@
-"""The tokenizer of a model whose language model comes from a folder of its own, and what an export of it holds besides
-weights.
-"""
+"""The tokenizer of a model whose language model has a folder of its own, and its export's files other than weights."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ TEMPLATE, LEGACY_TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "chat_templ
 
 
 def open_tokenizer(folders: ModelFolders) -> Any:
-    """The tokenizer of the language model's folder; where this is a language model alone, with the chat template of the
-    vision folder, which shows images. Raises `UserError`.
+    """The tokenizer of the language model's folder; if that has a language model only, with the chat template of the
+    vision folder, which supports images. Raises `UserError`.
     """
     if not folders.text_alone:
         return load_tokenizer(folders.text)
@@ -27,7 +25,7 @@ def open_tokenizer(folders: ModelFolders) -> Any:
 
 
 def with_token_ids(folders: ModelFolders, tokenizer: Any) -> Any:
-    """The model's configuration with the numbers of the tokens that show images.
+    """The model's configuration with the ids of the image tokens.
 
     Raises:
         UserError: the tokenizer of a language model has none, or the embedding has no rows for them.
@@ -50,15 +48,15 @@ def _no_token(folders: ModelFolders, token: str, number: int | None, rows: int) 
         f"model.hf_path: {folders.text}",
         found=found,
         expected=f"an added token with an id below {rows}, the rows of the embedding",
-        because="images are shown to the language model with it",
+        because="it marks images in the text",
         fix=f"add them with `tokenizer.add_tokens([{tokens}], special_tokens=True)` and "
         "`model.resize_token_embeddings(len(tokenizer))` of transformers, and save both",
     )
 
 
 def export_changes(folders: ModelFolders) -> dict[str, str | None]:
-    """What differs in an export from the files of the language model's folder: by name the new text, None for a file
-    that must not be there. Nothing where there is one folder.
+    """Files of an export that differ from the language model's folder: by name the new text, or None to omit the file.
+    Empty if there is one folder.
     """
     if folders.text == folders.vision:
         return {}

@@ -1,5 +1,5 @@
-"""How a run ends: what is whole is saved where an error ends it, a trained model gets to disk whatever fails, and every
-rank ends with the same message, which says where it is.
+"""The end of a run: after an error, what was trained is saved; a trained model reaches the disk whatever fails; and
+every rank ends with the same message, which says where it is.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron_hetero.training.trainer import Trainer
 
 EXPORT = "python -m megatron_hetero.cli.export"
 LEFT_OVER = "trained-model"
-"""What a model is called that could not be written to where it was meant to go."""
+"""The name of a model that could not be written to its intended place."""
 
 
 class Ending:
-    """The end of a run. Every rank calls the same methods in the same order."""
+    """The end of a run. All methods are collective."""
 
     def __init__(self, run: Trainer) -> None:
         self._run = run
@@ -33,16 +33,16 @@ class Ending:
 
     @property
     def _command(self) -> str:
-        """What goes on from the newest checkpoint."""
+        """What resumes from the newest checkpoint."""
         return "the same command" if self._run.config.checkpoint.resume == "auto" else "--checkpoint.resume auto"
 
     def failed(self, error: SharedError) -> int | None:
-        """Save what has been trained before an error that all ranks have come upon. Returns the step after which it
-        stopped the run; None where all had been trained.
+        """Save what was trained before an error on all ranks. Returns the step after which it stopped the run; None if
+        training was complete.
         """
         run, saver = self._run, self._run.saver
         notes = saver.settle()
-        # A rank whose save is still under way would not join in another one.
+        # A rank whose save is still in progress would not join another one.
         is_free = not run.on_any_rank(saver.is_busy)
         if is_free:
             notes += saver.rescue(in_doubt=isinstance(error, NotFiniteError))
@@ -54,22 +54,20 @@ class Ending:
         saved = self._what_is_saved(in_doubt=isinstance(error, NotFiniteError))
         self._problems.append(f"{_sentence(error)} {saved}".strip())
         if is_free and saver.lost is not None and self._last_checkpoint() is None:
-            self._write_instead(self._places_beside(), f"model after step {saver.trained}")
+            self._write_instead(self._other_places(), f"model after step {saver.trained}")
         return saver.trained
 
     def stopped(self, step: int) -> None:
-        """Say that the run stops after `step`, and why, where it did not fail."""
+        """Report that the run stops after `step`, and why, if it did not fail."""
         if not self._problems:
             self._add_faults()
             if self._problems:
                 self._problems[-1] += f" The run has stopped after step {step}. {self._what_is_saved()}"
             else:
-                self._run.writer.print(f"stopped after step {step}, as asked; {self._command} goes on from there")
+                self._run.writer.print(f"stopped after step {step}, as requested; {self._command} resumes from there")
 
     def trained(self) -> None:
-        """Export the model; where that cannot be done, and no checkpoint has it, to another place than it was meant
-        for.
-        """
+        """Export the model; if that fails and no checkpoint has it, to another place."""
         saver, target = self._run.saver, self._run.config.export.hf_dir
         if saver.lost is not None and str(saver.lost) not in self._problems:
             self._problems.append(str(saver.lost))
@@ -77,7 +75,7 @@ class Ending:
         if target is None and (held_by is not None or saver.lost is None):
             return self._add_faults()
         if held_by is None:
-            places = self._places_beside() if target is None else itertools.chain([target], self._places_beside())
+            places = self._other_places() if target is None else itertools.chain([target], self._other_places())
             self._write_instead(places, "trained model")
         elif target is not None and not self._written(target):
             self._problems[-1] += f" {held_by} has the trained model: `{EXPORT} {held_by} HF_DIR` writes it."
@@ -85,12 +83,12 @@ class Ending:
         return None
 
     def finish(self) -> None:
-        """Raise `SharedError` where anything went wrong."""
+        """Raise `SharedError` if anything went wrong."""
         if self._problems:
             raise SharedError("\nerror: ".join(dict.fromkeys(self._problems)))
 
     def _what_is_saved(self, in_doubt: bool = False) -> str:
-        """`in_doubt`: whether the weights may be what the run failed of."""
+        """`in_doubt`: whether the weights may have caused the failure."""
         saver, checkpoint = self._run.saver, self._last_checkpoint()
         if in_doubt and checkpoint is not None:
             return self._what_is_before(checkpoint)
@@ -99,29 +97,29 @@ class Ending:
         if saver.config.checkpoint.dir is None:
             return "Nothing was saved, since checkpoint.dir is not set."
         if saver.saved is not None and saver.saved.path.name == unsound_name_of(saver.trained):
-            place = f"What was trained is in {saver.saved.path}, from which no run goes on by itself"
-            return f"{place}, since its weights may be at fault. {self._where_it_goes_on()}"
+            place = f"What was trained is in {saver.saved.path}, which is never resumed from automatically"
+            return f"{place}, since its weights may be at fault. {self._what_is_resumed()}"
         if checkpoint is not None:
-            return f"What was trained is saved in {checkpoint}; {self._command} goes on from there."
-        return f"Step {saver.trained} could not be saved. {self._where_it_goes_on()}"
+            return f"What was trained is saved in {checkpoint}; {self._command} resumes from there."
+        return f"Step {saver.trained} could not be saved. {self._what_is_resumed()}"
 
-    def _where_it_goes_on(self) -> str:
-        """What the next run begins from, where the last step is no checkpoint."""
+    def _what_is_resumed(self) -> str:
+        """What the next run starts from, if the last step has no checkpoint."""
         if (newest := self._newest_before(self._run.config.checkpoint.dir)) is not None:
-            return f"The newest checkpoint is {newest}; {self._command} goes on from there."
+            return f"The newest checkpoint is {newest}; {self._command} resumes from there."
         given = self._run.resumed.path
-        begins = "with step 1" if given is None else f"from {given}"
-        return f"There is no checkpoint before it; the same command begins again {begins}."
+        start = "at step 1" if given is None else f"from {given}"
+        return f"There is no earlier checkpoint; the same command starts over {start}."
 
     def _what_is_before(self, checkpoint: Path) -> str:
-        """What to go on from, where the newest checkpoint may be at fault."""
-        doubt = f"The newest checkpoint is {checkpoint}; if its weights are at fault, no run gets further from there."
+        """What to resume from, if the newest checkpoint may be at fault."""
+        doubt = f"The newest checkpoint is {checkpoint}; if its weights are at fault, resuming from it fails again."
         if (older := self._newest_before(checkpoint.parent)) is None:
-            return f"{doubt} There is none before it: begin anew, with another checkpoint.dir."
-        return f"{doubt} Go on from the one before it with --checkpoint.resume {older} and another checkpoint.dir."
+            return f"{doubt} There is no earlier one: start over, with another checkpoint.dir."
+        return f"{doubt} Resume from the one before it with --checkpoint.resume {older} and another checkpoint.dir."
 
     def _newest_before(self, folder: Path | None) -> Path | None:
-        """The newest checkpoint in a folder that is older than the last step that was trained."""
+        """The newest checkpoint in a folder before the last trained step."""
 
         def newest() -> Path | None:
             found = whole(folder) if folder is not None else {}
@@ -130,26 +128,26 @@ class Ending:
         return on_first(self._run.topology.files, newest)
 
     def _last_checkpoint(self) -> Path | None:
-        """The checkpoint after the last step that was trained, by this run or the one that it goes on from."""
+        """The checkpoint after the last trained step, whether this run wrote it or resumed from it."""
         saver = self._run.saver
         if saver.saved is not None and saver.saved.path.name == name_of(saver.trained):
             return saver.saved.path
         return self._run.resumed.path if self._run.resumed.step == saver.trained else None
 
-    def _places_beside(self) -> Iterator[Path]:
-        """Where the model may go that cannot go where it is meant to: beside that, and where metrics go."""
+    def _other_places(self) -> Iterator[Path]:
+        """Where the model may go instead of its intended place: next to that, and next to the metrics."""
         target, logs = self._run.config.export.hf_dir, self._run.config.log.dir
         for parent in dict.fromkeys([logs] if target is None else [target.parent, logs]):
             yield on_first(self._run.topology.files, partial(_free, parent / LEFT_OVER))
 
     def _write_instead(self, places: Iterable[Path], model: str) -> None:
-        """Write the model, of which no checkpoint has anything, to the first of the places that takes it."""
+        """Write the model, which no checkpoint has, to the first of the places that works."""
         for place in places:
             if self._written(place):
                 if self._problems:
                     self._problems[-1] += f" The {model} is in {place}."
                 return self._run.writer.print(f"the {model} is in {place}")
-        self._problems[-1] += f" The {model} could be written nowhere, and is lost."
+        self._problems[-1] += f" The {model} could not be written anywhere, and is lost."
         return None
 
     def _written(self, place: Path) -> bool:
@@ -161,7 +159,7 @@ class Ending:
         return True
 
     def _add_faults(self) -> None:
-        """What went wrong beside training, on any rank."""
+        """Add what went wrong outside of training, on any rank."""
         of_ranks = on_every(self._run.topology.files, lambda: self._run.faults)
         self._problems += [fault for faults in of_ranks for fault in faults]
 
@@ -172,6 +170,6 @@ def _sentence(error: SharedError) -> str:
 
 
 def _free(place: Path) -> Path:
-    """A path of that name, or with a number behind it, at which nothing is."""
+    """The path if it is free, else with the first free number appended."""
     numbered = (place.with_name(f"{place.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([place], numbered) if not os.path.lexists(path))

@@ -1,6 +1,6 @@
-"""Writes the model as a `transformers` folder: parameters stream from their ranks to rank 0, one at a time.
+"""Exports the model as a `transformers` folder: parameters stream from their ranks to rank 0, one at a time.
 
-Rank 0 need not hold any of them: the layouts say which ranks do, and these say with each parameter what it is.
+Rank 0 need not hold any of them: the layouts give the ranks that do, which describe each parameter as they send it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.folder_writer import Companions, require_writable
-from megatron_hetero.hf.weight_map import Piece, take_out
+from megatron_hetero.hf.weight_map import Piece, extract_piece
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.models.writer import model_writer
@@ -28,7 +28,7 @@ from megatron_hetero.models.writer import model_writer
 WRITER = 0
 
 Part = tuple[tuple[Piece, ...], Tensor]
-"""The values of one parameter of one rank, and what they are of the stored tensors."""
+"""One rank's values of a parameter, and the pieces of stored tensors that they are."""
 
 
 def export_model(
@@ -40,12 +40,14 @@ def export_model(
     dtype: torch.dtype,
     working: Working = contextlib.nullcontext,
 ) -> None:
-    """Write `target` from the weights of the first replica of each module. Every rank calls it, with the modules that
-    it holds a part of; rank 0 writes, and alone needs the `companions` (see `companions_of`). `working`: around what it
-    writes while others wait. Raises `SharedError` where the folder cannot be written; nothing of it is left then, and
-    it can be tried again elsewhere.
+    """Write `target` from the weights of the first replica of each module. Collective; each rank passes its own
+    modules. Rank 0 writes, and only it needs `companions` (see `companions_of`). `working`: around writes that others
+    wait for.
+
+    Raises `SharedError` if the folder cannot be written; nothing of it is left then, and the export can be retried
+    elsewhere.
     """
-    on_first(topology.files, lambda: require_writable(target))  # before anything is sent
+    on_first(topology.files, lambda: require_writable(target))  # Before anything is sent.
     parts = gather_parameters(modules, topology)
 
     def write() -> None:
@@ -58,21 +60,19 @@ def export_model(
                 with working():
                     writing.close()
         except Exception as error:
-            _use_up(parts)  # Others send, whether it is written or not.
+            _exhaust(parts)  # Others send regardless.
             raise error if isinstance(error, UserError) else _unexpected(target) from error
 
     if topology.rank != WRITER:
-        _use_up(parts)
+        _exhaust(parts)
     on_first(topology.files, write)
 
 
 def _unexpected(target: Path) -> UserError:
-    return UserError(
-        f"{target}: the model was not written, for an error of the program's own:\n{traceback.format_exc()}"
-    )
+    return UserError(f"{target}: internal error, the model was not written:\n{traceback.format_exc()}")
 
 
-def _use_up(parts: Iterable[Part]) -> None:
+def _exhaust(parts: Iterable[Part]) -> None:
     for _ in parts:
         pass
 
@@ -80,10 +80,10 @@ def _use_up(parts: Iterable[Part]) -> None:
 def gather_parameters(
     modules: Sequence[TrainedModule], topology: Topology, value: Callable[[Any], Tensor] = lambda parameter: parameter
 ) -> Iterator[Part]:
-    """Every parameter of each stage and tp rank of the first replicas, on the writer; nothing elsewhere. Every rank
-    goes through it to the end, with the modules that it holds a part of.
+    """Every parameter of each stage and tp rank of the first replicas, on the writer; empty elsewhere. Collective:
+    every rank passes its own modules and exhausts the iterator.
 
-    `value` maps a parameter to what is gathered of it, of the same shape.
+    `value` maps a parameter to the tensor to gather, of the same shape.
     """
     own = {module.name: module for module in modules}
     for name, layout in topology.layouts.items():
@@ -102,7 +102,7 @@ def _in_turns(streams: Sequence[Iterator[Part]]) -> Iterator[Part]:
 
 
 def _from(holder: int, own: TrainedModule | None, value: Callable[[Any], Tensor], topology: Topology) -> Iterator[Part]:
-    """What `holder` gives, on the writer's host."""
+    """The parameters of `holder`, on the writer's CPU."""
     if holder != WRITER:
         return _received(holder, topology)
     assert own is not None, "the writer holds a part of the module"
@@ -110,7 +110,7 @@ def _from(holder: int, own: TrainedModule | None, value: Callable[[Any], Tensor]
 
 
 def _held_parts(module: TrainedModule, value: Callable[[Any], Tensor]) -> Iterator[Part]:
-    """What this rank has to give: everything but what another stage gives."""
+    """This rank's parameters, except a tied copy that another stage sends."""
     for name, pieces in module.own_map.items():
         if name != module.tied_copy:
             yield pieces, value(module.parameters[name]).detach()
@@ -118,31 +118,31 @@ def _held_parts(module: TrainedModule, value: Callable[[Any], Tensor]) -> Iterat
 
 def _send(parts: Iterable[Part], topology: Topology) -> None:
     for pieces, values in parts:
-        _tell((pieces, tuple(values.shape), values.dtype), topology)
+        _send_object((pieces, tuple(values.shape), values.dtype), topology)
         dist.send(values.contiguous(), WRITER, group=topology.world)
-    _tell(None, topology)
+    _send_object(None, topology)
 
 
 def _received(holder: int, topology: Topology) -> Iterator[Part]:
-    while (told := _hear(holder, topology)) is not None:
-        pieces, shape, dtype = told
+    while (header := _recv_object(holder, topology)) is not None:
+        pieces, shape, dtype = header
         values = torch.empty(shape, dtype=dtype, device=topology.platform.device)
         dist.recv(values, holder, group=topology.world)
         yield pieces, values.cpu()
 
 
-def _tell(what: Any, topology: Topology) -> None:
+def _send_object(what: Any, topology: Topology) -> None:
     dist.send_object_list([what], WRITER, group=topology.world, device=topology.platform.device)
 
 
-def _hear(holder: int, topology: Topology) -> Any:
-    told = [None]
-    dist.recv_object_list(told, holder, group=topology.world, device=topology.platform.device)
-    return told[0]
+def _recv_object(holder: int, topology: Topology) -> Any:
+    received = [None]
+    dist.recv_object_list(received, holder, group=topology.world, device=topology.platform.device)
+    return received[0]
 
 
 def assemble(parts: Iterable[Part], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    """Lay pieces into whole stored tensors, and yield each once every element has come."""
+    """Assemble pieces into whole stored tensors, and yield each once it is complete."""
     growing: dict[str, Tensor] = {}
     missing: dict[str, int] = {}
     seen: set[Any] = set()
@@ -153,7 +153,7 @@ def assemble(parts: Iterable[Part], shapes: Mapping[str, tuple[int, ...]]) -> It
             seen.add(piece.rectangle)
             shape = torch.Size(shapes[piece.name])
             whole = growing.setdefault(piece.name, values.new_empty(shape[0], shape[1:].numel()))
-            part = take_out(values, piece)
+            part = extract_piece(values, piece)
             whole[piece.source if piece.columns else piece.source[0]] = part.view(len(part), -1)
             missing[piece.name] = missing.get(piece.name, shape.numel()) - part.numel()
             if missing[piece.name] == 0:

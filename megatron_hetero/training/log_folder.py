@@ -1,8 +1,8 @@
-"""The files of `log.dir`: one run alone writes there, what an earlier one left is kept, and no line is lost.
+"""The files of `log.dir`: only one run writes there, files of earlier runs are kept, and no line is lost.
 
 runs/
   metrics.jsonl  config.yaml  evaluation.json  events.out.tfevents.*  trace-rank0.json ...      of the last run
-  earlier-1/     earlier-2/                                           the same, of runs before it
+  earlier-1/     earlier-2/                                           of earlier runs
   .metrics.lock  held by the run that writes here
 """
 
@@ -22,27 +22,26 @@ from megatron_hetero.outputs.logs import CONFIG, LOCK, METRICS, OF_A_RUN
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
-    """The error that says why something in `log.dir` cannot be written."""
+    """The error for something in `log.dir` that cannot be written."""
     return UserError.at(
         f"log.dir: {path}",
-        found=in_the_way(path, error),
-        expected="a file that can be written",
-        because="every step's metrics go there",
+        problem=f"cannot be written ({in_the_way(path, error)})",
         fix="free space or grant access, or choose another folder with --log.dir DIR",
     )
 
 
-LOGS = Claim("log.dir", LOCK, "their metrics would be mixed", unwritable)
+LOGS = Claim("log.dir", LOCK, "their metrics would mix", unwritable)
 
 
 class LogFolder:
-    """A folder in which this run alone writes metrics.jsonl, after the lines of `history`, and its configuration.
+    """The folder where this run alone writes its configuration and metrics.jsonl, which starts with the lines of
+    `history`.
 
-    `notes`: what there is to say of it.
+    `notes`: for the user.
     """
 
     def __init__(self, folder: Path, history: str, config: str) -> None:
-        """Raises `UserError` where it cannot be written, or another run writes there."""
+        """Raises `UserError` if it cannot be written, or another run writes there."""
         self.folder, self._path, self._config = folder, folder / METRICS, config
         self._lock, notes = FolderLock.take(folder, LOGS)
         try:
@@ -55,8 +54,8 @@ class LogFolder:
         self._waiting = b""
 
     def append(self, line: str) -> bool:
-        """Write a line of metrics.jsonl, after those that could not be written before. Returns whether the file had to
-        be made again, since somebody had removed it. Raises `OSError`.
+        """Append a line to metrics.jsonl, after lines that could not be written before. Returns whether the file had to
+        be recreated because it had been removed. Raises `OSError`.
         """
         self._waiting += line.encode()
         gone = not self._is_there()
@@ -67,7 +66,7 @@ class LogFolder:
         return gone
 
     def close(self) -> None:
-        """Nothing is written afterwards."""
+        """Close the file and release the folder."""
         self._file.close()
         self._lock.release()
 
@@ -82,7 +81,7 @@ class LogFolder:
             return False
 
     def _make_again(self) -> None:
-        """Write again what the removed file held, which lives as long as it is open."""
+        """Rewrite the removed file, whose content lives as long as it is open."""
         if self._path.exists():
             raise FileExistsError(errno.EEXIST, "another file has taken its place", str(self._path))
         self._file.seek(0)
@@ -97,9 +96,9 @@ class LogFolder:
 
 
 def _begin(path: Path, history: bytes) -> IO[bytes]:
-    """A file that begins with `history`, open behind it. Raises `OSError`."""
+    """A file that starts with `history`, opened at its end. Raises `OSError`."""
     if _begins_with(path, history):
-        os.truncate(path, len(history))  # Steps after these are trained again.
+        os.truncate(path, len(history))  # Later steps are trained again.
     else:
         path.write_bytes(history)
     return open(path, "a+b", buffering=0)
@@ -113,8 +112,8 @@ def _begins_with(path: Path, history: bytes) -> bool:
 
 
 def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
-    """Move what another run has left, or a configuration that is not this run's, into a folder of its own. Yields what
-    there is to say. Raises `OSError`.
+    """Move the files of another run, or a different configuration, to a new subfolder. Yields notes for the user.
+    Raises `OSError`.
     """
     if _size(folder / METRICS) > 0 and not _begins_with(folder / METRICS, history):
         moved = [path for pattern in OF_A_RUN for path in sorted(folder.glob(pattern))]
@@ -126,9 +125,9 @@ def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
     place.mkdir()
     for path in moved:
         path.rename(place / path.name)
-    yield f"{place} has what an earlier run left in {folder}: {', '.join(path.name for path in moved)}"
+    yield f"moved files of an earlier run from {folder} to {place}: {', '.join(path.name for path in moved)}"
 
 
 def _size(path: Path) -> int:
-    """That of a file; 0 where there is none."""
+    """The size of a file; 0 if there is none."""
     return path.stat().st_size if path.is_file() else 0

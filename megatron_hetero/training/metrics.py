@@ -1,7 +1,7 @@
-"""What a run says of its steps: a line on the terminal, a line in metrics.jsonl, TensorBoard when asked.
+"""Metrics of a run: on the terminal, in metrics.jsonl, and optionally in TensorBoard and Weights & Biases.
 
-One rank gets a `MetricsWriter`, the others a `NullWriter` with the same methods, so that the training
-loop has no conditions.
+One rank gets a `MetricsWriter`, the others a `NullWriter` with the same methods, so that the training loop has no
+conditions.
 """
 
 from __future__ import annotations
@@ -14,44 +14,42 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatron_hetero import terminal
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, reason
 from megatron_hetero.outputs.logs import METRICS as FILE_NAME
 from megatron_hetero.training.log_folder import LogFolder, unwritable
 from megatron_hetero.training.skipped import Skipped
+from megatron_hetero.training.trackers.tracker import open_trackers, scalars
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
+_TRACKER_FIX = "free space or restore access for the next run; metrics.jsonl has all steps"
 TERMINAL, REMOVED = "terminal", "removed"
-"""Of the faults of a writer: the one for which nothing more is printed, and the one that has been mended."""
+"""Two faults of a writer: the one after which nothing more is printed, and the one that has been repaired."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What is known of one step, over all ranks.
+    """Metrics of one step, over all ranks.
 
     Attributes:
         step: counted from 1.
-        loss: sum of the supervised tokens' losses over their number, in nats; NaN where nothing was trained.
-        grad_norm: over all modules, before clipping; NaN where nothing was trained.
+        loss: mean over supervised tokens, in nats; NaN if nothing was trained.
+        grad_norm: over all modules, before clipping; NaN if nothing was trained.
         lr: of the text module.
-        tokens: of all samples, image tokens included, padding not.
+        tokens: of all samples, including image tokens, excluding padding.
         images: number of images.
-        skipped_samples: those that were too long; where all were, nothing was trained.
+        skipped_samples: samples skipped as too long; if all were, nothing was trained.
         step_time_s: wall-clock seconds.
-        peak_memory_bytes: of the rank that needed most.
+        peak_memory_bytes: maximum over ranks.
         data_time_s: seconds of the step spent waiting for data.
-        boundary_time_s: seconds of the step, on this rank, in which it packed rows or waited for them; rows travel
-            beside other work.
-        mfu: model FLOPs utilisation, None where the device's peak is unknown.
+        boundary_time_s: seconds of the step in which this rank packed or awaited rows; transfers overlap with compute.
+        mfu: model FLOPs utilisation, None if the device's peak is unknown.
         stopping: whether a rank was asked to stop, so that all stop after this step; not recorded.
-        extra: more values to record, by names that are not taken.
+        extra: further values to record, under unused names.
     """
 
     step: int
@@ -78,7 +76,7 @@ class StepMetrics:
         return seconds / self.step_time_s if self.step_time_s > 0 else 0.0
 
     def record(self) -> dict[str, Any]:
-        """The values as metrics.jsonl has them; what is not a finite number is None."""
+        """The record for metrics.jsonl; numbers that are not finite are None."""
         values = {
             "step": self.step,
             "loss": self.loss,
@@ -100,7 +98,7 @@ class StepMetrics:
         return {name: _finite(value) for name, value in (values | dict(self.extra)).items()}
 
     def line(self, steps: int) -> str:
-        """The values as the terminal shows them, in a run of so many steps."""
+        """The line for the terminal, in a run of so many steps."""
         parts = [
             f"step {self.step:>{len(str(steps))}}/{steps}",
             "nothing trained" if math.isnan(self.loss) else f"loss {self.loss:.4f} | norm {self.grad_norm:.3f}",
@@ -119,16 +117,16 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationMetrics:
-    """What is known of one held-out data set after one step, over all ranks.
+    """Metrics of one held-out data set after one step, over all ranks.
 
     Attributes:
-        step: the last one before it, counted from 1.
+        step: the step that it follows, counted from 1.
         dataset: its name.
-        loss: sum of the losses of all its supervised tokens over their number, in nats.
-        exact_match: the share of samples, 0 to 1, that greedy decoding would answer with exactly their tokens.
-        asked: samples that this is a share of: those with a supervised token.
-        supervised_tokens: number of all supervised tokens.
-        samples: those that were not too long.
+        loss: mean over all supervised tokens, in nats.
+        exact_match: fraction of samples whose answer greedy decoding would reproduce exactly.
+        asked: the number of samples that this is a fraction of: those with a supervised token.
+        supervised_tokens: number of supervised tokens.
+        samples: number of samples, without those skipped as too long.
         time_s: wall-clock seconds.
     """
 
@@ -143,7 +141,7 @@ class EvaluationMetrics:
 
     @property
     def values(self) -> dict[str, float | None]:
-        """The numbers by name; what is not finite is None."""
+        """The numbers by name; those that are not finite are None."""
         numbers = {
             "loss": self.loss,
             "exact_match": self.exact_match,
@@ -155,11 +153,11 @@ class EvaluationMetrics:
         return {name: _finite(value) for name, value in numbers.items()}
 
     def record(self) -> dict[str, Any]:
-        """The values as metrics.jsonl has them, in a line of their own."""
+        """The record for metrics.jsonl, in a line of its own."""
         return {"step": self.step, "eval_dataset": self.dataset} | {f"eval_{n}": v for n, v in self.values.items()}
 
     def line(self, steps: int) -> str:
-        """The values as the terminal shows them, in a run of so many steps."""
+        """The line for the terminal, in a run of so many steps."""
         return (
             f"step {self.step:>{len(str(steps))}}/{steps} | evaluation of {self.dataset} | loss {self.loss:.4f} | "
             f"exact match {self.exact_match:.1%} of {self.asked:,} | "
@@ -168,7 +166,7 @@ class EvaluationMetrics:
 
 
 class Writer(Protocol):
-    """What the training loop says things to; a context manager that closes itself."""
+    """Receives the output of the training loop; a context manager that closes itself."""
 
     def write(self, metrics: StepMetrics) -> None:
         """Records one step."""
@@ -179,11 +177,11 @@ class Writer(Protocol):
         ...
 
     def print(self, renderable: object) -> None:
-        """Shows text or anything that `rich` renders, above the progress bar."""
+        """Prints text or anything that `rich` renders, above the progress bar."""
         ...
 
     def notes(self) -> tuple[str, ...]:
-        """What there is to say when no more steps are trained."""
+        """Notes for the end of training."""
         ...
 
     def close(self) -> None:
@@ -198,7 +196,7 @@ class Writer(Protocol):
 
 
 class NullWriter:
-    """A writer for the ranks that say nothing."""
+    """A writer for the ranks that report nothing."""
 
     faults: Mapping[str, str] = MappingProxyType({})
     is_broken = False
@@ -227,20 +225,21 @@ class NullWriter:
 
 
 class MetricsWriter:
-    """Writes the metrics of a run into a folder and onto the terminal. What cannot be written ends nothing: it is told
-    at once, tried again where it can be, and in `faults` by what it is of.
+    """Writes the metrics of a run to a folder and the terminal. A failing write does not end the run: it is reported at
+    once, retried if possible, and kept in `faults` by what failed.
 
     Args:
-        folder: made if need be; what an earlier run left in it is set aside.
+        folder: created if necessary; files of an earlier run are moved to a subfolder.
         steps: number of steps of the run.
-        config: the resolved configuration, which goes beside the metrics.
-        done: number of steps that were trained before, with the lines of metrics.jsonl in `history`.
+        config: the resolved configuration, saved with the metrics.
+        done: number of steps trained before, with the lines of metrics.jsonl in `history`.
         tensorboard: whether TensorBoard's files are written to the folder too.
-        console: where lines and progress go; the standard output where left out.
+        wandb: the Weights & Biases project to log to; None: not at all.
+        console: receives lines and progress; standard output by default.
 
     Raises:
-        UserError: the folder cannot be written to, another run writes there, or TensorBoard is wanted but not
-            installed.
+        UserError: the folder cannot be written, another run writes there, or a tracker is not installed or cannot be
+            started.
     """
 
     def __init__(
@@ -252,6 +251,7 @@ class MetricsWriter:
         done: int = 0,
         history: str = "",
         tensorboard: bool = False,
+        wandb: str | None = None,
         console: Console | None = None,
     ) -> None:
         self._steps = steps
@@ -259,7 +259,11 @@ class MetricsWriter:
         self.faults: dict[str, str] = {}
         self._log = LogFolder(folder, history, config)
         self._skipped = Skipped.of(history)
-        self._tensorboard = _summary_writer(folder, done) if tensorboard else None
+        try:
+            self._trackers = list(open_trackers(folder, tensorboard=tensorboard, wandb=wandb, config=config, done=done))
+        except UserError:
+            self._log.close()
+            raise
         self._progress = _progress(self._console)
         self._task = self._progress.add_task("training", total=steps, completed=done)
         # Only a terminal can redraw a bar; elsewhere there are plain lines.
@@ -270,7 +274,7 @@ class MetricsWriter:
 
     @property
     def is_broken(self) -> bool:
-        """Whether something cannot be written now."""
+        """Whether something cannot be written at the moment."""
         return bool(self.faults.keys() - {REMOVED})
 
     def write(self, metrics: StepMetrics) -> None:
@@ -303,23 +307,24 @@ class MetricsWriter:
         return None
 
     def _show(self, group: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write for TensorBoard, until that fails."""
-        try:
-            if self._tensorboard is not None:
-                _add_scalars(self._tensorboard, group, step, values)
-        except OSError as error:
-            self._tensorboard = None
-            self._note("TensorBoard", str(unwritable(self._log.folder, error)))
+        """Send the numbers to each tracker, until that fails."""
+        for tracker in tuple(self._trackers):
+            try:
+                tracker.log(step, scalars(group, values))
+            except OSError as error:
+                self._trackers.remove(tracker)
+                fault = UserError.at(tracker.name, problem=f"stopped recording ({reason(error)})", fix=_TRACKER_FIX)
+                self._note(tracker.name, str(fault))
 
     def _note(self, what: str, fault: str) -> None:
-        """Tell a fault where it is new."""
+        """Report a fault if it is new."""
         if what not in self.faults:
             with suppress(OSError):
                 print(f"warning: {fault}", file=sys.stderr, flush=True)
         self.faults[what] = fault
 
     def print(self, renderable: object) -> None:
-        """Shows text or anything that `rich` renders, above the progress bar."""
+        """Prints text or anything that `rich` renders, above the progress bar."""
         if TERMINAL in self.faults:
             return
         try:
@@ -329,23 +334,23 @@ class MetricsWriter:
             else:
                 self._console.print(renderable, markup=False, highlight=False)
             self._console.file.flush()
-        except (OSError, SystemExit) as error:  # `rich` exits where nobody reads its pipe any more
-            reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else "a pipe nobody reads"
-            self._note(TERMINAL, f"standard output: found {reason}, expected something that can be written to.")
+        except (OSError, SystemExit) as error:  # `rich` exits on a closed pipe.
+            why = reason(error) if isinstance(error, OSError) else "broken pipe"
+            self._note(TERMINAL, f"standard output: cannot be written ({why}).")
 
     def notes(self) -> tuple[str, ...]:
-        """What there is to say when no more steps are trained: of all steps, those before a resume included."""
+        """Notes for the end of training, on all steps, including those before a resume."""
         return self._skipped.notes()
 
     def close(self) -> None:
         """Finishes; nothing is written afterwards."""
         if self._progress.live.is_started:
             self._progress.stop()
-        self._append("")  # what has been waiting for room, and a file that was removed after the last step
+        self._append("")  # Lines still waiting for disk space, and a file that was removed after the last step.
         self._log.close()
-        if self._tensorboard is not None:
-            with suppress(OSError):  # Each step was flushed when it was written, and what could not be was told.
-                self._tensorboard.close()
+        for tracker in self._trackers:
+            with suppress(OSError):  # Each step was flushed as it was written, and failures were reported.
+                tracker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -358,35 +363,10 @@ def _removed(folder: Path) -> str:
     return str(
         UserError.at(
             f"log.dir: {folder / FILE_NAME}",
-            found="that somebody removed it while the run went on",
-            expected="it to stay",
-            because="every step's metrics go there",
-            fix="nothing is lost of it: it has been written again, but other files of the folder may be gone",
+            problem="was removed during the run",
+            fix="it has been written again in full, but other files of the folder may be gone",
         )
     )
-
-
-def _summary_writer(folder: Path, done: int) -> SummaryWriter:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError.at(
-            "log.tensorboard",
-            found=f"no TensorBoard ({error})",
-            expected="the package tensorboard",
-            fix="install it with `pip install tensorboard`, or leave log.tensorboard out",
-        ) from None
-    try:
-        # What an interrupted run showed of later steps is taken back.
-        return SummaryWriter(str(folder), purge_step=done + 1 if done else None)
-    except OSError as error:
-        raise unwritable(folder, error) from None
-
-
-def _add_scalars(writer: SummaryWriter, group: str, step: int, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if name != "step" and isinstance(value, int | float):
-            writer.add_scalar(f"{group}/{name}", value, step)
 
 
 def _progress(console: Console) -> Progress:
@@ -395,5 +375,5 @@ def _progress(console: Console) -> Progress:
 
 
 def _finite(value: Any) -> Any:
-    """The value as JSON can hold it: JSON has no NaN and no infinity."""
+    """The value, or None for NaN and infinity, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What the lines of a metrics.jsonl tell of evaluations that a run has made. Anyone may have written them."""
+"""Past evaluations of a run, from the lines of a metrics.jsonl, which is untrusted."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_hetero.outputs.logs import METRICS
 
 
 def evaluated_after(step: int, history: str) -> frozenset[str]:
-    """The data sets whose evaluation after `step` is told by the lines of metrics.jsonl up to that step. Lines that
-    are none of ours tell nothing.
+    """The data sets evaluated after `step`, according to the lines of metrics.jsonl up to that step. Foreign lines are
+    ignored.
     """
     records = filter(None, map(_parsed, reversed(history.splitlines())))
     last = itertools.takewhile(lambda record: record.get("step") == step, records)
@@ -21,7 +21,7 @@ def evaluated_after(step: int, history: str) -> frozenset[str]:
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
-    """The record of a line; None where it is none."""
+    """The record of a line; None if it is invalid."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -30,9 +30,9 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 
 def evaluations_since(history: str, step: int, folder: Path) -> str:
-    """The evaluations after `step` whose lines follow directly on `history`, which ends with that step, in the
-    metrics.jsonl of `folder`: they were made after the checkpoint that has this history. Nothing where the file cannot
-    be read or tells of another run.
+    """The lines of evaluations after `step` that directly follow `history`, which ends with that step, in the
+    metrics.jsonl of `folder`: evaluations made after the checkpoint with this history was written. Empty if the file
+    cannot be read or is another run's.
     """
     try:
         found = (folder / METRICS).read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def evaluations_since(history: str, step: int, folder: Path) -> str:
 
 
 def _evaluations(lines: list[str], step: int) -> Iterator[str]:
-    """The evaluations after `step` that begin `lines`."""
+    """The leading `lines` that are evaluations after `step`."""
     for line in lines:
         record = (_parsed(line) if line.endswith("\n") else None) or {}
         if "eval_dataset" not in record or record.get("step") != step:

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation of a step, from what was trained in it."""
+"""Model FLOPs utilisation of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_hetero.sharding.items import Size
 def utilisation(
     shapes: ModelShapes, freeze: Collection[str], batch: StepBatch, seconds: float, topology: Topology
 ) -> float | None:
-    """The share of all devices' peak that a step achieved; None where the device's peak is unknown."""
+    """The fraction of all devices' peak FLOPs that a step achieved; None if the device's peak is unknown."""
     name = topology.platform.device_name
     if peak_flops(name) is None:
         return None
@@ -30,7 +30,7 @@ def utilisation(
 
 
 def step_flops(shapes: ModelShapes, freeze: Collection[str], batch: StepBatch) -> int:
-    """Operations that the model asks for in a step, encoders billed per patch."""
+    """Model FLOPs of a step; those of encoders are counted per patch."""
     t = shapes.text
     text = t.flop_shape(t.layers, head=True)
     encoders_train = any(part not in freeze for name in shapes.encoders for part in parts_of(name))

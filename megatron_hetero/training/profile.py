@@ -10,14 +10,14 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, reason
 
 
 class StepProfiler:
-    """Traces `steps` steps from step `start` on, and writes `trace-rankN.json` into `folder` after the last of them.
+    """Traces `steps` steps starting with step `start`, and writes `trace-rankN.json` to `folder` after the last one.
 
-    Ranges have the names of the schedule's actions, such as ``text.0.F3``. A `start` of 0 traces nothing. `fault`: why
-    the trace could not be written, which is no reason to lose the step.
+    Ranges are named after the schedule's actions, such as ``text.0.F3``. A `start` of 0 disables it. `fault`: why the
+    trace could not be written, which does not end the run.
     """
 
     def __init__(self, start: int, steps: int, folder: Path, rank: int, platform: Platform):
@@ -42,13 +42,12 @@ class StepProfiler:
     def _write(self, trace: profile) -> None:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.write_bytes(b"")  # the exporter reports nothing of what goes wrong
+            self._file.write_bytes(b"")  # The exporter itself reports no errors.
             trace.export_chrome_trace(str(self._file))
         except OSError as error:
             wrong = UserError.at(
                 f"train.profile: {self._file}",
-                found=(error.strerror or str(error)).lower(),
-                expected="a file that can be written",
+                problem=f"cannot be written ({reason(error)})",
                 fix="free space or grant access, or choose another folder with --log.dir DIR",
             )
             self.fault = str(wrong)

@@ -1,4 +1,4 @@
-"""What a run says of itself at its start: tables for the terminal."""
+"""Tables that a run prints at its start."""
 
 from __future__ import annotations
 

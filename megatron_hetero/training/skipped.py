@@ -1,4 +1,4 @@
-"""What a run says at its end of the samples that it left out as too long."""
+"""Summary of the samples that a run skipped as too long."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Skipped:
-    """What the lines of metrics.jsonl say of samples left out: how many, in how many steps, and how many steps had no
-    others.
-    """
+    """Counts from the lines of metrics.jsonl: skipped samples, steps with any, and steps with no other samples."""
 
     samples: int = 0
     steps: int = 0
@@ -20,14 +18,14 @@ class Skipped:
 
     @classmethod
     def of(cls, history: str) -> Skipped:
-        """What was skipped by the steps of a metrics.jsonl."""
+        """From the text of a metrics.jsonl."""
         skipped = cls()
         for record in _records(history):
             skipped = skipped.and_of(record)
         return skipped
 
     def and_of(self, record: Mapping[str, Any]) -> Skipped:
-        """With what one more step skipped."""
+        """With one more step."""
         samples = record.get("skipped_samples")
         if not isinstance(samples, int) or samples <= 0:
             return self
@@ -35,7 +33,7 @@ class Skipped:
         return Skipped(self.samples + samples, self.steps + 1, self.idle_steps + idle)
 
     def notes(self) -> tuple[str, ...]:
-        """What there is to say of it; nothing where nothing was skipped."""
+        """Notes for the user; none if nothing was skipped."""
         if not self.samples:
             return ()
         idle = f"; {_counted(self.idle_steps, 'step')} had no other samples and trained nothing" * bool(self.idle_steps)
@@ -44,7 +42,7 @@ class Skipped:
 
 
 def _records(history: str) -> Iterator[Mapping[str, Any]]:
-    """The lines that are objects of JSON: a file may have been edited."""
+    """The lines that are JSON objects: the file may have been edited."""
     for line in history.splitlines():
         try:
             record = json.loads(line)

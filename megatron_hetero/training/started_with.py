@@ -1,11 +1,11 @@
-"""What a rank was started with, as facts that all ranks compare before they do anything together."""
+"""Settings, versions and files of a rank, which all ranks compare before their first collective."""
 
 from __future__ import annotations
 
 import hashlib
 import platform as python
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,18 +16,18 @@ from megatron_hetero.checkpoint.record import plain
 from megatron_hetero.config.schema import Config, flat_settings, to_yaml
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, os_errors_as, reason
 from megatron_hetero.hf.fingerprint import fingerprint
 from megatron_hetero.hf.stored_weights import StoredWeights
 
 OWN = ("log.dir",)
-"""Settings that may differ: what a rank writes there nobody else reads."""
+"""Settings that may differ between ranks: nobody else reads what a rank writes there."""
 PACKAGES = ("torch", "transformers", "tokenizers", "megatron-core", "safetensors", "numpy", "pillow")
-"""Packages that the numbers of a run depend on, or what its ranks send each other."""
+"""Packages that affect the numbers of a run, or the data that its ranks exchange."""
 
 
 def settings_and_versions(config: Config, platform: Platform) -> dict[str, str]:
-    """The facts that are known before any file is opened."""
+    """The facts known before any file is opened."""
     settings = {name: value for name, value in flat_settings(config).items() if name not in OWN}
     return settings | {
         "version of python": python.python_version(),
@@ -38,8 +38,8 @@ def settings_and_versions(config: Config, platform: Platform) -> dict[str, str]:
 
 
 def files_of_model(config: Config, weights: Iterable[StoredWeights]) -> dict[str, str]:
-    """The facts of the model's folders: their files besides weights whole, those of weights by size, header and
-    samples. Raises `UserError` where one cannot be read.
+    """The facts of the model's folders: hashes of their files, for weights of size, header and samples. Raises
+    `UserError` if one cannot be read.
     """
     sources = ModelSources.recorded(plain(to_yaml(config)))
     found = {
@@ -51,21 +51,19 @@ def files_of_model(config: Config, weights: Iterable[StoredWeights]) -> dict[str
 
 
 def data_sets(mixtures: Iterable[Mixture]) -> dict[str, str]:
-    """The facts of data sets: their records, however the files are laid out."""
+    """The facts of data sets: their records, regardless of the files' formatting."""
     parts = (data for mixture in mixtures for data, _ in mixture.parts)
     return {f"{data.path} (data set {data.name})": f"{len(data)} records, {data.digest[:12]}" for data in parts}
 
 
 def _fingerprint(path: Path) -> str:
-    try:
+    with os_errors_as(partial(_unreadable, path)):
         return fingerprint(path)
-    except OSError as error:
-        raise UserError.at(
-            path,
-            found=f"a file that cannot be read ({error.strerror or error})",
-            expected="weights of the model",
-            fix="restore the file, or download it again",
-        ) from None
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    fix = "restore the file, or download it again"
+    return UserError.at(path, problem=f"cannot be read ({reason(error)})", fix=fix)
 
 
 def _version(package: str) -> str:
@@ -77,7 +75,7 @@ def _version(package: str) -> str:
 
 @cache
 def _source() -> str:
-    """A hash of this package's own code: checkouts have the same version for many commits."""
+    """A hash of this package's own code, since many commits share a version."""
     folder, digest = Path(megatron_hetero.__file__).parent, hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\0".encode())

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted when they come, agreed on at the end of a step."""
+"""Signals that ask a run to stop: noted on arrival, agreed on at the end of a step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from types import FrameType
 from megatron_hetero.distributed.launch import forget_stop, is_lost_peer, leave, leave_interrupted, note_stop, rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""What a scheduler sends before it ends a job, Ctrl-C, and what a terminal that goes sends (the end of ssh)."""
+"""Sent by a scheduler before it ends a job, by Ctrl-C, and by a closing terminal (the end of ssh)."""
 START_S = 1.0
-"""Within which torchrun has started all ranks of a host."""
+"""Seconds within which torchrun starts all ranks of a host."""
 
 
 class StopRequest:
-    """Whether this rank was asked to stop. `seen`: by which signal, the first. `begun`: whether there may be
-    anything to save.
+    """Whether this rank was asked to stop. `seen`: the first signal that did. `begun`: whether there may be anything to
+    save.
     """
 
     def __init__(self) -> None:
@@ -34,19 +34,19 @@ class StopRequest:
         return self.seen is not None
 
     def start(self) -> None:
-        """From now on signals are noted."""
-        forget_stop()  # Of the ranks before, which torchrun has started again.
+        """Start noting signals."""
+        forget_stop()  # Of the previous ranks, if torchrun has restarted them.
         self._handlers.enter_context(_insistence(self))
-        # nohup has SIGHUP ignored: the run is to survive the terminal.
+        # nohup ignores SIGHUP: the run should survive the terminal.
         for number in (number for number in SIGNALS if not _is_ignored_hangup(number)):
             self._handlers.callback(signal.signal, number, signal.signal(number, self.note))
 
     def begin(self) -> None:
-        """From now on SIGTERM ends the process after what it does, and not at once."""
+        """From now on SIGTERM ends the process after the current step, not at once."""
         self.begun = True
 
     def end(self) -> None:
-        """From now on signals do what they did before."""
+        """Restore the previous signal handlers."""
         self._handlers.close()
 
     def note(self, number: int, frame: FrameType | None) -> None:
@@ -59,15 +59,15 @@ def _is_ignored_hangup(number: signal.Signals) -> bool:
 
 
 def insists(first: int, then: int) -> bool:
-    """Whether a second signal means: at once. That is a second Ctrl-C, which torchrun passes on as SIGTERM."""
+    """Whether a second signal means to stop at once: a second Ctrl-C, which torchrun forwards as SIGTERM."""
     return then == signal.SIGINT or (first == signal.SIGINT and then == signal.SIGTERM)
 
 
 @contextmanager
 def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
-    """Inside, `SIGNALS` are noted instead of ending the process, until the request's `end`. At once ends it a second
-    Ctrl-C, a SIGTERM where another rank of this host has died, and a SIGTERM before the request's `begin`. Nothing
-    changes where that is not `wanted`.
+    """Inside, `SIGNALS` are noted instead of ending the process, until the request's `end`. It still ends at once on a
+    second Ctrl-C, on SIGTERM after another rank of this host has died, and on SIGTERM before the request's `begin`.
+    Does nothing unless `wanted`.
     """
     request = StopRequest()
     try:
@@ -75,7 +75,7 @@ def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
             request.start()
         yield request
     except Exception as error:
-        # torchrun ends what is left when a rank has gone. It has been told; nobody waits for this rank.
+        # torchrun ends the remaining ranks when one has died. That was reported; nobody waits for this rank.
         if request.seen is signal.SIGTERM and is_lost_peer(error):
             leave("", 1)
         raise
@@ -85,8 +85,8 @@ def stop_requests(wanted: bool = True) -> Iterator[StopRequest]:
 
 @contextmanager
 def _insistence(request: StopRequest) -> Iterator[None]:
-    """Inside, some signals end the process. A thread waits for them: handlers run between two instructions of the main
-    thread, which may itself wait for the device or for other ranks.
+    """Inside, some signals end the process. A thread waits for them, because Python runs handlers between instructions
+    of the main thread, which may be blocked on the device or on other ranks.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -111,29 +111,29 @@ def _listen(signals: socket.socket, request: StopRequest) -> None:
         if first is not None and insists(first, number):
             leave_interrupted()
         # torchrun sends SIGTERM for two reasons: it was asked to stop, or a rank has died. A rank that waits for the
-        # dead one does so for ever, on a GPU at least, and torchrun would wait for it.
+        # dead one would hang, on a GPU at least, and torchrun with it.
         if number == signal.SIGTERM and not all(map(_lives, siblings)):
             leave("", 1)
-        # A rank that starts may wait for one of another host that has died, which nothing tells it.
+        # A starting rank may wait for one on another host that has died, without being notified.
         if number == signal.SIGTERM and not request.begun:
             note_stop()
-            leave("SIGTERM: stops before its first step, and has nothing to save" if rank() == 0 else "", 1)
+            leave("SIGTERM: stopped before the first step, nothing to save" if rank() == 0 else "", 1)
         if first is None and rank() == 0:
             # Not through sys.stderr, whose lock a main thread that waits may hold.
             with suppress(OSError):
-                os.write(2, told(signal.Signals(number)).encode())
+                os.write(2, acknowledgement(signal.Signals(number)).encode())
         first = first or number
 
 
-def told(number: signal.Signals) -> str:
-    """What the first signal is answered with, at once."""
-    again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
-    return f"{number.name}: the run saves after this step, and stops{again}\n"
+def acknowledgement(number: signal.Signals) -> str:
+    """The message printed at once for the first signal."""
+    again = "; Ctrl-C again stops it at once" if number == signal.SIGINT else ""
+    return f"{number.name}: the run will save and stop after this step{again}\n"
 
 
 def _siblings() -> frozenset[int]:
-    """The ranks that torchrun started on this host, by process; none where that does not show. It waits a little for
-    those that torchrun has yet to start.
+    """The process ids of the ranks that torchrun started on this host; empty if unknown. Waits briefly for ranks that
+    are still to be started.
     """
     parent, ranks = os.getppid(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     end = time.monotonic() + START_S
@@ -142,7 +142,7 @@ def _siblings() -> frozenset[int]:
             children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         except OSError:
             return frozenset()
-        # A parent with other children is no torchrun, or what they are does not show: those may end when they like.
+        # A parent with other children is not torchrun, or its children are unknown and may end at any time.
         if len(children) >= ranks or time.monotonic() > end:
             return frozenset(map(int, children)) if len(children) == ranks else frozenset()
         time.sleep(0.02)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from megatron_hetero.distributed.collective import on_first
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.environment.cuda import prepare_traces
-from megatron_hetero.errors import SharedError, UserError
+from megatron_hetero.errors import SharedError, UserError, os_errors_as
 from megatron_hetero.execution.watch import Watchdog
 from megatron_hetero.hf.folder_writer import Companions, require_writable
 from megatron_hetero.hf.stored_weights import StoredWeights
@@ -46,8 +47,8 @@ REPORTER = 0
 
 @dataclass(frozen=True)
 class MustStop:
-    """True where this rank stops the run after the step that it is in, now that it is asked: where somebody wants it
-    to, or it cannot say any more what comes of it. The latter only where stopping saves what has been trained.
+    """True if this rank stops the run after the current step: because it was asked to, or because it can no longer
+    report metrics. The latter only if stopping saves what was trained.
     """
 
     run: Trainer
@@ -60,9 +61,9 @@ class MustStop:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Trainer(Share):
-    """Everything that lives as long as a run, on one rank. `held_out` are the data sets of `eval.datasets`;
-    `companions`, on the rank that exports, the files that go out with the model. They are read at the start: who knows
-    where the model's folders are when it is trained.
+    """Everything that lives as long as a run, on one rank. `held_out`: the data sets of `eval.datasets`; `companions`:
+    on the rank that exports, the files exported with the model, read at the start since the model's folders may be gone
+    at the end.
     """
 
     loader: StepLoader
@@ -74,10 +75,10 @@ class Trainer(Share):
 
     @classmethod
     def build(cls, config: Config, platform: Platform, watchdog: Watchdog | None = None) -> Trainer:
-        """Check the configuration against the model and the world, and all ranks against each other; then make groups,
-        modules, optimizers and the loader. `watchdog`: one that the rank has already.
+        """Check the configuration against the model and the world, and all ranks against each other; then create
+        process groups, modules, optimizers and the loader. `watchdog`: the rank's, if it already has one.
 
-        Raises `UserError` for anything that the user can mend; nothing has been written by then.
+        Raises `UserError` for anything that the user can fix, before anything is written.
         """
         watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform)
         job, sources = _open_together(config, platform, watchdog)
@@ -90,12 +91,12 @@ class Trainer(Share):
         state = TrainState(
             share.modules, share.optimizers, topology, stored_shapes(share.shapes), working=watchdog.working
         )
-        with watchdog.waiting(lambda: "the state that training goes on from, with all other ranks,"):
+        with watchdog.waiting(lambda: "the state to resume from, with all other ranks,"):
             record = shared_record(config, state, sources.mixture)
             resumed = _with_evaluations(resume(config, state, record), config, topology)
             _require_trained_projector(job, resumed)
             writer = _writer(config, topology, resumed)
-        # In a step nobody is waited for as long as for one that still reads its weights.
+        # Ranks that still read their weights take longer than any step may.
         share.wait_for_all("the start of all other ranks")
         return cls(
             **{field.name: getattr(share, field.name) for field in fields(share)},
@@ -116,10 +117,9 @@ class Trainer(Share):
         )
 
     def batches(self) -> Iterator[tuple[int, StepBatch, float]]:
-        """(step, batch, seconds waited for it) of all steps that are still to be trained. None is loaded ahead over an
-        evaluation.
+        """(step, batch, seconds waited for it) of all remaining steps. Nothing is prefetched across an evaluation.
 
-        Raises `UserError`, on every rank, for data that cannot be used, and where no sample is short enough.
+        Raises `UserError`, on every rank, for unusable data, and if all samples are too long.
         """
         in_a_row = 0
         for first, last in stretches(self.resumed.step + 1, self.config.train.iters, self.config.eval.interval):
@@ -133,14 +133,12 @@ class Trainer(Share):
                 yield step, batch, time.perf_counter() - start
 
     def _require_samples(self, step: int, skipped: int) -> None:
-        """Check that the samples `skipped` in a row up to `step` are not all that there are, or that the run takes."""
+        """Check that the samples `skipped` in a row up to `step` are not the whole mixture, or the whole run."""
         longest, everything = self.loader.max_seq_length, self.config.train.iters * self.loader.batch.step_samples
         if skipped >= min(len(self.loader.mixture), everything):
             raise SharedError.at(
                 f"data.max_seq_length (--data.max_seq_length), step {step}",
-                found=f"{skipped} samples in a row that are longer than {longest} tokens, and were skipped",
-                expected="some that are not",
-                because="there is nothing to train on",
+                problem=f"all of {skipped} samples in a row are longer than {longest} tokens and were skipped",
                 fix="raise it, or lower data.max_pixels",
             )
 
@@ -155,14 +153,14 @@ class Trainer(Share):
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What went wrong on this rank beside training."""
+        """What went wrong on this rank outside of training."""
         return (*self.writer.faults.values(), *filter(None, [self.profiler.fault]))
 
 
 @dataclass(frozen=True, eq=False)
 class _Sources:
-    """What a rank reads from: weights by module, data, and on the rank that exports what goes out with the model.
-    Held-out data sets too: what is wrong with them is said before training, not after it.
+    """The inputs of a rank: weights by module, data, and on the rank that exports the files exported with the model.
+    Held-out data sets too, so that their errors are reported before training.
     """
 
     weights: Mapping[str, StoredWeights]
@@ -173,9 +171,7 @@ class _Sources:
 
 
 def _open_together(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[JobSpec, _Sources]:
-    """The job, and what this rank reads from, once all ranks have opened theirs, and the same. Raises `UserError` on
-    every rank.
-    """
+    """The job and this rank's inputs, once all ranks have opened the same ones. Raises `UserError` on every rank."""
     with watchdog.working():
         facts, job, sources, problem = settings_and_versions(config, platform), None, None, None
         try:
@@ -192,7 +188,7 @@ def _open_together(config: Config, platform: Platform, watchdog: Watchdog) -> tu
 
 
 def _open(job: JobSpec) -> _Sources:
-    """What this rank reads from, checked. Raises `UserError`."""
+    """This rank's inputs, checked. Raises `UserError`."""
     config = job.config
     return _Sources(
         _open_weights(job),
@@ -204,10 +200,10 @@ def _open(job: JobSpec) -> _Sources:
 
 
 def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]:
-    """The steps from `first` to `last` in stretches that end with multiples of `interval`; in one where that is 0.
+    """The steps from `first` to `last` in stretches that end at multiples of `interval`; one stretch if that is 0.
 
-    What is evaluated after such a step reads through the same groups of hosts as the steps do, so that none of these
-    may be loading meanwhile.
+    An evaluation after a stretch reads through the same process groups as the steps, none of which may be loading
+    meanwhile.
     """
     while first <= last:
         end = last if interval == 0 else min(last, -(-first // interval) * interval)
@@ -216,21 +212,19 @@ def stretches(first: int, last: int, interval: int) -> Iterator[tuple[int, int]]
 
 
 def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
-    """Check that a projector that starts anew is trained, now or in the steps before. Raises `UserError`."""
+    """Check that a fresh projector is trained, in this run or before. Raises `UserError`."""
     frozen = parts_of(VISION)[-1]
     if resumed.step == 0 and frozen in job.config.model.freeze and job.folders.fresh_projector:
         raise SharedError.at(
             "model.freeze (--model.freeze)",
-            found=frozen,
-            expected="another part of the model",
-            because="the projector starts with random weights here, and would keep them; "
-            "model.fresh_projector asks for that, or that of the folder does not fit the language model",
-            fix="train it first, or take folders that fit each other",
+            problem=f"{frozen} is frozen, but starts with random weights",
+            because="model.fresh_projector is set, or the folder's projector does not match the language model",
+            fix="train it first, or take folders that match",
         )
 
 
 def _with_evaluations(resumed: Resumed, config: Config, topology: Topology) -> Resumed:
-    """Its history with the evaluations that were made after the checkpoint was written, so that none is made twice."""
+    """Its history with the evaluations made after the checkpoint was written, so that none is repeated."""
     if resumed.step == 0:
         return resumed
     more = on_first(topology.files, lambda: evaluations_since(resumed.history, resumed.step, config.log.dir))
@@ -244,7 +238,7 @@ def _open_weights(job: JobSpec) -> dict[str, StoredWeights]:
 
 
 def _writer(config: Config, topology: Topology, resumed: Resumed) -> MetricsWriter | NullWriter:
-    """That of this rank. Raises `SharedError` where the folder cannot be written, or is another run's."""
+    """The writer of this rank. Raises `SharedError` if the folder cannot be written, or is in use by another run."""
     opened: list[MetricsWriter] = []
 
     def open_folder() -> None:
@@ -256,6 +250,7 @@ def _writer(config: Config, topology: Topology, resumed: Resumed) -> MetricsWrit
                 done=resumed.step,
                 history=resumed.history,
                 tensorboard=config.log.tensorboard,
+                wandb=config.log.wandb,
             )
         )
 
@@ -264,7 +259,7 @@ def _writer(config: Config, topology: Topology, resumed: Resumed) -> MetricsWrit
 
 
 def _ready_to_export(job: JobSpec) -> dict[str, Companions]:
-    """What goes out with the model, once it is clear that there is a place for it. Raises `UserError`."""
+    """The files exported with the model, after checking that the export's folder can be written. Raises `UserError`."""
     config = job.config
     if config.export.hf_dir is not None:
         require_writable(config.export.hf_dir)
@@ -272,7 +267,5 @@ def _ready_to_export(job: JobSpec) -> dict[str, Companions]:
 
 
 def _prepare_traces(folder: Path) -> None:
-    try:
+    with os_errors_as(partial(unwritable, folder)):
         prepare_traces(folder)
-    except OSError as error:
-        raise unwritable(folder, error) from None

@@ -174,7 +174,7 @@ CASES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "NaN in the share of one rank": (change_weights(nan_of_one_rank), ("tensor lm_head.weight: found 2 of",)),
     "random projector for ever": (
         also("--model.freeze", "projector", "--model.fresh_projector", "true"),
-        ("model.freeze", "found projector", "random weights"),
+        ("model.freeze", "projector is frozen", "random weights"),
     ),
     "Transformer Engine without CUDA": (also("--model.backend", "te"), ("model.backend", "--model.backend torch")),
 }

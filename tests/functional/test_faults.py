@@ -65,7 +65,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder: Path) -> Non
     with started(folder, *flags.split(), program=program) as agent:
         output, _ = agent.communicate(timeout=90)
     assert agent.returncode == 0, output
-    assert f"{folder}/checkpoints/.step-00000002.partial was never finished" in output
+    assert f"{folder}/checkpoints/.step-00000002.partial is unfinished" in output
     assert f"resumed from {folder}/checkpoints/step-00000001" in output
     assert list(whole(folder / "checkpoints")) == [1, 2, 3] and not unfinished(folder / "checkpoints")
     lines = (folder / "again" / "metrics.jsonl").read_text().splitlines()

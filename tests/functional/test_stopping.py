@@ -79,8 +79,10 @@ def test_a_run_that_is_stopped_saves_and_goes_on(folder: Path, tmp_path: Path) -
             output = read_to_a_step(agent)
             agent.send_signal(number)
             output += agent.communicate(timeout=60)[0]
-        assert output.count(f"{number.name}: the run saves after this step, and stops") == 1, "it is told at once, once"
-        stopped = re.search(r"stopped after step (\d+), as asked; the same command goes on from there", output)
+        assert output.count(f"{number.name}: the run will save and stop after this step") == 1, (
+            "it is told at once, once"
+        )
+        stopped = re.search(r"stopped after step (\d+), as requested; the same command resumes from there", output)
         assert stopped and agent.returncode == STOPPED and "Traceback" not in output, output
         assert (f"after step {stops[-1]}\n" in output) == (len(stops) > 1)
         stops.append(int(stopped[1]))

@@ -94,7 +94,7 @@ def test_sgd_run_equals_transformers(folder: Path) -> None:
     status, output = run(folder)
     assert status == 0, output
     oracle = Oracle.load(folder / "model", folder / "data.jsonl")
-    losses, before = [], oracle.weights()
+    losses, gradients, before = [], dict[str, torch.Tensor](), oracle.weights()
     for step in range(2):
         loss, gradients = oracle.step(range(4 * step, 4 * step + 4))
         losses.append(loss)

@@ -74,7 +74,7 @@ def test_files_that_differ_under_one_path(folder: Path, pools: Callable[[int], P
     assert "/proc/self/cwd/data.jsonl (data set d) is 8 records, " in message and " and 7 records, " in message
     (tmp_path / "1" / "data.jsonl").unlink()
     message, same = pools(2).run(jobs.refusal_in, nodes, ours)
-    assert message == same and message.startswith("on rank 1: /proc/self/cwd/data.jsonl: found no such file")
+    assert message == same and message.startswith("on rank 1: /proc/self/cwd/data.jsonl: no such file")
 
 
 def test_the_hash_of_weights_tells_them_apart(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
         "--device",
         "--blank",
     ),
-    "megatron_hetero.cli.make_demo": ("--train-pictures", "--heldout-questions", "--seed", "--force"),
+    "megatron_hetero.cli.make_demo": ("--model", "--train-pictures", "--heldout-questions", "--seed", "--force"),
     "megatron_hetero.cli.inspect_data": ("-n", "--config", "--data.datasets", "--model.hf_path", "--data.max_pixels"),
 }
 SMALL = {"megatron_hetero.cli.make_demo": ("--train-pictures", "4", "--heldout-questions", "4")}

@@ -87,7 +87,7 @@ def test_an_older_name_of_the_flight_recorder_counts() -> None:
 def test_too_late_is_said_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     environ = {"RANK": "0", "PYTORCH_ALLOC_CONF": "x:1"}
-    with pytest.warns(UserWarning, match="CUDA initialised without CUDA_DEVICE_MAX_CONNECTIONS, expected") as told:
+    with pytest.warns(UserWarning, match="CUDA was initialised without CUDA_DEVICE_MAX_CONNECTIONS, which") as told:
         prepare_environment(environ)
     assert "\n" not in str(told[0].message) and environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     with warnings.catch_warnings():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import isqrt
 from pathlib import Path
 
 import pytest
@@ -11,41 +12,51 @@ from megatron_hetero.cli.make_demo import DemoOptions, make_demo
 from megatron_hetero.config.schema import load_config, require_modules
 from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.layout import ModuleShape, resolve
+from megatron_hetero.models.registry import FAMILIES
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import parameter_count
+from megatron_hetero.planning.estimate import Plan
+from megatron_hetero.planning.problems import problems_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RANKS = {"3b": 8, "7b": 8, "32b": 16, "72b": 32}
+RANKS = {
+    "qwen2_5_vl_3b": 8, "qwen2_5_vl_7b": 8, "qwen2_5_vl_32b": 16, "qwen2_5_vl_72b": 32,
+    "qwen3_vl_2b": 8, "qwen3_vl_4b": 8, "qwen3_vl_8b": 8, "qwen3_vl_32b": 16,
+}  # fmt: skip
 """What the example of each published model is for."""
-PARAMETERS = {"3b": 3_754_622_976, "7b": 8_292_166_656, "32b": 33_452_718_336, "72b": 73_410_777_344}
+PARAMETERS = {
+    "qwen2_5_vl_3b": 3_754_622_976, "qwen2_5_vl_7b": 8_292_166_656, "qwen2_5_vl_32b": 33_452_718_336,
+    "qwen2_5_vl_72b": 73_410_777_344, "qwen3_vl_2b": 2_127_532_032, "qwen3_vl_4b": 4_437_815_808,
+    "qwen3_vl_8b": 8_767_123_696, "qwen3_vl_32b": 33_357_390_064,
+}  # fmt: skip
 """Of the published weights."""
 NUMBERS = {"one": 1, "two": 2, "four": 4}
 
 
-def _published(size: str) -> ModelShapes:
-    return ModelShapes.from_folder(EXAMPLES / f"models/qwen2_5_vl_{size}")
+def _published(model: str) -> ModelShapes:
+    return ModelShapes.from_folder(EXAMPLES / "models" / model)
 
 
-def _shapes(size: str) -> dict[str, ModuleShape]:
-    return _published(size).module_shapes()
+def _shapes(model: str) -> dict[str, ModuleShape]:
+    return _published(model).module_shapes()
 
 
 def test_every_example_is_tested() -> None:
-    files = {file.name for file in EXAMPLES.glob("*.yaml")}
-    assert files == {"tiny.yaml", *(f"qwen2_5_vl_{size}.yaml" for size in RANKS)}
-    assert {folder.name for folder in EXAMPLES.glob("models/*")} == {f"qwen2_5_vl_{size}" for size in RANKS}
+    assert {file.stem for file in EXAMPLES.glob("*.yaml")} == {"tiny", *RANKS}
+    assert {folder.name for folder in EXAMPLES.glob("models/*")} == RANKS.keys()
 
 
-@pytest.mark.parametrize("size", RANKS)
-def test_shapes_have_the_published_number_of_parameters(size: str) -> None:
-    assert parameter_count(_published(size)) == PARAMETERS[size]
+@pytest.mark.parametrize("model", RANKS)
+def test_shapes_have_the_published_number_of_parameters(model: str) -> None:
+    assert parameter_count(_published(model)) == PARAMETERS[model]
 
 
-@pytest.mark.parametrize("size", RANKS)
-def test_example_loads_and_its_layouts_fit(size: str) -> None:
-    file = EXAMPLES / f"qwen2_5_vl_{size}.yaml"
+@pytest.mark.parametrize("model", RANKS)
+def test_example_loads_and_its_layouts_fit(model: str) -> None:
+    file = EXAMPLES / f"{model}.yaml"
     config = load_config(["--config", str(file)])
-    ranks, shapes = RANKS[size], _shapes(size)
+    published, ranks = _published(model), RANKS[model]
+    shapes = published.module_shapes()
     nodes = re.search(r" on (\w+) nodes? of eight GPUs", file.read_text(encoding="utf-8"))
     assert nodes and 8 * NUMBERS[nodes[1]] == ranks
     require_modules(config, shapes)
@@ -53,27 +64,45 @@ def test_example_loads_and_its_layouts_fit(size: str) -> None:
     assert config.train.global_batch_size % (layouts["text"].dp * config.train.micro_batch_size) == 0
     # The largest image leaves room for text.
     assert config.data.max_pixels is not None
-    assert config.data.max_pixels // 28**2 <= config.data.max_seq_length // 2
+    vision = published.encoders["vision"]
+    side = isqrt(config.data.max_pixels)
+    assert vision.rows(vision.square(side)) <= config.data.max_seq_length // 2
+
+
+@pytest.mark.parametrize("model", [model for model in RANKS if "qwen3" in model])
+def test_memory_is_planned_as_the_example_says(model: str) -> None:
+    file = EXAMPLES / f"{model}.yaml"
+    said = re.search(r"planned at (\d+) GB\s+per GPU", file.read_text(encoding="utf-8").replace("\n#", ""))
+    config = load_config(["--config", str(file), "--model.hf_path", str(EXAMPLES / "models" / model)])
+    plan = Plan.of(config, RANKS[model])
+    assert said and round(plan.memory.sum(axis=1).max() / 1e9) == int(said[1])
+    assert plan.assumed.sample.tokens > 0.95 * config.data.max_seq_length
+    assert problems_of(plan) == ()
 
 
 def test_the_readmes_eight_gpu_command() -> None:
     flags = "--vision-parallel sp:8 --text-parallel tp:4,dp:2".split()
     config = load_config(["--config", str(EXAMPLES / "qwen2_5_vl_7b.yaml"), *flags])
-    assert {name: layout.degrees_text for name, layout in resolve(config.parallel, _shapes("7b"), 8).items()} == {
+    assert {
+        name: layout.degrees_text for name, layout in resolve(config.parallel, _shapes("qwen2_5_vl_7b"), 8).items()
+    } == {
         "vision": "sp:8",
         "text": "tp:4,dp:2",
     }
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "flags", ["", "--vision-parallel dp:1@0 --text-parallel dp:1@1 --train.micro_batch_size 8"], ids=["shared", "apart"]
+    "flags",
+    [(), ("--vision-parallel dp:1@0", "--text-parallel dp:1@1", "--train.micro_batch_size 8")],
+    ids=["shared", "apart"],
 )
-def test_the_tiny_example_fits_what_make_demo_writes(flags: str, tmp_path: Path) -> None:
-    make_demo(tmp_path / "demo", DemoOptions(train_pictures=2, heldout_questions=2))
+def test_the_tiny_example_fits_what_make_demo_writes(flags: tuple[str, ...], family: str, tmp_path: Path) -> None:
+    make_demo(tmp_path / "demo", DemoOptions(train_pictures=2, heldout_questions=2, model=family))
     (tmp_path / "examples").mkdir()
     text = (EXAMPLES / "tiny.yaml").read_text(encoding="utf-8")
-    assert all(flag in text for flag in flags.split(" --"))
+    assert [flag for flag in flags if flag not in text] == []
     (tmp_path / "examples/tiny.yaml").write_text(text, encoding="utf-8")
-    config = load_config(["--config", str(tmp_path / "examples/tiny.yaml"), *flags.split()])
-    JobSpec.of(config, 2)
+    config = load_config(["--config", str(tmp_path / "examples/tiny.yaml"), *" ".join(flags).split()])
+    assert JobSpec.of(config, 2).layouts.keys() == {"vision", "text"}
     assert all(entry.annotations.is_file() for entry in config.data.registry.values())

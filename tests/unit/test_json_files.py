@@ -37,7 +37,7 @@ UNREADABLE = {
     '{"a": ' + "[" * DEEPEST + "]" * DEEPEST + "}": f"more than {DEEPEST} deep",
     '{"a": ' * 100_000: "deep in one another",
     '{"a": 1' + "0" * 5000 + "}": "found an unreadable file",
-    '{"a": "' + "b" * 3000 + '"}': "found an unreadable file (3009 bytes, while 3000 are the most that can be of use)",
+    '{"a": "' + "b" * 3000 + '"}': "found an unreadable file (3009 bytes, over the limit of 3000)",
 }
 
 

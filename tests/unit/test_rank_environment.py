@@ -25,13 +25,13 @@ WRONG = [
     ({"RANK": "2"}, "0 to 1, because WORLD_SIZE is 2"),
     ({"WORLD_SIZE": "0"}, "WORLD_SIZE: found `0`, expected a number of at least 1"),
     ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE: found `2.0`"),
-    ({"WORLD_SIZE": None}, "WORLD_SIZE: found nothing beside RANK"),
+    ({"WORLD_SIZE": None}, "WORLD_SIZE: not set, but RANK is"),
     ({"RANK": None}, "2 without RANK"),
     ({"LOCAL_RANK": "one"}, "LOCAL_RANK: found `one`"),
     ({"MASTER_PORT": "http"}, "MASTER_PORT: found `http`"),
     ({"MASTER_PORT": "70000"}, "MASTER_PORT: found 70000, expected 1 to 65535"),
-    ({"MASTER_ADDR": None}, "MASTER_ADDR: found nothing beside RANK"),
-    ({"MASTER_PORT": None}, "MASTER_PORT: found nothing beside RANK"),
+    ({"MASTER_ADDR": None}, "MASTER_ADDR: not set, but RANK is"),
+    ({"MASTER_PORT": None}, "MASTER_PORT: not set, but RANK is"),
 ]
 
 

@@ -109,7 +109,7 @@ def test_a_program_that_is_not_ours_is_told_of_in_a_line(tmp_path: Path, capfd: 
 
 
 WRONG: dict[str, tuple[Sequence[str], str]] = {
-    "no program": (["nowhere.py"], "nowhere.py: found no such file"),
+    "no program": (["nowhere.py"], "nowhere.py: no such file"),
     "nodes": (["--nnodes", "two", __file__], "two"),
     "ranks": (["--nproc-per-node", "many", __file__], "many"),
     "GPUs": (["--nproc-per-node", "tpu", __file__], "tpu"),

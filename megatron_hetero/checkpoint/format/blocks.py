@@ -22,7 +22,7 @@ from megatron_hetero.hf.weight_map import Interval, Piece, WeightMap
 
 @dataclass(frozen=True)
 class Block:
-    """Rows and columns [start, stop) of the stored tensor `name`, and where they lie in a flat buffer: the first
+    """Rows and columns [start, stop) of the stored tensor `name`, and their place in a flat buffer: the first
     element at `offset`, rows `stride` elements apart.
 
     Stored tensors count as matrices: of one dim, they have one column; of more than two, all dims but the first are
@@ -37,7 +37,7 @@ class Block:
 
     @property
     def begins(self) -> bool:
-        """Whether the first element of the stored tensor is in it."""
+        """Whether it contains the first element of the stored tensor."""
         return self.rows[0] == 0 and self.columns[0] == 0
 
     def view(self, flat: Tensor, dims: int) -> Tensor:
@@ -49,7 +49,7 @@ class Block:
 
 def cut(pieces: Iterable[Piece], width: int, start: int, stop: int) -> Iterator[Block]:
     """The blocks of elements [start, stop) of a parameter made of `pieces`, with rows of `width` elements. Offsets
-    count from `start`; padding is in none.
+    count from `start`; padding is skipped.
     """
     for piece in pieces:
         left = 0 if piece.columns is None else piece.columns[0]
@@ -69,8 +69,8 @@ def cut(pieces: Iterable[Piece], width: int, start: int, stop: int) -> Iterator[
 
 
 def first_held(maps: Sequence[WeightMap], tp_rank: int) -> dict[str, tuple[Piece, ...]]:
-    """The pieces that `tp_rank` is the first of its tensor-parallel group to hold, each once. Over the group, every
-    element that it holds is in exactly one of them.
+    """The pieces that `tp_rank` is the first of its tensor-parallel group to hold, each once. Over the group, they
+    cover every held element exactly once.
     """
     seen = {piece.rectangle for m in maps[:tp_rank] for pieces in m.values() for piece in pieces}
     own: dict[str, tuple[Piece, ...]] = {}

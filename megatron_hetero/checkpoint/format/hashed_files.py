@@ -18,9 +18,9 @@ from megatron_hetero.outputs.checkpoints import FileRecord, wait_for
 
 
 class HashedFiles(FileSystem):
-    """Files of which it is known what was written into them, without reading them again. `records`: by name.
+    """A file system that records size and hash of every file as it is written. `records`: by name.
 
-    `working`: around what is read and written.
+    `working`: around reads and writes.
     """
 
     def __init__(self, working: Working = nullcontext) -> None:
@@ -39,8 +39,8 @@ class HashedFiles(FileSystem):
                 self.records[Path(path).name] = hashed.record()
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Not as the base class: the first rank has made the folder. One that is missing here is another one, on a disk
-        that ranks do not share, or it has vanished. Raises `OSError`.
+        """Unlike the base class, waits for the folder that the first rank makes. If it does not appear, the ranks do
+        not share the disk, or it was removed. Raises `OSError`.
         """
         if not wait_for(Path(path).is_dir):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -52,7 +52,7 @@ class HashedFiles(FileSystem):
 
 
 class _HashedStream(io.RawIOBase):
-    """A file that is written from its beginning to its end, and hashed while it is written."""
+    """A file written sequentially and hashed on the way."""
 
     def __init__(self, file: Any) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _HashedStream(io.RawIOBase):
         return self._file.write(data)
 
     def record(self) -> FileRecord:
-        """Size and hash of what was written so far."""
+        """Size and hash so far."""
         return FileRecord(self._size, self._digest.hexdigest())
 
     def tell(self) -> int:

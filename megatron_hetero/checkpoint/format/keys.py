@@ -1,14 +1,14 @@
-"""The tensors of a checkpoint, in terms of the model alone, so that every layout can read what any other wrote.
+"""The tensors of a checkpoint, independent of the layout, so that every layout can read what any other wrote.
 
-For each tensor NAME of the model's `transformers` folder (those of further encoders with their prefix):
+For each tensor NAME of the model's `transformers` folder (those of additional encoders with their prefix):
 
-    weights/NAME                          fp32 where it is trained (the master weights), else in the model's type; as in
-                                          its folder where weights were imported
-    exp_avg/NAME, exp_avg_sq/NAME         AdamW's moments, fp32, where it is trained
+    weights/NAME                          fp32 if trained (the master weights), else in the model's dtype; in the dtype
+                                          of their folder if imported
+    exp_avg/NAME, exp_avg_sq/NAME         AdamW's moments, fp32, if trained
     step/NAME                             the number of AdamW's updates of it, [1]
 
-and for each rank `random/RANK/...`, states of random generators. Padding is not stored, replicas and copies of tied
-weights once.
+and for each rank `random/RANK/...`, states of random generators. Padding is not stored; replicas and tied weights are
+stored once.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Entry:
 
 
 def matrix(shape: Shape) -> Shape:
-    """A stored tensor's shape as checkpoints have it: of at most two dims."""
+    """The shape of a stored tensor in checkpoints: at most two dims."""
     return shape if len(shape) <= 2 else (shape[0], prod(shape[1:]))
 
 
 def expected_shapes(shapes: Mapping[str, Shape], freeze: Collection[str], optimizer: OptimizerKind) -> dict[str, Shape]:
-    """Every tensor of a checkpoint of a model with the stored `shapes`, but for random states."""
+    """Every tensor of a checkpoint of a model with the stored `shapes`, except random states."""
     trained = {
         name: shape for name, shape in shapes.items() if optimizer.moments and part_of(name, shapes) not in freeze
     }

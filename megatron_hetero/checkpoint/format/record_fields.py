@@ -1,4 +1,4 @@
-"""Whether a file `run.json` has what is read from it later, in the types that it needs. Anyone may have written it."""
+"""Validates the fields of `run.json` that are read later. The file is untrusted."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Writes and reads `Entry`s with `torch.distributed.checkpoint`, what Megatron's `dist_checkpointing` is built on.
+"""Writes and reads `Entry`s with `torch.distributed.checkpoint`, on which Megatron's `dist_checkpointing` is built.
 
-Not with `dist_checkpointing` itself: it cuts every tensor evenly along its dims, which ragged shares of a vocabulary
-and flat ranges of the distributed optimizer are not, and it reads the index of a checkpoint with an unrestricted
-pickle. The files are the same kind: `__RANK_0.distcp`, and the index `.metadata`.
+Not with `dist_checkpointing` itself: it shards every tensor evenly along its dims, unlike ragged vocabulary shards and
+flat ranges of the distributed optimizer, and it reads a checkpoint's index with an unrestricted pickle. The file format
+is the same: `__RANK_0.distcp`, and the index `.metadata`.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from torch.futures import Future
 from megatron_hetero.checkpoint.format.hashed_files import HashedFiles
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.distributed.collective import Working
-from megatron_hetero.errors import UserError, in_short, listed
+from megatron_hetero.errors import UserError, in_short, listed, reason
 from megatron_hetero.files.opening import read_bytes
 from megatron_hetero.hf.folder_writer import plan_shards
 from megatron_hetero.outputs.checkpoints import FileRecord
 
 INDEX = ".metadata"
-_ANOTHER = "take another checkpoint (a run goes on from it with --checkpoint.resume PATH)"
+_ANOTHER = "use another checkpoint (--checkpoint.resume PATH)"
 FILE_BYTES = 5 * 10**9
-"""Largest file of tensors, unless one tensor is larger: ranks that check a checkpoint share its files."""
+"""Maximum size of a tensor file, unless one tensor is larger: ranks verify a checkpoint file by file."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -76,12 +76,12 @@ _ALLOWED = {
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
 }
-"""All that an index is made of: classes of plain data."""
+"""The classes of an index: plain data only."""
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Reads plain data alone. It is the slower one, written in Python: that in C takes as much memory as numbers in
-    a broken index say.
+    """Reads plain data only. The slower Python implementation, because the C one allocates as much memory as a damaged
+    index claims.
     """
 
     dispatch: ClassVar = {
@@ -90,12 +90,12 @@ class _IndexUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index of a checkpoint needs")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint index needs")
         return super().find_class(module, name)
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of a checkpoint: which tensors it holds, and where. Raises `UserError`; nothing in it is executed."""
+    """The index of a checkpoint: its tensors and where they are stored. Raises `UserError`; executes nothing in it."""
     path = folder / INDEX
     try:
         index = _IndexUnpickler(io.BytesIO(read_bytes(path, most=1 << 32))).load()
@@ -103,31 +103,26 @@ def read_index(folder: Path) -> Metadata:
     except Exception as error:  # a broken pickle raises nearly all that there are
         raise UserError.at(
             path,
-            found=f"an index that cannot be read ({in_short(error)})",
-            expected="the index of a checkpoint",
+            problem=f"cannot be read ({in_short(error)})",
             fix=_ANOTHER,
         ) from None
     return index
 
 
 def open_index(folder: Path, files: Collection[str]) -> Metadata:
-    """The index of a checkpoint of those `files`. Raises `UserError`, as `read_index`, and where it names others."""
+    """The index of a checkpoint of these `files`. Raises `UserError`, as `read_index`, and if it names others."""
     index = read_index(folder)
     if others := {place.relative_path for place in index.storage_data.values()} - set(files):
         raise UserError.at(
             folder / INDEX,
-            found=f"tensors in {listed(others)}",
-            expected="all in files that the manifest names",
-            because="nothing says what others held when the checkpoint was written",
+            problem=f"tensors in {listed(others)}, which the manifest does not name",
             fix=_ANOTHER,
         )
     return index
 
 
 def _require_index(index: Any) -> None:
-    """Check that it is made as one is, down to what its users look at. Raises `ValueError`, `AttributeError` and the
-    like.
-    """
+    """Check the structure of an index as far as it is used. Raises `ValueError`, `AttributeError` and the like."""
     if not isinstance(index, Metadata):
         raise ValueError(f"it is a {type(index).__name__}")
     for key, stored in index.state_dict_metadata.items():
@@ -165,7 +160,7 @@ def index_shapes(index: Metadata) -> dict[str, tuple[int, ...]]:
 
 
 def index_dtypes(index: Metadata) -> dict[str, torch.dtype]:
-    """The tensors of a checkpoint and their types."""
+    """The tensors of a checkpoint and their dtypes."""
     tensors = index.state_dict_metadata.items()
     return {key: stored.properties.dtype for key, stored in tensors if isinstance(stored, TensorStorageMetadata)}
 
@@ -177,26 +172,24 @@ def write_entries(
     value: Callable[[Entry], Tensor] = lambda entry: entry.values,
     working: Working = nullcontext,
 ) -> dict[str, FileRecord]:
-    """Write all ranks' entries, each rank its own files. Every rank of `group` calls it; a process alone needs none.
+    """Write all ranks' entries, each rank to its own files. Collective over `group`; None for a single process.
 
-    `value` gives what is written of an entry when its turn comes, and not before; the entry's own values need then have
-    no more than a shape and a type (they may be on the device `meta`).
+    `value` returns what to write for an entry, and is called just before; the entry's own values then only need a shape
+    and a dtype (they may be on the `meta` device).
 
-    Returns size and hash of each file that this process has written, the index on the first rank among them. Raises
-    `UserError` on every rank where one of them cannot write.
+    Returns size and hash of each file that this process has written, on the first rank including the index. Raises
+    `UserError` on every rank if one of them cannot write.
     """
     writer, planner = _Writer(folder), _EntryWriter(entries, value)
     writer.fs = files = HashedFiles(working)
-    with _told_as_errors(folder, group), _no_checksums():
+    with _as_user_errors(folder, group), _no_checksums():
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     return files.records
 
 
 @contextmanager
 def _no_checksums() -> Iterator[None]:
-    """Inside, PyTorch adds no CRC-32 of its own to what it writes: that takes longer than everything else, and the
-    manifest has better ones.
-    """
+    """Inside, PyTorch writes no CRC-32, which would take longer than everything else; the manifest has SHA-256."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -212,50 +205,46 @@ def read_entries(
     group: dist.ProcessGroup | None,
     working: Working = nullcontext,
 ) -> None:
-    """Fill the values of all entries of this rank. Every rank of `group` calls it; a process by itself needs none.
-    Raises `UserError` on every rank where one of them cannot read.
+    """Fill the values of all entries of this rank. Collective over `group`; None for a single process. Raises
+    `UserError` on every rank if one of them cannot read.
     """
     reader, planner = _IndexedReader(folder, index), _EntryReader(entries)
     reader.fs = HashedFiles(working)
-    with _told_as_errors(folder, group, reading=True):
+    with _as_user_errors(folder, group, reading=True):
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
 @contextmanager
-def _told_as_errors(folder: Path, group: dist.ProcessGroup | None, reading: bool = False) -> Iterator[None]:
+def _as_user_errors(folder: Path, group: dist.ProcessGroup | None, reading: bool = False) -> Iterator[None]:
     try:
         with ExitStack() as stack:
-            if group is None:  # that is meant. With a group this may be a thread, and filters are the process's.
+            if group is None:  # Intended. With a group this may be a thread, and filters are process-wide.
                 stack.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:
-        raise _told(folder, error, reading) from None
+        raise _as_user_error(folder, error, reading) from None
 
 
-def _told(folder: Path, failure: CheckpointException, reading: bool) -> BaseException:
-    """What went wrong on one of the ranks, in a user's words where it can be mended."""
+def _as_user_error(folder: Path, failure: CheckpointException, reading: bool) -> BaseException:
+    """The error of one of the ranks, as a `UserError` if the user can fix it."""
     rank, (error, _) = min(failure.failures.items(), key=lambda item: item[0])
     if isinstance(error, UserError | KeyboardInterrupt):
         return error
     if not isinstance(error, OSError):
         return _unreadable(folder, rank, error) if reading else RuntimeError(f"{folder}: {failure}")
-    what = (error.strerror or str(error)).lower()
     return UserError.at(
         error.filename or folder,
-        found=f"{what} on rank {rank}",
-        expected="a folder that all ranks can read and write",
-        fix="free space, mend the folder, or choose another (of a run with --checkpoint.dir DIR)",
+        problem=f"{reason(error)} on rank {rank}",
+        fix="free space or grant access, or choose another folder (of a run with --checkpoint.dir DIR)",
     )
 
 
 def _unreadable(folder: Path, rank: int, error: BaseException) -> UserError:
-    # Index and files have the hashes of the manifest: what does not fit was written so, by whomever.
+    # Index and files match the hashes of the manifest, so they were written inconsistent.
     return UserError.at(
         folder,
-        found=f"tensors that cannot be read, on rank {rank} ({in_short(error)})",
-        expected="files of tensors as the index describes them",
-        because="nothing else is loaded, and no code from a file is run",
+        problem=f"unreadable tensors on rank {rank} ({in_short(error)})",
         fix=_ANOTHER,
     )
 
@@ -291,12 +280,12 @@ def _write_item(entry: Entry) -> WriteItem:
 
 @cache
 def _properties(dtype: torch.dtype) -> TensorProperties:
-    # One for all tensors of a type: they are slow to pickle, which is done once for each object.
+    # One object per dtype: pickling is slow, and done once per object.
     return TensorProperties(dtype=dtype)
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes one tensor at a time: the base class keeps all those of a file in the host's memory until it is closed."""
+    """Writes one tensor at a time: the base class keeps those of a file in host memory until it is closed."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As the base class."""
@@ -322,19 +311,19 @@ def _bytes_of(item: WriteItem) -> int:
 
 def _write(file: Any, name: str, item: WriteItem, values: Any) -> WriteResult:
     start, values = file.tell(), values.cpu()
-    # What is saved is the whole storage: of a view that would be more than the view.
+    # torch.save writes the whole storage, of which a view is only a part.
     values = values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
     try:
         torch.save(values, file)
     except RuntimeError as error:
-        # Where the disk is full or Ctrl-C comes, torch.save fails, and then once more in closing what it has begun.
+        # On a full disk or Ctrl-C, torch.save fails, and then again when it closes the file.
         raise error.__context__ if isinstance(error.__context__, OSError | KeyboardInterrupt) else error from None
     length = file.tell() - start
     return WriteResult(item.index, length, _StorageInfo(name, start, length))
 
 
 class _EntryReader(LoadPlanner):
-    """Reads entries from whatever blocks they were written in."""
+    """Reads entries regardless of the blocks in which they were written."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._by_key: dict[str, list[Entry]] = {}
@@ -358,7 +347,7 @@ class _EntryReader(LoadPlanner):
                 INDEX,
                 found=f"{read} elements of {key}",
                 expected=f"the {wanted} that this rank needs",
-                fix="take another checkpoint",
+                fix="use another checkpoint",
             )
         return items
 
@@ -386,7 +375,7 @@ class _EntryReader(LoadPlanner):
 
 
 class _IndexedReader(dcp.FileSystemReader):
-    """Reads a checkpoint whose index has been read: the base class would read it with an unrestricted pickle."""
+    """Reads a checkpoint with a given index: the base class would read it with an unrestricted pickle."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)

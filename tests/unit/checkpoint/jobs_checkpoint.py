@@ -53,6 +53,7 @@ def flags(folders: Path, run: Path, vision: str, text: str, more: str = "", mode
 def once(line: list[str]) -> list[str]:
     """A command line in which a flag that comes again wins."""
     values: dict[str, list[str]] = {}
+    name = ""
     for word in line:
         if word.startswith("--"):
             values[name := word] = []

@@ -171,7 +171,7 @@ def test_type_and_frozen_parts_may_change(untouched: Untouched, folders: Path, t
     written, first = untouched.folder / "checkpoints/step-00000002", tmp_path / "first/checkpoints/step-00000004"
     more = f"--model.dtype bfloat16 --model.freeze vision --checkpoint.resume {written}"
     found = pools(2).run(jobs.train, flags(folders, tmp_path / "first", "tp:2", "dp:2", more), tmp_path / "copy")[0]
-    assert any("vision is frozen now" in note for note in found["notes"])
+    assert any("vision now frozen" in note for note in found["notes"])
     before, loaded = jobs.tensors(written), jobs.tensors(tmp_path / "copy/step-00000002")
     assert {key.split("/")[1] for key in before.keys() - loaded.keys() if "exp_avg/" in key} == {
         name.split("/")[1] for name in before if name.startswith("exp_avg/visual.") and "merger" not in name
@@ -182,7 +182,7 @@ def test_type_and_frozen_parts_may_change(untouched: Untouched, folders: Path, t
 
     thawed = flags(folders, tmp_path / "second", "tp:2", "dp:2", f"--checkpoint.resume {first} --train.iters 5")
     found = pools(2).run(jobs.train, thawed)[0]
-    assert any("vision was frozen: the optimizer begins there with moments of zero" in note for note in found["notes"])
+    assert any("vision no longer frozen: its optimizer moments start at zero" in note for note in found["notes"])
     last = jobs.tensors(tmp_path / "second/checkpoints/step-00000005")
     counts = {key: float(count) for key, count in last.items() if key.startswith("step/")}
     assert counts["step/visual.blocks.0.norm1.weight"] == 1 and counts["step/model.norm.weight"] == 5

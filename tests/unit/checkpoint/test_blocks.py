@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.checkpoint.format.blocks import Block, cut, first_held
-from megatron_hetero.hf.weight_map import Piece, lay_into, share, stack
+from megatron_hetero.hf.weight_map import Piece, load_pieces, share, stack
 
 
 def test_a_flat_range_is_at_most_three_rectangles() -> None:
@@ -30,7 +30,7 @@ def test_ranges_of_all_ranks_are_every_element_once(rows: int, columns: int, tp:
         maps.append({"p": (Piece("a", part), Piece("b", (0, rows), at=length))})
     for tp_rank, m in enumerate(maps):
         parameter = torch.full((share(rows, tp_rank, tp)[1] + rows, columns), -7)
-        lay_into(parameter, m["p"], [stored[piece.name][piece.source] for piece in m["p"]])
+        load_pieces(parameter, m["p"], [stored[piece.name][piece.source] for piece in m["p"]])
         flat = parameter.flatten()
         for rank in range(ranks):
             start, stop = (len(flat) * (rank + i) // ranks for i in range(2))

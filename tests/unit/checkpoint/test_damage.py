@@ -58,7 +58,7 @@ def flip(checkpoint: Path) -> str:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    return "1 damaged file (__0_0.distcp has another SHA-256)"
+    return "1 damaged file (__0_0.distcp has a different SHA-256)"
 
 
 def swap(checkpoint: Path) -> str:
@@ -76,7 +76,7 @@ def index(checkpoint: Path) -> str:
 
 def manifest(checkpoint: Path) -> str:
     (checkpoint / "manifest.json").write_text("{")
-    return "manifest.json: found one that cannot be read"
+    return "manifest.json: unreadable"
 
 
 @pytest.mark.parametrize("damage", [truncate, remove, flip, swap, index, manifest])
@@ -96,7 +96,7 @@ def test_damage_is_told_by_name(damage: Callable[[Path], str], run: Path) -> Non
 ], ids=range(9))  # fmt: skip
 def test_a_manifest_of_anything_else_is_refused(files: str, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(f'{{"files": {files}}}')
-    with pytest.raises(UserError, match=r"manifest\.json: found one that cannot be read \("):
+    with pytest.raises(UserError, match=r"manifest\.json: unreadable \("):
         read_manifest(tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_damage_stops_every_rank(run: Path, folders: Path, pools: Pools) -> None
 
 def test_a_checkpoint_goes_by_the_name_of_its_step(run: Path, folders: Path, pools: Pools) -> None:
     renamed = (run / "checkpoints/step-00000002").rename(run / "checkpoints/step-00000009")
-    message = f"{renamed}: found the name of a checkpoint after step 9, expected step-00000002"
+    message = f"{renamed}: found step 9 in the name, expected step-00000002"
     for said in pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2")):
         assert message in said
     with pytest.raises(UserError, match=re.escape(message)):
@@ -124,8 +124,8 @@ def test_what_was_never_finished_is_told_and_skipped(run: Path, folders: Path, p
     assert [path.name for path in without_manifest(folder)] == ["step-00000004"]
     resumed = pools(2).run(jobs.train, flags(folders, run, "tp:2", "tp:2"))[0]
     assert resumed["from"] == 2 and len(resumed["losses"]) == 2
-    assert sum("was never finished" in note for note in resumed["notes"]) == 1
-    assert sum("has no manifest, and is not used" in note for note in resumed["notes"]) == 1
+    assert sum("is unfinished" in note for note in resumed["notes"]) == 1
+    assert sum("has no manifest, ignored" in note for note in resumed["notes"]) == 1
     assert list(whole(folder)) == [2, 4] and unfinished(folder) == without_manifest(folder) == ()
     # What was in the way may be of value to somebody.
     assert (folder / ".step-00000004.aside/run.json").is_file()
@@ -133,10 +133,10 @@ def test_what_was_never_finished_is_told_and_skipped(run: Path, folders: Path, p
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"resume": "RUN/step-9"}, "no folder.*never starts from scratch.*step-00000004"),
+    ({"resume": "RUN/step-9"}, "is not a folder.*step-00000004"),
     ({"resume": "never"}, "found step-00000004.*expected no checkpoint"),
-    ({"resume": "RUN/step-00000002"}, "found step-00000004.*no later checkpoint"),
-    ({"dir": "RUN/step-00000002/run.json/x"}, "run.json.*not a directory.*expected a folder that can be written"),
+    ({"resume": "RUN/step-00000002"}, "found step-00000004.*no checkpoint after"),
+    ({"dir": "RUN/step-00000002/run.json/x"}, "run.json.*cannot write a checkpoint .not a directory"),
 ])  # fmt: skip
 def test_what_is_asked_for_must_be_there(settings: dict[str, str], message: str, run: Path) -> None:
     folder = run / "checkpoints"
@@ -151,7 +151,7 @@ def test_what_is_asked_for_must_be_there(settings: dict[str, str], message: str,
     ({"data": {"shuffle": False}}, r"data.shuffle .*found False, expected True, as in .*allow_changes data.shuffle"),
     ({"train": {"global_batch_size": 8}}, "found 8, expected 4, as in .*allow_changes train.global_batch_size"),
     ({"train": {"seed": 1}}, "train.seed .*found 1, expected 0"),
-    ({"optimizer": {"name": "sgd"}}, "found sgd, expected adamw, as in .*Set it back.$"),
+    ({"optimizer": {"name": "sgd"}}, "found sgd, expected adamw, as in .*Restore it.$"),
 ])  # fmt: skip
 def test_what_may_not_change(change: dict[str, dict[str, Any]], message: str, untouched: Untouched) -> None:
     checkpoint = untouched.folder / "checkpoints/step-00000004"
@@ -181,7 +181,7 @@ def test_another_model_starts_no_training(untouched: Untouched, folders: Path, p
 
 def test_an_index_that_asks_for_anything_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
-    with pytest.raises(UserError, match="builtins.print, which no index"):
+    with pytest.raises(UserError, match="builtins.print, which no checkpoint index"):
         read_index(tmp_path)
 
 
@@ -215,7 +215,7 @@ def test_an_index_names_no_files_beside_those_of_the_manifest(
     found.storage_data[place] = replace(found.storage_data[place], relative_path=name)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
     jobs.seal(checkpoint)
-    message = f".metadata: found tensors in {name}, expected all in files that the manifest names"
+    message = f".metadata: tensors in {name}, which the manifest does not name"
     with pytest.raises(UserError, match=re.escape(message)):
         OpenCheckpoint.open(checkpoint)
     if name == "../elsewhere":
@@ -255,7 +255,7 @@ def test_files_that_hold_no_tensors_are_one_error(
     with pytest.raises(UserError) as error:
         export_checkpoint(OpenCheckpoint.open(checkpoint), tmp_path / "export", sources)
     for text in (*said, str(error.value)):
-        assert text.startswith(f"{checkpoint}: found tensors that cannot be read, on rank 0 (")
+        assert text.startswith(f"{checkpoint}: unreadable tensors on rank 0 (")
         assert message in text and "\n" not in text
         assert "weights_only" not in text and "trust" not in text, "advice to run what the file says"
     assert not (tmp_path / "export").exists()
@@ -273,8 +273,11 @@ def test_what_cannot_be_written_is_told_on_every_rank(run: Path, folders: Path, 
     shutil.rmtree(folder / "step-00000004")
     [(full, gone), *others] = pools(2).run(jobs.cannot_save, flags(folders, run, "tp:2", "tp:2"), folder)
     assert others == [(full, gone)]
-    assert f"{folder}/.step-00000003.partial" in full and "found file too large on rank 1" in full
-    assert f"checkpoint.dir: {folder}/.step-00000003.partial: found no such file or directory" in gone
+    assert f"{folder}/.step-00000003.partial" in full and "file too large on rank 1" in full
+    assert (
+        f"checkpoint.dir: {folder}/.step-00000003.partial: cannot write a checkpoint (no such file or directory)"
+        in gone
+    )
     kept = run / "elsewhere/step-00000002"
     records = read_manifest(kept)
     assert list(whole(kept.parent)) == [2] and verify(kept, records, records) == []
@@ -290,10 +293,10 @@ def test_what_fails_beside_training_is_told_in_a_later_step(
     )
     full = f"{tmp_path}/checkpoints/.step-00000002.partial"
     if on_failure == "stop":
-        assert full in error and "found file too large on rank 1" in error and error == other
+        assert full in error and "file too large on rank 1" in error and error == other
         assert said[:2] == ["", ""] and list(whole(tmp_path / "checkpoints")) == []
     else:
-        assert not error and said[2].startswith("warning: no checkpoint after step 2, training goes on: ")
+        assert not error and said[2].startswith("warning: no checkpoint after step 2, training continues: ")
         assert full in said[2] and "checkpoint step-00000004: " in said[3] and said[:2] == ["", ""]
         assert [line.split()[0] if line else "" for line in quiet] == ["", "", "warning:", "checkpoint"]
         assert list(whole(tmp_path / "checkpoints")) == [4]

@@ -47,7 +47,7 @@ def test_a_trained_model_goes_elsewhere_where_its_place_is_taken(line: list[str]
     assert f"The trained model is in {place}." in message
     assert {"config.json", "tokenizer.json", "model.safetensors", MARK} <= {path.name for path in place.iterdir()}
     assert (tmp_path / "out/thesis.txt").read_text() == "thesis"
-    assert "metrics.jsonl: found that somebody removed it while the run went on" in message
+    assert "metrics.jsonl: was removed during the run" in message
     assert steps_of(tmp_path) == [1, 2, 3, 4] and (tmp_path / "log/config.yaml").is_file()
 
 
@@ -62,7 +62,7 @@ def test_a_last_checkpoint_that_is_lost_does_not_lose_the_model(line: list[str],
     """Though `checkpoint.on_failure` is `stop`."""
     runs = pools(2).run(jobs.program, line, 4, jobs.disk_of_second_rank_is_full, tmp_path)
     assert runs[0] == runs[1] and not runs[0][0]
-    assert "found file too large on rank 1" in runs[0][1] and f"The trained model is in {tmp_path}/out." in runs[0][1]
+    assert "file too large on rank 1" in runs[0][1] and f"The trained model is in {tmp_path}/out." in runs[0][1]
     assert (tmp_path / "out" / MARK).is_file() and not whole(tmp_path / "checkpoints")
 
 
@@ -72,7 +72,7 @@ def test_a_lost_checkpoint_midway_does_not_lose_the_model(line: list[str], tmp_p
     runs = pools(2).run(jobs.program, often, 2, jobs.folders_vanish, tmp_path)
     (finished, message), other = runs
     assert not finished and other == (finished, message) and "see who removes the folder" in message.lower()
-    assert re.search(rf"Step \d could not be saved\. There is no checkpoint .*step 1\. The model after step \d is in "
+    assert re.search(rf"Step \d could not be saved\. There is no earlier .*step 1\. The model after step \d is in "
                      rf"{tmp_path}/trained-model\.", message)  # fmt: skip
     assert (tmp_path / "trained-model" / MARK).is_file() and not (tmp_path / "out").exists()
 
@@ -81,7 +81,7 @@ def test_a_model_that_is_lost_is_told(line: list[str], tmp_path: Path, pools: Po
     short = once([*without_checkpoints(line), "--train.iters", "1"])
     runs = pools(2).run(jobs.program, short, 1, jobs.all_disks_are_full, tmp_path)
     assert runs[0] == runs[1] and runs[0][1].count("cannot be written (") == 3
-    assert runs[0][1].endswith("The trained model could be written nowhere, and is lost.")
+    assert runs[0][1].endswith("The trained model could not be written anywhere, and is lost.")
 
 
 def test_weights_that_may_be_at_fault_do_not_become_the_newest_checkpoint(
@@ -91,14 +91,14 @@ def test_weights_that_may_be_at_fault_do_not_become_the_newest_checkpoint(
     folder = tmp_path / "checkpoints"
     blown_up = once([*line, "--optimizer.lr", "1e30", "--optimizer.clip_grad", "0"])
     runs = pools(2).run(jobs.program, blown_up, 1, jobs.nothing, tmp_path)
-    apart = f"in this step. What was trained is in {folder}/step-00000001.unsound, from which no run goes on by"
+    apart = f"in this step. What was trained is in {folder}/step-00000001.unsound, which is never resumed from"
     assert runs[0] == runs[1] and apart in runs[0][1]
-    assert runs[0][1].endswith("There is no checkpoint before it; the same command begins again with step 1.")
+    assert runs[0][1].endswith("There is no earlier checkpoint; the same command starts over at step 1.")
     assert not whole(folder) and (folder / "step-00000001.unsound" / MANIFEST).is_file()
     pools(2).run(jobs.program, once([*line, "--train.iters", "2"]), 1, jobs.nothing, tmp_path)
     shutil.rmtree(tmp_path / "out")
     message = pools(2).run(jobs.program, blown_up, 1, jobs.nothing, tmp_path)[0][1]
-    assert f"The newest checkpoint is {folder}/step-00000002; the same command goes on from there." in message
+    assert f"The newest checkpoint is {folder}/step-00000002; the same command resumes from there." in message
     assert list(whole(folder)) == [2] and (folder / "step-00000003.unsound").is_dir() and not unfinished(folder)
 
 
@@ -108,7 +108,7 @@ def test_a_full_log_folder_ends_a_run_that_can_save(line: list[str], tmp_path: P
     (tmp_path / "log").mkdir()
     (tmp_path / "log/metrics.jsonl").symlink_to("/dev/full")
     saved = pools(2).run(jobs.program, line, 1, jobs.nothing, tmp_path)
-    full = f"log.dir: {tmp_path}/log/metrics.jsonl: found no space left on device"
+    full = f"log.dir: {tmp_path}/log/metrics.jsonl: cannot be written (no space left on device)"
     assert saved[0] == saved[1] and full in saved[0][1] and "The run has stopped after step 2." in saved[0][1]
     assert f"What was trained is saved in {tmp_path}/checkpoints/step-00000002; the same" in saved[0][1]
     assert list(whole(tmp_path / "checkpoints")) == [2] and not (tmp_path / "out").exists()
@@ -130,7 +130,7 @@ def test_pictures_that_vanish_lose_no_step(line: list[str], folders: Path, tmp_p
     assert runs[0] == runs[1] and "no such file" in runs[0][1]
     step = re.match(r"step (\d+), data of rank", runs[0][1])
     assert step is not None and list(whole(tmp_path / "checkpoints")) == [int(step[1]) - 1]
-    assert f"is saved in {tmp_path}/checkpoints/step-0000000{int(step[1]) - 1}; the same command goes on" in runs[0][1]
+    assert f"is saved in {tmp_path}/checkpoints/step-0000000{int(step[1]) - 1}; the same command resumes" in runs[0][1]
     assert not unfinished(tmp_path / "checkpoints")
 
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from megatron_hetero.checkpoint.exporting import _own_dtype
+from megatron_hetero.checkpoint.exporting import STORED, _own_dtype
 from megatron_hetero.checkpoint.model_files import hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord
+from megatron_hetero.config.optimizers import optimizer_kind
 from megatron_hetero.errors import UserError
+from megatron_hetero.job import DTYPES
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched
@@ -70,7 +72,7 @@ def changed(path: str, value: Any = None) -> Any:
     ("config.model.hf_path", 5, "config.model.hf_path cannot be 5"),
     ("config.model.hf_path", "a\0b", "config.model.hf_path cannot be"),
     ("config.model.encoders", {"detail": {}}, "config.model.encoders cannot be {'detail': {}}"),
-    ("config.model.encoders", {"text": {"hf_path": "/x"}}, "encoder `text`: found that name"),
+    ("config.model.encoders", {"text": {"hf_path": "/x"}}, "encoders of the model: found the name `text`"),
     ("config.model.freeze", "vision", "config.model.freeze cannot be 'vision'"),
     ("config.optimizer", None, "config.optimizer.name is missing"),
     ("config.train.seed", None, "config.train.seed is missing"),
@@ -85,13 +87,13 @@ def changed(path: str, value: Any = None) -> Any:
 def test_a_foreign_record_is_one_error(path: str, value: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as error:
         read(tmp_path, changed(path, value))
-    assert str(error.value).startswith(f"{tmp_path}/run.json: found a record that cannot be read")
+    assert str(error.value).startswith(f"{tmp_path}/run.json: cannot be read")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "5", "null", '"a"', "[" * 100_000, "\ud800"])
 def test_other_texts_are_no_records(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(UserError, match="run.json: found a record that cannot be read"):
+    with pytest.raises(UserError, match="run.json: cannot be read"):
         RunRecord.read(tmp_path)
 
 
@@ -111,7 +113,7 @@ def test_what_can_be_read_can_be_used(tmp_path: Path) -> None:
     )
     refused = 0
     for _ in range(500):
-        values = copy.deepcopy(RUN) | {"imported_from": rng.choice((None, "/model"))}
+        values: dict[str, Any] = copy.deepcopy(RUN) | {"imported_from": rng.choice((None, "/model"))}
         for _ in range(rng.choice((1, 1, 2))):
             holder, name = rng.choice(list(spots(values)))
             if rng.random() < 0.3:
@@ -124,7 +126,10 @@ def test_what_can_be_read_can_be_used(tmp_path: Path) -> None:
             refused += 1
             assert str(error).startswith(f"{tmp_path}/run.json: ") and "\n" not in str(error)
             continue
-        assert isinstance(record.freeze, tuple) and _own_dtype(record) and record.optimizer is not None
+        model = values["config"]["model"]
+        assert record.freeze == tuple(model["freeze"])
+        assert _own_dtype(record) in DTYPES if record.imported_from is None else _own_dtype(record) == STORED
+        assert optimizer_kind(record.optimizer).name == values["config"]["optimizer"]["name"]
         for one, other in ((record, good), (record, record)):
             for check in (one.require_resumable, one.require_same_model):
                 try:
@@ -157,32 +162,32 @@ def edit(path: Path, section: str | None = None, **values: Any) -> None:
 
 def rope(sources: ModelSources) -> str:
     edit(sources.model / "config.json", "text_config", rope_parameters={"rope_type": "default", "rope_theta": 2.0})
-    return f"model.hf_path (--model.hf_path): {sources.model}/config.json: found another content"
+    return f"model.hf_path (--model.hf_path): {sources.model}/config.json: changed since"
 
 
 def epsilon(sources: ModelSources) -> str:
     edit(sources.model / "config.json", "text_config", rms_norm_eps=0.5)
-    return f"{sources.model}/config.json: found another content"
+    return f"{sources.model}/config.json: changed since"
 
 
 def window(sources: ModelSources) -> str:
     edit(sources.encoders["detail"] / "config.json", "vision_config", window_size=28)
-    return f"{sources.encoders['detail']}/config.json: found another content"
+    return f"{sources.encoders['detail']}/config.json: changed since"
 
 
 def tokenizer(sources: ModelSources) -> str:
     edit(sources.model / "tokenizer.json", truncation={})
-    return f"{sources.model}/tokenizer.json: found another content"
+    return f"{sources.model}/tokenizer.json: changed since"
 
 
 def processor(sources: ModelSources) -> str:
     (sources.encoders["detail"] / "preprocessor_config.json").unlink()
-    return f"{sources.encoders['detail']}/preprocessor_config.json: found no such file"
+    return f"{sources.encoders['detail']}/preprocessor_config.json: removed since"
 
 
 def template(sources: ModelSources) -> str:
     (sources.model / "chat_template.json").write_text("{}")
-    return f"{sources.model}/chat_template.json: found a file that was not there"
+    return f"{sources.model}/chat_template.json: added since"
 
 
 @pytest.mark.parametrize("change", [rope, epsilon, window, tokenizer, processor, template])
@@ -215,12 +220,10 @@ def test_folders_may_move_and_weights_change_their_type(sources: ModelSources, t
 
 def test_folders_that_come_and_go(sources: ModelSources, tmp_path: Path) -> None:
     alone = ModelSources(sources.model)
-    gone = rf"model.encoders.detail.hf_path \(--\S+\): found nothing, expected .*then {sources.encoders['detail']}"
+    gone = rf"model.encoders.detail.hf_path \(--\S+\): removed since .*then in {sources.encoders['detail']}"
     with pytest.raises(UserError, match=gone):
         record_of(sources).require_same_model(record_of(alone), (), tmp_path)
-    with pytest.raises(
-        UserError, match=r"detail/config.json: found a file that was not there, expected no such folder"
-    ):
+    with pytest.raises(UserError, match=r"detail/config.json: added since"):
         record_of(alone).require_same_model(record_of(sources), (), tmp_path)
     record_of(alone, "/elsewhere").require_same_model(record_of(sources), (), tmp_path)
 

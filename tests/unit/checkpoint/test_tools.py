@@ -243,7 +243,7 @@ def test_a_run_from_an_import_is_one_from_the_folder(
     found = pools(2).run(jobs.train, flags(more_folders, run, vision, text, more))[0]
     begun, whole = found["losses"], untouched.folder
     assert found["from"] == 0 and len(begun) == 4
-    assert any(f"weights were imported from {source}" in note for note in found["notes"])
+    assert any(f"weights imported from {source}" in note for note in found["notes"])
     if more:
         whole = tmp_path / "whole"
         fresh = pools(2).run(jobs.train, flags(more_folders, whole, vision, text, more))[0]
@@ -278,7 +278,7 @@ def test_damaged_checkpoints_are_not_exported(untouched: Untouched, tmp_path: Pa
     data = bytearray((checkpoint / "__1_0.distcp").read_bytes())
     data[len(data) // 3] ^= 4
     (checkpoint / "__1_0.distcp").write_bytes(data)
-    refused(capsys, exported(run, target), "__1_0.distcp has another SHA-256", f"{run}/step-00000002")
+    refused(capsys, exported(run, target), "__1_0.distcp has a different SHA-256", f"{run}/step-00000002")
     (checkpoint / "__1_0.distcp").unlink()
     refused(capsys, exported(checkpoint, target), "__1_0.distcp is missing")
     manifest = json.loads((checkpoint / MANIFEST).read_text())
@@ -286,8 +286,8 @@ def test_damaged_checkpoints_are_not_exported(untouched: Untouched, tmp_path: Pa
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
     refused(capsys, exported(checkpoint, target), "run.json is not in the manifest")
     (checkpoint / MANIFEST).unlink()
-    refused(capsys, exported(checkpoint, target), "found none, expected the manifest")
-    refused(capsys, exported(run / "step-9", target), "found no such checkpoint")
+    refused(capsys, exported(checkpoint, target), "manifest.json: missing")
+    refused(capsys, exported(run / "step-9", target), "manifest.json: no such checkpoint")
     assert exported(run, target) == 0 and "step-00000002, the newest" in capsys.readouterr().out
 
 
@@ -296,11 +296,11 @@ def test_the_checkpoint_must_be_the_models(untouched: Untouched, more_folders: P
     status = exported(checkpoint, target, "--model", more_folders / "tied")
     refused(capsys, status, "4 unexpected: exp_avg/lm_head.weight, exp_avg_sq/lm_head.weight, step/lm_head.weight")
     status = exported(checkpoint, target, "--model", more_folders / "detail")
-    refused(capsys, status, "unexpected: exp_avg/model.layers.1.", "expected exactly its ")
+    refused(capsys, status, "unexpected: exp_avg/model.layers.1.")
     status = exported(checkpoint, target, "--vision", more_folders / "detail")
-    refused(capsys, status, f"the model's encoder comes from {more_folders}/plain too")
+    refused(capsys, status, f"the encoder comes from {more_folders}/plain too")
     status = exported(checkpoint, target, "--encoder", f"sound={more_folders}/detail")
-    refused(capsys, status, "--encoder: found sound, expected one of the model's further encoders (none)")
+    refused(capsys, status, "--encoder: found sound, expected an additional encoder of the model (none)")
     with pytest.raises(SystemExit, match="2"):
         exported(checkpoint, target, "--encoder", "detail")
     assert not target.exists() and "found detail, expected NAME=DIR" in capsys.readouterr().err
@@ -313,7 +313,7 @@ def test_a_folder_that_has_moved(model: Path, tmp_path: Path, capsys: Capture) -
     moved = model.rename(tmp_path / "moved")
     capsys.readouterr()
     status = exported(tmp_path / "checkpoint", tmp_path / "export")
-    refused(capsys, status, f"found no {model}/config.json", "Say where it is now with --model DIR.")
+    refused(capsys, status, f"no {model}/config.json", "Give the folder's new location with --model DIR.")
     assert exported(tmp_path / "checkpoint", tmp_path / "export", "--model", moved) == 0
     assert same_bits(before, weights_of(tmp_path / "export"))
     (moved / "tokenizer.json").unlink()
@@ -333,10 +333,10 @@ def test_further_folders_that_have_moved(more_folders: Path, tmp_path: Path, cap
     moved = [path.rename(path.with_name(f"{path.name}-moved")) for path in (vision, detail)]
     capsys.readouterr()
     status = exported(tmp_path / "checkpoint", tmp_path / "export")
-    refused(capsys, status, f"model.hf_path_vision of {tmp_path}/checkpoint/run.json", "now with --vision DIR")
+    refused(capsys, status, f"model.hf_path_vision of {tmp_path}/checkpoint/run.json", "location with --vision DIR")
     flags_now = ["--vision", moved[0]]
     status = exported(tmp_path / "checkpoint", tmp_path / "export", *flags_now)
-    refused(capsys, status, f"found no {detail}/config.json", "now with --encoder detail=DIR")
+    refused(capsys, status, f"no {detail}/config.json", "location with --encoder detail=DIR")
     flags_now += ["--encoder", f"detail={moved[1]}"]
     assert exported(tmp_path / "checkpoint", tmp_path / "export", *flags_now) == 0
     assert bytes_of(tmp_path / "export") == bytes_of(tmp_path / "before")
@@ -350,7 +350,7 @@ def test_an_export_is_not_named_as_a_checkpoint(
     before = bytes_of(checkpoints)
     if not (checkpoints / name).exists():
         assert exported(checkpoints, checkpoints / name) == 1
-        assert "found the name " + name in capsys.readouterr().err
+        assert f"the name {name} is reserved" in capsys.readouterr().err
     assert bytes_of(checkpoints) == before
     assert exported(checkpoints, checkpoints / "export") == 0
 
@@ -397,19 +397,19 @@ def test_what_may_be_replaced(untouched: Untouched, folders: Path, tmp_path: Pat
     thesis.parent.mkdir()
     thesis.write_text("thesis")
     before = bytes_of(folders / "plain")
-    refused(capsys, exported(checkpoint, thesis.parent), "something that is not an exported model")
-    refused(capsys, exported(checkpoint, thesis), "something that is not an exported model")
+    refused(capsys, exported(checkpoint, thesis.parent), "not an exported model")
+    refused(capsys, exported(checkpoint, thesis), "not an exported model")
     refused(capsys, exported(checkpoint, thesis / "deep"), "cannot be written")
     refused(capsys, exported(checkpoint, folders / "tied"), "and no megatron_hetero_export.json")  # another model
     for target in (folders / "plain", folders, folders / "plain/deep"):
-        refused(capsys, exported(checkpoint, target), f"apart from model.hf_path ({folders}/plain)")
-    refused(capsys, exported(checkpoint, checkpoint), "apart from the checkpoint")
+        refused(capsys, exported(checkpoint, target), f"overlaps model.hf_path ({folders}/plain)")
+    refused(capsys, exported(checkpoint, checkpoint), "overlaps the checkpoint")
     for target in (thesis, thesis.parent, untouched.folder / "checkpoints"):
-        refused(capsys, imported(folders / "plain", target), "found something, expected nothing there yet")
+        refused(capsys, imported(folders / "plain", target), "exists, and is not an empty folder")
     refused(capsys, imported(folders / "plain", thesis / "deep"), "not a directory")
-    refused(capsys, imported(folders / "plain", tmp_path / "step-00000300"), "expected step-00000000")
+    refused(capsys, imported(folders / "plain", tmp_path / "step-00000300"), "imported ones are step-00000000")
     beside = untouched.folder / "checkpoints/step-00000000"
-    refused(capsys, imported(folders / "plain", beside), "found step-00000004 in", "checkpoints-imported/step-00000000")
+    refused(capsys, imported(folders / "plain", beside), "step-00000004 in", "checkpoints-imported/step-00000000")
     assert thesis.read_text() == "thesis" and bytes_of(folders / "plain") == before
     assert [path.name for path in tmp_path.iterdir()] == ["precious"] and not beside.exists()
 
@@ -461,7 +461,7 @@ def diverged(model: Path) -> str:
 def unnamed(model: Path) -> str:
     (model / "encoders/text").mkdir(parents=True)
     (model / "encoders/text/config.json").write_text("{}")
-    return "encoder `text`: found that name"
+    return "encoders of the model: found the name `text`"
 
 
 @pytest.mark.parametrize("damage", [truncated, gone, lacking, quantised, diverged, unnamed])
@@ -497,10 +497,10 @@ def test_encoders_are_folders_of_models(model: Path, tmp_path: Path, more_folder
 def test_what_is_left_of_an_import_is_told(model: Path, tmp_path: Path, capsys: Capture) -> None:
     target = tmp_path / "checkpoints/step-00000000"
     (tmp_path / "checkpoints/latest").mkdir(parents=True)  # nothing can take its place
-    refused(capsys, imported(model, target), "is a directory", f"{target} is complete, though latest may not name it")
+    refused(capsys, imported(model, target), "is a directory", f"{target} is complete, but latest may not name it")
     assert choose(CheckpointConfig(dir=target.parent))[0] == target and exported(target, tmp_path / "export") == 0
     capsys.readouterr()
-    refused(capsys, imported(model, target / "run.json/deep"), "not a directory", "nothing of it is left")
+    refused(capsys, imported(model, target / "run.json/deep"), "not a directory", "nothing was left behind")
 
 
 def test_an_export_is_of_the_same_configuration(model: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -512,7 +512,7 @@ def test_an_export_is_of_the_same_configuration(model: Path, tmp_path: Path, cap
     edit(other / "config.json", text_config=config["text_config"] | {"rms_norm_eps": 1e-3})
     capsys.readouterr()
     status = exported(tmp_path / "checkpoint", tmp_path / "export", "--model", other)
-    refused(capsys, status, f"model.hf_path: {other}/config.json: found another content", "trained with: --model DIR")
+    refused(capsys, status, f"model.hf_path: {other}/config.json: changed since", "trained from: --model DIR")
     edit(tmp_path / "checkpoint/run.json", model_files={})  # as earlier versions wrote it
     seal(tmp_path / "checkpoint")
     assert exported(tmp_path / "checkpoint", tmp_path / "export", "--model", other) == 0
@@ -534,9 +534,9 @@ def small_files() -> Iterator[None]:
 def test_a_full_disk_leaves_nothing(untouched: Untouched, folders: Path, tmp_path: Path, capsys: Capture) -> None:
     with small_files():
         status = exported(untouched.folder / "checkpoints", tmp_path / "export")
-        refused(capsys, status, f"{tmp_path}/export: found that the model cannot be written", "File too large")
+        refused(capsys, status, f"{tmp_path}/export: found that it cannot be written", "File too large")
         status = imported(folders / "plain", tmp_path / "checkpoint")
-        refused(capsys, status, "found file too large")
+        refused(capsys, status, "file too large")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -560,9 +560,9 @@ def test_an_interruption_leaves_nothing(untouched: Untouched, folders: Path, tmp
 
 def test_a_path_must_name_one_checkpoint(untouched: Untouched, tmp_path: Path) -> None:
     folder = untouched.folder / "checkpoints"
-    with pytest.raises(UserError, match=rf"holds 2 checkpoints.*Try `--checkpoint.resume {folder}/step-00000004`"):
+    with pytest.raises(UserError, match=rf"a folder of checkpoints.*Try `--checkpoint.resume {folder}/step-00000004`"):
         choose(CheckpointConfig(dir=tmp_path, resume=folder))
-    with pytest.raises(UserError, match=rf"a checkpoint itself.*--checkpoint.resume {folder}/step-00000002"):
+    with pytest.raises(UserError, match=rf"is itself a checkpoint.*--checkpoint.resume {folder}/step-00000002"):
         choose(CheckpointConfig(dir=folder / "step-00000002"))
 
 

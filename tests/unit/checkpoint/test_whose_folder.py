@@ -47,7 +47,7 @@ def test_a_damaged_newest_checkpoint_is_no_dead_end(run: Path, folders: Path, po
     assert advice
     found = pools(2).run(jobs.train, flags(folders, run, "tp:2", "tp:2", advice[0].rstrip(".")))[0]
     assert found["from"] == 2 and list(whole(folder)) == [2, 4] and (folder / ".step-00000004.aside").is_dir()
-    assert any("step-00000004 is damaged, and now called .step-00000004.aside" in note for note in found["notes"])
+    assert any("step-00000004 is damaged, renamed to .step-00000004.aside" in note for note in found["notes"])
 
 
 def test_a_run_that_is_started_again_goes_on_wherever_it_began(run: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_run_that_is_started_again_goes_on_wherever_it_began(run: Path) -> Non
         with pytest.raises(UserError, match="found step-00000004"):
             choose(config)
         chosen, notes = choose(config, again=True)
-        assert chosen == folder / "step-00000004" and "started again" in notes[0]
+        assert chosen == folder / "step-00000004" and "restarted" in notes[0]
     assert choose(CheckpointConfig(dir=run / "new", resume=first), again=True)[0] == first
     assert started_again({"SLURM_RESTART_COUNT": "1"}) and started_again({"TORCHELASTIC_RESTART_COUNT": "2"})
     assert not started_again({"SLURM_RESTART_COUNT": "", "TORCHELASTIC_RESTART_COUNT": "0"})
@@ -76,7 +76,7 @@ def test_one_run_alone_writes_into_a_folder(run: Path, folders: Path, pools: Poo
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         messages = pools(2).run(jobs.error_at_once, flags(folders, run, "tp:2", "tp:2"))
         other.kill()
-    assert messages[0] == messages[1] and "another run that writes there (the other one)" in messages[0]
+    assert messages[0] == messages[1] and "in use by another run (the other one)" in messages[0]
     assert pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2"))[0].startswith("no error")
 
 
@@ -95,7 +95,7 @@ def test_ranks_must_share_the_folder(folders: Path, tmp_path: Path, pools: Pools
     line = flags(folders, Path("/proc/self/cwd"), "tp:2", "tp:2")
     messages = pools(2).run(jobs.error_at_once, line, tmp_path)
     assert messages[0] == messages[1]
-    assert "another folder on host" in messages[0] and "storage that all nodes share" in messages[0]
+    assert "sees another folder than the first rank" in messages[0] and "storage that all nodes share" in messages[0]
 
 
 @pytest.mark.parametrize("where", ["the folder", "a file"])
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_which_a_part_is_elsewhere_is_none(
     line = flags(folders, tmp_path, "tp:2", "tp:2")
     [message, other] = pools(2).run(jobs.saves_apart, line, tmp_path, where)
     assert message == other and list(whole(tmp_path / "checkpoints")) == []
-    found = "no such file or directory on rank 1" if where == "the folder" else "__1_0.distcp: found it missing"
+    found = "no such file or directory on rank 1" if where == "the folder" else "__1_0.distcp: missing or truncated"
     assert found in message and not unfinished(tmp_path / "checkpoints")
 
 
@@ -116,10 +116,10 @@ def test_random_states_of_another_kind_of_device_are_left_out(run: Path, folders
 
 def test_less_steps_than_have_been_trained(run: Path, folders: Path, pools: Pools) -> None:
     [message, _] = pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2", "--train.iters 3"))
-    assert "train.iters" in message and "found 3, expected 4 or more" in message
+    assert "train.iters" in message and "found 3, expected ≥ 4" in message
     found = pools(2).run(jobs.train, flags(folders, run, "tp:2", "tp:2"))[0]
-    assert found["losses"] == [] and any("no step is left" in note for note in found["notes"])
-    assert any("begins with step 1" in note for note in choose(CheckpointConfig(dir=run / "new"))[1])
+    assert found["losses"] == [] and any("steps of train.iters are done" in note for note in found["notes"])
+    assert any("starts at step 1" in note for note in choose(CheckpointConfig(dir=run / "new"))[1])
 
 
 def test_a_last_checkpoint_that_is_lost_is_an_error_in_the_end(folders: Path, tmp_path: Path, pools: Pools) -> None:

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from megatron_hetero.errors import UserError, in_short, printable, quoted
+from megatron_hetero.errors import SharedError, UserError, in_short, printable, quoted
 
 
 def test_the_message_tells_the_whole_story_and_survives_pickling() -> None:
@@ -17,6 +17,19 @@ def test_the_message_tells_the_whole_story_and_survives_pickling() -> None:
     assert str(UserError.at("x", found="a", expected="b", fix="is it d?")) == "x: found a, expected b. Is it d?"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert isinstance(error, ValueError)
+
+
+def test_a_problem_takes_the_place_of_a_value() -> None:
+    assert str(UserError.at("--lr", problem="given twice", fix="remove one")) == "--lr: given twice. Remove one."
+    error = UserError.at("a", problem="p" * 3000, because="c", fix="do d")
+    assert str(error) == f"a: {'p' * 2000}... and 1000 more characters, because c. Do d."
+    assert type(SharedError.at("a", problem="b", fix="c")) is SharedError
+
+
+@pytest.mark.parametrize("parts", [{}, {"problem": "a", "found": "b", "expected": "c"}], ids=["neither", "both"])
+def test_an_error_quotes_a_value_or_states_a_problem(parts: dict[str, str]) -> None:
+    with pytest.raises(AssertionError, match="quotes a value or states a problem"):
+        UserError.at("a", fix="b", **parts)  # type: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J", "\x07", "\r", "\u202e", "\u2028", "\x9b", "\ud83d", "\x00"])

@@ -133,5 +133,5 @@ def test_unknown_names_get_a_suggestion(tmp_path: Path) -> None:
         Mixture.parse(["shape%50"], registry, shuffle=False, seed=0)
     with pytest.raises(UserError, match=r"unknown data set 'zzz'.*Add it to data\.registry"):
         Mixture.parse(["zzz"], registry, shuffle=False, seed=0)
-    with pytest.raises(UserError, match=r"data\.datasets: found an empty list"):
+    with pytest.raises(UserError, match=r"data\.datasets: no data set"):
         Mixture.parse([], registry, shuffle=False, seed=0)

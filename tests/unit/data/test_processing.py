@@ -248,7 +248,7 @@ def test_marks_of_boxes_are_content(processor: Processor, make_record: MakeRecor
 
 def test_bad_pictures_name_record_and_file(processor: Processor, make_record: MakeRecord, tmp_path: Path) -> None:
     record = make_record("<image>", "x", images=["a.png"], folder=tmp_path)
-    with pytest.raises(UserError, match=r"^train\.jsonl:1: image .*a\.png: found no such file"):
+    with pytest.raises(UserError, match=r"^train\.jsonl:1: image .*a\.png: no such file"):
         processor.tokenize(record)
     Image.new("RGB", (3000, 10)).save(tmp_path / "a.png")
     with pytest.raises(
@@ -273,7 +273,7 @@ def test_the_limit_on_pixels_reaches_both_ways(model_folder: Path, make_record: 
 
 TEMPLATES = {
     "{{ raise_exception('no system turn') }}": "fails (TemplateError: no system turn)",
-    "{% for m in messages %}{{ m.role }}{% endfor %}": "generation prompt, the text, and <|im_end|>",
+    "{% for m in messages %}{{ m.role }}{% endfor %}": "generation prompt, the text and <|im_end|>",
     "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "generation prompt",
     "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}": "1 image tokens",
     "{% if %}": "fails (TemplateSyntaxError",
@@ -289,7 +289,7 @@ def test_unfit_chat_templates_are_named(
     with pytest.raises(UserError, match="^train.jsonl:1: chat template of model.hf_path") as caught:
         processor.tokenize(record)
     wanted = TEMPLATES[template].replace("1 image tokens", "0 image tokens")
-    assert wanted in str(caught.value) and "Use the chat template of Qwen2.5-VL" in str(caught.value)
+    assert wanted in str(caught.value) and "Use the chat template of the published model" in str(caught.value)
 
 
 def test_missing_folder_and_files_are_named(model_folder: Path, tmp_path: Path) -> None:
@@ -339,5 +339,5 @@ def test_files_that_do_not_belong_together_are_named(model_folder: Path, tmp_pat
 def test_a_tokenizer_without_template_is_named(model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match=r"a tokenizer without a chat template.*chat_template\.jinja"):
+    with pytest.raises(UserError, match=r"no chat template .chat_template\.jinja"):
         Processor.from_folder(folder)

@@ -175,8 +175,8 @@ BAD_RECORDS = {
     "image with an escape sequence": (PICTURE | {"image": "/\x1b[2J\x07.png"}, "'/\\x1b[2J\\x07.png'"),
     "image very long": (PICTURE | {"image": "/" + "x" * 10**6}, "more characters"),
     "speaker with a line end": (turns(HUMAN, ("a\nerror: b", "x")), "'a\\nerror: b'"),
-    "empty answer": (turns(HUMAN, ("gpt", "")), "conversations[1]", "an empty answer"),
-    "blank answer": (turns(HUMAN, GPT, HUMAN, ("gpt", " \n\t\u3000")), "conversations[3]", "an empty answer"),
+    "empty answer": (turns(HUMAN, ("gpt", "")), "conversations[1]", ": empty answer"),
+    "blank answer": (turns(HUMAN, GPT, HUMAN, ("gpt", " \n\t\u3000")), "conversations[3]", ": empty answer"),
     "huge number": (turns(HUMAN, ("gpt", 10**4000)), "a number for 'value'"),
     "not a number": (PICTURE | {"image": float("nan")}, "field 'image'", "a number"),
     "image absolute": (PICTURE | {"image": "/etc/passwd"}, "'/etc/passwd'", "leaves the image folder"),
@@ -214,7 +214,7 @@ def test_a_key_twice_in_one_object_is_refused(tmp_path: Path) -> None:
 def test_broken_jsonl_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps(GOOD) + "\n\n" + json.dumps(GOOD)[:-9] + "\n" + json.dumps(GOOD))
-    with pytest.raises(UserError, match=rf"{re.escape(str(path))}:3: found broken JSON at column \d+ .*Mend or remove"):
+    with pytest.raises(UserError, match=rf"{re.escape(str(path))}:3: found broken JSON at column \d+ .*Fix or remove"):
         Annotations.load("shapes", path, None)
 
 
@@ -257,19 +257,19 @@ def test_text_that_is_not_utf8_names_the_line(tmp_path: Path, start: str) -> Non
 def test_an_empty_data_set_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "train.json"
     path.write_text(text)
-    with pytest.raises(UserError, match=rf"{re.escape(str(path))}: found no records for data set 'shapes'"):
+    with pytest.raises(UserError, match=rf"{re.escape(str(path))}: no records for data set 'shapes'"):
         Annotations.load("shapes", path, None)
 
 
 def test_missing_files_and_folders_are_named(tmp_path: Path, write_annotations: Write) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.json: found no such file.*data\.registry"):
+    with pytest.raises(UserError, match=r"nowhere\.json: no such file.*data\.registry"):
         Annotations.load("shapes", tmp_path / "nowhere.json", None)
-    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}: found an unreadable file"):
+    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}: cannot be read"):
         Annotations.load("shapes", tmp_path, None)
     path = write_annotations([PICTURE])
-    with pytest.raises(UserError, match=r"data\.registry\.shapes\.images: found .*nowhere, which is not a folder"):
+    with pytest.raises(UserError, match=r"data\.registry\.shapes\.images: .*nowhere is not a readable folder"):
         Annotations.load("shapes", path, tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"'a\.png', but the data set has no image folder.*Give it: `images`"):
+    with pytest.raises(UserError, match=r"'a\.png' given, but the data set has no image folder.*Set `images`"):
         Annotations.load("shapes", path, None)
 
 

@@ -106,8 +106,8 @@ def test_without_such_an_encoder_the_mark_is_text(tmp_path: Path, pictures: Path
 
 
 @pytest.mark.parametrize(
-    "token, found", [("<|image_pad|>", "stands for images of vision"), ("<|nothing|>", "does not have"),
-                     ("a", "no added token"), ("<|im_end|>", "structure"), ("<|vision_start|>", "structure")],
+    "token, found", [("<|image_pad|>", "stands for images of vision"), ("<|nothing|>", "is not in the tokenizer"),
+                     ("a", "is not an added token"), ("<|im_end|>", "structure"), ("<|vision_start|>", "structure")],
 )  # fmt: skip
 def test_tokens_that_do_not_serve_are_refused(token: str, found: str, model_folder: Path) -> None:
     with pytest.raises(UserError, match=f"model.encoders.detail.token: .*{re.escape(found)}"):

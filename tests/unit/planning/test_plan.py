@@ -19,11 +19,11 @@ from megatron_hetero.cli.plan import show_plan
 from megatron_hetero.config.schema import DatasetConfig, load_command, load_config
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.weights import parameter_count
-from megatron_hetero.planning.estimate import KINDS
+from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.files import require_files
 from megatron_hetero.planning.picture import draw_plan
 from megatron_hetero.planning.problems import problems_of, shortened
-from megatron_hetero.planning.report import size_text
+from megatron_hetero.planning.report import print_plan, size_text
 from tests.unit.planning.conftest import MakePlan
 
 ROOT = Path(__file__).parents[3]
@@ -110,11 +110,73 @@ def test_problems_are_found_with_what_to_do(
     assert all(word in found for word in words), found
 
 
+@pytest.mark.parametrize(
+    "samples, vision, more, collectives, fix",
+    [
+        (8, "sp:8", "", "over sp:8, 108 collectives in a micro-batch", "has 8: try --vision-parallel dp:8"),
+        (8, "sp:2,dp:4", "", "over sp:2, 108 collectives", "has 8: try --vision-parallel dp:8"),
+        (4, "tp:2,cp:2,dp:2", "", "over cp:2, 54 collectives", "has 4: try --vision-parallel tp:2,dp:4"),
+        (4, "sp:4@0-3", "--text-parallel tp:4@4-7", "over sp:4, 108 ", "has 4: try --vision-parallel dp:4@0-3"),
+        (2, "sp:2,cp:2,dp:2", "--schedule.kind recompute", "over sp:2,cp:2, 243 ", "has 2 images, and with 8 or more"),
+        (1, "sp:8", "--model.freeze vision", "over sp:8, 54 collectives", "has 1 image, and with 8 or more"),
+        (1, "sp:8", "--model.recompute.vision full", "over sp:8, 162 collectives", "keep it for large images"),
+    ],
+)
+def test_an_encoder_without_windows_had_better_get_whole_images(
+    samples: int, vision: str, more: str, collectives: str, fix: str
+) -> None:
+    found = _found(_plan_without_windows(vision, f"--train.micro_batch_size {samples} {more}"))
+    assert f"each of its 27 layers exchanges tokens {collectives}" in found, found
+    assert fix in found
+
+
+@pytest.mark.parametrize(
+    "vision, more", [("tp:8", ""), ("tp:2,dp:4", "--train.micro_batch_size 4"), ("sp:8", "--plan.images 0")]
+)
+def test_an_encoder_without_windows_exchanges_nothing_over_other_axes_or_without_images(vision: str, more: str) -> None:
+    assert "has no windows" not in _found(_plan_without_windows(vision, more))
+
+
+def test_windows_stay_on_their_ranks(make_plan: MakePlan) -> None:
+    assert "has no windows" not in _found(make_plan(8, "sp:8", "tp:4,dp:2", "--train.micro_batch_size 4"))
+
+
+def test_what_is_suggested_in_place_of_exchanges_is_planned_without_them() -> None:
+    flags = "--train.micro_batch_size 8"
+    fix = next(p.fix for p in problems_of(_plan_without_windows("sp:2,cp:2,tp:2", flags)) if "whole images" in p.fix)
+    assert problems_of(_plan_without_windows(fix.split()[-1], flags)) == ()
+
+
+def _plan_without_windows(vision: str, more: str) -> Plan:
+    """A model of 27 layers of full attention on eight ranks, its text module under tp:8 if `more` does not say else."""
+    text = "" if "--text-parallel" in more else "--text-parallel tp:8"
+    flags = (
+        f"--model.hf_path {ROOT}/examples/models/qwen3_vl_8b --data.registry.d.annotations none.json --data.datasets d "
+        f"--train.global_batch_size 32 --vision-parallel {vision} {text} {more}"
+    )
+    return Plan.of(load_config(flags.split()), 8)
+
+
 def test_a_good_plan_has_no_problems(make_plan: MakePlan) -> None:
     assert not problems_of(make_plan(4, "sp:4", "tp:4", "--train.global_batch_size 16 --plan.memory_gb 80"))
 
 
 # ------------------------------------------------------------------------------------------------- output
+
+
+def test_the_table_of_edges_in_the_docs_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/boundaries.md").read_text(encoding="utf-8")
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in re.findall(r"^\| `.*", text, re.MULTILINE)]
+    assert [row[:2] for row in rows] == [
+        ["vision", "text"], ["text", "vision"], ["vision.0", "text.1"], ["text.1", "vision.0"]
+    ]  # fmt: skip
+    flags = (
+        f"--config {ROOT}/examples/qwen3_vl_8b.yaml --model.hf_path {ROOT}/examples/models/qwen3_vl_8b "
+        "--vision-parallel dp:4@0-3 --text-parallel tp:2,pp:2,dp:2@4-11 --parallel_layers.text 1 35"
+    )
+    print_plan(Plan.of(load_config(flags.split()), 12))
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert all(row in lines for row in rows)
 
 
 def test_output_has_every_part(plan_flags: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]) -> None:

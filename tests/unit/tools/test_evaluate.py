@@ -150,7 +150,7 @@ def rounded(tensors: dict[str, torch.Tensor]) -> None:
 BROKEN = {
     "a random norm": (without("model.norm.weight"), {}, "1 missing: model.norm.weight"),
     "a random head": (lambda _: None, {"tie_word_embeddings": False}, "1 missing: lm_head.weight"),
-    "NaN": (spoilt, {}, "found NaN or infinity in 1 tensors: .*embed_tokens.weight"),
+    "NaN": (spoilt, {}, "NaN or infinity in 1 tensors: .*embed_tokens.weight"),
     "int8": (rounded, {}, r"found 3 tensors of other types: .*q_proj\.weight is I8"),
     "another family": (lambda _: None, {"model_type": "qwen2_vl"}, "found model_type 'qwen2_vl', expected"),
 }
@@ -188,9 +188,9 @@ def test_a_missing_folder_ends_with_one_message(data: tuple[Path, Path], capsys:
 
 def test_pictures_take_a_folder_of_images(demo: Path, data: tuple[Path, Path], capsys: pytest.CaptureFixture[str]):
     command = [str(demo / "model"), "--annotations", str(data[0])]
-    assert main(command) == 1 and "--images of tools.evaluate" in capsys.readouterr().err
+    assert main(command) == 1 and "--images of cli.evaluate" in capsys.readouterr().err
     assert main([*command, "--images", "nowhere"]) == 1
-    assert "error: --images: found nowhere, not a folder" in capsys.readouterr().err
+    assert "error: --images: nowhere is not a folder" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_no_model_yet(data: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ from PIL import Image
 from megatron_hetero.cli.make_demo import PARTS, DemoOptions, main, make_demo
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.errors import UserError
+from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.demo_sizes import DemoSizes
 from megatron_hetero.models.qwen2_5_vl.demo import model_config, train_tokenizer
 from megatron_hetero.models.qwen2_5_vl.family import Qwen25VL
 from megatron_hetero.models.qwen2_5_vl.joining import mrope_section
+from megatron_hetero.models.registry import FAMILIES
+from megatron_hetero.processor.processor import Processor
 
 TINY = DemoOptions(seed=1, train_pictures=30, heldout_questions=8)
 
@@ -80,7 +85,7 @@ def test_other_content_is_refused_and_with_force_only_the_parts_are_replaced(tmp
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="found a file, expected a folder"):
+    with pytest.raises(UserError, match="not a folder"):
         make_demo(tmp_path / "file", TINY)
 
 
@@ -92,6 +97,45 @@ def test_a_run_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UserError, match="no space left"):
         make_demo(tmp_path / "demo", TINY)
     assert list((tmp_path / "demo").iterdir()) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_demo_of_either_family_can_be_trained(family: str, tmp_path: Path):
+    assert main([str(tmp_path), "--model", family, "--train-pictures", "4", "--heldout-questions", "4"]) == 0
+    assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == family
+    config = load_config(["--config", str(tmp_path / "config.yaml")])
+    job = JobSpec.of(config, 2)
+    more = ["--config", str(tmp_path / "config.yaml"), "--vision-parallel", "sp:4", "--text-parallel", "tp:4"]
+    assert JobSpec.of(load_config(more), 4).layouts["text"].tp == 4
+    assert {shape.family for shape in (job.shapes.text, *job.shapes.encoders.values())} == {family}
+    assert Processor.from_folder(config.model.hf_path).row_tokens.size == 1
+
+
+def test_the_demo_of_another_family_is_other_content(tmp_path: Path):
+    first, *others = FAMILIES
+    assert DemoOptions().model == first
+    make_demo(tmp_path, TINY)
+    for family in others:
+        with pytest.raises(UserError, match="--force"):
+            make_demo(tmp_path, replace(TINY, model=family))
+    assert make_demo(tmp_path, TINY) is False
+
+
+def test_a_family_that_is_unknown_is_named_with_the_closest(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(tmp_path / "demo"), "--model", "qwen3vl"]) == 1
+    assert (
+        "--model: found 'qwen3vl' (did you mean `qwen3_vl`?), expected qwen2_5_vl or qwen3_vl."
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "demo").exists()
+
+
+def test_every_family_learns_the_same_samples(tmp_path: Path):
+    found = []
+    for family in FAMILIES:
+        make_demo(tmp_path / family, replace(TINY, model=family))
+        found.append({name: digest for name, digest in digests(tmp_path / family).items() if name.startswith("data/")})
+    assert found[0] and all(other == found[0] for other in found)
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,10 @@ def make_flags(small_model: Path, small_data: Path, tmp_path: Path) -> MakeFlags
         # A flag that comes again wins here, since the command line itself refuses it.
         words = [*common.split(), *more.split()]
         settings: dict[str, list[str]] = {}
+        name = ""
         for word in words:
             if word.startswith("--"):
-                settings[word] = []
-                name = word
+                settings[name := word] = []
             else:
                 settings[name].append(word)
         return [word for name, values in settings.items() for word in (name, *values)]

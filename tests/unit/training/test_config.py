@@ -236,31 +236,33 @@ IN_FLAGS = [
     ("--log.dir " + "é" * 200, ["log.dir", "with a name of 400 bytes, while 255 are the most"]),
     ("--log.dir " + "a/" * 2500, ["log.dir", "while 4095 are the most"]),
     ("--log.dir \ud800", ["log.dir", "with half of a character"]),
+    ("--log.wandb a/b", ["log.wandb", "found `a/b`", "a project name of up to 128 characters"]),
+    ("--log.wandb " + "x" * 129, ["log.wandb", "128 characters"]),
     ("--train.iter 3", ["--train.iter", "did you mean `iters`?"]),
     ("--iters 3", ["did you mean `--train.iters`?"]),
     ("--train.iters", ["--train.iters: found no value"]),
     ("--train.iters 3 4", ["found 2 values (3 4)"]),
     ("--train.iters x", ["train.iters (--train.iters)", "the text `x`"]),
-    ("--train.iters 3 --train.iters 4", ["--train.iters: found it given twice, expected it once. Remove one."]),
+    ("--train.iters 3 --train.iters 4", ["--train.iters: given twice. Remove one."]),
     ("--parallel.vision sp:2 --vision-parallel sp:2", ["parallel.vision given twice"]),
     ("--train 3", ["a section with --train.iters"]),
-    ("--train.iters.x 3", ["an unknown flag"]),
-    ("--train. 3", ["an unknown flag"]),
-    ("-- 3", ["an unknown flag"]),
+    ("--train.iters.x 3", ["unknown flag"]),
+    ("--train. 3", ["unknown flag"]),
+    ("-- 3", ["unknown flag"]),
     ("--data.registry x", ["--data.registry.NAME.annotations"]),
     ("--data.registry.x.imgs q", ["did you mean `images`?"]),
-    ("--data.registry.x.images q", ["data.registry.x.annotations: found no value"]),
+    ("--data.registry.x.images q", ["data.registry.x.annotations: required, but not set"]),
     ("--data.shuffle yes", ["true or false"]),
-    ("--model.freeze vision text projector", ["model.freeze", "nothing is left to train"]),
+    ("--model.freeze vision text projector", ["model.freeze", "leaves nothing to train"]),
     ("--model.freeze text text", ["model.freeze", "each part once"]),
     ("--model.freeze head", ["model.freeze", "vision, projector, text"]),
-    ("--model.encoders.detail.hf_path x", ["model.encoders.detail.token: found no value"]),
+    ("--model.encoders.detail.hf_path x", ["model.encoders.detail.token: required, but not set"]),
     ("--model.encoders.text.hf_path x --model.encoders.text.token y", ["the name `text`", "for example `detail`"]),
     ("--model.encoders.A.hf_path x --model.encoders.A.token y", ["the name `A`"]),
     (f"{DETAIL} --model.encoders.detail.min_pixels 9 --model.encoders.detail.max_pixels 8", ["max_pixels = 8"]),
     (f"{DETAIL} --model.encoders.detail.min_pixels 0", ["model.encoders.detail.min_pixels", "≥ 1"]),
     (f"{DETAIL} --model.freeze detail_projecter", ["did you mean `detail_projector`?"]),
-    (f"{DETAIL} --model.freeze vision projector detail detail_projector text", ["nothing is left to train"]),
+    (f"{DETAIL} --model.freeze vision projector detail detail_projector text", ["leaves nothing to train"]),
     (f"{DETAIL} --export.hf_dir x/y", ["export.hf_dir", "model.encoders.detail.hf_path"]),
     (f"{DETAIL} --export.hf_dir z --eval.datasets demo", ["none with model.encoders", "Set eval.interval"]),
     ("--eval.datasets demo", ["eval.datasets", "none without export.hf_dir", "or eval.interval"]),
@@ -332,7 +334,7 @@ def test_what_is_wrong_in_flags(write, flags: str, parts: list[str]) -> None:
 def test_stray_words_and_missing_values() -> None:
     with pytest.raises(UserError, match="command line: found `foo`"):
         load_config(["foo", "--config", "x"])
-    with pytest.raises(UserError, match=r"model.hf_path, data.registry, data.datasets: found no value"):
+    with pytest.raises(UserError, match=r"model.hf_path, data.registry, data.datasets: required, but not set"):
         load_config([])
 
 

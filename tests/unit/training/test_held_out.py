@@ -257,7 +257,7 @@ def test_nothing_to_measure_is_refused(material: Material, make_flags: MakeFlags
     """Samples that are too long are not counted; where none is left every rank says so."""
     short = "--data.max_seq_length 1 --data.too_long"
     for refused in pools(2).run(jobs.refused, make_flags("dp:2", "tp:2", material.flags(f"{short} skip"))):
-        assert "eval.datasets: many: found no supervised token" in refused
+        assert "eval.datasets: many: no supervised token" in refused
     for refused in pools(2).run(jobs.refused, make_flags("dp:2", "tp:2", material.flags(f"{short} error"))):
         assert "evaluation of many, batch 1, data of rank 0" in refused and "at most data.max_seq_length" in refused
 

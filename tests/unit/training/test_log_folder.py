@@ -40,7 +40,7 @@ def test_an_earlier_run_is_kept(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     [note] = write(tmp_path, B, config="a: 2\n")
     assert note.startswith(
-        f"{tmp_path}/earlier-1 has what an earlier run left in {tmp_path}: metrics.jsonl, config.yaml, e"
+        f"moved files of an earlier run from {tmp_path} to {tmp_path}/earlier-1: metrics.jsonl, config.yaml, e"
     )
     write(tmp_path, C, config="a: 3\n")
     found = [text(tmp_path / name / "metrics.jsonl") for name in ("earlier-1", "earlier-2", ".")]
@@ -70,7 +70,7 @@ def test_one_run_alone_writes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path / ".metrics.lock")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other, mock.patch.object(shared_folder, "_FREE_S", 0.1):
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match=r"log\.dir: .*another run that writes there \(the other one\)"):
+        with pytest.raises(UserError, match=r"log\.dir: .*in use by another run \(the other one\)"):
             write(tmp_path, B)
         other.kill()
     assert text(tmp_path / "metrics.jsonl") == A
@@ -118,7 +118,7 @@ def test_lines_wait_for_room(tmp_path: Path) -> None:
 def test_a_link_that_leads_nowhere_is_called_one(tmp_path: Path) -> None:
     """`mkdir` says of it that a file exists."""
     (tmp_path / "log").symlink_to("/nowhere/x")
-    with pytest.raises(UserError, match=r"log\.dir.*found a link to /nowhere/x, which is not there"):
+    with pytest.raises(UserError, match=r"log\.dir.*a link to /nowhere/x, which does not exist"):
         LogFolder(tmp_path / "log", "", "")
-    with pytest.raises(UserError, match=r"checkpoint\.dir.*found a link to /nowhere/x, which is not there"):
+    with pytest.raises(UserError, match=r"checkpoint\.dir.*a link to /nowhere/x, which does not exist"):
         FolderLock.take(tmp_path / "log")

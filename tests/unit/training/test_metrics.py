@@ -1,14 +1,20 @@
-"""Metrics: the file, the line, TensorBoard, and the silent writer."""
+"""Metrics: the file, the line, TensorBoard, Weights & Biases, and the silent writer."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import math
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,6 +22,10 @@ from rich.console import Console
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.metrics import EvaluationMetrics, MetricsWriter, NullWriter, StepMetrics
 from megatron_hetero.training.metrics_history import evaluated_after, evaluations_since
+
+EVALUATED = EvaluationMetrics(
+    step=3, dataset="held", loss=1.25, exact_match=0.625, asked=32, supervised_tokens=1200, samples=40, time_s=0.5
+)
 
 
 def metrics(step: int = 1, **changes: object) -> StepMetrics:
@@ -116,7 +126,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"log\.dir.*found (not a directory|file exists)"):
+    with pytest.raises(UserError, match=r"log\.dir.*cannot be written .(not a directory|file exists)"):
         MetricsWriter(tmp_path / "file" / "folder", 1)
     with pytest.raises(UserError, match=r"log\.dir"):
         MetricsWriter(tmp_path / "file", 1)
@@ -141,7 +151,9 @@ def test_a_terminal_that_takes_nothing_ends_nothing(tmp_path: Path) -> None:
             writer.write(metrics(2))
         with contextlib.suppress(OSError):
             full.close()
-    assert writer.is_broken and "standard output: found no space left on device" in writer.faults["terminal"]
+    assert (
+        writer.is_broken and "standard output: cannot be written (no space left on device)" in writer.faults["terminal"]
+    )
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
@@ -165,10 +177,7 @@ def test_the_silent_writer_takes_everything(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_evaluations_have_lines_of_their_own(tmp_path: Path) -> None:
-    console = plain()
-    found = EvaluationMetrics(
-        step=3, dataset="held", loss=1.25, exact_match=0.625, asked=32, supervised_tokens=1200, samples=40, time_s=0.5
-    )
+    console, found = plain(), EVALUATED
     with MetricsWriter(tmp_path, 10, tensorboard=True, console=console) as writer:
         writer.write_evaluation(found)
         writer.write_evaluation(replace(found, loss=math.nan))
@@ -228,3 +237,118 @@ def test_there_may_be_no_evaluations_to_follow(tmp_path: Path) -> None:
     assert evaluations_since(STEPS, 2, tmp_path) == ""
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe")
     assert evaluations_since(STEPS, 2, tmp_path) == evaluations_since("", 2, tmp_path) == ""
+
+
+# ------------------------------------------------------------------------------------------ Weights & Biases
+
+
+class WandB(ModuleType):
+    """A stand-in for the package: what it was given, by call."""
+
+    def __init__(self, broken: str = "") -> None:
+        super().__init__("wandb")
+        self.id, self.broken = "a1b2", broken
+        self.begun: dict[str, Any] = {}
+        self.logged: list[dict[str, Any]] = []
+        self.finished = 0
+
+    def _call(self, name: str) -> None:
+        if name == self.broken:
+            raise ValueError(f"{name} failed")
+
+    def init(self, **settings: Any) -> WandB:
+        self._call("init")
+        self.begun = settings
+        return self
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:
+        return settings
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, values: dict[str, Any]) -> None:
+        self._call("log")
+        self.logged.append(values)
+
+    def finish(self) -> None:
+        self.finished += 1
+        self._call("finish")
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[WandB], WandB]:
+    def put(package: WandB) -> WandB:
+        monkeypatch.setitem(sys.modules, "wandb", package)
+        return package
+
+    return put
+
+
+def test_wandb_gets_what_tensorboard_gets(tmp_path: Path, install: Callable[[WandB], WandB]) -> None:
+    package = install(WandB())
+    with MetricsWriter(tmp_path, 2, wandb="mine", config="train: {iters: 2}\n", console=plain()) as writer:
+        writer.write(metrics(1))
+        writer.write_evaluation(EVALUATED)
+    begun = package.begun
+    assert (begun["project"], begun["dir"], begun["id"]) == ("mine", str(tmp_path), None)
+    assert begun["config"] == {"train": {"iters": 2}}
+    trained, evaluated = package.logged
+    assert trained == trained | {"step": 1, "train/loss": 2.5, "train/lr": 1e-4} and "train/mfu" not in trained
+    assert evaluated == evaluated | {"step": 3, "eval/held/loss": 1.25} and package.finished == 1
+
+
+def test_a_resumed_run_continues_the_run_of_wandb(tmp_path: Path, install: Callable[[WandB], WandB]) -> None:
+    package = install(WandB())
+    with MetricsWriter(tmp_path, 2, wandb="mine", console=plain()) as writer:
+        writer.write(metrics(1))
+    history = (tmp_path / "metrics.jsonl").read_text()
+    MetricsWriter(tmp_path, 2, wandb="mine", done=1, history=history, console=plain()).close()
+    assert (package.begun["id"], package.begun["resume"]) == ("a1b2", "allow")
+    MetricsWriter(tmp_path, 2, wandb="mine", console=plain()).close()  # A new run, which sets the old one aside.
+    assert package.begun["id"] is None and (tmp_path / "earlier-1/wandb-run-id").is_file()
+
+
+def test_wandb_is_not_imported_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # Any import of it fails.
+    MetricsWriter(tmp_path / "a", 1, console=plain()).close()
+    with pytest.raises(UserError, match=r"log\.wandb .*is not installed.*`pip install wandb`"):
+        MetricsWriter(tmp_path / "b", 1, wandb="mine", console=plain())
+
+
+def test_wandb_that_does_not_start_is_an_error(tmp_path: Path, install: Callable[[WandB], WandB]) -> None:
+    install(WandB(broken="init"))
+    with pytest.raises(UserError, match=r"log\.wandb .*does not start \(ValueError: init failed\).*WANDB_MODE=offline"):
+        MetricsWriter(tmp_path, 1, wandb="mine", console=plain())
+
+
+def test_wandb_that_fails_midway_loses_no_line(
+    tmp_path: Path, install: Callable[[WandB], WandB], capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(WandB(broken="log"))
+    with MetricsWriter(tmp_path, 2, wandb="mine", console=plain()) as writer:
+        writer.write(metrics(1))
+        writer.write(metrics(2))
+    assert "Weights & Biases: stopped recording (valueerror: log failed)" in writer.faults["Weights & Biases"]
+    assert capsys.readouterr().err.count("warning: ") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    install(WandB(broken="finish"))
+    MetricsWriter(tmp_path / "b", 2, wandb="mine", console=plain()).close()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
+def test_a_real_offline_run_of_wandb(tmp_path: Path) -> None:
+    """In a process of its own, as it starts a service."""
+    program = (
+        "from pathlib import Path; from megatron_hetero.training.metrics import *; import sys\n"
+        "values = dict(loss=2.5, grad_norm=1.0, lr=1e-4, tokens=9, images=1, step_time_s=0.5, peak_memory_bytes=1)\n"
+        "with MetricsWriter(Path(sys.argv[1]), 2, wandb='mine', config='train: {iters: 2}') as writer:\n"
+        "    [writer.write(StepMetrics(step=step, **values)) for step in (1, 2)]\n"
+        "assert not writer.faults\n"
+    )
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1 and (tmp_path / "wandb-run-id").is_file()

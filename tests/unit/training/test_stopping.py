@@ -50,7 +50,9 @@ def test_the_first_signal_is_answered_at_once(
     monkeypatch.setattr(stopping, "leave_interrupted", lambda: None)
     with stop_requests():
         send(SIGINT, SIGINT)
-    assert capfd.readouterr().err == "SIGINT: the run saves after this step, and stops; Ctrl-C again ends it at once\n"
+    assert (
+        capfd.readouterr().err == "SIGINT: the run will save and stop after this step; Ctrl-C again stops it at once\n"
+    )
     monkeypatch.setenv("RANK", "1")
     with stop_requests():
         send(SIGUSR1)
@@ -199,5 +201,5 @@ def test_sigterm_ends_a_rank_at_once_that_has_nothing_to_save(tmp_path: Path) ->
     note.touch()
     environment = os.environ | {STOPPED_FILE: str(note)}
     done = subprocess.run([sys.executable, "-c", STARTING], capture_output=True, text=True, timeout=30, env=environment)
-    assert (done.returncode, done.stderr) == (1, "SIGTERM: stops before its first step, and has nothing to save\n")
+    assert (done.returncode, done.stderr) == (1, "SIGTERM: stopped before the first step, nothing to save\n")
     assert note.exists()
