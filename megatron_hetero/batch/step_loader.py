@@ -170,7 +170,7 @@ class StepLoader:
         elements].
         """
         wanted = []
-        for m, (plan, packs) in enumerate(zip(plans, packs_of_replicas, strict=True)):
+        for m, (plan, packs) in enumerate(zip(plans, gathered, strict=True)):
             for i, name in enumerate(self.planner.encoders):
                 images = [pair for p in packs for pair in zip(p.sources[i], p.shape.images[i].grids, strict=True)]
                 wanted += [(m, name, *images[k]) for k in (plan.pixels[name].decodes if name in plan.pixels else ())]

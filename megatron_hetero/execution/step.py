@@ -210,7 +210,9 @@ class StepExecution:
         found = {
             name: each[0] if len(each) == 1 else torch.cat([self._no_rows(), *each]) for name, each in rows.items()
         }
-        return [found.get(ROWS, self._no_rows()) if rows.keys() <= {ROWS} else found]
+        if rows.keys() <= {ROWS}:
+            return [found[ROWS] if found else self._no_rows()]
+        return [found]
 
     def _embed(self, micro_batch: int) -> None:
         """Run the first text stage's `embed`, if it has one and has not run."""

@@ -93,7 +93,7 @@ def _exchange(fullest: int, costs: np.ndarray, owner: np.ndarray, loads: np.ndar
     mine = mine[np.argsort(costs[mine], kind="stable")]
     partner, partner_cost = np.append(owner, np.arange(len(loads))), np.append(costs, np.zeros(len(loads)))
     gaps = loads[fullest] - loads[partner]
-    above: np.ndarray = np.searchsorted(costs[mine], partner_cost + gaps / 2)
+    above = np.atleast_1d(np.searchsorted(costs[mine], partner_cost + gaps / 2))
     either = np.stack((np.maximum(above - 1, 0), np.minimum(above, len(mine) - 1)))
     shifts = costs[mine][either] - partner_cost
     # The larger of the two loads afterwards, less that of the fullest now. Never negative for items of the fullest.

@@ -10,7 +10,7 @@ MODELS = Path(__file__).parents[2] / "examples" / "models"
 
 @dataclass(frozen=True)
 class Case:
-    """One rank of a layout of Qwen2.5-VL `model`. `more`: further flags; those given here win."""
+    """One rank of a layout of `model` of a family. `more`: further flags; those given here win."""
 
     model: str
     vision: str
@@ -18,16 +18,20 @@ class Case:
     world: int
     rank: int = 0
     more: str = ""
+    family: str = "qwen2_5_vl"
 
     def __str__(self) -> str:
         settings = " ".join(self.more.replace("--", "").split())
-        return f"{self.model} {self.vision}|{self.text} rank {self.rank} of {self.world} {settings}".strip()
+        model = self.model if self.family == Case.family else f"{self.family} {self.model}"
+        return f"{model} {self.vision}|{self.text} rank {self.rank} of {self.world} {settings}".strip()
 
     @property
     def flags(self) -> list[str]:
-        """The command line of a run: a picture of 5,184 patches and 8,208 tokens in each sample, in bfloat16."""
+        """The command line of a run in bfloat16: in each sample a picture of 72 by 72 patches, or of 64 by 64 where a
+        patch has 16 pixels, and 6,912 tokens besides.
+        """
         usual = {
-            "model.hf_path": MODELS / f"qwen2_5_vl_{self.model}",
+            "model.hf_path": MODELS / f"{self.family}_{self.model}",
             "model.dtype": "bfloat16",
             "model.backend": "torch",
             "vision-parallel": self.vision,
@@ -36,7 +40,7 @@ class Case:
             "data.datasets": "d",
             "train.global_batch_size": 2,
             "plan.images": 1,
-            "plan.image_side": 1008,
+            "plan.image_side": 1008 if self.family == Case.family else 1024,
             "plan.tokens": 6912,
             "plan.supervised": 0.5,
         }
@@ -46,6 +50,7 @@ class Case:
 
 
 RECOMPUTED = "--model.recompute.text full"
+SPLIT = "--train.global_batch_size 4 --parallel_layers.text 1"
 CASES = (
     Case("7b", "sp:8", "tp:4,dp:2", 8),
     Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} --model.recompute.vision full --train.global_batch_size 4"),
@@ -58,5 +63,9 @@ CASES = (
     Case("32b", "sp:8", "tp:8", 8, 0, f"{RECOMPUTED} --train.global_batch_size 1"),
     Case("32b", "sp:8,dp:2", "tp:8,dp:2", 16, 9, RECOMPUTED),
     Case("32b", "sp:8,dp:4", "tp:8,pp:4", 32, 31, f"--model.freeze vision {RECOMPUTED} --train.global_batch_size 4"),
+    Case("8b", "sp:8", "tp:4,dp:2", 8, 0, RECOMPUTED, "qwen3_vl"),
+    Case("8b", "sp:4,dp:2", "tp:2,pp:4", 8, 2, f"{SPLIT} 11 12 12 --schedule.waves 2", "qwen3_vl"),
+    Case("8b", "pp:2@0-1", "tp:2,pp:3@2-7", 8, 4, f"{SPLIT} 17 18 --schedule.run_ahead 1", "qwen3_vl"),
+    Case("8b", "pp:2@0-1", "tp:2,pp:3@2-7", 8, 0, f"{SPLIT} 17 18 --schedule.run_ahead 1", "qwen3_vl"),
     Case("32b", "dp:8@0-7", "tp:8,pp:2@8-23", 24, 8, "--train.global_batch_size 8 --schedule.run_ahead 1"),
 )
