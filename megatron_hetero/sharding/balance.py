@@ -91,9 +91,11 @@ def _exchange(fullest: int, costs: np.ndarray, owner: np.ndarray, loads: np.ndar
     """
     mine = np.flatnonzero(owner == fullest)
     mine = mine[np.argsort(costs[mine], kind="stable")]
-    partner, partner_cost = np.append(owner, np.arange(len(loads))), np.append(costs, np.zeros(len(loads)))
-    gaps = loads[fullest] - loads[partner]
-    above = np.atleast_1d(np.searchsorted(costs[mine], partner_cost + gaps / 2))
+    partner = np.concatenate([owner, np.arange(len(loads))])
+    partner_cost: np.ndarray = np.concatenate([costs, np.zeros(len(loads))])
+    gaps: np.ndarray = loads[fullest] - loads[partner]
+    wanted: np.ndarray = partner_cost + gaps / 2
+    above: np.ndarray = np.searchsorted(costs[mine], wanted)
     either = np.stack((np.maximum(above - 1, 0), np.minimum(above, len(mine) - 1)))
     shifts = costs[mine][either] - partner_cost
     # The larger of the two loads afterwards, less that of the fullest now. Never negative for items of the fullest.
