@@ -1,5 +1,5 @@
-"""One rank's step of layouts of models of 7B to 32B, with real widths and depths, on a GPU that computes nothing: what it
-would wait for, what it would mix up, what it would need, and what it would launch.
+"""One rank's step of layouts of models of 7B to 32B, with real widths and depths, on a GPU that computes nothing: what
+it would wait for, what it would mix up, what it would need, and what it would launch.
 
 What the fake device cannot show: time, values, memory of the driver and of NCCL, fragmentation. Functions that a GPU
 compiles (bias, activation and gate of an MLP) run here as the ops they are made of: more kernels, and more workspace.
