@@ -5,7 +5,7 @@ records.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from typing import overload
 
@@ -96,7 +96,7 @@ def reason(error: OSError) -> str:
 
 
 @contextmanager
-def os_errors_as(refusal: Callable[[OSError], UserError]) -> Iterator[None]:
+def os_errors_as(refusal: Callable[[OSError], UserError]) -> Generator[None]:
     """Inside, an `OSError` is raised as the `UserError` that `refusal` makes of it."""
     try:
         yield

@@ -6,8 +6,8 @@ A table maps keys to a `Rule`, or to the table of a nested object; other keys ar
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from reprlib import Repr
 from typing import Any, TypeAlias
@@ -24,6 +24,9 @@ _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 _IN_JSON = {None: "null", True: "true", False: "false"}
 
+Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
+"""What a file may hold."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -36,7 +39,7 @@ class Rule:
 
     def or_null(self) -> Rule:
         """The same rule, for a value that may be null."""
-        return replace(self, expected=f"{self.expected}, or null", holds=lambda v: v is None or self.holds(v))
+        return Rule(f"{self.expected}, or null", lambda v: v is None or self.holds(v), self.because, self.fix)
 
 
 Table: TypeAlias = "Mapping[str, Rule | Table]"
@@ -61,8 +64,11 @@ def one_of(*values: object) -> Rule:
 def list_of(rule: Rule, length: int | None = None) -> Rule:
     """A list of values of one rule; of a `length`, where one is given."""
     words = f"a list of which each is {rule.expected}" if length is None else f"{length} values, each {rule.expected}"
-    fits = lambda v: isinstance(v, list) and (length is None or len(v) == length)  # noqa: E731
-    return Rule(words, lambda v: fits(v) and all(map(rule.holds, v)))
+
+    def holds(value: Json) -> bool:
+        return isinstance(value, list) and (length is None or len(value) == length) and all(map(rule.holds, value))
+
+    return Rule(words, holds)
 
 
 def either(*rules: Rule) -> Rule:
@@ -116,7 +122,7 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     """
     content = _content(path, most)
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
+        value: Json = json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         where, found = f"{path}:{error.lineno}", f"broken JSON at column {error.colno} ({error.msg})"
         raise _refused(where, found, "a JSON object") from None
@@ -156,13 +162,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _texts(value: Any) -> Iterator[tuple[int, str]]:
+def _texts(value: Json) -> Iterator[tuple[int, str]]:
     """All keys and texts in a value, with their depth; the empty text for an empty list or object."""
-    level: Iterable[Any] = [value]
+    level = [value]
     depth = 0
-    while level := list(level):
+    while level:
         depth += 1
-        below: list[Any] = []
+        below: list[Json] = []
         for item in level:
             inside = [*item, *item.values()] if isinstance(item, dict) else item if isinstance(item, list) else [item]
             for part in inside or [""]:

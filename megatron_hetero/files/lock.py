@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -43,7 +43,7 @@ def give_back(path: Path, file: IO[str]) -> None:
 
 
 @contextmanager
-def alone(path: Path, target: Path, doing: str) -> Iterator[None]:
+def alone(path: Path, target: Path, doing: str) -> Generator[None]:
     """Inside, this process alone writes `target`, guarded by the lock file `path`; `doing`, such as "export", is for
     messages. Raises `OSError`, and `UserError` if another process holds the lock.
     """

@@ -77,7 +77,8 @@ class WeightSource(Protocol):
 
 def stack(*parts: tuple[str, Interval]) -> tuple[Piece, ...]:
     """Pieces of whole rows, one below the other; an interval may be empty."""
-    pieces, at = [], 0
+    pieces: list[Piece] = []
+    at = 0
     for name, (start, stop) in parts:
         pieces.append(Piece(name, (start, stop), at))
         at += stop - start

@@ -52,7 +52,8 @@ def salvage(text: str) -> tuple[dict[str, int], tuple[int, ...]]:
     """What can be understood of a text that breaks the grammar; degrees and ranks may be empty."""
     degrees_text, _, ranks_text = re.sub(r"\s", "", text).partition("@")
     degrees: dict[str, int] = {}
-    for name, degree in re.findall(r"([A-Za-z]+)\D?(\d{1,7})", degrees_text):
+    pairs: list[tuple[str, str]] = re.findall(r"([A-Za-z]+)\D?(\d{1,7})", degrees_text)
+    for name, degree in pairs:
         axis = next(iter(get_close_matches(name.lower(), AXES, n=1)), None)
         if axis and int(degree):
             degrees.setdefault(axis, int(degree))

@@ -178,7 +178,8 @@ class Layout:
             raise UserError.at(
                 f"layout {self}", found=f"rank {rank}", expected="one of its ranks", fix="ask about those"
             )
-        rest, index = bisect_left(self.ranks, rank), []
+        rest = bisect_left(self.ranks, rank)
+        index: list[int] = []
         for degree in self.degrees.values():
             index.append(rest % degree)
             rest //= degree

@@ -72,7 +72,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from megatron_hetero.layout.edge import Edge
 
@@ -109,10 +109,11 @@ class Action:
                 return f"{self.module}.{self.stage}>{self.peer}.{work}"
             case "irecv" | "wait":
                 return f"{self.module}.{self.stage}<{self.peer}.{work}{'!' if self.op == 'wait' else ''}"
-        # Checks print actions that are none, too.
-        ends = self.peer.ends if isinstance(self.peer, Edge) else (self.module, f"{self.peer}")
-        ends = ends if self.kind == "F" else ends[::-1]
-        return f"{'>'.join(ends)}.{work}{'!' if self.op == 'finish' else ''}"
+            case "start" | "finish":
+                # Checks print actions that are none, too.
+                ends = self.peer.ends if isinstance(self.peer, Edge) else (self.module, f"{self.peer}")
+                ends = ends if self.kind == "F" else ends[::-1]
+                return f"{'>'.join(ends)}.{work}{'!' if self.op == 'finish' else ''}"
 
     def __repr__(self) -> str:
         return f"Action.parse({str(self)!r})"
@@ -128,15 +129,15 @@ class Action:
         """The inverse of `str`. Raises `ValueError`."""
         if found := _RUN.fullmatch(text):
             module, stage, kind, batch = found.groups()
-            return run(kind, module, int(stage), int(batch))  # pyright: ignore[reportArgumentType]
+            return run(cast(Kind, kind), module, int(stage), int(batch))
         if found := _TRANSFER.fullmatch(text):
             module, stage, arrow, peer, kind, batch = found.groups()
-            op = {">": "send", "<": "irecv", "<!": "wait"}[arrow + text[len(text.rstrip("!")) :]]
-            return cls(op, kind, module, int(batch), int(stage), int(peer))  # pyright: ignore[reportArgumentType]
+            op = _TRANSFER_OPS[arrow + text[len(text.rstrip("!")) :]]
+            return cls(op, cast(Kind, kind), module, int(batch), int(stage), int(peer))
         if (found := _CROSSING.fullmatch(text)) and (found[2] is None) == (found[4] is None):
-            *ends, kind, batch, finishes = found.groups()
-            edge = _edge_between(ends[:2], ends[2:], kind)
-            return cls("finish" if finishes else "start", kind, edge.source, int(batch), None, edge)  # pyright: ignore[reportArgumentType]
+            left, left_stage, right, right_stage, kind, batch, finishes = found.groups()
+            edge = _edge_between((left, left_stage), (right, right_stage), kind)
+            return (finish if finishes else start)(cast(Kind, kind), edge, int(batch))
         raise ValueError(
             f"found {text!r}, expected an action such as 'text.1.F3', 'text.1>2.F3', 'text.2<1.F3', 'text.2<1.F3!', "
             "'vision>text.F3', 'vision.0>text.1.F3' or 'vision>text.F3!'"
@@ -145,11 +146,12 @@ class Action:
 
 _RUN = re.compile(rf"({NAME})\.(\d+)\.([FRB])(\d+)")
 _TRANSFER = re.compile(rf"({NAME})\.(\d+)(>(?=[^!]*$)|<)(\d+)\.([FRB])(\d+)!?")
+_TRANSFER_OPS: dict[str, Op] = {">": "send", "<": "irecv", "<!": "wait"}
 _END = rf"({NAME})(?:\.(\d+))?"
 _CROSSING = re.compile(rf"{_END}>{_END}\.([FB])(\d+)(!?)")
 
 
-def _edge_between(left: list[str], right: list[str], kind: str) -> Edge:
+def _edge_between(left: tuple[str, str | None], right: tuple[str, str | None], kind: str) -> Edge:
     """The edge of a crossing that is written from left to right; each end is a module and maybe a stage."""
     source, target = (left, right) if kind == "F" else (right, left)
     return Edge(source[0], target[0], *(None if end[1] is None else int(end[1]) for end in (source, target)))

@@ -41,7 +41,7 @@ def timeline(simulation: Simulation, *, unit: float | None = None, columns: int 
     names = _short_names(simulation.schedule)
     width = max((len(_label(names, s.action)) for s in works), default=1)
     labels = [role_label(role) for role in simulation.schedule.roles]
-    lines = []
+    lines: list[str] = []
     for label, spans in zip(labels, simulation.spans, strict=True):
         cells = list(_cells(names, spans, unit))
         line = " ".join(cell.ljust(width) for cell in cells[:columns]).rstrip()
@@ -172,7 +172,7 @@ def draw_panel(axis: Any, title: str, rows: Timelines, colours: Mapping[str, str
 def _draw_row(axis: Any, at: int, spans: Sequence[Span], colours: Mapping[str, str], seconds: float) -> None:
     """The spans of one row. Those of one kind are one artist, since matplotlib is slow with thousands."""
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    waits = []
+    waits: list[tuple[float, float]] = []
     for span in spans:
         took = span.end - span.start
         if span.action.op in ("wait", "finish") and took > 0:

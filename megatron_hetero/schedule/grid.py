@@ -57,7 +57,7 @@ def _cells(
 ) -> list[list[str]]:
     marks = marks or {}
     height = max(step.values(), default=-1) + 1
-    columns = []
+    columns: list[list[str]] = []
     for role in roles:
         actions = schedule.roles[role].actions
         column = [EMPTY] * (height + 1)
@@ -72,7 +72,7 @@ def _cells(
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = []
+    aligned: list[str] = []
     for first, *rest in lines:
         cells = (cell.ljust(width) for cell, width in zip(rest, widths[1:], strict=True))
         aligned.append("  ".join([first.rjust(widths[0]) if first.isdigit() else first.ljust(widths[0]), *cells]))

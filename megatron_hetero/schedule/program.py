@@ -177,7 +177,8 @@ class Schedule:
     @cached_property
     def collective(self) -> dict[Edge, bool]:
         """For each edge, whether its crossings are collectives: its sides share ranks."""
-        return {edge: not set.isdisjoint(*map(set, self.sides(edge))) for edge in self.edges}
+        sides = {edge: self.sides(edge) for edge in self.edges}
+        return {edge: not set(own).isdisjoint(others) for edge, (own, others) in sides.items()}
 
     def crosses(self, role: Role, edge: Edge) -> tuple[bool, bool]:
         """Whether the role is on the encoder's, and on the text module's, side of the edge."""
@@ -212,6 +213,7 @@ class Schedule:
                 return module.window + self.in_flight_between_waves
             case "recompute":
                 return 2 * left + 1
-        # `ahead`: in flight between F and B of the first text stage, and encoded ahead of it.
-        in_flight = self.text.layout.pp * (1 if self.text.virtual == 1 else 2)
-        return in_flight + 1 + module.window + left
+            case "ahead":
+                # In flight between F and B of the first text stage, and encoded ahead of it.
+                in_flight = self.text.layout.pp * (1 if self.text.virtual == 1 else 2)
+                return in_flight + 1 + module.window + left

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_hetero.layout.edge import Edge
-from megatron_hetero.schedule.actions import Action, finish, irecv, run, send, start
+from megatron_hetero.schedule.actions import Action, Kind, finish, run, start
 from megatron_hetero.schedule.program import Module, Role, Schedule
 from megatron_hetero.schedule.transfers import input_of, output_of
 
@@ -17,9 +17,10 @@ def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
     found: list[Action] = []
     for name, stage in role.held_stages:
         module = schedule.module[name]
-        for kind in (*module.forward_kinds, *(["B"] if module.backward else [])):
+        kinds: list[Kind] = [*module.forward_kinds, *(["B"] if module.backward else [])]
+        for kind in kinds:
             for m in range(schedule.micro_batches):
-                work = run(kind, name, stage, m)  # pyright: ignore[reportArgumentType]
+                work = run(kind, name, stage, m)
                 found += [*(input_of(module, work) or ()), work, *filter(None, [output_of(module, work)])]
     for edge in schedule.edges:
         if any(schedule.crosses(role, edge)):
@@ -40,13 +41,14 @@ def local_dependencies(schedule: Schedule, role: Role, action: Action) -> list[A
         case "irecv":
             return []
         case "wait":
-            return [_as(irecv, action)]
+            return [Action("irecv", action.kind, action.module, action.micro_batch, action.stage, action.peer)]
         case "finish":
             return [start(action.kind, action.edge, action.micro_batch)]
-    (on_encoder, on_text), (own, stage) = schedule.crosses(role, action.edge), schedule.stages_of(action.edge)
-    if action.kind == "F":
-        return [run("F", action.module, own, action.micro_batch)] if on_encoder else []
-    return [run("B", schedule.text.name, stage, action.micro_batch)] if on_text else []
+        case "start":
+            (on_encoder, on_text), (own, stage) = schedule.crosses(role, action.edge), schedule.stages_of(action.edge)
+            if action.kind == "F":
+                return [run("F", action.module, own, action.micro_batch)] if on_encoder else []
+            return [run("B", schedule.text.name, stage, action.micro_batch)] if on_text else []
 
 
 def _dependencies_of_work(schedule: Schedule, module: Module, work: Action) -> list[Action]:
@@ -63,10 +65,6 @@ def _dependencies_of_work(schedule: Schedule, module: Module, work: Action) -> l
     elif module is schedule.text:
         needed += [finish("F", e, m) for e in schedule.edges if schedule.stages_of(e)[1] == stage]
     return needed
-
-
-def _as(make, action: Action) -> Action:
-    return make(action.kind, action.module, action.stage, action.peer, action.micro_batch)
 
 
 class Event(NamedTuple):
@@ -89,8 +87,8 @@ class Dependencies:
 
     def of(self, role: int, action: Action) -> list[Event]:
         """The events that the action waits for; none for actions that do not block."""
-        if action.op == "wait":
-            sent = send(action.kind, action.module, action.peer, action.stage, action.micro_batch)  # pyright: ignore[reportArgumentType]
+        if action.op == "wait" and isinstance(action.peer, int):
+            sent = Action("send", action.kind, action.module, action.micro_batch, action.peer, action.stage)
             return [Event(other, sent) for other in self.peer_roles(role, action)]
         if action.op != "finish" or action.peer not in self._participants:
             return []

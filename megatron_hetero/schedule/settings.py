@@ -35,7 +35,8 @@ def sharing_encoders(layouts: Mapping[str, Layout], text: str) -> tuple[str, ...
     """The encoders that share ranks with the text module, directly or through another encoder; they take turns with
     it.
     """
-    found, ranks, more = [], set(layouts[text].ranks), True
+    found: list[str] = []
+    ranks, more = set(layouts[text].ranks), True
     while more:
         more = [name for name in layouts if name not in (text, *found) and not ranks.isdisjoint(layouts[name].ranks)]
         found += more

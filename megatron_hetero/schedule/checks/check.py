@@ -82,7 +82,8 @@ def _wrong_actions(schedule: Schedule) -> Iterator[Problem]:
     for index, role in enumerate(schedule.roles):
         expected = expected_actions(schedule, role)
         missing = Counter(expected) - Counter(role.actions)
-        known, seen = set(expected), set()
+        known = set(expected)
+        seen: set[Action] = set()
         for at, action in enumerate(role.actions):
             if action not in known or action in seen:
                 yield _unexpected(index, at, action, action in known, list(missing))
@@ -217,7 +218,8 @@ def _lanes(schedule: Schedule, role: Role) -> dict[Lane, list[int]]:
 
 def _different_order(schedule: Schedule, one: tuple[int, list[int]], other: tuple[int, list[int]]) -> Iterator[Problem]:
     """The first crossing that two roles, among those of both, execute in different orders."""
-    both = set.intersection(*({_action(schedule, (role, at)).edge for at in ats} for role, ats in (one, other)))
+    edges = [{_action(schedule, (role, at)).edge for at in ats} for role, ats in (one, other)]
+    both = edges[0] & edges[1]
     common = ([(role, at) for at in ats if _action(schedule, (role, at)).edge in both] for role, ats in (one, other))
     for mine, theirs in zip(*common, strict=True):
         if _action(schedule, mine) != _action(schedule, theirs):
@@ -268,7 +270,8 @@ def live_activations(schedule: Schedule, role: Role, module: str) -> list[int]:
     the module are live.
     """
     keeps = schedule.module[module].forward_kinds[-1] if schedule.module[module].backward else None
-    counts, live = [], 0
+    counts: list[int] = []
+    live = 0
     for action in role.actions:
         if action.op == "run" and action.module == module:
             live += (action.kind == keeps) - (action.kind == "B")

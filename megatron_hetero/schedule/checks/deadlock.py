@@ -171,7 +171,8 @@ class _Graph:
         return _IssueEnd(party, at, bool(is_end))
 
     def _add_streams(self, first: Node, issued: Sequence[Issue]) -> None:
-        followers, computed, last = self.followers, None, {}
+        followers, computed = self.followers, None
+        last: dict[str, Node] = {}
         for begin, issue in zip(count(first, 2), issued, strict=False):
             end = begin + 1
             following = begin if issue.waits is None else end
@@ -234,7 +235,8 @@ def _short_cycle(graph: _Graph, stuck: set[Node]) -> list[Node]:
     for node in stuck:
         for follower in graph.followers[node]:
             before[follower].append(node)
-    node, path = min(stuck), {}
+    node = min(stuck)
+    path: dict[Node, None] = {}
     while node not in path:
         path[node] = None
         node = before[node][0]

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron_hetero.distributed.communicators import EdgeUse, Link
-from megatron_hetero.schedule.actions import Action, irecv, start
+from megatron_hetero.schedule.actions import Action, start
 from megatron_hetero.schedule.communication import use_of
 from megatron_hetero.schedule.program import Role, Schedule
 
@@ -181,7 +181,7 @@ class _Host:
             self.issued[wait] = self.issued[wait]._replace(waits=self.operation[action])
 
     def _wait(self, at: int, action: Action) -> None:
-        posted = irecv(action.kind, action.module, action.stage, action.peer, action.micro_batch)  # pyright: ignore[reportArgumentType]
+        posted = Action("irecv", action.kind, action.module, action.micro_batch, action.stage, action.peer)
         if posted not in self.operation:  # The receive is issued later.
             self.early[posted] = len(self.issued)
         self._stream_wait(at, "", self.operation.get(posted, -1))
