@@ -19,7 +19,7 @@ from megatron_hetero.layout.layout import Layout, resolve
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT, parts_of
-from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.builders import build_schedule, last_entered
 from megatron_hetero.schedule.checks.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
@@ -190,32 +190,33 @@ class JobSpec:
 
     def _checked_schedule(self, batch: BatchShape, forward_only: Collection[str]) -> Schedule:
         settings = _schedule_settings(self.config)
-        self._require_rows_on_first_rank()
+        self._require_rows_enter_early()
         schedule = build_schedule(
             self.layouts, batch.micro_batches, settings, forward_only=forward_only, edges=list(self.edges)
         )
         check_schedule(schedule)
         return schedule
 
-    def _require_rows_on_first_rank(self) -> None:
-        """Check that rows of encoders that run ahead enter virtual stages of the first pipeline rank only, which is all
-        that schedules are built for. Raises `UserError` with a split of layers that is.
+    def _require_rows_enter_early(self) -> None:
+        """Check that rows of encoders that run ahead enter stages that schedules are built for. Raises `UserError` with
+        a split of layers that is.
         """
         text, stages, taking_turns = self.layouts[TEXT], self.stages[TEXT], sharing_encoders(self.layouts, TEXT)
-        late = [edge for edge in self.edges if edge.source not in taking_turns and edge.target_coordinate(text)]
-        if len(stages) == text.pp or not late:
+        virtual = len(stages) // text.pp
+        ahead = [edge for edge in self.edges if edge.source not in taking_turns]
+        late = next((edge for edge in ahead if edge.target_coordinate(text) > last_entered(virtual)), None)
+        if late is None:
             return
         entries = [self.shapes.text.entry_layer(output) or 0 for edge in self.edges for output in self.edges[edge]]
-        edge, first, rest = late[0], max(entries) + 1, len(stages) - 1
-        entered = stages[edge.target_stage or 0]
-        fix = "leave schedule.virtual_stages out"
+        first, rest = max(entries) + 1, len(stages) - 1
+        fix = "leave schedule.virtual_stages out" if virtual > 1 else "lower pp"
         if (left := self.shapes.text.layers - first) >= rest:
             fix = f"try --parallel_layers.{TEXT} {' '.join(map(str, (first, *even_split(left, rest))))}, or {fix}"
         raise UserError.at(
-            "schedule.virtual_stages (--schedule.virtual_stages)",
-            found=f"{len(stages) // text.pp} with rows of {edge.source} that enter {edge.ends[1]} ({entered})",
+            f"{TEXT} stages (--parallel_layers.{TEXT}, --schedule.virtual_stages)",
+            found=f"rows of {late.source} that enter stage {late.target_stage} ({stages[late.target_stage or 0]})",
             expected=f"all layers that rows enter (0-{first - 1}) on the first stage",
-            because=f"{edge.source} runs ahead on its own ranks and would wait for those of {TEXT} in turn, while they "
+            because=f"{late.source} runs ahead on its own ranks and would wait for those of {TEXT} in turn, while they "
             "wait for each other",
             fix=fix,
         )

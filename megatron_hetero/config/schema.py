@@ -33,7 +33,7 @@ Overridable = Literal["data.datasets", "data.shuffle", "train.seed", "train.glob
 class EncoderConfig:
     """One entry of `model.encoders`: an encoder in addition to that of `model.hf_path`."""
 
-    hf_path: Path = required("Qwen2.5-VL or Qwen3-VL folder whose vision encoder becomes the additional encoder NAME.")
+    hf_path: Path = required("Folder of a vision-language model whose encoder becomes the additional encoder NAME.")
     token: str = required("Placeholder token of its rows, such as `<|video_pad|>`.")
     min_pixels: int | None = option(None, "Minimum image area in pixels; smaller images are upscaled.", "its folder's")
     max_pixels: int | None = option(None, "Maximum image area in pixels; larger images are downscaled.", "its folder's")

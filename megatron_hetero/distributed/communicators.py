@@ -143,7 +143,7 @@ def communicators(
     kinds = (
         *_axis_kinds(layouts, tied),
         *(kind for name, layout in layouts.items() for kind in _link_kinds(name, layout, name in interleaved)),
-        *(_edge_kind(layouts, as_edge(edge), direction) for edge in edges for direction in DIRECTIONS),
+        *(_edge_kind(layouts, as_edge(edge, layouts), direction) for edge in edges for direction in DIRECTIONS),
     )
     return tuple(kind for kind in kinds if kind.groups)
 

@@ -222,7 +222,7 @@ def _boundaries(
     rank: int,
 ) -> dict[Edge, BoundaryGroups]:
     found = {}
-    for edge in (as_edge(each) for each in edges):
+    for edge in (as_edge(each, layouts) for each in edges):
         ranks = edge_ranks(layouts, edge)
         if rank in ranks:
             alone = None if len(ranks) > 1 else LocalGroup(ranks, rank, f"boundary {edge}")

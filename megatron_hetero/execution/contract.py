@@ -100,11 +100,13 @@ class ModuleOnRank:
     """A rank's part of a module.
 
     `stages`: the models of its stages on this rank, by stage number. `embeds`: whether the first stage of the text
-    module is an `EmbeddingTextStage`.
+    module is an `EmbeddingTextStage`. `trains_before_last`: whether stages before the last one, or rows that enter
+    them, need gradients; without them, hidden states need none (a frozen encoder whose projector trains).
     """
 
     stages: Mapping[int, StageModel]
     embeds: bool = False
+    trains_before_last: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,18 +48,14 @@ def grad_of(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def named_outputs(output: Any, expected: Sequence[str]) -> dict[str, Tensor]:
-    """What a stage returned, by name: a tensor stands for the first of the names that are `expected`.
-
-    Raises `TypeError` where it is something else, or others are missing or left over.
+def wrong_outputs(output: Any, expected: Sequence[str]) -> str:
+    """What is wrong with what a stage returned; empty where it is a tensor by each of the names, or one tensor for the
+    only name.
     """
-    found = {expected[0]: output} if isinstance(output, Tensor) else output
-    if not isinstance(found, Mapping):
-        raise TypeError(f"a {type(output).__name__}")
-    if found.keys() != set(expected):
-        raise TypeError(f"outputs {', '.join(map(str, found))}" if found else "no outputs")
-    if others := [
-        f"{name} of type {type(value).__name__}" for name, value in found.items() if not isinstance(value, Tensor)
-    ]:
-        raise TypeError(", ".join(others))
-    return dict(found)
+    if isinstance(output, Tensor):
+        return "" if len(expected) == 1 else "one tensor"
+    if not isinstance(output, Mapping):
+        return f"a {type(output).__name__}"
+    if output.keys() != set(expected):
+        return f"outputs {', '.join(map(str, output))}" if output else "no outputs"
+    return ", ".join(f"{n} of type {type(v).__name__}" for n, v in output.items() if not isinstance(v, Tensor))

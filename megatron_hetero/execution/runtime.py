@@ -15,7 +15,7 @@ from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, R
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.step import StepExecution
 from megatron_hetero.execution.watch import Stopwatch, Watchdog
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.edge import Edge, as_edge
 from megatron_hetero.names import ROWS
 from megatron_hetero.schedule.program import Schedule
 
@@ -58,7 +58,8 @@ class Interpreter(RankResources):
         """
         _require_placed(topology, modules)
         _require_edges(topology, outputs or {})
-        crossing = dict.fromkeys(topology.boundaries, (ROWS,)) | {e: tuple(o) for e, o in (outputs or {}).items()}
+        further = {as_edge(edge, topology.layouts): tuple(names) for edge, names in (outputs or {}).items()}
+        crossing = dict.fromkeys(topology.boundaries, (ROWS,)) | further
         widths = {edge: width * len(crossing[edge]) for edge in topology.boundaries}
         return cls(
             modules=modules,
@@ -119,7 +120,8 @@ def _require_edges(topology: Topology, outputs: Mapping[Edge, Sequence[str]]) ->
     """Check that the edges of `outputs` are the topology's, as far as they include the rank."""
     for edge in outputs:
         known = {edge.source, edge.target} <= topology.layouts.keys()
-        if known and (edge in topology.boundaries or topology.rank not in edge_ranks(topology.layouts, edge)):
+        named = as_edge(edge, topology.layouts) if known else edge
+        if named in topology.boundaries or (known and topology.rank not in edge_ranks(topology.layouts, named)):
             continue
         raise UserError.at(
             f"interpreter on rank {topology.rank}",

@@ -26,7 +26,7 @@ from megatron_hetero.distributed.communicators import Link
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution.contract import LOSS, DeviceMicroBatch
 from megatron_hetero.execution.resources import RankResources
-from megatron_hetero.execution.rows import ReceivedRows, grad_of, named_outputs
+from megatron_hetero.execution.rows import ReceivedRows, grad_of, wrong_outputs
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.names import HIDDEN, ROWS
 from megatron_hetero.schedule.actions import Action, start
@@ -133,7 +133,8 @@ class StepExecution:
         with torch.set_grad_enabled(keeps), self._same_random_state(action):
             inputs = []
             if action.stage != 0:
-                inputs.append(self.received.pop((action.kind, key)).requires_grad_(keeps))
+                trains = self.resources.modules[action.module].trains_before_last
+                inputs.append(self.received.pop((action.kind, key)).requires_grad_(keeps and trains))
                 self.inputs[key] = inputs[0]
             elif self._is_text(action):
                 inputs += self._embedding(action.micro_batch)
@@ -154,15 +155,14 @@ class StepExecution:
 
     def _named(self, action: Action, output: Any) -> dict[str, Tensor]:
         """What a stage returned, by name, checked."""
-        is_last = action.stage == self.schedule.module[action.module].stages - 1
-        first = HIDDEN if not is_last else LOSS if self._is_text(action) else ROWS
-        crossing = [name for edge in self._edges_of(action) for name in self.resources.outputs[edge]]
-        expected = [first, *(name for name in crossing if name != first)] if not self._is_text(action) else [first]
-        try:
-            outputs = named_outputs(output, expected)
-        except TypeError as error:
-            self._require(False, action, str(error), f"a tensor by each of the names {', '.join(expected)}")
-            raise
+        is_last, is_text = action.stage == self.schedule.module[action.module].stages - 1, self._is_text(action)
+        expected = [HIDDEN if not is_last else LOSS if is_text else ROWS]
+        if not is_text:
+            crossing = (name for edge in self._edges_of(action) for name in self.resources.outputs[edge])
+            expected = list(dict.fromkeys([*expected, *crossing]))
+        problem = wrong_outputs(output, expected)
+        self._require(not problem, action, problem, f"a tensor by each of the names {', '.join(expected)}")
+        outputs = {expected[0]: output} if isinstance(output, Tensor) else dict(output)
         self._require_result(action, outputs)
         return outputs
 

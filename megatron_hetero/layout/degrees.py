@@ -64,9 +64,7 @@ def divisors(n: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 
-def closest_degrees(
-    wanted: Mapping[str, int], ranks: int, shape: ModuleShape | None, *, only_divisors: bool = False
-) -> dict[str, int]:
+def closest_degrees(wanted: Mapping[str, int], ranks: int, shape: ModuleShape | None) -> dict[str, int]:
     """The legal degrees over so many ranks that keep most of the wanted ones; `dp` takes what is left.
 
     There always are some, since pure `dp` suits every shape.
@@ -75,12 +73,11 @@ def closest_degrees(
         wanted: degrees by axis; those left out count as 1, and `dp` as wanted by nobody.
         ranks: number of ranks.
         shape: of the module, where it is known.
-        only_divisors: whether to take divisors of the wanted degrees only, which suit whatever these suited.
     """
 
     def options(axis: str) -> Sequence[int]:
         degree = wanted.get(axis, 1)
-        return [d for d in divisors(ranks) if d <= degree and not (only_divisors and degree % d)]
+        return [d for d in divisors(ranks) if d <= degree]
 
     def legal(degrees: dict[str, int]) -> bool:
         return ranks % prod(degrees.values()) == 0 and (shape is None or problem_of(shape, degrees) is None)

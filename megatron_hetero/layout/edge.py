@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from megatron_hetero.layout.layout import Layout
 
 
-class Edge(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Edge:
     """Rows go from a stage of `source` to a stage of `target`, and their gradients back.
 
     The edge without stages, ``vision>text``, goes from the last stage to the first. Others name both:
-    ``vision.0>text.1``. See `Edge.of`.
+    ``vision.0>text.1``. See `Edge.of`. Raises `ValueError` where one stage is given without the other.
     """
 
     source: str
     target: str
     source_stage: int | None = None
     target_stage: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.source_stage is None) != (self.target_stage is None):
+            raise ValueError(
+                f"edge {self.source} to {self.target}: found a stage at one end, expected one at both or at none"
+            )
 
     @classmethod
     def of(cls, source: str, source_stage: int, source_stages: int, target: str, target_stage: int) -> Edge:
@@ -53,6 +61,10 @@ class Edge(NamedTuple):
         return ">".join(self.ends)
 
 
-def as_edge(edge: Edge | tuple[str, str]) -> Edge:
-    """`edge`, or the edge of two modules from the last stage to the first."""
-    return edge if isinstance(edge, Edge) else Edge(*edge)
+def as_edge(edge: Edge | tuple[str, str], layouts: Mapping[str, Layout]) -> Edge:
+    """`edge` by its only name, for modules in these layouts; a tuple is the edge from the last stage to the first."""
+    if not isinstance(edge, Edge):
+        return Edge(*edge)
+    if edge.source_stage is None or edge.target_stage is None:
+        return edge
+    return Edge.of(edge.source, edge.source_stage, layouts[edge.source].pp, edge.target, edge.target_stage)

@@ -361,10 +361,8 @@ def _varied(layout: Layout, axis: str) -> Iterator[Layout]:
         yield Layout(**layout.degrees | {axis: degree, "dp": layout.size // others // degree}, ranks=layout.ranks)
 
 
-def _closest(
-    wanted: Mapping[str, int], ranks: tuple[int, ...], shape: ModuleShape | None, *, only_divisors: bool = False
-) -> Layout:
-    return Layout(**closest_degrees(wanted, len(ranks), shape, only_divisors=only_divisors), ranks=ranks)
+def _closest(wanted: Mapping[str, int], ranks: tuple[int, ...], shape: ModuleShape | None) -> Layout:
+    return Layout(**closest_degrees(wanted, len(ranks), shape), ranks=ranks)
 
 
 def _mended(text: str, world_size: int | None, shape: ModuleShape | None, idle: Iterable[int] = ()) -> Layout:

@@ -168,8 +168,8 @@ class ItemReader(Protocol):
     max_pixels: int
     max_image_pixels: int
 
-    def grid(self, record: Record, k: int) -> tuple[int, int, int]:
-        """Size of item `k` of a record in patches, (time, height, width), from its header. Raises `UserError`."""
+    def grid(self, record: Record, k: int) -> Size:
+        """Size of item `k` of a record, from its header. Raises `UserError`."""
         ...
 
     def patches(self, record: Record, image_index: int, grid: Sequence[int] | np.ndarray) -> np.ndarray:

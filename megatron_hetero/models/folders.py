@@ -59,7 +59,7 @@ class ModelFolders:
         vision = read_config(hf_path_vision, VISION_FOLDER)
         family = family_of(vision.model_type)
         family.check_encoder(hf_path_vision, vision)
-        own = read_config(hf_path, "model.hf_path", (family.model_type, *family.language_models))
+        own = read_config(hf_path, "model.hf_path", (family.model_type, *family.language_models), of_encoder=family)
         text_alone = own.model_type != family.model_type
         with _sound(hf_path / "config.json"):
             config = family.joined(own, vision, text_alone)
@@ -68,8 +68,12 @@ class ModelFolders:
         return cls(hf_path, hf_path_vision, config, fresh_projector or not fits, text_alone)
 
 
-def read_config(folder: Path, setting: str, model_types: Sequence[str] = tuple(FAMILIES)) -> Any:
-    """The configuration of the folder that `setting` names, of one of these types. Raises `UserError`."""
+def read_config(
+    folder: Path, setting: str, model_types: Sequence[str] = tuple(FAMILIES), of_encoder: Family | None = None
+) -> Any:
+    """The configuration of the folder that `setting` names, of one of these types: those that fit the family
+    `of_encoder` where one is given. Raises `UserError`.
+    """
     path = folder / "config.json"
     if not folder.is_dir() or not path.is_file():
         found = f"the file {folder}" if folder.is_file() else f"no {path if folder.is_dir() else folder}"
@@ -81,7 +85,7 @@ def read_config(folder: Path, setting: str, model_types: Sequence[str] = tuple(F
     raw = read_object(path)
     found = raw.get("model_type")
     if not isinstance(found, str) or found not in model_types:
-        raise _of_another_family(path, found, model_types)
+        raise _of_another_family(path, found, model_types, of_encoder)
     family = family_of(found)
     check(path, raw, family.rules)
     with _sound(path):
@@ -99,11 +103,19 @@ def _sound(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _of_another_family(path: Path, found: Any, model_types: Sequence[str]) -> UserError:
-    more = ""
+def _of_another_family(path: Path, found: Any, model_types: Sequence[str], of_encoder: Family | None) -> UserError:
+    expected, more = " or ".join(map(repr, model_types)), ""
+    if of_encoder is not None:
+        return UserError.at(
+            path,
+            found=f"model_type {shown(found)}",
+            expected=expected,
+            because=f"the encoder of {VISION_FOLDER} is {of_encoder.title}'s",
+            fix="give a language model of that family, or leave out --" + VISION_FOLDER,
+        )
     if any(found in family.language_models for family in FAMILIES.values()):
         more = f", or the folder of a vision encoder too, with --{VISION_FOLDER}"
     return UserError(
-        f"{path}: found model_type {shown(found)}, expected {' or '.join(map(repr, model_types))}, the family that "
-        f"this program builds; give a {titles()} folder{more}"
+        f"{path}: found model_type {shown(found)}, expected {expected}, the family that this program builds; "
+        f"give a {titles()} folder{more}"
     )

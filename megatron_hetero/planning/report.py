@@ -64,10 +64,10 @@ def assumptions(plan: Plan) -> list[str]:
         f"of {batch.replicas:,} {texts} of {TEXT}.",
     ]
     for name, grids in sample.grids.items():
-        side = plan.shapes.encoders[name].side(grids[0]) if grids else 0
-        what = f"{len(grids)} image{'s' * (len(grids) != 1)}"
+        shape, what = plan.shapes.encoders[name], f"{len(grids)} image{'s' * (len(grids) != 1)}"
         if grids:
-            what += f" of {side:,}x{side:,} pixels ({grids[0][1] * grids[0][2]:,} patches, {sample.rows[name]:,} rows)"
+            side, patches = shape.side(grids[0]), sum(shape.sequences(grids[0]))
+            what += f" of {side:,}x{side:,} pixels ({patches:,} patches, {sample.rows[name]:,} rows)"
         lines.append(f"Assumed of every sample, for {name}: {what} (plan.images, plan.image_side).")
     lines.append(
         f"Assumed of every sample: {config.plan.tokens:,} tokens besides (plan.tokens), {sample.supervised:,} of them "

@@ -33,7 +33,7 @@ def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: f
     if not grids:
         return 0.0
     shape = v.flop_shape(stage.layers, embeds=stage.is_first)
-    patches = grids[0][0] * grids[0][1] * grids[0][2]
+    patches = sum(v.sequences(grids[0]))
     windows = v.windows(grids[0])
     whole = vision_flops(shape, [patches], windows, FORWARD, FORWARD)
     # The last merger is counted whatever the layers are.

@@ -77,14 +77,6 @@ def receive_rows(ctx: BuildContext, arriving: Sequence[Edge], m: int) -> Iterato
         yield from (start("F", edge, m + 1) for edge in arriving)
 
 
-def gradient_delay(ctx: BuildContext, role: Role) -> int:
-    """For how many micro-batches a stage keeps gradients of rows. The encoder is at the pace of the first stage, behind
-    which stage s is s micro-batches ahead in backwards; it sends this stage no more rows while it waits to send
-    gradients, which is too early from s = 3 on.
-    """
-    return max(0, (first_stage(role, ctx.text) or 0) - 2)
-
-
 def send_gradients_ahead(ctx: BuildContext, role: Role, m: int) -> Iterator[Action]:
     """Send those of micro-batch `m`, if there is one, to encoders that run ahead."""
     edges, sent = [edge for edge in ctx.arriving(role) if ctx.has_backward(edge)], m - 1 - ctx.run_ahead

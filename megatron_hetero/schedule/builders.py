@@ -55,7 +55,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, finish, run, start
-from megatron_hetero.schedule.ahead import ahead_order, gradient_delay, receive_rows, send_gradients_ahead
+from megatron_hetero.schedule.ahead import ahead_order, receive_rows, send_gradients_ahead
 from megatron_hetero.schedule.context import BuildContext, first_stage, text_parts
 from megatron_hetero.schedule.orders import Work
 from megatron_hetero.schedule.program import Module, Role, Schedule, find_roles
@@ -123,6 +123,16 @@ def _feeds(edges: Sequence[Edge], stages: int) -> tuple[tuple[int, int], ...]:
     return () if ends == [(stages - 1, 0)] else tuple(ends)
 
 
+def last_entered(virtual_stages: int) -> int:
+    """The last pipeline coordinate of the text module that rows of an encoder may enter which runs ahead.
+
+    The encoder is at the pace of the first stage. Backwards of stage s are s micro-batches ahead of that: from s = 3 on
+    its gradients are ready, and block its queue, before the encoder has sent the rows that it waits for. Interleaved
+    stages of all ranks but the first wait for each other before they take rows.
+    """
+    return 2 if virtual_stages == 1 else 0
+
+
 def _require_edges_fit(layouts: Mapping[str, Layout], text: str, virtual: int, edges: Collection[Edge]) -> None:
     sharing = sharing_encoders(layouts, text)
     for edge in edges:
@@ -137,15 +147,14 @@ def _require_edges_fit(layouts: Mapping[str, Layout], text: str, virtual: int, e
                 because=f"encoders feed `{text}`",
                 fix="number stages from 0",
             )
-        if virtual > 1 and edge.source not in sharing and stage % layouts[text].pp:
+        if edge.source not in sharing and stage % layouts[text].pp > last_entered(virtual):
             raise UserError.at(
-                "schedule.virtual_stages (--schedule.virtual_stages)",
-                found=f"{virtual} with rows of `{edge.source}` that enter stage {stage} of `{text}`",
-                expected=f"1, or all rows entering stages of the first pipeline rank of `{text}`",
-                because=f"`{edge.source}` runs ahead on its own ranks and would wait for these in turn, while they "
-                "wait for each other",
-                fix=f"give the first stage more layers (parallel_layers.{text}), leave virtual stages out, or let "
-                f"`{edge.source}` share ranks with `{text}`",
+                "edges",
+                found=f"`{edge}`, with {virtual} stages of `{text}` on each rank",
+                expected=f"an edge that enters stages of pipeline ranks 0 to {last_entered(virtual)}",
+                because=f"`{edge.source}` runs ahead on its own ranks: later ranks would wait for it to take gradients, "
+                "while it waits for them to take rows",
+                fix=f"let the rows enter an earlier stage, or let `{edge.source}` share ranks with `{text}`",
             )
 
 
@@ -176,7 +185,7 @@ def _order(ctx: BuildContext, role: Role) -> Iterator[Action]:
         yield from _text(ctx, role, works)
         yield from _return(ctx, role, returned)
         yield from _encode(ctx, role, encoded)
-    for m in range(ctx.batches - gradient_delay(ctx, role), ctx.batches + ctx.run_ahead + 1):
+    for m in range(ctx.batches, ctx.batches + ctx.run_ahead + 1):
         yield from send_gradients_ahead(ctx, role, m)
 
 
@@ -248,4 +257,4 @@ def _send_gradients(ctx: BuildContext, role: Role, work: Work) -> Iterator[Actio
     if ctx.starts_back_early:
         sharing = (ctx.crossed(role, encoder) for encoder in ctx.sharing if encoder.backward)
         yield from (start("B", edge, work.micro_batch) for edges in sharing for edge, _ in edges)
-    yield from send_gradients_ahead(ctx, role, work.micro_batch - gradient_delay(ctx, role))
+    yield from send_gradients_ahead(ctx, role, work.micro_batch)

@@ -26,7 +26,7 @@ class ScheduleSettings:
     module has stages."""
     run_ahead: int | None = None
     """Micro-batches that an encoder on its own ranks may be ahead of the text module. With 0 it starts one when the
-    first text stage has received the one before."""
+    text stages that its rows enter have received the one before."""
     virtual_stages: int = 1
     """Stages of the text module per pipeline rank; more than one are interleaved."""
 

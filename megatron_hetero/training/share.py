@@ -326,7 +326,8 @@ def _interpreter(
     for module in modules:
         layout, first = topology.layouts[module.name], topology.layouts[module.name].coordinate(topology.rank).pp
         stages = {first + i * layout.pp: chunk for i, chunk in enumerate(module.chunks)}
-        on_rank[module.name] = ModuleOnRank(stages, embeds=module.name == TEXT and 0 in stages)
+        trains = module.name == TEXT or module.name not in job.config.model.freeze
+        on_rank[module.name] = ModuleOnRank(stages, module.name == TEXT and 0 in stages, trains)
     return Interpreter.build(
         topology,
         on_rank,

@@ -37,9 +37,7 @@ def test_outputs_that_share_both_stages_cross_together() -> None:
 def test_an_encoder_that_runs_ahead_feeds_virtual_stages_of_the_first_rank_only() -> None:
     virtual = ["--schedule.virtual_stages", "2"]
     late = job("dp:1@0", "pp:2@1-2", 3, *virtual, "--parallel_layers.text", "2", "12", "11", "11")
-    with pytest.raises(
-        UserError, match=r"rows of vision that enter text\.1 .* expected all layers that rows enter"
-    ) as error:
+    with pytest.raises(UserError, match="rows of vision that enter stage 1") as error:
         _ = late.schedule
     suggested = re.search(r"try --parallel_layers\.text ([\d ]+)", str(error.value), re.IGNORECASE)
     assert suggested is not None

@@ -115,7 +115,7 @@ def text(case: Case, outputs: tuple[str, ...]) -> dict[str, Any]:
     share, ids = shards.share(rank), shards.ownership("vision").held_by(rank)
     own = pack.labels[torch.from_numpy(share.tokens)]
     supervised = torch.nonzero(own != -100)[:, 0]
-    places = torch.from_numpy(share.rows_at)
+    places = torch.from_numpy(share.rows_at["vision"])
     tokens = pack.tokens[torch.from_numpy(share.tokens)]
     batch = TextInput(
         tokens=F.pad(tokens, (0, share.padded - len(tokens))),

@@ -72,6 +72,8 @@ CASES = [
     Case("pp:2,dp:2", "tp:2,pp:2", 4, f"{BF16} {SPLIT} --schedule.kind recompute", family="qwen3_vl"),
     Case("pp:2@0-1", "pp:2@2-3", 4, "--schedule.run_ahead 2", tied=True, family="qwen3_vl"),
     Case("dp:2@0-1", "pp:2@2-3", 4, f"{BF16} {SPLIT} --model.freeze vision projector", family="qwen3_vl"),
+    Case("pp:2", "tp:2", 2, "--model.freeze vision", family="qwen3_vl"),
+    Case("pp:2", "tp:2", 2, f"{BF16} --model.freeze vision"),
 ]
 
 

@@ -157,8 +157,8 @@ class Gpus:
             return parts
         if (crossing.op, crossing.kind, crossing.micro_batch) != ("start", "B", a.micro_batch):
             return parts
-        alone = self.schedule.text.layout.pp == 1 or self.schedule.module[crossing.module].style == "ahead"
-        if not alone or (crossing.edge.target_stage or 0) != a.stage:
+        early = self.schedule.text.layout.pp == 1 or self.schedule.module[crossing.module].style == "ahead"
+        if not early or (crossing.edge.target_stage or 0) != a.stage:
             return parts
         done.add(crossing)
         return [parts[0], *self._start(rank, crossing), parts[1]]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.builders import build_schedule, last_entered
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleKind, ScheduleSettings, sharing_encoders
 
@@ -74,8 +74,8 @@ def edges_of(draw: st.DrawFn, model: dict[str, Layout], virtual: int) -> list[Ed
     found, pp, sharing = [], model["text"].pp, sharing_encoders(model, "text")
     for name, layout in model.items():
         if name != "text":
-            first_rank = virtual > 1 and name not in sharing  # All that is built for encoders that run ahead.
-            entered = st.sampled_from(range(0, pp * virtual, pp if first_rank else 1))
+            coordinates = range(pp if name in sharing else last_entered(virtual) + 1)
+            entered = st.sampled_from([s for s in range(pp * virtual) if s % pp in coordinates])
             ends = st.tuples(st.integers(0, layout.pp - 1), entered)
             further = draw(st.sets(ends, max_size=3)) if draw(st.booleans()) else set()
             pairs = [(layout.pp - 1, 0), *sorted(further - {(layout.pp - 1, 0)})]

@@ -54,10 +54,6 @@ class ImageReader:
             ) from error
         return 1, height // self.patch_size, width // self.patch_size
 
-    def rows(self, grids: np.ndarray) -> np.ndarray:
-        """Tokens of each of ``grids``, int64 [..., 3] in patches."""
-        return grids.prod(axis=-1) // self.merge_size**2
-
     def load_image(self, path: Path, where: str) -> Image.Image:
         """The decoded picture, upright, in mode RGB, at its own size.
 
