@@ -22,6 +22,7 @@ from megatron_hetero.models.registry import family_of
 from megatron_hetero.names import VISION
 from megatron_hetero.processor import folder as model_folder
 from megatron_hetero.processor.two_folders import open_tokenizer, with_token_ids
+from megatron_hetero.sharding.items import Size
 
 # Boxes and object names are content, though the tokenizer lists their marks as special: grounding data uses them.
 _CONTENT_MARKS = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
@@ -139,8 +140,8 @@ class Processor:
             supervised += [piece.supervised] * len(tokens)
         return np.array(ids, dtype=np.int64), np.array(supervised, dtype=bool)
 
-    def grid(self, record: Record, k: int) -> tuple[int, int, int]:
-        """(time, height, width) of image ``k`` in patches before merging, as its encoder cuts it, from its header."""
+    def grid(self, record: Record, k: int) -> Size:
+        """The size of image ``k`` in the terms of its encoder's family, from its header."""
         return self.readers[record.encoders[k]].grid(record, k)
 
     def patches(self, record: Record, image_index: int, grid: Sequence[int] | np.ndarray) -> np.ndarray:
