@@ -152,8 +152,8 @@ def _require_edges_fit(layouts: Mapping[str, Layout], text: str, virtual: int, e
                 "edges",
                 found=f"`{edge}`, with {virtual} stages of `{text}` on each rank",
                 expected=f"an edge that enters stages of pipeline ranks 0 to {last_entered(virtual)}",
-                because=f"`{edge.source}` runs ahead on its own ranks: others would wait for it to take gradients, while "
-                "it waits for them to take rows",
+                because=f"`{edge.source}` runs ahead on its own ranks: others would wait for it to take gradients, "
+                "while it waits for them to take rows",
                 fix=f"let the rows enter an earlier stage, or let `{edge.source}` share ranks with `{text}`",
             )
 
