@@ -53,7 +53,7 @@ def wrong_outputs(output: Any, expected: Sequence[str]) -> str:
     only name.
     """
     if isinstance(output, Tensor):
-        return "" if len(expected) == 1 else "one tensor"
+        return "" if len(expected) == 1 else f"outputs {expected[0]}"
     if not isinstance(output, Mapping):
         return f"a {type(output).__name__}"
     if output.keys() != set(expected):
