@@ -38,9 +38,9 @@ $(INSTALLED): setup.py constraints.txt
 
 # ---------------------------------------------------------------------------------------------- tests
 
-# One run of pytest for everything, after the checks that are quick to fail.
-test: lint types
-	$(BIN)/python -m pytest tests
+# Types and both runs of pytest at the same time, since many tests wait; their output is mixed.
+test: lint
+	@$(MAKE) --no-print-directory --keep-going --jobs 3 types unit functional
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -50,14 +50,14 @@ types: $(INSTALLED)
 	$(BIN)/pyright
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -u -m pytest tests/unit
 
 # Not part of `make test`.
 matrix: $(INSTALLED)
-	$(BIN)/python -m pytest tests -m long
+	$(BIN)/python -m pytest -m long
 
 functional: $(INSTALLED)
-	$(BIN)/python -m pytest tests --ignore tests/unit
+	$(BIN)/python -u -m pytest --ignore tests/unit
 
 # Not part of `make test`. SEED=N kills at other moments.
 SEED ?= 0

@@ -23,7 +23,7 @@ from megatron_hetero.training.stopping import StopRequest, stop_requests
 # torch and Megatron-Core are imported where they are used: neither a plan nor a signal handler should wait for them.
 if TYPE_CHECKING:
     from megatron_hetero.distributed.platform import Platform
-    from megatron_hetero.training.metrics import Writer
+    from megatron_hetero.training.log.writer import Writer
     from megatron_hetero.training.trainer import Trainer
 
 
@@ -60,9 +60,9 @@ def train_and_export(config: Config, platform: Platform, request: StopRequest) -
     watchdog = Watchdog.of_world(config.schedule.timeout_s, platform)
     with watchdog.working():  # Imports may take long while other ranks wait.
         from megatron_hetero.training.ending import Ending
-        from megatron_hetero.training.trainer import Trainer
+        from megatron_hetero.training.starting import build_trainer
 
-    run = Trainer.build(config, platform, watchdog)
+    run = build_trainer(config, platform, watchdog)
     request.begin()
     ending = Ending(run)
     with run.writer:

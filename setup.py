@@ -42,7 +42,7 @@ setup(
         "bench": ["matplotlib>=3.9", "einops>=0.8"],
         # pyright runs on node, which its extra brings along.
         "dev": [
-            "pytest>=8",
+            "pytest>=9",
             "hypothesis>=6.100",
             "psutil>=6",
             "ruff>=0.12",

@@ -24,13 +24,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.edges import SAMPLES, Edge
-from megatron_hetero.boundary.communicator import BoundaryCommunicator, LoadedPlan, load_plan
+from megatron_hetero.boundary.communicator import BoundaryCommunicator
+from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.layout.layout import Layout
 
-Index = slice | Tensor
+RowIndex = slice | Tensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Case:
         return self.sides[1].held_by(self.rank)
 
     @cached_property
-    def places(self) -> Index:
+    def places(self) -> RowIndex:
         """Where in its shard of the embedding the rows go that this rank needs."""
         return _index(self.edge.token_places(self.rows)[1][self.needed])
 
@@ -240,7 +241,7 @@ def _padded(rows: Tensor, length: int) -> Tensor:
     return padded
 
 
-def _index(places: np.ndarray) -> Index:
+def _index(places: np.ndarray) -> RowIndex:
     """A slice where the places are a run: nobody pays for copies that are not needed."""
     if not len(places):
         return slice(0, 0)
@@ -248,11 +249,11 @@ def _index(places: np.ndarray) -> Index:
     return slice(int(places[0]), int(places[-1]) + 1) if run else torch.from_numpy(places)
 
 
-def _take(rows: Tensor, index: Index) -> Tensor:
+def _take(rows: Tensor, index: RowIndex) -> Tensor:
     return rows[index] if isinstance(index, slice) else rows.index_select(0, index)
 
 
-def _put(target: Tensor, index: Index, rows: Tensor) -> None:
+def _put(target: Tensor, index: RowIndex, rows: Tensor) -> None:
     if isinstance(index, slice):
         target[index] = rows
     else:

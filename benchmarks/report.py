@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.material import Case, ModelSize
+from benchmarks.material import Case
+from measuring.material import ModelSize
 
 COMMUNICATING = 0.35
 """Share of uniform tp's encoder time from which `sp` must be `FASTER`."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.scheduling import run_flags
 from benchmarks.systems import Memory
+from measuring.scheduling import run_flags
 from megatron_hetero.checkpoint.background import HostCopies
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.training.trainer import Trainer
+from megatron_hetero.training.starting import build_trainer
 
 BLOCK = 1 << 22
 APART = 1000
@@ -40,7 +40,7 @@ class SavingBench:
     def __init__(self, platform: Platform, folder: Path, vision: str, text: str, samples: int):
         self.memory = Memory(platform)
         line = f"--checkpoint.dir {folder}/checkpoints --checkpoint.interval {APART} --checkpoint.keep_last 1"
-        self.run = Trainer.build(load_config([*run_flags(folder, vision, text, samples), *line.split()]), platform)
+        self.run = build_trainer(load_config([*run_flags(folder, vision, text, samples), *line.split()]), platform)
         self.batch = self.run.loader.load(1, map)
         self.checkpoints, self.copies = folder / "checkpoints", HostCopies(platform)
         self.savers = {beside: self._saver(beside) for beside in (False, True)}

@@ -17,8 +17,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.crew import Crew
-from benchmarks.material import Case, ModelSize, write_material
+from benchmarks.material import Case, write_material
 from benchmarks.report import EncoderReport, StepReport
+from measuring.material import ModelSize
+from megatron_hetero.models.common.images.size import ImageSize
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -102,18 +104,19 @@ def _measure_case(crews: dict[str, Crew], case: int, rounds: int) -> tuple[dict[
 
 
 def _encoder_sweep(options: argparse.Namespace, folder: Path) -> EncoderReport:
-    from benchmarks.encoder import EncoderBench, encoder_shape
+    from benchmarks.encoder import EncoderBench
+    from measuring.encoder import encoder_shape
 
     crew = Crew(options.ranks, folder / "store", EncoderBench)
     report = EncoderReport(options.layers, options.ranks)
     for hidden in options.hidden:
         for patches in options.patches:
             side = round(patches**0.5)
-            gflop = 3e-9 * encoder_shape(hidden, options.layers).cost((1, side, side))
+            gflop = 3e-9 * encoder_shape(hidden, options.layers).cost(ImageSize(1, side, side))
             if gflop > options.gflop:
                 report.skipped.append(f"width {hidden}, {patches} patches: {gflop:.0f} GFLOP a pass")
                 continue
-            report.add(crew.run("measure", hidden, options.layers, (1, side, side), options.rounds)[0])
+            report.add(crew.run("measure", hidden, options.layers, ImageSize(1, side, side), options.rounds)[0])
             print(report.text(last_only=True), flush=True)
     crew.close()
     return report

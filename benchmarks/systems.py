@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.material import SAMPLES
-from benchmarks.meter import CollectiveMeter, total_bytes, total_seconds
+from measuring.memory import Memory
+from measuring.meter import CollectiveMeter, total_bytes, total_seconds
 from megatron_hetero.config.schema import DatasetConfig, load_config
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.execution.watch import Stopwatch
 from megatron_hetero.processor.processor import Processor
-from megatron_hetero.training.trainer import Trainer
+from megatron_hetero.training.starting import build_trainer
 
 LEARNING_RATE = 1e-4
 MAX_PIXELS = 4_000_000
@@ -48,28 +49,6 @@ class Traffic:
     vision_bytes: float | None = None
     vision_collectives: int | None = None
     vision_seconds: float | None = None
-
-
-class Memory:
-    """Peak memory of this process above its baseline: of the allocator on a GPU, resident on a CPU."""
-
-    def __init__(self, platform: Platform):
-        self._platform = platform
-        self._baseline = self._status("VmRSS") if not platform.is_cuda else 0
-
-    def peak(self, work: Callable[[], Any]) -> int:
-        """The peak during `work`, in bytes."""
-        if self._platform.is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-            work()
-            return torch.cuda.max_memory_allocated()
-        Path("/proc/self/clear_refs").write_text("5")
-        work()
-        return self._status("VmHWM") - self._baseline
-
-    def _status(self, field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 class PhaseWatch(Stopwatch):
@@ -100,17 +79,18 @@ class Ours:
 
     def __init__(self, platform: Platform, folder: Path, cases: int, vision: str, text: str, sequence_parallel: bool):
         self.memory = Memory(platform)
+        log = f"{folder}/log-{vision}-{text}-{'sharded' if sequence_parallel else 'whole'}"  # One run writes to each.
         flags = (
             f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
         )
         flags += f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false --data.workers 0 "
         flags += f"--data.max_seq_length 32768 --data.max_pixels {MAX_PIXELS} --train.iters 100000 "
-        flags += f"--train.global_batch_size {SAMPLES} --train.micro_batch_size {SAMPLES} --log.dir {folder}/log "
+        flags += f"--train.global_batch_size {SAMPLES} --train.micro_batch_size {SAMPLES} --log.dir {log} "
         flags += f"--optimizer.lr {LEARNING_RATE} --optimizer.schedule constant "
         flags += f"--vision-parallel {vision} --text-parallel {text} "
         if not sequence_parallel:
             flags += "--model.sequence_parallel.vision false --model.sequence_parallel.text false"
-        run = Trainer.build(load_config(flags.split()), platform)
+        run = build_trainer(load_config(flags.split()), platform)
         self.watch = PhaseWatch(platform)
         self.run = replace(run, watch=self.watch)
         self.run.interpreter.watch = self.watch
@@ -218,8 +198,9 @@ def plain_batch(mixture: Mixture, processor: Processor, case: int, device: torch
     supervised = sum(int(sample.supervised.sum()) for sample in samples)
     inputs = {"dummy": None, "dummy_grid": None, **plain_inputs(mine, processor)}
     inputs["num_items_in_batch"] = torch.tensor(supervised / dist.get_world_size())
-    if not len(mine.grids):
-        width = 3 * processor.vision.temporal_patch_size * processor.vision.patch_size**2
+    if not mine.sizes:
+        reader: Any = processor.readers["vision"]
+        width = 3 * reader.temporal_patch_size * reader.patch_size**2
         inputs |= {"dummy": torch.zeros(4, width), "dummy_grid": torch.tensor([[1, 2, 2]])}
     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     return {"inputs": moved, "tokens": sum(map(len, samples))}
@@ -231,12 +212,12 @@ def plain_inputs(sample: TokenizedSample, processor: Processor) -> dict[str, Any
     inputs = {
         "input_ids": ids[None],
         "attention_mask": torch.ones_like(ids)[None],
-        "mm_token_type_ids": (ids == processor.vision.token_id).int()[None],
+        "mm_token_type_ids": (ids == processor.readers["vision"].token_id).int()[None],
         "labels": torch.where(torch.from_numpy(sample.supervised), ids, -100)[None],
     }
-    if len(sample.grids):
-        pixels = processor.patches(sample.record, 0, sample.grids[0])
-        inputs |= {"pixel_values": torch.from_numpy(pixels), "image_grid_thw": torch.from_numpy(sample.grids)}
+    if sample.sizes:
+        pixels = processor.patches(sample.record, 0, sample.sizes[0])
+        inputs |= {"pixel_values": torch.from_numpy(pixels), "image_grid_thw": torch.tensor(sample.sizes)}
     return inputs
 
 

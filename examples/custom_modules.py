@@ -1,4 +1,7 @@
-"""Two modules that know nothing of megatron_hetero, each in a layout of its own, in a training loop of your own.
+"""Two modules that know nothing of megatron_hetero, each in a layout of its own, run by a schedule, piece by piece.
+
+What `Runner` does for a recipe is done here by hand: who holds and who needs which rows, plans without an exchange, the
+schedule, the interpreter. `sp` splits the tokens of a decoder, so that gradients of rows come in parts.
 
 A convolutional encoder turns pictures into rows; a decoder, whose tokens look at the rows of their sample, predicts a
 label for each token. Any placement will do:
@@ -6,9 +9,6 @@ label for each token. Any placement will do:
     torchrun --nproc-per-node 4 examples/custom_modules.py --check
     torchrun --nproc-per-node 4 examples/custom_modules.py --encoder-parallel dp:4 --decoder-parallel sp:2,pp:2
     torchrun --nproc-per-node 4 examples/custom_modules.py --encoder-parallel dp:2@0-1 --decoder-parallel sp:2@2-3
-
-Where both modules share all ranks and have no stages, `loss.backward()` goes back through the boundary by itself
-(`step_with_autograd`). In all other placements the interpreter runs a schedule (`step_with_schedule`).
 
 Shapes of tensors: n pictures, r rows, t tokens, W the width of a row.
 """
@@ -38,10 +38,9 @@ from megatron_hetero import (
     Platform,
     Topology,
     UserError,
-    boundary_communicators,
     build_schedule,
     check_schedule,
-    cross,
+    finish_gradients,
     guarded,
     load_plan,
     plan_boundary,
@@ -221,34 +220,13 @@ def to_device(batch: MicroBatch, layouts: Mapping[str, Layout], rank: int, devic
     return DeviceMicroBatch(inputs, crosses)
 
 
-# -------------------------------------------------------------------------------- a step, in either of two ways
+# ------------------------------------------------------------------------------------------------- a step
 
 Step = Callable[[Sequence[MicroBatch]], Tensor]
 """Accumulates gradients; returns this rank's sum of losses."""
 
 
-def step_with_autograd(topology: Topology, modules: Mapping[str, nn.Module]) -> Step:
-    """One micro-batch after the other, as in PyTorch. Ranks that hold one of the modules only take part, too."""
-    communicator = boundary_communicators(topology, WIDTH, torch.float32)[Edge(ENCODER, DECODER)]
-
-    def step(batches: Sequence[MicroBatch]) -> Tensor:
-        total = torch.zeros((), device=topology.platform.device)
-        for batch in batches:
-            given = to_device(batch, topology.layouts, topology.rank, topology.platform.device)
-            rows = modules[ENCODER](given.inputs[ENCODER]) if ENCODER in modules else communicator.no_rows()
-            rows = cross(communicator, given.boundaries[Edge(ENCODER, DECODER)], rows)
-            # A rank that only encodes got no rows. Their sum is 0, and takes it back through the boundary.
-            loss = modules[DECODER](given.inputs[DECODER], rows) if DECODER in modules else rows.sum()
-            loss.backward()
-            total += loss.detach()
-        return total
-
-    return step
-
-
-def step_with_schedule(
-    topology: Topology, modules: Mapping[str, nn.Module], options: Options, say: Callable[[str], None]
-) -> Step:
+def step_of(topology: Topology, modules: Mapping[str, nn.Module], options: Options, say: Callable[[str], None]) -> Step:
     """All micro-batches, in the order of a schedule."""
     schedule = build_schedule(topology.layouts, options.micro_batches, text=DECODER)
     check_schedule(schedule)
@@ -277,16 +255,6 @@ def modules_of(
     return held
 
 
-def finish_gradients(topology: Topology, modules: Mapping[str, nn.Module], tokens: int) -> None:
-    """Sum each module's gradients over the ranks that share its work, and divide by the tokens of the whole step."""
-    for name, module in modules.items():
-        for parameter in module.parameters():
-            if parameter.grad is None:  # Collectives must not depend on what a rank happened to compute.
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=topology.group(name, "sp", "cp", "dp"))
-            parameter.grad /= tokens
-
-
 # ------------------------------------------------------------------------------------------------- the loop
 
 
@@ -296,7 +264,6 @@ class Options:
 
     encoder_parallel: str | None = None
     decoder_parallel: str | None = None
-    run: str = "auto"
     steps: int = 5
     micro_batches: int = 4
     samples: int = 8
@@ -312,7 +279,7 @@ def resolve_layouts(options: Options, world_size: int) -> dict[str, Layout]:
     }
     default = "sp:2" if world_size % 2 == 0 else None
     given = {ENCODER: options.encoder_parallel, DECODER: options.decoder_parallel or default}
-    layouts = resolve({name: text for name, text in given.items() if text is not None}, shapes, world_size)
+    layouts = resolve({name: text for name, text in given.items() if text is not None}, shapes, world_size, flags=True)
     for name, layout in layouts.items():
         for axis in ("tp", "cp"):
             if layout.degrees[axis] > 1:
@@ -326,21 +293,6 @@ def resolve_layouts(options: Options, world_size: int) -> dict[str, Layout]:
     return layouts
 
 
-def uses_autograd(options: Options, layouts: Mapping[str, Layout]) -> bool:
-    """Which of the two ways is taken. Raises `UserError` where it cannot be."""
-    staged = layouts[DECODER].pp > 1
-    if options.run == "autograd" and staged:
-        raise UserError.at(
-            "--run",
-            found=f"`autograd` with the decoder's layout `{layouts[DECODER]}`",
-            expected="a decoder without stages",
-            because="hidden states between stages are passed on by the interpreter",
-            fix="leave --run out",
-        )
-    colocated = layouts[ENCODER].ranks == layouts[DECODER].ranks
-    return options.run == "autograd" or (options.run == "auto" and colocated and not staged)
-
-
 def train(options: Options, platform: Platform, say: Callable[[str], None]) -> list[float]:
     """The loss of each step.
 
@@ -349,14 +301,11 @@ def train(options: Options, platform: Platform, say: Callable[[str], None]) -> l
         RuntimeError: with `options.check`, a loss or gradient is not that of one process.
     """
     layouts = resolve_layouts(options, dist.get_world_size())
-    autograd = uses_autograd(options, layouts)
     topology = Topology.build(layouts, platform, edges=[(ENCODER, DECODER)])
     encoder, decoder = build_modules(options.seed, platform.device)
     modules = modules_of(layouts, topology.rank, encoder, decoder)
-    say(
-        f"{ENCODER} {layouts[ENCODER]}, {DECODER} {layouts[DECODER]}, run by {'autograd' if autograd else 'a schedule'}"
-    )
-    step = step_with_autograd(topology, modules) if autograd else step_with_schedule(topology, modules, options, say)
+    say(f"{ENCODER} {layouts[ENCODER]}, {DECODER} {layouts[DECODER]}")
+    step = step_of(topology, modules, options, say)
     optimizer = torch.optim.AdamW((p for m in modules.values() for p in m.parameters()), lr=LEARNING_RATE)
     reference = Reference(options, platform.device) if options.check else None
     losses = []
@@ -368,10 +317,10 @@ def train(options: Options, platform: Platform, say: Callable[[str], None]) -> l
         finish_gradients(topology, modules, tokens)
         dist.all_reduce(loss)
         losses.append(loss.item() / tokens)
-        told = f"step {number + 1}/{options.steps}: loss {losses[-1]:.4f}"
+        line = f"step {number + 1}/{options.steps}: loss {losses[-1]:.4f}"
         if reference is not None:
-            told += f", {reference.step(batches, losses[-1], encoder, decoder):.1e} from one process"
-        say(told)
+            line += f", {reference.step(batches, losses[-1], encoder, decoder):.1e} from one process"
+        say(line)
         optimizer.step()
     return losses
 
@@ -428,7 +377,7 @@ def _differences(found: nn.Module, expected: nn.Module) -> list[float]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """So that it is told once, not on every rank."""
+        """So that it is reported once, not on every rank."""
         raise UserError(f"command line: {message}; see --help")
 
 
@@ -445,9 +394,6 @@ def read_options(argv: Sequence[str]) -> Options:
     parser.add_argument("--encoder-parallel", metavar="LAYOUT", help=f"{layouts}: dp over all ranks")
     parser.add_argument(
         "--decoder-parallel", metavar="LAYOUT", help=f"{layouts}: sp:2 on an even number of ranks, else dp"
-    )
-    parser.add_argument(
-        "--run", choices=("auto", "autograd", "schedule"), default="auto", help="auto: autograd where it can"
     )
     parser.add_argument("--steps", type=_count, default=5, metavar="N", help="default: 5")
     parser.add_argument("--micro-batches", type=_count, default=4, metavar="N", help="per step; default: 4")

@@ -17,13 +17,9 @@ warnings.filterwarnings(
 
 if TYPE_CHECKING:
     from megatron_hetero.boundary.autograd import cross
-    from megatron_hetero.boundary.communicator import (
-        BoundaryCommunicator,
-        Crossing,
-        LoadedPlan,
-        boundary_communicators,
-        load_plan,
-    )
+    from megatron_hetero.boundary.boundary import Boundary, Rows, micro_batch
+    from megatron_hetero.boundary.communicator import BoundaryCommunicator, Crossing, boundary_communicators
+    from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
     from megatron_hetero.boundary.ownership import Ownership
     from megatron_hetero.boundary.plan import BoundaryPlan, RankPlan, plan_boundary
     from megatron_hetero.distributed.launch import guarded, process_group
@@ -40,7 +36,14 @@ if TYPE_CHECKING:
     )
     from megatron_hetero.execution.runtime import Interpreter
     from megatron_hetero.layout.edge import Edge
-    from megatron_hetero.layout.layout import Layout, ModuleShape, resolve, validate
+    from megatron_hetero.layout.graph import Graph
+    from megatron_hetero.layout.layout import Layout, ModuleShape
+    from megatron_hetero.layout.modules import resolve, validate
+    from megatron_hetero.recipe.build import build
+    from megatron_hetero.recipe.gradients import count_tokens, finish_gradients
+    from megatron_hetero.recipe.megatron import megatron_schedule, prepare_megatron
+    from megatron_hetero.recipe.optimizers import JointOptimizer, build_optimizers
+    from megatron_hetero.recipe.runner import MicroBatch, Runner, Stage
     from megatron_hetero.schedule.builders import build_schedule
     from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule
     from megatron_hetero.schedule.drawing import draw, timeline
@@ -48,8 +51,10 @@ if TYPE_CHECKING:
     from megatron_hetero.schedule.program import Schedule
     from megatron_hetero.schedule.settings import ScheduleSettings
     from megatron_hetero.schedule.simulator import Simulation, simulate
+    from megatron_hetero.sharding.ownerships import own_samples, own_tokens, tokens_of
 
 __all__ = [
+    "Boundary",
     "BoundaryCommunicator",
     "BoundaryPlan",
     "Crossing",
@@ -57,41 +62,59 @@ __all__ = [
     "Edge",
     "EmbeddingTextStage",
     "EncoderStage",
+    "Graph",
     "Interpreter",
+    "JointOptimizer",
     "LaterStage",
     "Layout",
     "LoadedPlan",
+    "MicroBatch",
     "ModuleOnRank",
     "ModuleShape",
     "Ownership",
     "Platform",
     "RankPlan",
+    "Rows",
+    "Runner",
     "Schedule",
     "ScheduleError",
     "ScheduleSettings",
     "Simulation",
+    "Stage",
     "TextStage",
     "Topology",
     "UserError",
     "boundary_communicators",
+    "build",
+    "build_optimizers",
     "build_schedule",
     "check_schedule",
+    "count_tokens",
     "cross",
     "draw",
+    "finish_gradients",
     "format_schedule",
     "guarded",
     "load_plan",
+    "megatron_schedule",
+    "micro_batch",
+    "own_samples",
+    "own_tokens",
     "plan_boundary",
+    "prepare_megatron",
     "process_group",
     "resolve",
     "simulate",
     "timeline",
+    "tokens_of",
     "validate",
 ]
 
 _HOMES = {
     "boundary.autograd": "cross",
-    "boundary.communicator": "BoundaryCommunicator Crossing LoadedPlan boundary_communicators load_plan",
+    "boundary.boundary": "Boundary Rows micro_batch",
+    "boundary.communicator": "BoundaryCommunicator Crossing boundary_communicators",
+    "boundary.loaded": "LoadedPlan load_plan",
     "boundary.ownership": "Ownership",
     "boundary.plan": "BoundaryPlan RankPlan plan_boundary",
     "distributed.launch": "guarded process_group",
@@ -101,7 +124,14 @@ _HOMES = {
     "execution.contract": "DeviceMicroBatch EmbeddingTextStage EncoderStage LaterStage ModuleOnRank TextStage",
     "execution.runtime": "Interpreter",
     "layout.edge": "Edge",
-    "layout.layout": "Layout ModuleShape resolve validate",
+    "layout.graph": "Graph",
+    "layout.layout": "Layout ModuleShape",
+    "layout.modules": "resolve validate",
+    "recipe.build": "build",
+    "recipe.gradients": "count_tokens finish_gradients",
+    "recipe.megatron": "megatron_schedule prepare_megatron",
+    "recipe.optimizers": "JointOptimizer build_optimizers",
+    "recipe.runner": "MicroBatch Runner Stage",
     "schedule.builders": "build_schedule",
     "schedule.checks.check": "ScheduleError check_schedule",
     "schedule.drawing": "draw timeline",
@@ -109,6 +139,7 @@ _HOMES = {
     "schedule.program": "Schedule",
     "schedule.settings": "ScheduleSettings",
     "schedule.simulator": "Simulation simulate",
+    "sharding.ownerships": "own_samples own_tokens tokens_of",
 }
 """Where each public name is defined, by submodule."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

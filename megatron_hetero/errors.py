@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
-from typing import overload
+from typing import Self, overload
 
 MOST_QUOTED = 200
 """Characters shown of a quoted text."""
@@ -32,16 +32,16 @@ class UserError(ValueError):
 
     @overload
     @classmethod
-    def at(cls, where: object, *, found: str, expected: str, fix: str, because: str = "") -> UserError: ...
+    def at(cls, where: object, *, found: str, expected: str, fix: str, because: str = "") -> Self: ...
 
     @overload
     @classmethod
-    def at(cls, where: object, *, problem: str, fix: str, because: str = "") -> UserError: ...
+    def at(cls, where: object, *, problem: str, fix: str, because: str = "") -> Self: ...
 
     @classmethod
     def at(
         cls, where: object, *, found: str = "", expected: str = "", problem: str = "", fix: str, because: str = ""
-    ) -> UserError:
+    ) -> Self:
         """Builds the message from its parts: either `found` and `expected`, or a `problem`.
 
         Args:

@@ -15,7 +15,8 @@ from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.config.schema import Config, require_modules
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
-from megatron_hetero.layout.layout import Layout, resolve
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT, parts_of
@@ -33,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How a step's samples are shared out: `replicas` of the text module, each with `micro_batches` of `samples`.
+    """How a step's samples are dealt out: `replicas` of the text module, each with `micro_batches` of `samples`.
 
     `end`: where the stream of samples ends; the last steps may then have fewer, or none. None: it has no end.
     """
@@ -60,7 +61,7 @@ class BatchShape:
         return len(range(self.end)[(step - 1) * self.step_samples : step * self.step_samples])
 
     def once(self, samples: int) -> BatchShape:
-        """How a stream of so many samples is shared out that is read once, in at most as many micro-batches a step."""
+        """How a stream of `samples` samples, read once, is dealt out, in at most as many micro-batches a step."""
         needed = max(1, -(-samples // (self.replicas * self.samples)))
         return replace(self, micro_batches=min(self.micro_batches, needed), end=samples)
 
@@ -113,7 +114,7 @@ class JobSpec:
         folders = ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
         shapes = ModelShapes.of(folders, model.encoder_folders)
         require_modules(config, shapes.modules)
-        layouts = resolve(config.parallel, shapes.module_shapes(), world_size)
+        layouts = resolve(config.parallel, shapes.module_shapes(), world_size, flags=True)
         batch = _batch_shape(config, layouts[TEXT])
         _require_turns(config, layouts, batch, MOST_TURNS)
         resolve_settings(_schedule_settings(config), layouts, batch.micro_batches)
@@ -222,12 +223,12 @@ class JobSpec:
         )
 
     def require_turns(self, most: int) -> None:
-        """Check that a step has so many turns of stages at most. Raises `UserError`."""
+        """Check that a step has at most `most` turns of stages. Raises `UserError`."""
         _require_turns(self.config, self.layouts, self.batch, most)
 
     @property
     def communication(self) -> dict[str, Any]:
-        """What decides on the communicators besides the layouts: keywords of `communicators` and `Topology.build`."""
+        """What, with the layouts, determines the communicators: keywords of `communicators` and `Topology.build`."""
         return {
             "edges": list(self.edges),
             "tied": [TEXT] if self.shapes.text.tied else [],
@@ -241,7 +242,7 @@ def _stages_per_rank(config: Config, name: str) -> int:
 
 
 def _require_micro_batches(config: Config, micro_batches: int) -> None:
-    """Check that settings of the schedule speak of no more micro-batches than a replica has in a step."""
+    """Check that settings of the schedule name no more micro-batches than a replica has in a step."""
     for name in ("waves", "run_ahead"):
         value = getattr(config.schedule, name)
         if value is not None and value > micro_batches:
@@ -278,9 +279,11 @@ def _batch_shape(config: Config, text: Layout) -> BatchShape:
     total, micro = config.train.global_batch_size, config.train.micro_batch_size
     if total % (text.dp * micro):
         share = text.dp * micro
-        raise UserError(
-            f"train.global_batch_size (--train.global_batch_size): found {total}, expected a multiple of "
-            f"{share}, because {text.dp} replicas of the text module train micro-batches of {micro}; "
-            f"try --train.global_batch_size {-(-total // share) * share}"
+        raise UserError.at(
+            "train.global_batch_size (--train.global_batch_size)",
+            found=str(total),
+            expected=f"a multiple of {share}",
+            because=f"{text.dp} replicas of the text module train micro-batches of {micro}",
+            fix=f"try --train.global_batch_size {-(-total // share) * share}",
         )
     return BatchShape(text.dp, total // (text.dp * micro), micro)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.material import ModelSize, write_samples
+from measuring.material import ModelSize, write_samples
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.gradients import scale_gradients
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.training.export import assemble, gather_parameters
+from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
 
 SIZE = ModelSize(
@@ -61,7 +62,7 @@ def flags(folder: Path, vision: str, text: str, dtype: str, *more: str) -> list[
 
 def build(platform: Platform, given: list[str]) -> Trainer:
     """The run, as the program builds it."""
-    return Trainer.build(load_config(given), platform)
+    return build_trainer(load_config(given), platform)
 
 
 def gradients(run: Trainer, step: int = 1) -> tuple[float, dict[str, Tensor]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu import cases, groups, trace
 from benchmarks.gpu.record import Record
-from benchmarks.material import write_samples
+from measuring.material import write_samples
 from megatron_hetero.batch.step_loader import StepBatch
 from megatron_hetero.batch.to_device import to_device
 from megatron_hetero.config.schema import Config, load_config
@@ -32,8 +31,8 @@ from megatron_hetero.models.common.flops import peak_flops
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.training.mfu import step_flops
-from megatron_hetero.training.share import Share
-from megatron_hetero.training.trial import assumed_step, drawn_share
+from megatron_hetero.training.step_trainer import StepTrainer
+from megatron_hetero.training.trial import assumed_step, drawn_trainer
 
 MODELS = Path(__file__).parents[2] / "examples/models"
 RANK = 0
@@ -105,7 +104,8 @@ def _that_fits(
     sample = plan.assumed.sample
     record.put("layout", {
         "model": place.name, "layout": str(layout), "rank": RANK, "micro-batches": MICRO_BATCHES,
-        "tokens of a pack": sample.tokens, "patches of its image": math.prod(sample.grids["vision"][0]),
+        "tokens of a pack": sample.tokens,
+        "patches of its image": sum(plan.shapes.vision.sequences(sample.sizes["vision"][0])),
         "dtype": plan.config.model.dtype, "device GB": None if device == float("inf") else device / 1e9,
     })  # fmt: skip
     record.put("does not fit", too_large)
@@ -142,16 +142,16 @@ def _phase(name: str, label: str) -> str:
 class RankOnDevice:
     """A rank that takes one step over and over."""
 
-    share: Share
+    trainer: StepTrainer
     batch: StepBatch
     watch: _Phases
 
     @classmethod
     def build(cls, config: Config, platform: Platform) -> RankOnDevice:
         """In the default process group."""
-        share, watch = drawn_share(config, platform, check=False), _Phases(platform)
-        share.interpreter.watch = watch
-        batch = assumed_step(share)
+        trainer, watch = drawn_trainer(config, platform, check=False), _Phases(platform)
+        trainer.interpreter.watch = watch
+        batch = assumed_step(trainer)
         if platform.is_cuda:
             # As the loader leaves it.
             pinned = [
@@ -160,27 +160,27 @@ class RankOnDevice:
             ]
             batch = replace(batch, micro_batches=tuple(pinned))
         gc.collect()
-        return cls(replace(share, watch=watch), batch, watch)
+        return cls(replace(trainer, watch=watch), batch, watch)
 
     def step(self) -> dict[str, float]:
-        """One step as `Share.train_step` takes it, timed in parts. Seconds: of the whole, until the host had issued
-        forward and backward, and of each phase on the device's stream.
+        """One step as `StepTrainer.train_step` takes it, timed in parts. Seconds: of the whole, until the host had
+        issued forward and backward, and of each phase on the device's stream.
         """
-        share, platform = self.share, self.share.platform
+        trainer, platform = self.trainer, self.trainer.platform
         platform.synchronize()
         start = time.perf_counter()
         with self.watch.part("zero gradients"):
-            for module, optimizer in zip(share.modules, share.optimizers, strict=True):
+            for module, optimizer in zip(trainer.modules, trainer.optimizers, strict=True):
                 module.ddp.zero_grad_buffer()  # pyright: ignore[reportOptionalMemberAccess]
                 optimizer.zero_grad()
-        loss = share.interpreter.run(share.schedule, self._load)
+        loss = trainer.interpreter.run(trainer.schedule, self._load)
         issued = time.perf_counter() - start
         with self.watch.part("gradient sums"):
-            reduce_gradients(share.modules, loss, share.counts_loss, share.optimizers, share.topology)
-            scale_gradients(share.modules, 1.0 / self.batch.supervised)
+            reduce_gradients(trainer.modules, loss, trainer.counts_loss, trainer.optimizers, trainer.topology)
+            scale_gradients(trainer.modules, 1.0 / self.batch.supervised)
         with self.watch.part("update"), platform.megatron_scope():
-            for optimizer in share.optimizers:
-                set_learning_rates(optimizer, 1, share.config.optimizer, share.config.train.iters)
+            for optimizer in trainer.optimizers:
+                set_learning_rates(optimizer, 1, trainer.config.optimizer, trainer.config.train.iters)
                 update(optimizer)
         platform.synchronize()
         seconds = time.perf_counter() - start
@@ -188,21 +188,23 @@ class RankOnDevice:
         return {"step": seconds, "issued": issued, **phases}
 
     def _load(self, micro_batch: int) -> Any:
-        share = self.share
-        return to_device(self.batch.micro_batches[micro_batch], share.platform, share.job.dtype, share.job.outputs)
+        trainer = self.trainer
+        return to_device(
+            self.batch.micro_batches[micro_batch], trainer.platform, trainer.job.dtype, trainer.job.outputs
+        )
 
 
 def _measure_steps(record: Record, rank: RankOnDevice, plan: Plan) -> None:
-    share, platform = rank.share, rank.share.platform
+    trainer, platform = rank.trainer, rank.trainer.platform
     # The real one, which refuses what is not finite.
-    metrics = share.train_step(1, rank.batch)
+    metrics = trainer.train_step(1, rank.batch)
     for _ in range(WARM_UP - 1):
         rank.step()
     if platform.is_cuda:
         torch.cuda.reset_peak_memory_stats(platform.device)
     steps = [rank.step() for _ in range(STEPS)]
     medians = {name: median(step[name] for step in steps) for name in steps[0]}
-    flops = step_flops(share.shapes, share.config.model.freeze, rank.batch) / share.topology.world_size
+    flops = step_flops(trainer.shapes, trainer.config.model.freeze, rank.batch) / trainer.topology.world_size
     peak = peak_flops(platform.device_name)
     record.put("steps", {
         "loss": metrics.loss, "milliseconds": {name: 1e3 * value for name, value in medians.items()},
@@ -232,4 +234,4 @@ def _rates(plan: Plan, seconds: dict[str, float]) -> dict[str, float]:
 
 
 def _trace(record: Record, rank: RankOnDevice) -> None:
-    record.put("trace", trace.of(rank.step, rank.share.platform))
+    record.put("trace", trace.of(rank.step, rank.trainer.platform))

@@ -98,7 +98,7 @@ fi
 
 # ------------------------------------------------------------------------------------------------------------- starting
 
-# What is wrong with the configuration, or is not there, is told once, before any rank starts.
+# What is wrong with the configuration, or is not there, is reported once, before any rank starts.
 check_configuration() { # FLAG...: those of pretrain_vlm.py
     # Where it runs, the interpreter may be a container's.
     local start='command -v "$0" >/dev/null || exit 127; exec "$0" "$@"' status=0
@@ -108,7 +108,7 @@ check_configuration() { # FLAG...: those of pretrain_vlm.py
         refuse "PYTHON: found $python, which cannot be run, expected an interpreter; make one with \`make venv\`, or set" \
             "PYTHON to another"
     ((status == 0)) ||
-        refuse "no rank was started: the configuration is wrong, as told above, for $((nodes * ranks)) ranks"
+        refuse "no rank was started: the configuration is wrong, see above, for $((nodes * ranks)) ranks"
 }
 
 # One torchrun on each node, in place of this process.

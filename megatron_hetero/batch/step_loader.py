@@ -3,10 +3,10 @@
 Per step and rank, on one background thread with a pool of `data.workers` threads below it:
 
   1. tokenise the samples of this rank's text replica, and pack them;
-  2. tell all ranks the packs' integers (and any error), with one exchange on the host;
+  2. exchange the packs' integers (and any error) among all ranks, once, on the host;
   3. plan each micro-batch: who decodes and encodes what, which rows go where;
   4. decode this rank's share of its encoder replica's images, each once in the replica;
-  5. tell all ranks of any error, and hand each rank of the replica the patches that it embeds.
+  5. exchange any error among all ranks, and send each rank of the replica the patches that it embeds.
 
 An error of any rank reaches all ranks in the next exchange, so that all stop with the same message.
 """
@@ -33,7 +33,9 @@ from megatron_hetero.batch.step_plan import (
     PixelPlan,
     StepPlanner,
 )
-from megatron_hetero.boundary.communicator import BoundaryCommunicator, load_plan
+from megatron_hetero.boundary.communicator import BoundaryCommunicator
+from megatron_hetero.boundary.loaded import load_plan
+from megatron_hetero.data.items import Size
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, check_length, check_text, pack
 from megatron_hetero.data.sample import TokenizedSample
@@ -43,7 +45,6 @@ from megatron_hetero.errors import SharedError, UserError
 from megatron_hetero.job import BatchShape
 from megatron_hetero.names import TEXT
 from megatron_hetero.processor.processor import Processor
-from megatron_hetero.sharding.items import Size
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ class MicroBatch:
 class StepBatch:
     """One step on the host.
 
-    Over all replicas: `supervised` and `tokens`, `grids`, by encoder the patches of each image, `sample_lengths`, the
+    Over all replicas: `supervised` and `tokens`, `sizes`, by encoder those of its images, `sample_lengths`, the
     tokens of each sample, `encoder_loads`, for each micro-batch and encoder the predicted forward flops of each
     replica, and `skipped`, how many samples were left out as too long.
     """
@@ -73,7 +74,7 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]
     supervised: int
     tokens: int
-    grids: Mapping[str, tuple[Size, ...]]
+    sizes: Mapping[str, tuple[Size, ...]]
     sample_lengths: tuple[int, ...]
     encoder_loads: tuple[tuple[float, ...], ...]
     skipped: int = 0
@@ -129,8 +130,8 @@ class StepLoader:
             micro_batches=tuple(MicroBatch(*parts) for parts in zip(own, plans, pixels, strict=True)),
             supervised=sum(pack.supervised for pack in everything),
             tokens=sum(pack.tokens for pack in everything),
-            grids={
-                name: tuple(grid for pack in everything for grid in pack.shape.images[i].grids)
+            sizes={
+                name: tuple(size for pack in everything for size in pack.shape.images[i].sizes)
                 for i, name in enumerate(self.planner.encoders)
             },
             sample_lengths=tuple(n for pack in everything for n in pack.shape.lengths),
@@ -148,7 +149,7 @@ class StepLoader:
         packs = []
         for micro_batch in numbers:
             samples = [(n, sample) for n, sample in zip(micro_batch, tokenised, strict=False) if sample is not None]
-            sources = [ImageSource(n, place) for n, sample in samples for place in range(len(sample.grids))]
+            sources = [ImageSource(n, place) for n, sample in samples for place in range(len(sample.sizes))]
             packed = pack([sample for _, sample in samples])
             packs.append((packed, pack_metadata(packed, sources, list(self.planner.encoders))))
         return packs
@@ -172,21 +173,21 @@ class StepLoader:
         wanted = []
         for m, (plan, packs) in enumerate(zip(plans, gathered, strict=True)):
             for i, name in enumerate(self.planner.encoders):
-                images = [pair for p in packs for pair in zip(p.sources[i], p.shape.images[i].grids, strict=True)]
+                images = [pair for p in packs for pair in zip(p.sources[i], p.shape.images[i].sizes, strict=True)]
                 wanted += [(m, name, *images[k]) for k in (plan.pixels[name].decodes if name in plan.pixels else ())]
         decoded: list[dict[str, list[np.ndarray]]] = [{} for _ in plans]
         for (m, name, *_), patches in zip(wanted, run(self._patches, wanted), strict=True):
             decoded[m].setdefault(name, []).append(patches)
         return decoded
 
-    def _patches(self, wanted: tuple[int, str, ImageSource, tuple[int, int, int]]) -> np.ndarray:
-        *_, source, grid = wanted
-        return self.processor.patches(self.mixture[source.sample], source.place, grid)
+    def _patches(self, wanted: tuple[int, str, ImageSource, Size]) -> np.ndarray:
+        *_, source, size = wanted
+        return self.processor.patches(self.mixture[source.sample], source.place, size)
 
     def _share_out(self, encoder: str, plan: PixelPlan, decoded: list[np.ndarray]) -> torch.Tensor:
         """Patches of the images that this rank decoded to those that it embeds, with zeros for padding after them."""
-        communicator, reader = self._pixels[encoder], self.processor.readers[encoder]
-        elements = communicator.width // reader.merge_size**2
+        communicator = self._pixels[encoder]
+        elements = communicator.width // self.planner.encoders[encoder].unit
         own = decoded[0] if len(decoded) == 1 else np.concatenate([np.zeros((0, elements), np.float32), *decoded])
         units = torch.from_numpy(own).view(-1, communicator.width)
         embedded = communicator.forward(load_plan(plan.exchange, CPU), units).view(-1, elements)
@@ -228,7 +229,7 @@ def _images_of(packed: PackedBatch, mine: np.ndarray) -> Images:
     sample = np.searchsorted(starts[1:], first_places[mine], side="right")
     return Images(
         counts=tuple(np.bincount(sample, minlength=len(starts) - 1).tolist()),
-        grids=tuple((int(t), int(h), int(w)) for t, h, w in packed.grids[mine]),
+        sizes=tuple(size for size, chosen in zip(packed.sizes, mine, strict=True) if chosen),
         places=places[np.repeat(mine, packed.rows)].astype(np.int64).tobytes(),
     )
 

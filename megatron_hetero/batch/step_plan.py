@@ -16,13 +16,14 @@ from typing import Literal
 import numpy as np
 
 from megatron_hetero.boundary.plan import RankPlan, plan_boundary
+from megatron_hetero.data.items import Size
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.names import ROWS, TEXT
 from megatron_hetero.sharding.balance import assign, assign_in_order, loads_of
 from megatron_hetero.sharding.encoder_shards import EncoderShards, EncoderShare
-from megatron_hetero.sharding.items import ItemShape, Size
+from megatron_hetero.sharding.items import ItemShape
 from megatron_hetero.sharding.token_shards import TokenShards, TokenShare
 
 Balance = Literal["off", "replica"]
@@ -41,12 +42,12 @@ class ImageSource:
 class Images:
     """The images of a pack that are for one encoder. Hashable.
 
-    `counts`: images of each sample; `grids`: of all images. `places`: the bytes of int64 [rows], where rows go in the
+    `counts`: images of each sample; `sizes`: of all images. `places`: the bytes of int64 [rows], where rows go in the
     pack.
     """
 
     counts: tuple[int, ...]
-    grids: tuple[Size, ...]
+    sizes: tuple[Size, ...]
     places: bytes
 
     @property
@@ -173,9 +174,9 @@ class StepPlanner:
         plan = MicroBatchPlan(tokens.share(self.text.peer_at_stage(self.rank, 0)) if self.rank in self.text else None)
         first_stages = {}
         for i, name in enumerate(self.encoders):
-            grids = tuple(grid for pack in packs for grid in pack.images[i].grids)
-            if grids:
-                encoding, first_stages[name] = self._plan_encoder(name, grids, wanted)
+            sizes = tuple(size for pack in packs for size in pack.images[i].sizes)
+            if sizes:
+                encoding, first_stages[name] = self._plan_encoder(name, sizes, wanted)
                 plan = _joined(plan, encoding)
         return plan, first_stages
 
@@ -185,20 +186,21 @@ class StepPlanner:
         return sorted({edge.target_coordinate(self.text) for edge in self.edges})
 
     def _plan_encoder(
-        self, name: str, grids: tuple[Size, ...], wanted: Mapping[int, TokenShards]
+        self, name: str, sizes: tuple[Size, ...], wanted: Mapping[int, TokenShards]
     ) -> tuple[MicroBatchPlan, EncoderShards]:
         """The part of one encoder. `wanted`: what the text module reads, by pipeline coordinate."""
         shape, layout = self.encoders[name], self.layouts[name]
-        costs = [shape.cost(size) for size in grids]
+        costs = [shape.cost(size) for size in sizes]
         assigned = assign(costs, layout.dp) if self.balance == "replica" else assign_in_order(len(costs), layout.dp)
-        first = EncoderShards(shape, layout.stage(0), self.sharded[name], grids, tuple(map(tuple, assigned)))
-        boundaries = {}
+        first = EncoderShards(shape, layout.stage(0), self.sharded[name], sizes, tuple(map(tuple, assigned)))
+        held, boundaries = {}, {}
         for edge, outputs in self.edges.items():
             ranks = edge.source_ranks(layout) + edge.target_ranks(self.text)
             if edge.source == name and self.rank in ranks:
-                held = replace(first, layout=layout.stage(edge.source_coordinate(layout))).ownership()
+                if (at := edge.source_coordinate(layout)) not in held:
+                    held[at] = (first if at == 0 else replace(first, layout=layout.stage(at))).ownership()
                 needed = wanted[edge.target_coordinate(self.text)].ownership(name)
-                boundaries[edge] = plan_boundary(held, needed, self.row_bytes * len(outputs)).rank(self.rank)
+                boundaries[edge] = plan_boundary(held[at], needed, self.row_bytes * len(outputs)).rank(self.rank)
         plan = MicroBatchPlan(
             text=None,
             encoders={name: first.share(layout.peer_at_stage(self.rank, 0))} if self.rank in layout else {},
@@ -243,9 +245,9 @@ def require_rows_for_places(
             found="image tokens out of order, twice in one place, or outside the samples",
             expected=f"ascending positions below {sum(lengths)}",
             because="each row takes the place of one image token",
-            fix="make grids and image positions from the same samples",
+            fix="make sizes and image positions from the same samples",
         )
-    rows = [rows_of(grid) for grid in images.grids]
+    rows = [rows_of(size) for size in images.sizes]
     of_image = np.repeat(np.arange(len(lengths)), images.counts)
     expected = np.bincount(of_image, weights=rows, minlength=len(lengths)).astype(int)
     found = np.bincount(np.searchsorted(ends, places, side="right"), minlength=len(lengths))
@@ -257,5 +259,5 @@ def require_rows_for_places(
             found=f"{found[sample]} image tokens",
             expected=f"{expected[sample]}, one for each row of its {images.counts[sample]} images",
             because="each row takes the place of one image token",
-            fix="make grids and image positions from the same samples",
+            fix="make sizes and image positions from the same samples",
         )

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.batch.step_loader import MicroBatch
-from megatron_hetero.boundary.communicator import load_plan
+from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.distributed.platform import Platform, on_device
 from megatron_hetero.execution.runtime import DeviceMicroBatch
-from megatron_hetero.models.common.attention import AttentionPlan, Segments
+from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.encoder_shards import EncoderShare
@@ -38,10 +38,10 @@ def to_device(
 
 def _vision_input(share: EncoderShare, pixels: Tensor | None, platform: Platform) -> EncoderInput:
     attention = AttentionPlan(
-        full=Segments.of_pieces(share.pieces, platform.device, share.cp_lengths),
+        full=PackedSegments.of_segments(share.segments, platform.device, share.cp_lengths),
         sp_lengths=share.sp_lengths,
         cp_lengths=share.cp_lengths,
-        windows=Segments.of(share.windows, platform.device),
+        windows=PackedSegments.of(share.windows, platform.device),
     )
     return EncoderInput(pixels, _move(share.positions, platform), attention, share.padding)
 
@@ -60,7 +60,7 @@ def _text_input(
         targets=_move(labels[supervised], platform),
         rows_at={name: _move(places, platform) for name, places in _places(share, outputs).items()},
         attention=AttentionPlan(
-            full=Segments.of_pieces(share.pieces, platform.device, share.cp_lengths),
+            full=PackedSegments.of_segments(share.segments, platform.device, share.cp_lengths),
             sp_lengths=share.sp_lengths,
             cp_lengths=share.cp_lengths,
         ),

@@ -21,11 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.boundary.communicator import BoundaryCommunicator, LoadedPlan
+from megatron_hetero.boundary.communicator import BoundaryCommunicator
+from megatron_hetero.boundary.loaded import LoadedPlan
+from megatron_hetero.errors import UserError
 
 
+@_disable_dynamo
 def cross(
     communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor, *, gradients: bool | None = None
 ) -> Tensor:
@@ -42,13 +46,13 @@ def cross(
             grad mode), agreed on by a small all-reduce. Under `torch.no_grad()` nothing comes back.
 
     Raises:
-        ValueError: as `BoundaryCommunicator.forward`. With `gradients=None` also, on every rank, if some rows require
+        UserError: as `BoundaryCommunicator.forward`. With `gradients=None` also, on every rank, if some rows require
             gradients and another rank is not in grad mode or has a plan of the forward direction only.
         RuntimeError: in a double backward.
     """
     if gradients is None:
-        gradients = _any_requires_grad(communicator, plan, rows)
-    if not (gradients and torch.is_grad_enabled()):
+        gradients = any_requires_grad(communicator, plan, rows)
+    if not (gradients and torch.is_grad_enabled() and isinstance(rows, Tensor)):
         return communicator.forward(plan, rows)
     # Autograd calls `_Cross.backward` only if an input requires a gradient.
     inputs: Any = rows if rows.requires_grad else rows.detach().requires_grad_()
@@ -69,22 +73,35 @@ class _Cross(torch.autograd.Function):
         return ctx.communicator.backward(ctx.plan, grads), None, None
 
 
-def _any_requires_grad(communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor) -> bool:
-    """Whether the rows of any rank require gradients. Raises `ValueError` if some ranks could not return them."""
+def any_requires_grad(communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor) -> bool:
+    """Whether the rows of any rank require gradients. Raises `UserError` if some ranks could not return them."""
     on = torch.is_grad_enabled()
     votes = torch.tensor(
-        [on and rows.requires_grad, not on, plan.backward is None], dtype=torch.int32, device=communicator.device
+        [on and isinstance(rows, Tensor) and rows.requires_grad, not on, plan.backward is None],
+        dtype=torch.int32,
+        device=communicator.device,
     )
     dist.all_reduce(votes, dist.ReduceOp.MAX, group=communicator.group)
     wanted, off, one_way = map(bool, votes.tolist())
     if wanted and off:
-        raise ValueError(
-            "boundary: found rows that require gradients on some ranks and `torch.no_grad()` on others, expected grad "
-            "mode on all ranks or on none, because gradients go back through all of them"
+        raise UserError.at(
+            communicator.title,
+            found="rows that require gradients on some ranks and `torch.no_grad()` on others",
+            expected="grad mode on all ranks or on none",
+            because="gradients go back through all of them",
+            fix="enter `torch.no_grad()` on all ranks",
         )
     if wanted and one_way:
-        raise ValueError(
-            "boundary: found rows that require gradients and a plan of the forward direction only, expected one of "
-            "both, as `plan.rank(rank)` returns; or detach the rows"
+        raise UserError.at(
+            communicator.title,
+            found="rows that require gradients and a plan of the forward direction only",
+            expected="one of both, as `plan.rank(rank)` returns",
+            fix="plan both directions, or detach the rows",
         )
     return wanted
+
+
+def widened(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows in `dtype` if it holds their values without loss, such as bfloat16 in float32; else as they are."""
+    floating = isinstance(rows, Tensor) and rows.is_floating_point()
+    return rows.to(dtype) if floating and torch.promote_types(rows.dtype, dtype) == dtype else rows

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_hetero.distributed.platform import on_device
 
-Index = slice | Tensor
+RowIndex = slice | Tensor
 """Rows of a buffer: a contiguous run, sent and received without a copy, or int64 indices on the device."""
 
 
@@ -74,7 +74,7 @@ class BufferLease:
 # ------------------------------------------------------------------------------------------------ indices
 
 
-def load_index(index: np.ndarray, device: torch.device) -> Index:
+def load_index(index: np.ndarray, device: torch.device) -> RowIndex:
     """`index`, int64 [rows], on the device; a slice where it is a contiguous run."""
     if not len(index):
         return slice(0, 0)
@@ -83,7 +83,7 @@ def load_index(index: np.ndarray, device: torch.device) -> Index:
     return on_device(torch.from_numpy(index), device)
 
 
-def gather_rows(rows: Tensor, index: Index, lease: BufferLease) -> Tensor:
+def gather_rows(rows: Tensor, index: RowIndex, lease: BufferLease) -> Tensor:
     """`rows[index]`, contiguous; in a buffer of `lease` unless they are so already."""
     if not isinstance(index, slice):
         return torch.index_select(rows, 0, index, out=lease.acquire(len(index), rows.dtype))
@@ -91,7 +91,7 @@ def gather_rows(rows: Tensor, index: Index, lease: BufferLease) -> Tensor:
     return run if run.is_contiguous() else lease.acquire(len(run), rows.dtype).copy_(run)
 
 
-def scatter_rows(target: Tensor, index: Index, rows: Tensor) -> None:
+def scatter_rows(target: Tensor, index: RowIndex, rows: Tensor) -> None:
     """`target[index] = rows`."""
     if isinstance(index, slice):
         target[index] = rows
@@ -99,7 +99,7 @@ def scatter_rows(target: Tensor, index: Index, rows: Tensor) -> None:
         target.index_copy_(0, index, rows)
 
 
-def scatter_add_rows(target: Tensor, index: Index, rows: Tensor, lease: BufferLease) -> None:
+def scatter_add_rows(target: Tensor, index: RowIndex, rows: Tensor, lease: BufferLease) -> None:
     """`target[index] += rows`, in the dtype of `target`."""
     if rows.dtype != target.dtype:
         rows = lease.acquire(len(rows), target.dtype).copy_(rows)

@@ -15,72 +15,25 @@ crossings that autograd differentiates see `megatron_hetero.boundary.autograd`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hetero.boundary.agreement import require_agreement, require_fitting_copies
 from megatron_hetero.boundary.buffers import (
     BufferPool,
-    Index,
     gather_rows,
-    load_index,
     scatter_add_rows,
     scatter_rows,
 )
-from megatron_hetero.boundary.plan import RankPlan
-from megatron_hetero.boundary.routes import DirectionPlan, Exchange, Phase
+from megatron_hetero.boundary.loaded import LoadedDirection, LoadedExchange, LoadedPlan
+from megatron_hetero.errors import UserError, listed
 from megatron_hetero.layout.edge import Edge
-from megatron_hetero.layout.grammar import format_ranks
 
 if TYPE_CHECKING:
     from megatron_hetero.distributed.topology import Topology
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedExchange:
-    """An `Exchange` on the device."""
-
-    phase: Phase
-    send: Index
-    send_counts: list[int]
-    receive: Index
-    receive_counts: list[int]
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedDirection:
-    """A `DirectionPlan` on the device."""
-
-    held: int
-    needed: int
-    kept_from: Index
-    kept_to: Index
-    reduce: LoadedExchange | None
-    scatter: LoadedExchange | None
-    gather: LoadedExchange | None
-    complete: bool
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedPlan:
-    """A `RankPlan` whose indices are on the device."""
-
-    rank: int
-    ranks: tuple[int, ...]
-    digest: int
-    point_to_point: bool
-    forward: LoadedDirection
-    backward: LoadedDirection | None
-
-
-def load_plan(plan: RankPlan, device: torch.device) -> LoadedPlan:
-    """Copy the indices of `plan` to the device, asynchronously."""
-    forward = _load_direction(plan.forward, device)
-    backward = None if plan.backward is None else _load_direction(plan.backward, device)
-    return LoadedPlan(plan.rank, plan.ranks, plan.digest, plan.point_to_point, forward, backward)
 
 
 class BoundaryCommunicator:
@@ -101,6 +54,7 @@ class BoundaryCommunicator:
             False, a rank raises errors in its own rows or plan only, and plans of different batches go unnoticed, hang
             or fail in the backend. Neither detects a plan of the wrong batch on all ranks with matching numbers of
             rows.
+        name: of the edge, for errors.
     """
 
     def __init__(
@@ -113,7 +67,10 @@ class BoundaryCommunicator:
         transport: torch.dtype | None = None,
         check: bool = True,
         backward: dist.ProcessGroup | None = None,
+        name: str = "",
     ):
+        self.name = name
+        _require_rows(self.title, width, dtype, transport or dtype)
         self.group, self.backward_group = group, backward or group
         self.device = device
         self.width = width
@@ -122,6 +79,11 @@ class BoundaryCommunicator:
         self.check = check
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._buffers = BufferPool(width, device)
+
+    @property
+    def title(self) -> str:
+        """For errors, such as ``boundary vision>text``."""
+        return f"boundary {self.name}".rstrip()
 
     @property
     def row_bytes(self) -> int:
@@ -137,17 +99,19 @@ class BoundaryCommunicator:
         `cross`.
 
         Raises:
-            ValueError: rows do not fit the plan, or plans differ; on every rank with `check`.
+            UserError: rows do not fit the plan, or plans differ; on every rank with `check`.
         """
         return self.start_forward(plan, rows).wait()
 
-    def backward(self, plan: LoadedPlan, grads: Tensor) -> Tensor:
+    def backward(self, plan: LoadedPlan, grads: Tensor, *, problem: str | None = None) -> Tensor:
         """The adjoint of `forward`: gradients of needed rows, [needed, width], to those of held rows, [held, width].
 
+        `problem`: an error of the caller on this rank.
+
         Raises:
-            ValueError: as `forward`, and if the plan has no backward direction.
+            UserError: as `forward`, and if the plan has no backward direction, or for a `problem`.
         """
-        return self.start_backward(plan, grads).wait()
+        return self._start("backward", plan, plan.backward, grads, problem).wait()
 
     def start_forward(self, plan: LoadedPlan, rows: Tensor) -> Crossing:
         """Start `forward`; raises what it raises. `rows` must not change before the crossing has been waited for."""
@@ -161,12 +125,16 @@ class BoundaryCommunicator:
         return self._start("backward", plan, plan.backward, grads)
 
     @torch.no_grad()
-    def _start(self, name: str, plan: LoadedPlan, direction: LoadedDirection | None, rows: Tensor) -> Crossing:
-        problem, group = self._problem(name, plan, direction, rows), self._group_of(name)
+    def _start(
+        self, name: str, plan: LoadedPlan, direction: LoadedDirection | None, rows: Tensor, problem: str | None = None
+    ) -> Crossing:
+        problem, group = problem or self._problem(name, plan, direction, rows), self._group_of(name)
         if self.check:
-            _require_agreement(name, problem, plan.digest, group, self.device)
+            copied = name == "backward" and len(plan.copies) > 1
+            if require_agreement(f"{self.title} {name}", problem, plan.digest, copied, group, self.device):
+                require_fitting_copies(self.title, plan, rows, group)
         elif problem:
-            raise ValueError(problem)
+            raise UserError(problem)
         assert direction is not None, "a plan without this direction has been refused"
         return Crossing(direction, rows.detach(), self, group, point_to_point=plan.point_to_point)
 
@@ -175,22 +143,44 @@ class BoundaryCommunicator:
 
     def _problem(self, name: str, plan: LoadedPlan, direction: LoadedDirection | None, rows: Tensor) -> str | None:
         """The error in this rank's plan or rows, if any."""
-        if plan.ranks != self._ranks:
+        fix = "give the boundary this batch's plan and the rows that it names"
+        if plan.edge and self.name and plan.edge != self.name:
+            found, expected = f"a plan of boundary {plan.edge}", "its own"
+        elif plan.ranks != self._ranks:
             found, expected = f"a plan for ranks {plan.ranks}", f"one for the communicator's ranks {self._ranks}"
         elif plan.rank != dist.get_rank():
             found, expected = f"the part of rank {plan.rank} of the plan", "its own"
         elif direction is None:
             found, expected = "a plan of the forward direction only", "one of both, as `plan.rank(rank)` returns"
+        elif not isinstance(rows, Tensor):
+            found, expected = f"a {type(rows).__name__}", "a tensor of rows"
         elif rows.dim() != 2 or rows.shape[1] != self.width:
-            found, expected = f"rows of shape {tuple(rows.shape)}", f"[rows, {self.width}]"
+            found, expected = f"rows of shape {tuple(rows.shape)}", f"[rows, {self.width}], `width` being {self.width}"
+            fix = "reshape the rows, or open the boundary with another `width`"
         elif rows.dtype != self.dtype:
-            found, expected = f"rows of {rows.dtype}", f"{self.dtype}, as given to the communicator"
+            found, expected = f"rows of {rows.dtype}", f"{self.dtype}, as given to the communicator in `dtype`"
+            fix = f"open the boundary with dtype={rows.dtype}, or convert the rows (`transport` halves the bytes)"
+        elif rows.device.type != self.device.type:
+            found, expected = f"rows on {rows.device}", f"on {self.device}, the platform's device"
         elif len(rows) != direction.held:
             found = f"{len(rows)} rows"
-            expected = f"the {direction.held} that this rank holds in the plan; the plan is of another batch"
+            expected = f"the {direction.held} that this rank holds in the plan"
+            fix = "plan with the ids of this batch's rows, in `held` -1 for those that do not cross (a class token)"
         else:
             return None
-        return f"boundary {name} on rank {dist.get_rank()}: found {found}, expected {expected}"
+        where = f"{self.title} {name} on rank {dist.get_rank()}"
+        return str(UserError.at(where, found=found, expected=expected, fix=fix))
+
+
+def _require_rows(title: str, width: int, dtype: torch.dtype, transport: torch.dtype) -> None:
+    """Check what rows are. Raises `UserError`."""
+    if type(width) is not int or width < 1:
+        expected = "an integer of 1 or more, the elements of a row"
+        raise UserError.at(f"{title}: width", found=repr(width), expected=expected, fix="give that of the rows")
+    for name, found in (("dtype", dtype), ("transport", transport)):
+        if not (isinstance(found, torch.dtype) and found.is_floating_point):
+            expected = "a floating dtype such as torch.bfloat16"
+            raise UserError.at(f"{title}: {name}", found=repr(found), expected=expected, fix="give that of the rows")
 
 
 def boundary_communicators(
@@ -206,10 +196,25 @@ def boundary_communicators(
     `width`: elements of a row, of all edges or of each; the other arguments as for `BoundaryCommunicator`.
     """
     widths = dict.fromkeys(topology.boundaries, width) if isinstance(width, int) else width
+    if missing := [edge for edge in topology.boundaries if edge not in widths]:
+        raise UserError.at(
+            "boundary_communicators: width",
+            found=f"widths of {listed(list(map(str, widths))) or 'no edge'}",
+            expected=f"one of {missing[0]} too",
+            because="the topology has that edge on this rank",
+            fix="give the width of each edge, or one number",
+        )
     device = topology.platform.device
     return {
         edge: BoundaryCommunicator(
-            groups.forward, device, widths[edge], dtype, transport=transport, check=check, backward=groups.backward
+            groups.forward,
+            device,
+            widths[edge],
+            dtype,
+            transport=transport,
+            check=check,
+            backward=groups.backward,
+            name=str(edge),
         )
         for edge, groups in topology.boundaries.items()
     }
@@ -317,46 +322,6 @@ class _PendingExchange:
         self._lease.release()
 
 
-# ----------------------------------------------------------------------------------------- checks over ranks
-
-
-class _RankCheck(NamedTuple):
-    """A rank's view of a crossing: its error, if any, and the digest of its plan."""
-
-    rank: int
-    problem: str | None
-    digest: int
-
-
-def _require_agreement(
-    name: str, problem: str | None, digest: int, group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Raise the same `ValueError` on every rank if any has a problem or the digests differ."""
-    # The largest and the smallest digest in one reduction.
-    flags = torch.tensor([problem is not None, digest, -digest], dtype=torch.int64, device=device)
-    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    problems, largest, smallest = flags.tolist()
-    if problems or largest != -smallest:
-        checks: list[Any] = [None] * group.size()
-        dist.all_gather_object(checks, _RankCheck(dist.get_rank(), problem, digest), group=group)
-        raise ValueError(_disagreement(name, checks))
-
-
-def _disagreement(name: str, checks: Sequence[_RankCheck]) -> str:
-    """The problems of all ranks, and which ranks have the same plan."""
-    lines = [check.problem for check in checks if check.problem is not None]
-    ranks: dict[int, list[int]] = {}
-    for check in checks:
-        ranks.setdefault(check.digest, []).append(check.rank)
-    if len(ranks) > 1:
-        listed = "; ".join(f"one on ranks {format_ranks(alike)}" for alike in ranks.values())
-        lines.append(
-            f"boundary {name}: found plans of {len(ranks)} different batches ({listed}), expected parts of one plan "
-            "on all ranks; plan with ownerships of the same batch"
-        )
-    return "\n".join(lines)
-
-
 # ------------------------------------------------------------------------------------------- exchanges
 
 _ExchangeFunction = Callable[[Tensor, Tensor, LoadedExchange, dist.ProcessGroup], Sequence[Any]]
@@ -384,28 +349,3 @@ def _point_to_point(received: Tensor, sent: Tensor, plan: LoadedExchange, group:
 
 
 # ------------------------------------------------------------------------------------------------ loading
-
-
-def _load_direction(plan: DirectionPlan, device: torch.device) -> LoadedDirection:
-    return LoadedDirection(
-        plan.held,
-        plan.needed,
-        load_index(plan.kept_from, device),
-        load_index(plan.kept_to, device),
-        _load_exchange(plan.exchange("reduce"), device),
-        _load_exchange(plan.exchange("scatter"), device),
-        _load_exchange(plan.exchange("gather"), device),
-        plan.complete,
-    )
-
-
-def _load_exchange(exchange: Exchange | None, device: torch.device) -> LoadedExchange | None:
-    if exchange is None:
-        return None
-    return LoadedExchange(
-        exchange.phase,
-        load_index(exchange.send, device),
-        exchange.send_counts.tolist(),
-        load_index(exchange.receive, device),
-        exchange.receive_counts.tolist(),
-    )

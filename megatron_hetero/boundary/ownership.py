@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -120,7 +120,15 @@ class Ownership:
     def of(
         cls, holders: Mapping[tuple[int, ...], Sequence[int] | np.ndarray], gradient: Gradient = "invariant"
     ) -> Ownership:
-        """From a mapping of replica group to the row ids that each of its ranks holds, in stored order."""
+        """From a mapping of replica group to the row ids that each of its ranks holds, in stored order. Raises
+        `UserError` if a key is no group, or `gradient` is unknown.
+        """
+        if wrong := [ranks for ranks in holders if isinstance(ranks, int)]:
+            found, expected = f"{wrong[0]!r} as a group of ranks", "tuples of ranks"
+            raise UserError.at("Ownership.of", found=found, expected=expected, fix=f"write `({wrong[0]},): rows`")
+        if gradient not in get_args(Gradient):
+            expected = " or ".join(map(repr, get_args(Gradient)))
+            raise UserError.at("Ownership.of: gradient", found=repr(gradient), expected=expected, fix="correct it")
         rows = [np.asarray(ids, dtype=np.int64) for ids in holders.values()]
         return cls._concatenated(tuple(holders), rows, gradient)
 
@@ -188,6 +196,11 @@ class Ownership:
         """The row ids that `rank` holds, in stored order; empty for a rank that is not on this side."""
         group = self.members.group_of(rank)
         return self.ids[:0] if group < 0 else self.ids[self.starts[group] : self.starts[group + 1]]
+
+    def peers_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same rows as `rank`, itself included; empty for a rank that is not on this side."""
+        group = self.members.group_of(rank)
+        return () if group < 0 else self.groups[group]
 
     def num_rows(self, rank: int) -> int:
         """The number of rows that `rank` holds."""

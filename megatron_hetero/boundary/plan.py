@@ -14,6 +14,8 @@ import numpy as np
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan_text import Move, describe_plan, moves_of
 from megatron_hetero.boundary.routes import DirectionPlan, Redistribution
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout.grammar import format_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,13 +24,16 @@ class RankPlan:
 
     `ranks`: all participants, ascending; counts are in their order. `digest`: `BoundaryPlan.digest` of the whole plan.
     `point_to_point`: whether exchanges are batches of sends and receives, or else all-to-alls over all of `ranks`.
-    `backward`: None where no gradients return.
+    `copies`: the ranks that need the same rows as this one, itself included; `summed`: whether their gradients of these
+    rows are parts. `backward`: None where no gradients return.
     """
 
     rank: int
     ranks: tuple[int, ...]
     digest: int
     point_to_point: bool
+    copies: tuple[int, ...]
+    summed: bool
     forward: DirectionPlan
     backward: DirectionPlan | None
 
@@ -68,7 +73,7 @@ class BoundaryPlan:
 
     @cached_property
     def digest(self) -> int:
-        """CRC-32 of both ownerships, by which ranks tell that they hold parts of different plans."""
+        """CRC-32 of both ownerships, by which ranks detect that they hold parts of different plans."""
         digest = 0
         for side in (self.source, self.destination):
             digest = crc32(side.gradient.encode(), digest)
@@ -84,6 +89,8 @@ class BoundaryPlan:
             self.ranks,
             self.digest,
             self.point_to_point,
+            self.destination.peers_of(rank),
+            self.destination.gradient == "partial",
             forward.plan(rank, self.ranks),
             back.plan(rank, self.ranks) if backward else None,
         )
@@ -101,7 +108,9 @@ class BoundaryPlan:
         return tuple(moves_of(self))
 
     def traffic(self, direction: str, rank: int) -> Traffic:
-        """The traffic of `rank` in "forward" or "backward"."""
+        """The traffic of `rank` in "forward" or "backward"; another direction is a `KeyError`."""
+        if direction not in self.directions:
+            raise KeyError(f"no direction `{direction}`; there are {', '.join(self.directions)}")
         chosen = self.directions[direction]
         plan = chosen.plan(rank, self.ranks)
         return Traffic(plan.held, plan.needed, plan.received_rows, plan.sent_rows, chosen.minimum(rank))
@@ -114,16 +123,18 @@ def plan_boundary(source: Ownership, destination: Ownership, row_bytes: int) -> 
     """Plan a boundary. `row_bytes`: bytes of a row on the wire.
 
     Raises:
-        ValueError: no rank holds a row that is needed.
+        UserError: no rank holds a row that is needed.
     """
     plan = BoundaryPlan(source, destination, row_bytes)
     if plan.directions["forward"].num_rows < len(destination.ids):
         group, _ = source.locate(destination.ids)
         at = int(np.flatnonzero(group < 0)[0])
         ranks = destination.groups[int(destination.group_of_entry[at])]
-        raise ValueError(
-            f"boundary: found {np.sum(group < 0)} rows that are needed but held by nobody, such as row "
-            f"{destination.ids[at]}, needed by ranks {ranks}; expected the destination's rows to be among the "
-            f"source's {len(source.ids)}; plan with ownerships of the same batch"
+        raise UserError.at(
+            "plan_boundary",
+            found=f"{np.sum(group < 0)} rows that are needed but held by nobody, such as row {destination.ids[at]}, "
+            f"needed by ranks {format_ranks(ranks)}",
+            expected=f"the destination's rows to be among the {len(source.ids)} of the source",
+            fix="plan with ownerships of the same batch",
         )
     return plan

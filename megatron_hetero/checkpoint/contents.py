@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from megatron_hetero.checkpoint.format.blocks import Block, cut, first_held
 from megatron_hetero.checkpoint.format.keys import RANDOM, STEP, WEIGHTS, Entry, Shape, matrix
 from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.engine.optimizer_state import Shard, shard_of
-from megatron_hetero.hf.weight_map import Piece
+from megatron_hetero.engine.optimizer_state import OptimizerShard, shard_of
+from megatron_hetero.hf.weight_map import TensorSlice
 
 
 def written(
-    modules: Sequence[TrainedModule], optimizers: Sequence[Any], shapes: Mapping[str, Shape]
+    modules: Sequence[TrainedModule], optimizers: Sequence[ChainedOptimizer | None], shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
     """What this rank writes. Over all ranks, each element of each tensor is written once."""
     for module, optimizer in zip(modules, optimizers, strict=True):
-        for name, pieces in first_held(module.maps, module.groups.tp.rank()).items():
+        for name, slices in first_held(module.maps, module.groups.tp.rank()).items():
             if name != module.tied_copy:
-                yield from _written(pieces, module, module.parameters[name], optimizer, shapes)
+                yield from _written(slices, module, module.parameters[name], optimizer, shapes)
 
 
 def _written(
-    pieces: Sequence[Piece],
+    slices: Sequence[TensorSlice],
     module: TrainedModule,
     parameter: torch.nn.Parameter,
-    optimizer: Any,
+    optimizer: ChainedOptimizer | None,
     shapes: Mapping[str, Shape],
 ) -> Iterator[Entry]:
     shard = shard_of(optimizer, parameter) if optimizer is not None else None
     if shard is not None and shard.inner is not None:
-        blocks = list(cut(pieces, width_of(parameter), shard.start, shard.stop))
+        blocks = list(cut(slices, width_of(parameter), shard.start, shard.stop))
         kinds = {WEIGHTS: shard.master} | {kind: shard.state[kind] for kind in shard.moments}
         for kind, values in kinds.items():
             yield from entries(kind, blocks, values, shapes)
@@ -47,18 +47,24 @@ def _written(
         # Replicated over the data- and context-parallel group: each rank writes an equal part.
         values, group = (parameter if shard is None else shard.master).detach().view(-1), module.groups.dp_cp
         start, stop = (len(values) * (group.rank() + i) // group.size() for i in range(2))
-        yield from entries(WEIGHTS, cut(pieces, width_of(parameter), start, stop), values[start:stop], shapes)
+        yield from entries(WEIGHTS, cut(slices, width_of(parameter), start, stop), values[start:stop], shapes)
 
 
 def read(
-    modules: Sequence[TrainedModule], optimizers: Sequence[Any], shapes: Mapping[str, Shape], stored: Collection[str]
+    modules: Sequence[TrainedModule],
+    optimizers: Sequence[ChainedOptimizer | None],
+    shapes: Mapping[str, Shape],
+    stored: Collection[str],
 ) -> Iterator[Entry]:
     """What this rank reads, and into which tensors. State that is not `stored` (of a part that was frozen when the
     checkpoint was written) stays as initialised.
     """
     for module, optimizer in zip(modules, optimizers, strict=True):
-        for name, pieces in module.own_map.items():
-            parameter, held = module.parameters[name], [piece for piece in pieces if not piece.empty]
+        for name, slices in module.own_map.items():
+            parameter, held = (
+                module.parameters[name],
+                [tensor_slice for tensor_slice in slices if not tensor_slice.empty],
+            )
             flat, width = parameter.detach().view(-1), width_of(parameter)
             yield from entries(WEIGHTS, cut(held, width, 0, len(flat)), flat, shapes)
             shard = shard_of(optimizer, parameter) if optimizer is not None else None
@@ -67,7 +73,7 @@ def read(
 
 
 @torch.no_grad()
-def renew_masters(modules: Sequence[TrainedModule], optimizers: Sequence[Any]) -> None:
+def renew_masters(modules: Sequence[TrainedModule], optimizers: Sequence[ChainedOptimizer | None]) -> None:
     """Master weights that are the parameters' values, as where an optimizer begins."""
     for module, optimizer in zip(modules, optimizers, strict=True):
         for parameter in module.parameters.values():
@@ -77,18 +83,22 @@ def renew_masters(modules: Sequence[TrainedModule], optimizers: Sequence[Any]) -
 
 
 def _read_shard(
-    shard: Shard, pieces: Sequence[Piece], width: int, shapes: Mapping[str, Shape], stored: Collection[str]
+    shard: OptimizerShard,
+    slices: Sequence[TensorSlice],
+    width: int,
+    shapes: Mapping[str, Shape],
+    stored: Collection[str],
 ) -> Iterator[Entry]:
-    blocks = list(cut(pieces, width, shard.start, shard.stop))
+    blocks = list(cut(slices, width, shard.start, shard.stop))
     yield from entries(WEIGHTS, blocks, shard.master.detach(), shapes)
-    if shard.inner is None or not all(f"{STEP}/{piece.name}" in stored for piece in pieces):
+    if shard.inner is None or not all(f"{STEP}/{tensor_slice.name}" in stored for tensor_slice in slices):
         return
     state = shard.make_state()
     for kind in shard.moments:
         yield from entries(kind, blocks, state[kind], shapes)
-    if pieces:
+    if slices:
         # All stored tensors that a parameter is made of were updated together.
-        yield Entry(f"{STEP}/{pieces[0].name}", (1,), (0,), state[STEP].view(1))
+        yield Entry(f"{STEP}/{slices[0].name}", (1,), (0,), state[STEP].view(1))
 
 
 def entries(kind: str, blocks: Iterable[Block], flat: Tensor, shapes: Mapping[str, Shape]) -> Iterator[Entry]:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_hetero.checkpoint.format.index import INDEX, Index, index_dtypes, index_shapes, open_index
 from megatron_hetero.checkpoint.format.keys import WEIGHTS, Entry, Shape, matrix
-from megatron_hetero.checkpoint.format.storage import INDEX, index_dtypes, index_shapes, open_index, read_entries
+from megatron_hetero.checkpoint.format.storage import read_entries
 from megatron_hetero.checkpoint.model_files import alone, differences, hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
@@ -51,7 +51,7 @@ class OpenCheckpoint:
 
     folder: Path
     record: RunRecord
-    index: Metadata
+    index: Index
 
     @classmethod
     def open(cls, path: Path, advance: Advance = lambda *_: None) -> OpenCheckpoint:

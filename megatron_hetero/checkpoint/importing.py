@@ -27,7 +27,7 @@ from megatron_hetero.files import lock as file_lock
 from megatron_hetero.hf.folder_files import CONFIG, ENCODERS
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import ROWS
-from megatron_hetero.hf.weight_map import Piece
+from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.common.parameters import TIED_COPIES
 from megatron_hetero.models.opening import open_encoders, open_modules
 from megatron_hetero.models.shapes import ModelShapes
@@ -119,8 +119,8 @@ def _require_equal_copies(weights: StoredWeights, shapes: ModelShapes) -> None:
     for copy, original in (TIED_COPIES if shapes.text.tied else {}).items():
         if copy in weights.shapes:
             rows = weights.shapes[original][0]
-            pieces = [Piece(original, (start, min(rows, start + ROWS))) for start in range(0, rows, ROWS)]
-            weights.require_copy(copy, original, pieces)
+            slices = [TensorSlice(original, (start, min(rows, start + ROWS))) for start in range(0, rows, ROWS)]
+            weights.require_copy(copy, original, slices)
 
 
 def _record(sources: ModelSources, seed: int) -> RunRecord:

@@ -1,4 +1,4 @@
-"""Hashes of a model's files other than weights, to tell whether it is the same model."""
+"""Hashes of a model's files other than weights, which identify the model."""
 
 from __future__ import annotations
 

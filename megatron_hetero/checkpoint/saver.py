@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,12 +13,12 @@ from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.state import HISTORY, History, Saved, TrainState, save
 from megatron_hetero.config.schema import Config
+from megatron_hetero.distributed.agreement import Watched
 from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.weight_files import all_finite
 from megatron_hetero.terminal import size_text
 
-Watched = Callable[[Callable[[], str]], AbstractContextManager[None]]
 SETTLED_S = 600.0
 """Seconds that a failed run waits for a save in progress."""
 

@@ -8,13 +8,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_hetero.checkpoint.contents import random_entries, read, renew_masters, written
+from megatron_hetero.checkpoint.format.index import INDEX, index_shapes, open_index
 from megatron_hetero.checkpoint.format.keys import Entry
-from megatron_hetero.checkpoint.format.storage import INDEX, index_shapes, open_index, read_entries, write_entries
+from megatron_hetero.checkpoint.format.storage import read_entries, write_entries
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_first
@@ -39,6 +41,7 @@ from megatron_hetero.outputs.checkpoints import (
     write_synced,
 )
 
+T = TypeVar("T")
 HISTORY = "metrics.jsonl"
 """The metrics of all steps up to the checkpoint's."""
 
@@ -50,7 +53,7 @@ class TrainState:
     """
 
     modules: Sequence[TrainedModule]
-    optimizers: Sequence[Any]
+    optimizers: Sequence[ChainedOptimizer | None]
     topology: Topology
     shapes: Mapping[str, tuple[int, ...]]
     working: Working = nullcontext
@@ -257,7 +260,7 @@ def _history(checkpoint: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _writing(where: Path, work: Callable[[], Any]) -> Any:
+def _writing(where: Path, work: Callable[[], T]) -> T:
     """The result of `work`. Raises `UserError` for a full disk and the like."""
     with os_errors_as(partial(unwritable, where)):
         return work()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_hetero.cli.command import a_path
 from megatron_hetero.distributed.launch import ended
@@ -45,20 +44,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    return ended(lambda: _evaluate(vars(_parser().parse_args(arguments))))
+    return ended(lambda: _evaluate(_parser().parse_args(arguments)))
 
 
-def _evaluate(options: dict[str, Any]) -> None:
+def _evaluate(options: argparse.Namespace) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from megatron_hetero.evaluation.generate import exact_match, result_table
 
     disable_progress_bar()
-    if options["images"] is not None and not options["images"].is_dir():
-        problem = f"{options['images']} is not a folder"
+    if options.images is not None and not options.images.is_dir():
+        problem = f"{options.images} is not a folder"
         raise UserError.at("--images", problem=problem, fix="correct the path, or remove the flag")
-    result = exact_match(options.pop("hf_dir"), options.pop("annotations"), options.pop("images"), **options)
-    console().print(result_table(result))
+    console().print(result_table(exact_match(**vars(options))))
 
 
 if __name__ == "__main__":

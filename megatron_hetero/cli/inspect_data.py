@@ -1,6 +1,6 @@
 """Prints training samples: ``python -m megatron_hetero.cli.inspect_data --config FILE -n 5``.
 
-For each of the first samples: the rendered text with supervised tokens coloured and in ⟦ ⟧, image sizes and grids. All
+For each of the first samples: the rendered text with supervised tokens coloured and in ⟦ ⟧, image sizes. All
 training flags are accepted, so a run can be inspected with its own command line.
 """
 
@@ -15,7 +15,6 @@ import numpy as np
 from rich.markup import escape
 from rich.text import Text
 
-from megatron_hetero.data import pictures
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.distributed.launch import ended
 from megatron_hetero.errors import printable
@@ -57,14 +56,11 @@ def show_sample(console: Console, processor: Processor, sample: TokenizedSample,
     console.print(Text(printable(f"── {record.where} ({record.dataset})"), "bold"), soft_wrap=True)
     console.print(rendered(processor, sample), soft_wrap=True)
     console.print(f"tokens: {len(sample)}, supervised: {int(sample.supervised.sum())}{note}", highlight=False)
-    for k, grid in enumerate(sample.grids.tolist()):
+    for k, size in enumerate(sample.sizes):
         reader = processor.readers[record.encoders[k]]
-        width, height = pictures.picture_size(record.image_path(k), record.where, reader.max_image_pixels)
         to = f" for {record.encoders[k]}" if len(processor.readers) > 1 else ""
-        line = f"image {k}{to}: {record.images[k]}, {width}×{height} px → "
-        size = f"{grid[2] * reader.patch_size}×{grid[1] * reader.patch_size} px"
-        text = f"{printable(line)}{size}, grid {tuple(grid)} (t, h, w), {sample.rows[k]} tokens"
-        console.print(Text(text), soft_wrap=True)
+        line = f"image {k}{to}: {record.images[k]}, {reader.describe(record, k, size)}, {sample.rows[k]} tokens"
+        console.print(Text(printable(line)), soft_wrap=True)
 
 
 def show(config: Config, count: int, console: Console) -> None:

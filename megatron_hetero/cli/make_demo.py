@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -101,7 +100,9 @@ def make_demo(folder: Path, options: DemoOptions | None = None, *, force: bool =
 
 def _holds(folder: Path, options: DemoOptions) -> bool:
     complete = all((folder / part).exists() for part in PARTS)
-    return complete and (folder / MARKER).read_text(encoding="utf-8") == options.to_json()
+    marker = options.to_json()
+    before_families = marker.replace(f',\n  "model": "{DEFAULT_FAMILY}"', "")
+    return complete and (folder / MARKER).read_text(encoding="utf-8") in (marker, before_families)
 
 
 def _refuse_other_content(folder: Path) -> None:
@@ -199,14 +200,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    return ended(lambda: _make(vars(_parser().parse_args(arguments))))
+    return ended(lambda: _make(_parser().parse_args(arguments)))
 
 
-def _make(given: dict[str, Any]) -> str:
-    folder, force = given.pop("folder"), given.pop("force")
-    sizes = {name: given.pop(name) for name in asdict(DemoSizes()) if name in given}
-    written = make_demo(folder, DemoOptions(**given, shape=DemoSizes(**sizes)), force=force)
-    return f"{'wrote' if written else 'already up to date:'} {folder}; next: --config {folder / 'config.yaml'}"
+def _make(given: argparse.Namespace) -> str:
+    sizes = DemoSizes(**{name: size for name, size in vars(given).items() if name in asdict(DemoSizes())})
+    options = DemoOptions(given.seed, given.train_pictures, given.heldout_questions, sizes, given.model)
+    written = make_demo(given.folder, options, force=given.force)
+    done = "wrote" if written else "already up to date:"
+    return f"{done} {given.folder}; next: --config {given.folder / 'config.yaml'}"
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ from dataclasses import fields
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.config.data_share import Share
 from megatron_hetero.config.load import shown_name
 from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.config.paths import check_paths
+from megatron_hetero.config.sampled_dataset import SampledDataset
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.grammar import did_you_mean
 from megatron_hetero.names import ENCODER_NAME, TAKEN, parts_of
@@ -152,7 +152,7 @@ def _check_data(data: DataConfig, evaluation: EvalConfig) -> None:
             raise _wrong("data.registry", f"the name `{name}`", "a name without `%`", why, "rename the data set")
     if not data.datasets:
         raise _wrong("data.datasets", "an empty list", "at least one name", "there is nothing to train on", "add one")
-    _check_registered("data.datasets", [Share.parse(text).name for text in data.datasets], data.registry)
+    _check_registered("data.datasets", [SampledDataset.parse(text).name for text in data.datasets], data.registry)
     _check_registered("eval.datasets", evaluation.datasets, data.registry)
     _check_pixels("data", data.min_pixels, data.max_pixels)
 

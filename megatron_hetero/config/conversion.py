@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Literal, Union, get_args, get_origin
 
 from megatron_hetero.files.paths import is_loop, unusable
 from megatron_hetero.layout.grammar import did_you_mean
@@ -26,7 +26,7 @@ class ConversionError(Exception):
         self.found, self.expected = found, expected
 
 
-def convert(value: object, kind: Any, base: Path) -> Any:
+def convert(value: object, kind: object, base: Path) -> object:
     """`value` as a `kind`.
 
     Args:
@@ -53,7 +53,7 @@ def convert(value: object, kind: Any, base: Path) -> Any:
     return _SCALARS[kind](value)
 
 
-def describe(kind: Any) -> str:
+def describe(kind: object) -> str:
     """A type in a user's words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
@@ -75,7 +75,7 @@ def show(value: object) -> str:
     return f"{names.get(type(value), f'a {type(value).__name__}')} `{text[:80]}`"
 
 
-def _word_or(value: object, words: list[str], other: Any, base: Path) -> Any:
+def _word_or(value: object, words: list[str], other: object, base: Path) -> object:
     """One of the `words`, or the value as an `other`."""
     if value in words:
         return value
@@ -92,7 +92,7 @@ def _choice(value: object, options: tuple[str, ...]) -> str:
     raise ConversionError(f"{show(value)}{hint}", f"one of {', '.join(options)}")
 
 
-def _items(value: object, args: tuple[Any, ...], kind: Any, base: Path) -> tuple[Any, ...]:
+def _items(value: object, args: tuple[object, ...], kind: object, base: Path) -> tuple[object, ...]:
     if not isinstance(value, list):
         raise ConversionError(show(value), f"a {describe(kind)}" if args[-1] is Ellipsis else describe(kind))
     if args[-1] is not Ellipsis and len(value) != len(args):
@@ -151,4 +151,4 @@ def _number(value: object) -> float:
     raise ConversionError(show(value), "a finite number")
 
 
-_SCALARS: dict[Any, Callable[[object], Any]] = {str: _text, bool: _boolean, int: _integer, float: _number}
+_SCALARS: dict[object, Callable[[object], object]] = {str: _text, bool: _boolean, int: _integer, float: _number}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
@@ -28,7 +28,7 @@ class PlanRequest(NamedTuple):
 
     world_size: int = 1
     """Number of ranks to plan for."""
-    picture: Path | None = None
+    plot: Path | None = None
     """File to draw the plan to."""
     files: bool = False
     """Whether the input files of training must exist."""
@@ -89,8 +89,8 @@ def _plan_request(given: Mapping[str, list[str]]) -> PlanRequest | None:
         for flag in given:
             raise without_plan(flag)
         return None
-    picture = Path(_one("--plan-svg", given["--plan-svg"])).absolute() if "--plan-svg" in given else None
-    return PlanRequest(_world_size(given.get("--world-size", ["1"])), picture, "--plan-files" in given)
+    plot = Path(_one("--plan-svg", given["--plan-svg"])).absolute() if "--plan-svg" in given else None
+    return PlanRequest(_world_size(given.get("--world-size", ["1"])), plot, "--plan-files" in given)
 
 
 def without_plan(flag: str) -> UserError:
@@ -138,7 +138,7 @@ def _one(flag: str, values: list[str]) -> str:
 def _insert(tree: Tree, flag: str, values: list[str], root: type) -> None:
     short = re.fullmatch(r"--([^.]+)-parallel", flag)
     path = ("parallel", short[1]) if short else tuple(flag.removeprefix("--").split("."))
-    kind: Any = root
+    kind: object = root
     for i, name in enumerate(path):
         if is_leaf(kind) or not name:
             raise _no_such_flag(flag, root)
@@ -198,16 +198,8 @@ def print_help(root: type) -> None:
         console.print(Text.assemble((row.flag, "bold"), text), soft_wrap=True)
 
 
-def markdown_table(root: type) -> str:
-    """All flags as a Markdown table."""
-    lines = ["| flag | values | default | meaning |", "|---|---|---|---|"]
-    for row in flag_rows(root):
-        flag, values, default, text = (cell.replace("|", "\\|") for cell in row)
-        lines.append(f"| `{flag}` | {values} | `{default}` | {text} |")
-    return "\n".join(lines) + "\n"
-
-
-def _rows(kind: Any, prefix: str) -> Iterator[FlagRow]:
+def _rows(kind: object, prefix: str) -> Iterator[FlagRow]:
+    assert is_dataclass(kind), "the configuration and its sections are dataclasses"
     types = children(kind) or {}
     for f in fields(kind):
         name = shown_name(f)
@@ -224,7 +216,7 @@ def _rows(kind: Any, prefix: str) -> Iterator[FlagRow]:
             yield FlagRow(f"{prefix}{name}.MODULE", describe(item), default, text)
 
 
-def _default(f: Any) -> str:
+def _default(f: Field[Any]) -> str:
     if shown := f.metadata.get("shown"):
         return shown
     if f.default is MISSING:

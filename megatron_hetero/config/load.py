@@ -54,7 +54,7 @@ def required(text: str) -> Any:
     return field(metadata={"help": text})
 
 
-def children(kind: Any) -> dict[str, Any] | None:
+def children(kind: object) -> dict[str, object] | None:
     """The fields of a dataclass type with their types; None for any other type."""
     if not is_dataclass(kind):
         return None
@@ -67,12 +67,12 @@ def shown_name(f: Field[Any]) -> str:
     return f.name.removesuffix("_")
 
 
-def item_type(kind: Any) -> Any:
+def item_type(kind: object) -> object:
     """The type of a mapping's values; None for any other type."""
     return get_args(kind)[1] if get_origin(kind) is Mapping else None
 
 
-def step(kind: Any, name: str, path: tuple[str, ...], where: str) -> Any:
+def step(kind: object, name: str, path: tuple[str, ...], where: str) -> object:
     """The type of `name` below a value of type `kind` at `path`.
 
     Raises:
@@ -92,7 +92,7 @@ def step(kind: Any, name: str, path: tuple[str, ...], where: str) -> Any:
     return known[name]
 
 
-def is_leaf(kind: Any) -> bool:
+def is_leaf(kind: object) -> bool:
     """Whether a type holds a value, not further names."""
     return not is_dataclass(kind) and item_type(kind) is None
 
@@ -191,11 +191,11 @@ for _tag, _words, _first in (
         _either.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_words})$"), _first)
 
 
-def _integer(loader: Any, node: Any) -> int:
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     return int(loader.construct_scalar(node))
 
 
-def _number(loader: Any, node: Any) -> float:
+def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     return float(re.sub(r"\.(?=[inIN])", "", loader.construct_scalar(node)))  # Python writes inf and nan without a dot.
 
 
@@ -243,7 +243,7 @@ def build(kind: type[T], tree: Tree) -> T:
     return _value(kind, tree, ())
 
 
-def _missing(kind: Any, tree: Tree, path: tuple[str, ...]) -> Iterator[str]:
+def _missing(kind: object, tree: Tree, path: tuple[str, ...]) -> Iterator[str]:
     if is_dataclass(kind):
         types = children(kind) or {}
         for f in fields(kind):
@@ -272,7 +272,7 @@ def _value(kind: Any, node: Any, path: tuple[str, ...]) -> Any:
     return kind(**{field_names[name]: _value(types[name], below, (*path, name)) for name, below in given.items()})
 
 
-def _converted(kind: Any, setting: Setting, path: tuple[str, ...]) -> Any:
+def _converted(kind: object, setting: Setting, path: tuple[str, ...]) -> object:
     try:
         return convert(setting.value, kind, setting.base)
     except ConversionError as error:

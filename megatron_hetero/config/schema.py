@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_hetero.config.checks import check
 from megatron_hetero.config.flags import (
     CommandLine,
     PlanRequest,
-    markdown_table,
     print_help,
     read_flags,
     without_plan,
@@ -348,17 +347,12 @@ def flat_settings(config: Config) -> dict[str, str]:
     return dict(_flat(_plain(config), ""))
 
 
-def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
     if not isinstance(value, dict):
         yield name, "none" if value is None else str(value)
         return
     for part, below in value.items():
         yield from _flat(below, f"{name}.{part}" if name else part)
-
-
-def flag_table_markdown() -> str:
-    """The table of all flags in docs/configuration.md."""
-    return markdown_table(Config)
 
 
 def require_modules(config: Config, modules: Iterable[str]) -> None:
@@ -386,7 +380,7 @@ def require_modules(config: Config, modules: Iterable[str]) -> None:
                 )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Values as YAML types: lists for tuples, text for paths."""
     if is_dataclass(value):
         return {shown_name(f): _plain(getattr(value, f.name)) for f in fields(value)}

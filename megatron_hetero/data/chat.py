@@ -9,7 +9,7 @@ from typing import Any
 from megatron_hetero.data import template
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.time_limit import time_limit
-from megatron_hetero.data.validation import marks_of, split_at_marks
+from megatron_hetero.data.validation import image_fields, split_at_placeholders
 from megatron_hetero.errors import UserError, in_short
 from megatron_hetero.names import VISION
 
@@ -20,8 +20,8 @@ NONE: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A span of rendered text, trained on entirely or not at all."""
+class RenderedText:
+    """A run of rendered text, trained on entirely or not at all."""
 
     text: str
     supervised: bool
@@ -35,12 +35,12 @@ def to_messages(record: Record, shown: Mapping[str, str] = NONE) -> list[dict[st
 
 
 def _content(role: str, text: str, shown: Mapping[str, str]) -> str | list[dict[str, str]]:
-    stretches, between = split_at_marks(text, marks_of([VISION, *shown]))
+    stretches, between = split_at_placeholders(text, image_fields([VISION, *shown]))
     if role != "user" or not between:
         return text
     images = [
-        {"type": "image"} if mark.encoder == VISION else {"type": "text", "text": shown[mark.encoder]}
-        for mark in between
+        {"type": "image"} if field.encoder == VISION else {"type": "text", "text": shown[field.encoder]}
+        for field in between
     ]
     parts: list[dict[str, str]] = []
     for k, stretch in enumerate(stretches):
@@ -49,10 +49,10 @@ def _content(role: str, text: str, shown: Mapping[str, str]) -> str | list[dict[
     return parts
 
 
-def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> list[Piece]:
+def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> list[RenderedText]:
     """Renders the record with the tokenizer's chat template. `shown`: see `to_messages`.
 
-    The pieces joined are the rendered text. Each assistant turn's text and its ``<|im_end|>`` are supervised, nothing
+    The runs joined are the rendered text. Each assistant turn's text and its ``<|im_end|>`` are supervised, nothing
     else. A turn begins where the template's own generation prompt ends, so training matches generation.
 
     Raises:
@@ -60,7 +60,7 @@ def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> l
     """
     messages = to_messages(record, shown)
     full = _apply(tokenizer, messages, record, prompt=False)
-    pieces, position = [], 0
+    runs, position = [], 0
     for k, turn in enumerate(record.turns):
         if turn.role != "assistant":
             continue
@@ -71,9 +71,9 @@ def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> l
                 record,
                 f"does not render turn {k + 1} as its generation prompt, the text and {END_OF_TURN}",
             )
-        pieces += [Piece(full[position : len(prompt)], False), Piece(answer, True)]
+        runs += [RenderedText(full[position : len(prompt)], False), RenderedText(answer, True)]
         position = len(prompt) + len(answer)
-    return [piece for piece in [*pieces, Piece(full[position:], False)] if piece.text]
+    return [run for run in [*runs, RenderedText(full[position:], False)] if run.text]
 
 
 def render_prompt(tokenizer: Any, record: Record, turns: int) -> str:

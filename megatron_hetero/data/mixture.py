@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron_hetero.config.data_share import Share
+from megatron_hetero.config.sampled_dataset import SampledDataset
 from megatron_hetero.config.schema import DatasetConfig
 from megatron_hetero.data.records import Annotations, Record
 from megatron_hetero.errors import UserError
@@ -17,19 +17,19 @@ from megatron_hetero.names import VISION
 class Mixture:
     """The stream of samples that training reads: ``mixture[i]`` for every i >= 0.
 
-    An epoch has ``len(mixture)`` samples, a share of every data set. With ``shuffle`` the share is redrawn and the
-    epoch permuted every time, as a function of (seed, epoch) alone; without, an epoch is the first records of each data
+    An epoch has ``len(mixture)`` samples, rate · records of every data set. With ``shuffle`` they are redrawn
+    and permuted every time, as a function of (seed, epoch) alone; without, an epoch is the first records of each data
     set in the order of the configuration.
     """
 
     # The stream has no end: `for record in mixture` would never stop.
     __iter__ = None
 
-    def __init__(self, parts: Sequence[tuple[Annotations, Share]], *, shuffle: bool, seed: int) -> None:
+    def __init__(self, parts: Sequence[tuple[Annotations, SampledDataset]], *, shuffle: bool, seed: int) -> None:
         self.parts = tuple(parts)
         self.shuffle = shuffle
         self.seed = seed
-        self._counts = [share.count(len(data)) for data, share in self.parts]
+        self._counts = [each.count(len(data)) for data, each in self.parts]
         self._starts = np.cumsum([0] + [len(data) for data, _ in self.parts])
         self._epochs: dict[int, np.ndarray] = {}
 
@@ -48,7 +48,7 @@ class Mixture:
             datasets: entries ``name`` or ``name%rate``; the rate is in percent of the data set's records per epoch,
                 over 100 repeats records.
             registry: the data sets by name.
-            shuffle: redraw shares and order every epoch.
+            shuffle: redraw samples and order every epoch.
             seed: of the random draws; unused without shuffle.
             encoders: the encoders that images may be for.
 
@@ -61,14 +61,14 @@ class Mixture:
                 problem="no data set",
                 fix="name one of data.registry",
             )
-        shares = [Share.parse(text) for text in datasets]
-        for share in shares:
-            _check_name(share.name, registry)
-        names = dict.fromkeys(share.name for share in shares)
+        sampled = [SampledDataset.parse(text) for text in datasets]
+        for each in sampled:
+            _check_name(each.name, registry)
+        names = dict.fromkeys(each.name for each in sampled)
         loaded = {
             name: Annotations.load(name, registry[name].annotations, registry[name].images, encoders) for name in names
         }
-        return cls([(loaded[share.name], share) for share in shares], shuffle=shuffle, seed=seed)
+        return cls([(loaded[each.name], each) for each in sampled], shuffle=shuffle, seed=seed)
 
     def __len__(self) -> int:
         """Samples per epoch."""

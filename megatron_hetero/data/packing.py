@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_hetero.data.items import Size
 from megatron_hetero.data.records import MOST_CHARACTERS, Record
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
@@ -29,7 +30,7 @@ class PackedBatch:
             predicts nothing, so labels never cross samples.
         position_ids: int64 [3, n], from 0 in each sample.
         cu_seqlens: int64 [samples + 1], where each sample begins and the last one ends.
-        grids: int64 [images, 3]; time, height, width in patches, before merging.
+        sizes: of each image, of the type of its encoder's family.
         rows: int64 [images], the tokens of each image.
         encoders: which encoder each image is for.
         image_positions: int64 [rows], the positions of image tokens: image by image, in raster order of merged patches.
@@ -40,7 +41,7 @@ class PackedBatch:
     labels: np.ndarray
     position_ids: np.ndarray
     cu_seqlens: np.ndarray
-    grids: np.ndarray
+    sizes: tuple[Size, ...]
     rows: np.ndarray
     encoders: tuple[str, ...]
     image_positions: np.ndarray
@@ -51,7 +52,7 @@ def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
     """Packs samples in the order given; there may be none (all were too long and skipped).
 
     Raises:
-        UserError: a sample's image tokens do not match its grids.
+        UserError: a sample's image tokens do not match the rows of its images.
     """
     for sample in samples:
         _check_rows(sample)
@@ -63,7 +64,7 @@ def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
         labels=labels,
         position_ids=_joined([sample.position_ids for sample in samples], 3),
         cu_seqlens=cu_seqlens,
-        grids=np.concatenate([np.zeros((0, 3), np.int64), *(sample.grids for sample in samples)]),
+        sizes=tuple(size for sample in samples for size in sample.sizes),
         rows=_joined([sample.rows for sample in samples]),
         encoders=tuple(name for sample in samples for name in sample.record.encoders),
         image_positions=_joined(images),
@@ -129,6 +130,6 @@ def _check_rows(sample: TokenizedSample) -> None:
         raise UserError.at(
             f"{sample.record.where}: field 'image'",
             found=f"{len(sample.image_positions)} image tokens",
-            expected=f"{rows}, one for each merged patch of its {len(sample.grids)} images",
+            expected=f"{rows}, one for each merged patch of its {len(sample.sizes)} images",
             fix="do not change pictures while training reads them, or correct the record",
         )

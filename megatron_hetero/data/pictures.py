@@ -71,7 +71,9 @@ def load_picture(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> 
     with _open(path, where, max_pixels) as (image, file):
         orientation = _orientation(image)
         if ImageFile.LOAD_TRUNCATED_IMAGES:
-            raise ValueError("PIL.ImageFile.LOAD_TRUNCATED_IMAGES is on, and makes up what a file lacks: leave it off")
+            raise ValueError(
+                "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is on, so a truncated image would be padded: leave it off"
+            )
         image.load()
         if ends_early(image, file):
             raise OSError("truncated: its data ends before its last pixel")

@@ -14,11 +14,11 @@ from typing import Literal, cast
 import numpy as np
 
 from megatron_hetero.data.reading import read_records, record_place
-from megatron_hetero.data.validation import marks_of, validate_record
+from megatron_hetero.data.validation import image_fields, validate_record
 from megatron_hetero.errors import UserError, quoted
 from megatron_hetero.names import VISION
 
-Role = Literal["system", "user", "assistant"]
+ChatRole = Literal["system", "user", "assistant"]
 MOST_CHARACTERS = 4 * 2**20
 """Limit of a record's text: a tokenizer takes some 300 bytes of memory per character."""
 
@@ -27,7 +27,7 @@ MOST_CHARACTERS = 4 * 2**20
 class Turn:
     """One speaker's turn; that of a user may hold literal ``<image>`` placeholders, or those of other encoders."""
 
-    role: Role
+    role: ChatRole
     text: str
 
 
@@ -84,7 +84,7 @@ class Record:
         path = os.path.realpath(os.path.join(folder, self.images[k]))
         if os.path.commonpath([folder, path]) != folder:
             raise UserError.at(
-                f"{self.where}: field '{marks_of([self.encoders[k]])[0].field}'",
+                f"{self.where}: field '{image_fields([self.encoders[k]])[0].name}'",
                 found=f"{quoted(self.images[k])}, which leads to {path}",
                 expected=f"a file inside {folder}",
                 because="annotations must not reach files outside the image folder, not even through links",
@@ -121,7 +121,7 @@ class Annotations(Sequence[Record]):
             name: name of the data set, used in messages.
             annotations: the file; its format follows from its first character.
             images: folder the image paths are relative to; None for text-only data.
-            encoders: those that images may be for, see `marks_of`.
+            encoders: those that images may be for, see `image_fields`.
 
         Raises:
             UserError: a missing, broken or empty file, a missing image folder, or a malformed record.
@@ -180,7 +180,7 @@ class Annotations(Sequence[Record]):
             dataset=self.name,
             index=i,
             where=record_place(self.path, i, int(self._lines[i])),
-            turns=tuple(Turn(cast(Role, role), text) for role, text in turns),
+            turns=tuple(Turn(cast(ChatRole, role), text) for role, text in turns),
             images=tuple(path for _, path in images),
             image_folder=self.images,
             encoders=tuple(encoder for encoder, _ in images),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_hetero.data.items import Size
 from megatron_hetero.data.records import Record
 
 
@@ -16,7 +17,7 @@ class TokenizedSample:
     Attributes:
         input_ids: int64 [n].
         supervised: bool [n], true for the tokens the model is trained to produce.
-        grids: int64 [images, 3]; time, height, width in patches, before merging.
+        sizes: of each image, of the type of its encoder's family.
         position_ids: int64 [3, n], multimodal rotary positions from 0.
         image_positions: int64 [rows], the indices of image tokens, image by image in raster order.
         rows: int64 [images], the tokens of each image.
@@ -25,7 +26,7 @@ class TokenizedSample:
 
     input_ids: np.ndarray
     supervised: np.ndarray
-    grids: np.ndarray
+    sizes: tuple[Size, ...]
     position_ids: np.ndarray
     image_positions: np.ndarray
     rows: np.ndarray

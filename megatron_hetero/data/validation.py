@@ -17,30 +17,30 @@ VIDEO_PLACEHOLDER = "<video>"
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 Turns = list[tuple[str, str]]
-Images = list[tuple[str, str]]
+ImageRefs = list[tuple[str, str]]
 """Encoder and path, as written, of each image, in the order of their placeholders."""
 
 
-class Mark(NamedTuple):
+class ImageField(NamedTuple):
     """How records refer to the images of an encoder: the field with their paths; `<field>` is the placeholder."""
 
     encoder: str
-    field: str
+    name: str
 
     @property
     def placeholder(self) -> str:
         """Marks the place of an image in a human turn."""
-        return f"<{self.field}>"
+        return f"<{self.name}>"
 
 
-def marks_of(encoders: Iterable[str]) -> tuple[Mark, ...]:
-    """The marks of encoders: `image` for the encoder `vision`, its own name for any other."""
-    return tuple(Mark(name, "image" if name == VISION else name) for name in encoders)
+def image_fields(encoders: Iterable[str]) -> tuple[ImageField, ...]:
+    """The fields of encoders: `image` for the encoder `vision`, its own name for any other."""
+    return tuple(ImageField(name, "image" if name == VISION else name) for name in encoders)
 
 
 def validate_record(
     value: Any, where: str, *, has_image_folder: bool, encoders: Sequence[str] = (VISION,)
-) -> tuple[Turns, Images]:
+) -> tuple[Turns, ImageRefs]:
     """Checks one decoded record and reduces it to what training needs. `encoders`: the encoders that images may be for.
 
     Returns:
@@ -54,33 +54,33 @@ def validate_record(
             where, found=_kind(value), expected="a JSON object", fix='write {"image": ..., "conversations": [...]}'
         )
     _refuse_videos(value, where)
-    marks = marks_of(encoders)
-    paths = {mark: _images(value, mark.field, where) for mark in marks}
+    fields = image_fields(encoders)
+    paths = {field: _images(value, field.name, where) for field in fields}
     turns = _turns(value, where)
     _check_order(turns, where)
-    for mark in marks:
-        _check_placeholders(turns, paths[mark], mark, where)
-        if paths[mark] and not has_image_folder:
+    for field in fields:
+        _check_placeholders(turns, paths[field], field, where)
+        if paths[field] and not has_image_folder:
             raise UserError.at(
-                f"{where}: field '{mark.field}'",
-                problem=f"{quoted(paths[mark][0])} given, but the data set has no image folder",
+                f"{where}: field '{field.name}'",
+                problem=f"{quoted(paths[field][0])} given, but the data set has no image folder",
                 fix="set `images` of the data set in data.registry, or --images of cli.evaluate",
             )
     return turns, _in_order(turns, paths)
 
 
-def split_at_marks(text: str, marks: Sequence[Mark]) -> tuple[list[str], list[Mark]]:
-    """The parts of a text between placeholders, and the marks between them."""
-    by_placeholder = {mark.placeholder: mark for mark in marks}
+def split_at_placeholders(text: str, fields: Sequence[ImageField]) -> tuple[list[str], list[ImageField]]:
+    """The parts of a text between placeholders, and the fields of these."""
+    by_placeholder = {field.placeholder: field for field in fields}
     parts = re.split("(" + "|".join(map(re.escape, by_placeholder)) + ")", text)
     return parts[::2], [by_placeholder[placeholder] for placeholder in parts[1::2]]
 
 
-def _in_order(turns: Turns, paths: dict[Mark, list[str]]) -> Images:
+def _in_order(turns: Turns, paths: dict[ImageField, list[str]]) -> ImageRefs:
     """Each image's encoder and path, in the order in which the turns show them."""
-    coming = {mark: iter(of_mark) for mark, of_mark in paths.items()}
-    shown = [mark for _, text in turns for mark in split_at_marks(text, list(paths))[1]]
-    return [(mark.encoder, next(coming[mark])) for mark in shown]
+    coming = {field: iter(its_paths) for field, its_paths in paths.items()}
+    shown = [field for _, text in turns for field in split_at_placeholders(text, list(paths))[1]]
+    return [(field.encoder, next(coming[field])) for field in shown]
 
 
 def _kind(value: Any) -> str:
@@ -216,7 +216,7 @@ def _speaker(role: str) -> str:
     return {"user": "human", "assistant": "gpt"}.get(role, role)
 
 
-def _check_placeholders(turns: Turns, images: list[str], mark: Mark, where: str) -> None:
+def _check_placeholders(turns: Turns, images: list[str], field: ImageField, where: str) -> None:
     for k, (role, text) in enumerate(turns):
         if VIDEO_PLACEHOLDER in text:
             raise UserError.at(
@@ -224,18 +224,18 @@ def _check_placeholders(turns: Turns, images: list[str], mark: Mark, where: str)
                 problem=f"{VIDEO_PLACEHOLDER} in the text, but videos are not supported",
                 fix="remove the record, or extract frames and list them in 'image'",
             )
-        if role != "user" and mark.placeholder in text:
+        if role != "user" and field.placeholder in text:
             raise UserError.at(
                 f"{where}: field 'conversations[{k}]'",
-                found=f"{mark.placeholder} in a turn of {_speaker(role)}",
+                found=f"{field.placeholder} in a turn of {_speaker(role)}",
                 expected="placeholders in human turns only",
                 fix="move the placeholder to the human turn that shows the picture",
             )
-    placeholders = sum(text.count(mark.placeholder) for _, text in turns)
+    placeholders = sum(text.count(field.placeholder) for _, text in turns)
     if placeholders != len(images):
         raise UserError.at(
-            f"{where}: fields '{mark.field}' and 'conversations'",
-            found=f"{placeholders} {mark.placeholder} placeholders for {len(images)} images",
+            f"{where}: fields '{field.name}' and 'conversations'",
+            found=f"{placeholders} {field.placeholder} placeholders for {len(images)} images",
             expected="one placeholder for each image",
             because="a placeholder is where an image's tokens go",
             fix="add or remove placeholders or images",

@@ -1,8 +1,8 @@
-"""That all ranks of a run were started alike: compared over the store of the default process group, before there is any
-group, plan or collective that rests on it.
+"""Checks over the default process group's store that all ranks of a run were started with the same settings, before any
+group, plan or collective depends on it.
 
-Every rank leaves what it knows in the store, the first one looks at all of it once, and tells the others what it found:
-one exchange, the work of which grows with the number of ranks and not with its square.
+Every rank puts its facts into the store, and rank 0 reads them all once and publishes the verdict: one exchange, whose
+work grows with the number of ranks and not with its square.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _SOON_S, _NAMED_S = 0.02, 1.0
 _FOR_EVER = timedelta(days=20)
 
 Watched = Callable[[Callable[[], str]], AbstractContextManager[None]]
-"""Around what waits for other ranks, given what that is: see `Watchdog.waiting`."""
+"""A context for waiting on other ranks, given a description of the wait: see `Watchdog.waiting`."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What a rank was started with: `facts` by name, as users read them. `problem`: what keeps it from going on; some
+    """What a rank was started with: `facts` by name, as users read them. `problem`: what keeps it from starting; some
     facts are then missing.
     """
 
@@ -57,7 +57,7 @@ class Statement:
 def require_agreement(
     mine: Statement, store: Store, rank: int, ranks: int, watched: Watched = lambda _: nullcontext()
 ) -> None:
-    """Check that all `ranks` were started alike, and that nothing keeps any from going on. Every rank calls it.
+    """Check that all `ranks` were started with the same settings, and that none has a problem. Every rank calls it.
 
     Raises `UserError`, the same on every rank.
     """
@@ -103,9 +103,9 @@ def judge(statements: Sequence[Statement]) -> str:
         return str(
             UserError.at(
                 "ranks of one run",
-                found=f"that they were not started alike: {shown}",
+                found=f"different settings: {shown}",
                 expected="the same on every rank",
-                because="each plans from its own what all do together (log.dir alone may differ)",
+                because="each rank plans the collectives from its own copy (only log.dir may differ)",
                 fix="start all ranks with one command, configuration and environment, on the same files",
             )
         )

@@ -17,9 +17,11 @@ Working = Callable[[], AbstractContextManager[None]]
 """Around what a rank does by itself, for which others wait: see `Watchdog.working`."""
 
 
-def on_every(group: dist.ProcessGroup, work: Callable[[], T], working: Working = nullcontext) -> list[T]:
+def on_every(group: dist.ProcessGroup | None, work: Callable[[], T], working: Working = nullcontext) -> list[T]:
     """What `work` gives on each rank, by rank. The first rank's `UserError` is raised on every rank, as a
-    `SharedError`."""
+    `SharedError`. Without a group, this process is the only rank."""
+    if group is None:
+        return [work()]
     mine, problem = _attempt(work, working)
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (mine, problem), group=group)
@@ -29,9 +31,11 @@ def on_every(group: dist.ProcessGroup, work: Callable[[], T], working: Working =
     return [result for result, _ in gathered]
 
 
-def on_first(group: dist.ProcessGroup, work: Callable[[], T], working: Working = nullcontext) -> T:
+def on_first(group: dist.ProcessGroup | None, work: Callable[[], T], working: Working = nullcontext) -> T:
     """What `work` gives on the first rank, which alone does it. Its `UserError` is raised on every rank, as a
-    `SharedError`."""
+    `SharedError`. Without a group, this process is the only rank."""
+    if group is None:
+        return work()
     outcome: list[Any] = [_attempt(work, working) if dist.get_rank(group) == FIRST else None]
     dist.broadcast_object_list(outcome, src=FIRST, group=group)
     result, problem = outcome[0]

@@ -7,6 +7,7 @@ holds up all that follows it. So a communicator has one use and, where things ar
     axes of a module       a group of the layout along `tp`, `sp`, `cp`   inside layers, in step with the computation
                            along `sp`, `cp` and `dp`                      gradients and parameters, at the end of a step
                            first and last stage                           gradients of a tied embedding
+                           others of `MEGATRON_AXES`                      Megatron's own schedules and optimizers
     link of a pipeline     two: a stage and the one it sends to           activations, or gradients, one way
     edge                   a stage of one module and a stage of another   rows, or their gradients, one way
 
@@ -15,8 +16,8 @@ the other anyway. Links and edges share with nobody.
 
 Groups that have no rank in common are made together, by one call that every rank makes (`ncclCommSplit`, a colour for
 each group). They are one *kind* here, so that the number of calls does not grow with the number of ranks or with
-degrees: at most five for the axes of a module, three for each direction of a pipeline, one for each direction of an
-edge. A group of one rank needs no communicator.
+degrees: at most five for the axes of a module (twelve with Megatron's), three for each direction of a pipeline, one for
+each direction of an edge. A group of one rank needs no communicator.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from megatron_hetero.layout.axes import axes_of
+from megatron_hetero.layout.axes import AXES, axes_of
 from megatron_hetero.layout.edge import Edge, as_edge
 from megatron_hetero.layout.layout import Layout
 
@@ -45,6 +46,18 @@ ENDS = ("first and last pp",)
 
 AXES_OF_GROUPS: tuple[tuple[str, ...], ...] = (("tp",), *((axis,) for axis in axes_of("tokens")), GRADIENT_AXES)
 """Along what every module communicates."""
+
+MEGATRON_AXES: tuple[tuple[str, ...], ...] = (
+    axes_of("layers"),  # its pipeline schedules
+    axes_of("tokens"),  # attention
+    axes_of("samples"),  # what its layers log
+    REPLICA_AXES,  # balance of experts
+    axes_of("weights", "tokens", "samples"),
+    axes_of("weights", "layers"),  # norms of gradients
+    AXES,
+    ENDS,
+)
+"""Along what Megatron-Core's own schedules, layers of experts and optimizers communicate besides."""
 
 
 class Axes(NamedTuple):
@@ -85,7 +98,7 @@ Use = Axes | Link | EdgeUse
 
 
 @dataclass(frozen=True)
-class Kind:
+class CommunicatorKind:
     """Communicators that one call makes, and which groups of ranks use them for what.
 
     Groups are of at least two ranks, ascending. Several uses are in step with the computation and have the same groups,
@@ -131,17 +144,19 @@ def communicators(
     edges: Collection[Edge | tuple[str, str]] = (),
     tied: Collection[str] = (),
     interleaved: Collection[str] = (),
-) -> tuple[Kind, ...]:
-    """All communicators of the device besides that of the world, in the order in which they are made.
+    megatron: Collection[str] = (),
+) -> tuple[CommunicatorKind, ...]:
+    """All communicators of the device other than the world's, in the order in which they are made.
 
     Args:
         layouts: of the modules, by name.
         edges: of the graph of modules; (from, to) alone is from the last stage to the first.
         tied: modules whose first and last stage hold copies of one parameter.
         interleaved: modules with virtual stages.
+        megatron: modules that Megatron's own schedules or optimizers run.
     """
     kinds = (
-        *_axis_kinds(layouts, tied),
+        *_axis_kinds(layouts, tied, megatron),
         *(kind for name, layout in layouts.items() for kind in _link_kinds(name, layout, name in interleaved)),
         *(_edge_kind(layouts, as_edge(edge, layouts), direction) for edge in edges for direction in DIRECTIONS),
     )
@@ -180,17 +195,20 @@ def groups_of(layout: Layout, axes: tuple[str, ...]) -> tuple[Ranks, ...]:
     return tuple((ranks[0], ranks[-1]) for ranks in layout.groups("pp")) if layout.pp > 1 else ()
 
 
-def _axis_kinds(layouts: Mapping[str, Layout], tied: Collection[str]) -> Iterator[Kind]:
+def _axis_kinds(
+    layouts: Mapping[str, Layout], tied: Collection[str], megatron: Collection[str]
+) -> Iterator[CommunicatorKind]:
     found: dict[tuple[Ranks, ...], list[Use]] = {}
     for name, layout in layouts.items():
-        for axes in (*AXES_OF_GROUPS, *([ENDS] if name in tied else [])):
+        own = (*AXES_OF_GROUPS, *([ENDS] if name in tied else []))
+        for axes in dict.fromkeys((*own, *MEGATRON_AXES) if name in megatron else own):
             groups = tuple(ranks for ranks in groups_of(layout, axes) if len(ranks) > 1)
             if groups:
                 found.setdefault(groups, []).append(Axes(name, axes))
-    return (Kind(tuple((use, groups) for use in uses)) for groups, uses in found.items())
+    return (CommunicatorKind(tuple((use, groups) for use in uses)) for groups, uses in found.items())
 
 
-def _link_kinds(name: str, layout: Layout, interleaved: bool) -> Iterator[Kind]:
+def _link_kinds(name: str, layout: Layout, interleaved: bool) -> Iterator[CommunicatorKind]:
     """Two kinds for each direction, from even and from odd stages; three where an odd ring of stages closes."""
     for direction in DIRECTIONS:
         kinds: list[list[tuple[int, int]]] = []
@@ -200,7 +218,7 @@ def _link_kinds(name: str, layout: Layout, interleaved: bool) -> Iterator[Kind]:
                 kinds.append(free := [])
             free.append(link)
         for kind in kinds:
-            yield Kind(tuple((Link(name, direction, link[0]), _pairs(layout, *link)) for link in kind))
+            yield CommunicatorKind(tuple((Link(name, direction, link[0]), _pairs(layout, *link)) for link in kind))
 
 
 def _links(pp: int, direction: Direction, interleaved: bool) -> Sequence[tuple[int, int]]:
@@ -215,6 +233,6 @@ def _pairs(layout: Layout, sender: int, receiver: int) -> tuple[Ranks, ...]:
     return tuple((min(pair), max(pair)) for pair in ends)
 
 
-def _edge_kind(layouts: Mapping[str, Layout], edge: Edge, direction: Direction) -> Kind:
+def _edge_kind(layouts: Mapping[str, Layout], edge: Edge, direction: Direction) -> CommunicatorKind:
     ranks = edge_ranks(layouts, edge)
-    return Kind(((EdgeUse(edge, direction), (ranks,) if len(ranks) > 1 else ()),))
+    return CommunicatorKind(((EdgeUse(edge, direction), (ranks,) if len(ranks) > 1 else ()),))

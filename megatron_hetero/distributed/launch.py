@@ -44,7 +44,7 @@ __all__ = ["FINAL", "INTERRUPTED", "STOPPED_FILE", "ended", "guarded", "leave", 
 
 INTERRUPTED = 130
 STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
-"""The environment variable with which our launcher asks for a note that the ranks stopped as they were asked to."""
+"""The environment variable with which our launcher asks to be informed that the ranks stopped on request."""
 FINAL = "final"
 """In the word that a rank leaves for torchrun: whether it would fail in the same way if it were started again."""
 _PR_SET_PDEATHSIG = 1
@@ -121,13 +121,13 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     except KeyboardInterrupt:
         raise
     except UserError as error:
-        # What one rank found, the others mostly found too: they give the first one time to tell it.
+        # What one rank found, the others usually found too: they leave the first one time to report it.
         reported = rank() > 0 and _reported_elsewhere(2.0 + 0.5 * (rank() % 16))
         leave("" if reported else f"error: {error}", 1, final=True)
     except BaseException as error:
         if not is_lost_peer(error):
             leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
-        # Somebody else's error; torchrun ends this process before it speaks.
+        # Another rank's error; torchrun ends this process before it reports.
         reported = _reported_elsewhere(10.0 + 0.5 * (rank() % 16))
         leave("" if reported else f"rank {rank()} lost another rank, whose error is the cause: {_in_short(error)}", 1)
 
@@ -181,8 +181,8 @@ def _in_short(error: BaseException) -> str:
 
 
 def _end_with_torchrun() -> None:
-    """Have the kernel kill this rank when the torchrun that started it dies: nobody else would, and the rank would go
-    on beside one that is started later. SIGTERM would not do: it may only be noted.
+    """Have the kernel kill this rank when the torchrun that started it dies: nobody else would, and the rank would
+    keep running next to its restarted successor. SIGTERM is not enough: it may be deferred to the end of a step.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -193,7 +193,7 @@ def _end_with_torchrun() -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether it says no more than that another rank has gone."""
+    """Whether the error only means that another rank is gone."""
     return any(sign in str(error) for sign in _LOST_PEER)
 
 
@@ -208,7 +208,7 @@ def _repeats_help(argv: Sequence[str]) -> bool:
 
 
 def note_stop() -> None:
-    """Tell our launcher, if it is ours, that this rank ends well before the last step, as it was asked to."""
+    """Inform the launcher, if it is ours, that this rank ended before the last step as requested."""
     if path := os.environ.get(STOPPED_FILE):
         Path(path).touch()
 

@@ -4,6 +4,7 @@
 # pyright: reportIncompatibleMethodOverride=false
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,18 @@ class LocalGroup(dist.ProcessGroup):
         registry.pg_group_ranks[self] = {member: at for at, member in enumerate(ranks)}
         registry.pg_map[self] = self.getBackendName(), None  # pyright: ignore[reportArgumentType]
         registry.pg_backend_config[self] = self.getBackendName()  # what a profiler lists of every group
+
+    @property
+    def group_name(self) -> Any:
+        """What PyTorch finds the group by, once it is registered. Groups of the same ranks have the same name."""
+        return f"local:{','.join(map(str, self._ranks))}"
+
+    def register(self) -> None:
+        """Make PyTorch find the group by its name."""
+        dist.distributed_c10d._world.pg_names[self] = self.group_name
+        # Another one of the same ranks may be there: any of them will do.
+        with contextlib.suppress(RuntimeError):
+            dist.distributed_c10d._register_process_group(self.group_name, self)
 
     def getBackendName(self) -> str:
         """What `torch.distributed` calls it."""

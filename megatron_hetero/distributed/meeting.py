@@ -10,7 +10,7 @@ torchrun counts restarts on the host whose rank failed, and only there. They agr
     rank r is a name: attempt of name := attempt
                                                   rank r    := in attempt
     all ranks are in: attempt is complete
-                                                  go on; where there is a later attempt by now, begin again
+                                                  continue; if a later attempt has begun, start over
 
 A name that a dead process left is answered like any other; nobody reads it.
 """
@@ -56,11 +56,11 @@ _LEFT_BY_NCCL = ("exception_dump", "remote_error")
 
 
 class Patience:
-    """Waits for others: says for whom, ever more rarely, and gives up after `timeout_s`."""
+    """Waits for other ranks: reports which are missing, at growing intervals, and gives up after `timeout_s`."""
 
-    def __init__(self, timeout_s: float, *, tells: bool):
+    def __init__(self, timeout_s: float, *, reports: bool):
         self._start = time.monotonic()
-        self._timeout_s, self._tells = timeout_s, tells
+        self._timeout_s, self._reports = timeout_s, reports
         self._next_word_s = min(MOST_SILENT_S, timeout_s / 4)
         self._poll_s = 0.01
 
@@ -73,9 +73,9 @@ class Patience:
                 found=f"no {missing()} after {waited:.0f} s",
                 expected=f"all {world_size()} to come",
                 because="training begins with all of them",
-                fix="look for what was said by those that are missing, and whether the network lets them through",
+                fix="check the output of the missing ranks, and whether the network lets them through",
             )
-        if self._tells and waited > self._next_word_s:
+        if self._reports and waited > self._next_word_s:
             self._next_word_s = 2 * waited
             print(f"waiting for {missing()} since {waited:.0f} s", file=sys.stderr, flush=True)
         time.sleep(self._poll_s)
@@ -90,13 +90,13 @@ def meet(timeout_s: float) -> dist.Store:
     store = _connect(timeout_s)
     place = dist.PrefixStore("meeting", store)
     if rank() == 0:
-        attempt = gather(place, world_size(), Patience(timeout_s, tells=True))
+        attempt = gather(place, world_size(), Patience(timeout_s, reports=True))
         for key in _LEFT_BY_NCCL:
             store.delete_key(key)
         place.set(_complete(attempt), "1")
     else:
         # Rank 0 speaks first.
-        attempt = join(place, rank(), Patience(timeout_s + 5.0, tells=False))
+        attempt = join(place, rank(), Patience(timeout_s + 5.0, reports=False))
     return dist.PrefixStore(f"attempt {attempt}", store)
 
 
@@ -160,11 +160,11 @@ def _connect(timeout_s: float) -> dist.TCPStore:
     if has_agent_store() or rank() > 0:
         # The store of torchrun is there before the ranks are. One rank of each host says that they wait.
         patience_s, who = (min(timeout_s, AGENT_S), "torchrun") if has_agent_store() else (timeout_s, "rank 0")
-        patience = Patience(patience_s, tells=local_rank() == 0 or rank() == 1)
+        patience = Patience(patience_s, reports=local_rank() == 0 or rank() == 1)
         while not listens(address, port):
             patience.wait(lambda: f"{who} at {named_place(address, port)}")
     else:  # It listens itself, and connects by the name that the others use.
-        patience = Patience(timeout_s, tells=True)
+        patience = Patience(timeout_s, reports=True)
         while not resolves(address):
             patience.wait(lambda: f"rank 0, itself, at {named_place(address, port)}")
     # On a thread: whatever listens there is asked whether it is a store, and another service may never answer.
@@ -181,7 +181,7 @@ def _connect(timeout_s: float) -> dist.TCPStore:
             use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         )
     )
-    patience = Patience(timeout_s, tells=True)
+    patience = Patience(timeout_s, reports=True)
     while not connected.done():
         patience.wait(lambda: f"answer of a store at {address}:{port}, where something else may listen")
     try:

@@ -3,20 +3,27 @@
 Megatron-Core takes its process groups explicitly nearly everywhere. Two places still read globals: the
 buffer that sequence-parallel linears gather into, and the tracker of random states that a
 `TransformerBlock` forks. Neither holds a process group, so modules of different layouts can share them. A third place
-uses the default process group: making an optimizer.
+uses the default process group: making an optimizer. A fourth takes the tensor-parallel group of `parallel_state`: the
+loss of a `LanguageModule`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import Platform
@@ -26,13 +33,80 @@ MODEL_PARALLEL_STREAM = "model-parallel-rng"
 
 def prepare_globals(seed: int) -> None:
     """Fill Megatron's globals for this process. To be called once the platform has been prepared; idempotent."""
-    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        parallel_state._set_global_memory_buffer()
+    _prepare_buffer()
     megatron_random.initialize_rng_tracker()
     tracker = megatron_random.get_cuda_rng_tracker()
     assert tracker is not None, "initialised above"
     tracker.reset()
     tracker.add(MODEL_PARALLEL_STREAM, seed)
+
+
+def prepare_layers(seed: int, tp: int, pp: int) -> None:
+    """Fill Megatron's globals for models that are not ours, and let layers take their groups from their collections.
+
+    Random streams are seeded as `model_parallel_cuda_manual_seed` does it, for a process at these coordinates. Those
+    that a program with `parallel_state` has seeded already stay. To be called once the platform has been prepared.
+    """
+    _prepare_buffer()
+    _patch(LanguageModule, "compute_language_model_loss", _loss_in_own_group)
+    _patch(WrappedTorchNorm, "__new__", _norm_on_shards)
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # A router asks for it also where Transformer Engine is not installed.
+    megatron_random.initialize_rng_tracker()
+    tracker: Any = megatron_random.get_cuda_rng_tracker()
+    if not (parallel_state.model_parallel_is_initialized() and tracker.get_states()):
+        tracker.reset()
+    streams = {
+        megatron_random.get_data_parallel_rng_tracker_name(): seed,
+        MODEL_PARALLEL_STREAM: seed + 2718 + tp + 100 * pp,
+        megatron_random.get_expert_parallel_rng_tracker_name(): seed + 1024 + tp + 100 * pp,
+    }
+    for name in streams.keys() - tracker.get_states().keys():
+        tracker.add(name, streams[name])
+
+
+def _prepare_buffer() -> None:
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+
+
+def _patch(owner: type, name: str, wrapper: Any) -> None:
+    """Replace a method by `wrapper(method, ...)`, once."""
+    method = getattr(owner, name)
+    if not hasattr(method, "__wrapped__"):
+        setattr(owner, name, wraps(method)(lambda *args, **kwargs: wrapper(method, *args, **kwargs)))
+
+
+def _loss_in_own_group(compute: Any, model: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The loss over the model's own tensor-parallel group. The unfused one asks for that of `parallel_state`."""
+    group = model.pg_collection.tp
+    own = {
+        "get_tensor_model_parallel_group": lambda *_, **__: group,
+        "get_tensor_model_parallel_rank": group.rank,
+        "get_tensor_model_parallel_world_size": group.size,
+    }
+    found = {name: getattr(cross_entropy, name) for name in own}
+    for name, value in own.items():
+        setattr(cross_entropy, name, value)
+    try:
+        return compute(model, *args, **kwargs)
+    finally:
+        for name, value in found.items():
+            setattr(cross_entropy, name, value)
+
+
+def _norm_on_shards(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """A norm of PyTorch on activations that are sharded over `tp`, which Megatron refuses: its parameters are marked as
+    those of other norms are, so that their gradients are summed over `tp`.
+    """
+    if not config.sequence_parallel:
+        return make(cls, config, *args, **kwargs)
+    whole = copy.copy(config)
+    whole.sequence_parallel = False
+    norm = make(cls, whole, *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True
+    return norm
 
 
 def random_states(platform: Platform) -> dict[str, Tensor]:
@@ -55,7 +129,7 @@ def own_parameter_groups() -> Iterator[None]:
 
     It would gather the kinds of parameter groups over the whole world, so that all ranks have the same ones, empty or
     not. But ranks hold different modules, and those of a frozen stage make no optimizer: the others would wait for
-    them for ever. To be used before threads that communicate are started.
+    them forever. To be used before threads that communicate are started.
     """
 
     def gather(gathered: list[Any], mine: Any, *_: Any, **__: Any) -> None:

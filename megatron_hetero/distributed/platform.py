@@ -11,7 +11,7 @@ import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,7 @@ class Platform:
                 options["device_id"] = self.device
         dist.init_process_group(self.backend, **options)
 
-    def split(self, groups: Sequence[tuple[int, ...]], what: str) -> Any:
+    def split(self, groups: Sequence[tuple[int, ...]], what: str) -> dist.ProcessGroup | None:
         """Make the process groups of `groups`, which have no rank in common, for tensors of the device.
 
         Every rank of the world calls it, with the same groups. Returns the one that this rank is in, or None.
@@ -93,15 +93,16 @@ class Platform:
             return dist.split_group(split_ranks=list(map(list, groups)), timeout=self.timeout, group_desc=what)
         return self._own_group(groups, self.backend, what)
 
-    def split_hosts(self, groups: Sequence[tuple[int, ...]], what: str) -> Any:
+    def split_hosts(self, groups: Sequence[tuple[int, ...]], what: str) -> dist.ProcessGroup | None:
         """The same for tensors in the memory of the host."""
         return self._own_group(groups, self.host_backend, what)
 
-    def host_group(self, what: str) -> Any:
+    def host_group(self, what: str) -> dist.ProcessGroup:
         """A process group of all ranks for tensors in the memory of the host. Every rank calls it."""
-        return dist.new_group(backend=self.host_backend, timeout=self.timeout, group_desc=what)
+        made = dist.new_group(backend=self.host_backend, timeout=self.timeout, group_desc=what)
+        return cast("dist.ProcessGroup", made)  # of all ranks, so this one is in it
 
-    def _own_group(self, groups: Sequence[tuple[int, ...]], backend: str, what: str) -> Any:
+    def _own_group(self, groups: Sequence[tuple[int, ...]], backend: str, what: str) -> dist.ProcessGroup | None:
         """Make only this rank's group, with its other members.
 
         Where other ranks must take part in making a group (without `use_local_synchronization`), those outside split
@@ -118,7 +119,7 @@ class Platform:
             use_local_synchronization=True,
             group_desc=what,
         )
-        return None if own is None else made
+        return None if own is None else cast("dist.ProcessGroup", made)
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was asked."""
@@ -150,23 +151,39 @@ class Platform:
         import megatron.core.tensor_parallel.random as megatron_random
 
         torch.cuda.current_device = lambda: CPU  # type: ignore[assignment]
+        torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
         megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
         megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-        megatron_random._CUDA_RNG_STATE_TRACKER = _cpu_rng_tracker(megatron_random.CudaRNGStatesTracker)
-        megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+        if not isinstance(megatron_random._CUDA_RNG_STATE_TRACKER, _OnCpu):
+            megatron_random._CUDA_RNG_STATE_TRACKER = _cpu_rng_tracker(megatron_random.CudaRNGStatesTracker)
+            megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+
+    def enter_megatron_scope(self) -> None:
+        """For the rest of the process, code with a literal `device="cuda"`, and `Tensor.cuda()`, use this platform's
+        device, as after `torch.set_default_device`. Nothing where that is a GPU; idempotent.
+        """
+        modes = torch.overrides._get_current_function_mode_stack()
+        if not self.is_cuda and not any(isinstance(mode, _CudaMeansCpu) for mode in modes):
+            _CudaMeansCpu().__enter__()
 
     @contextlib.contextmanager
     def megatron_scope(self) -> Iterator[None]:
-        """Inside, Megatron code with a literal `device="cuda"` runs on this platform's device."""
+        """Inside, Megatron code with a literal `device="cuda"` runs on this platform's device, also that which makes
+        optimizers.
+        """
         if self.is_cuda:
             yield
         else:
-            with _CudaMeansCpu():
+            with _CudaTypeMeansCpu():
                 yield
 
 
+class _OnCpu:
+    """A tracker of random states on the generator of the CPU."""
+
+
 def _cpu_rng_tracker(base: type) -> Any:
-    class CpuRNGStatesTracker(base):
+    class CpuRNGStatesTracker(base, _OnCpu):
         """Megatron's tracker of random states, on the generator of the CPU."""
 
         def add(self, name: str, seed: int) -> None:
@@ -188,14 +205,21 @@ def _cpu_rng_tracker(base: type) -> Any:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Sends `device="cuda"` to the CPU, and lets `Tensor.type()` say what Megatron's optimizers check for."""
+    """Sends `device="cuda"` and `Tensor.cuda()` to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(args[0]).replace("torch.", "torch.cuda.")
         if func is torch.Tensor.cuda:
             return args[0]
         if torch.device(kwargs.get("device") or CPU).type == "cuda":
             kwargs["device"] = CPU
         return func(*args, **kwargs)
+
+
+class _CudaTypeMeansCpu(_CudaMeansCpu):
+    """Lets `Tensor.type()` say what Megatron's optimizers check for, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(args[0]).replace("torch.", "torch.cuda.")
+        return super().__torch_function__(func, types, args, kwargs)

@@ -41,7 +41,7 @@ class _Agent(LocalElasticAgent):
     def _is_final(self, result: RunResult) -> bool:
         """Whether a rank of this host has reported a final error, which other hosts then learn; or one of another."""
         reported = any(map(is_final, result.failures.values()))
-        # Without the host that keeps the store there is nobody to tell, and the next rendezvous says so.
+        # Without the host that keeps the store there is nobody to report to, and the next rendezvous says so.
         with contextlib.suppress(RuntimeError):
             if self._store is not None and reported:
                 self._store.set(_REPORTED, "1")

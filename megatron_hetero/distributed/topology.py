@@ -7,23 +7,21 @@ rank, in one order, and each is checked once: by a sum of known values, or a kno
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_hetero.distributed.communicators import (
     DIRECTIONS,
     ENDS,
-    GRADIENT_AXES,
-    REPLICA_AXES,
     Axes,
+    CommunicatorKind,
     Direction,
     EdgeUse,
-    Kind,
     Link,
     Ranks,
     Use,
@@ -35,9 +33,16 @@ from megatron_hetero.distributed.communicators import (
 )
 from megatron_hetero.distributed.local_group import LocalGroup
 from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.layout.axes import AXES, axes_of
+from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge, as_edge
+from megatron_hetero.layout.grammar import format_ranks
+from megatron_hetero.layout.graph import Graph
 from megatron_hetero.layout.layout import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from megatron_hetero.distributed.module_groups import ModuleGroups
 
 Links = Mapping[tuple[Direction, int], dist.ProcessGroup]
 """Of a pipeline, for one rank: by direction and the pipeline coordinate that sends, the group of the two ranks."""
@@ -50,18 +55,6 @@ class BoundaryGroups(NamedTuple):
     backward: dist.ProcessGroup
 
 
-@dataclass(init=False, repr=False)
-class ModuleGroups(ProcessGroupCollection):
-    """Megatron's collection of process groups, with the two axes of its context-parallel group `cp` by themselves.
-
-    `sp` is the axis `sp`, `context` the axis `cp`: among ranks `sp` varies faster, so that member i of `cp` is member
-    i mod sp of its `sp` group and member i // sp of its `context` group.
-    """
-
-    sp: dist.ProcessGroup = field(init=False)
-    context: dist.ProcessGroup = field(init=False)
-
-
 @dataclass(frozen=True)
 class Topology:
     """Layouts, this process's rank and its process groups.
@@ -70,9 +63,11 @@ class Topology:
     integers and messages that never leave the host, and is not `world`, so that another thread can use it meanwhile.
     `files` is one more such group, for what writes and reads checkpoints.
     `host_replicas`: for each module that decodes data, host groups of its replicas' ranks, for that other thread too.
-    `boundaries`: for each edge of the graph of modules the ranks of both its ends.
+    `boundaries`: for each edge of the graph of modules the ranks of both its ends. `planned`: host groups of the same
+    ranks, for edges whose ranks plan together.
     Where this rank has no part in a group, it is missing.
-    `pipelines`: for each of this rank's modules with stages its links to the stages beside it.
+    `pipelines`: for each of this rank's modules with stages its links to the neighbouring stages.
+    `graph`: of the modules, where the topology was made for one.
     """
 
     platform: Platform
@@ -84,8 +79,10 @@ class Topology:
     files: dist.ProcessGroup
     host_replicas: Mapping[str, dist.ProcessGroup]
     boundaries: Mapping[Edge, BoundaryGroups]
+    planned: Mapping[Edge, dist.ProcessGroup]
     pipelines: Mapping[str, Links]
     _groups: Mapping[Axes, dist.ProcessGroup]
+    graph: Graph | None = None
 
     @classmethod
     def build(
@@ -95,8 +92,10 @@ class Topology:
         *,
         decoding: Collection[str] = (),
         edges: Collection[Edge | tuple[str, str]] = (),
+        planned: Collection[Edge | tuple[str, str]] = (),
         tied: Collection[str] = (),
         interleaved: Collection[str] = (),
+        megatron: Collection[str] | None = None,
         check: bool = True,
     ) -> Topology:
         """Create all groups on the initialised default process group, and check them.
@@ -106,22 +105,36 @@ class Topology:
             platform: where tensors are, and what their collectives use.
             decoding: modules whose replicas share decoded data.
             edges: of the graph of modules; (from, to) alone is from the last stage to the first.
+            planned: those of them that are planned from what each rank knows, see `Boundary.plan`.
             tied: modules whose first and last stage hold copies of one parameter.
             interleaved: modules with virtual stages.
+            megatron: modules that Megatron's own schedules or optimizers run, which communicate along more axes. All,
+                where left out.
             check: whether each group is checked, which also connects its ranks: on NCCL schedules rest on that. Not
                 possible where the backend does not communicate.
 
         Raises:
+            UserError: on all ranks. Layouts, modules or edges do not fit each other or the world.
             RuntimeError: a group does not reduce to the value that its ranks imply.
         """
+        _require_layouts(layouts, dist.get_world_size())
+        _require_modules(layouts, decoding=decoding, tied=tied, interleaved=interleaved)
+        _require_order(edges=edges, planned=planned)
+        declared = {as_edge(edge, layouts) for edge in edges}
+        for edge in (as_edge(edge, layouts) for edge in planned):
+            if edge not in declared:
+                expected = f"one of `edges`, {', '.join(map(str, declared)) or 'none'}"
+                raise UserError.at("Topology.build: planned", found=str(edge), expected=expected, fix="give it in both")
         rank, world = dist.get_rank(), dist.group.WORLD
         assert world is not None, "the default process group is initialised"
         everybody = tuple(range(dist.get_world_size()))
         # Hosts first: the groups of some of them are named by how many groups a rank has.
         host, files = platform.host_group("host"), platform.host_group("files")
         replicas = {name: replica_groups(layouts[name]) for name in layouts if name in decoding}
-        hosts = _host_groups(replicas, everybody, host, platform)
-        kinds = communicators(layouts, edges=edges, tied=tied, interleaved=interleaved)
+        planning = {edge: (edge_ranks(layouts, edge),) for edge in (as_edge(each, layouts) for each in planned)}
+        hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
+        own = layouts if megatron is None else megatron
+        kinds = communicators(layouts, edges=edges, tied=tied, interleaved=interleaved, megatron=own)
         groups = {kind: _make(kind, everybody, platform) for kind in kinds}
         mine = {kind: group for kind, group in groups.items() if group is not None}
         if check:
@@ -139,47 +152,85 @@ class Topology:
             world,
             host,
             files,
-            {name: hosts[groups] for name, groups in replicas.items() if group_of(groups, rank) is not None},
+            {name: group for name, groups in replicas.items() if (group := hosts[groups]) is not None},
             _boundaries(by_use, layouts, edges, rank),
+            {edge: group for edge, groups in planning.items() if (group := hosts[groups]) is not None},
             {name: _links(by_use, name) for name in layouts if name in held and layouts[name].pp > 1},
             MappingProxyType({use: group for use, group in by_use.items() if isinstance(use, Axes)}),
         )
 
+    def has(self, module: str) -> bool:
+        """Whether this rank has a part of `module`. `KeyError` where there is no such module."""
+        if module not in self.layouts:
+            raise KeyError(f"no module `{module}`; there are {', '.join(self.layouts)}")
+        return self.rank in self.layouts[module]
+
+    def mesh(self, module: str) -> DeviceMesh:
+        """The ranks of `module` as PyTorch's mesh, with the groups of this topology.
+
+        Its dimensions are named as the axes, `pp`, `dp`, `cp`, `sp` and `tp`; those of size 1 are there too:
+        ``fully_shard(model, mesh=topology.mesh("vision")["dp"])``. `KeyError` as `group`.
+        """
+        from megatron_hetero.distributed.mesh import mesh_of
+
+        return mesh_of(self.layouts.get(module), self.platform.device, partial(self.group, module))
+
     def group(self, module: str, *axes: str) -> dist.ProcessGroup:
         """The group of this rank along `axes` of `module`'s layout, or between `ENDS`.
 
-        It has a communicator where these are the ranks along one of `tp`, `sp`, `cp` or along `sp`, `cp` and `dp`
-        together; other groups know their ranks only. `KeyError` where the rank is not in the module.
+        It has a communicator where these are the ranks along one of the axes, along `sp`, `cp` and `dp` together, or
+        along what Megatron communicates (`communicators.MEGATRON_AXES`); other groups know their ranks only, as do
+        those that Megatron alone would use where `build` was told that it does not. The order of axes does not matter.
+
+        Raises:
+            KeyError: there is no such module, or the rank is not in it.
+            UserError: there is no such axis.
         """
         if (use := Axes(module, axes)) in self._groups:
             return self._groups[use]
-        if axes == ENDS or module not in self.layouts or self.rank not in self.layouts[module]:
-            raise KeyError(f"no group along {', '.join(axes) or 'no axis'} of `{module}` on rank {self.rank}")
+        if not self.has(module):
+            ranks = format_ranks(self.layouts[module].ranks)
+            raise KeyError(f"rank {self.rank} has no part of `{module}`, whose ranks are {ranks}")
+        if axes == ENDS:
+            raise KeyError(f"rank {self.rank} has no group of the first and the last stage of `{module}`")
         ranks = self.layouts[module].group_of(self.rank, *axes)
         alike = (group for use, group in self._groups.items() if use.module == module and _ranks(group) == ranks)
         return next(alike, None) or LocalGroup(ranks, self.rank, f"group along {', '.join(axes)} of `{module}`")
 
     def collection(self, module: str) -> ModuleGroups:
-        """The process groups of `module`, as this rank sees them and as Megatron wants them."""
-        group, alone = (lambda *axes: self.group(module, *axes)), self.group(module)
-        # There are no experts: their groups are the dense ones where Megatron wants one, or this rank alone.
-        return ModuleGroups(
-            tp=group("tp"),
-            sp=group("sp"),
-            context=group("cp"),
-            cp=group(*axes_of("tokens")),
-            dp=group("dp"),
-            pp=group("pp"),
-            dp_cp=group(*GRADIENT_AXES),
-            mp=group("tp", "pp"),
-            tp_cp=group(*REPLICA_AXES),
-            tp_ep_pp=group("tp", "pp"),
-            expt_dp=group(*GRADIENT_AXES),
-            intra_dist_opt=group(*AXES),
-            ep=alone,
-            embd=self._groups.get(Axes(module, ENDS)),
-            pos_embd=None,
-        )
+        """The process groups of `module`, as this rank sees them and as Megatron wants them. `KeyError` as `group`."""
+        # Here, since it imports Megatron, which other users of a topology need not wait for.
+        from megatron_hetero.distributed.module_groups import module_groups
+
+        return module_groups(partial(self.group, module), self._groups.get(Axes(module, ENDS)))
+
+
+def _require_layouts(layouts: Mapping[str, Layout], world: int) -> None:
+    """Check that these are layouts in the world."""
+    for name, layout in layouts.items():
+        where = f"Topology.build: layout of `{name}`"
+        if not isinstance(layout, Layout):
+            found, fix = f"a {type(layout).__name__}", "parse it with `resolve` or `Layout.parse`"
+            raise UserError.at(where, found=found, expected="a Layout", fix=fix)
+        if layout.ranks[-1] >= world:
+            expected = f"ranks from 0 to {world - 1}, those of the default process group"
+            raise UserError.at(where, found=f"`{layout}`", expected=expected, fix="start more ranks, or use fewer")
+
+
+def _require_modules(layouts: Mapping[str, Layout], **collections: Collection[str]) -> None:
+    """Check that arguments name modules."""
+    for argument, names in collections.items():
+        if unknown := [name for name in names if name not in layouts]:
+            found, expected = f"`{unknown[0]}`", f"some of {', '.join(layouts)}"
+            raise UserError.at(f"Topology.build: {argument}", found=found, expected=expected, fix="name its modules")
+
+
+def _require_order(**collections: Collection[object]) -> None:
+    """Check that all ranks make groups in one order: sets of edges have one of their own in each process."""
+    for name, found in collections.items():
+        if isinstance(found, set | frozenset):
+            because, fix = "all ranks make groups in the order of the edges", "sort it"
+            raise UserError.at(f"Topology.build: {name}", found="a set", expected="a list", because=because, fix=fix)
 
 
 def _ranks(group: dist.ProcessGroup) -> Ranks:
@@ -187,14 +238,14 @@ def _ranks(group: dist.ProcessGroup) -> Ranks:
 
 
 def _host_groups(
-    replicas: Mapping[str, tuple[Ranks, ...]], everybody: Ranks, host: dist.ProcessGroup, platform: Platform
-) -> dict[tuple[Ranks, ...], Any]:
-    """By groups of ranks, the host group of this rank in them: of all ranks, and of each module's replicas."""
+    wanted: Mapping[str | Edge, tuple[Ranks, ...]], everybody: Ranks, host: dist.ProcessGroup, platform: Platform
+) -> dict[tuple[Ranks, ...], dist.ProcessGroup | None]:
+    """By groups of ranks, the host group of this rank in them: of all ranks, of modules' replicas, and of edges."""
     _level(host, platform)
-    found: dict[tuple[Ranks, ...], Any] = {(everybody,): host}
-    for name, groups in replicas.items():
+    found: dict[tuple[Ranks, ...], dist.ProcessGroup | None] = {(everybody,): host}
+    for name, groups in wanted.items():
         if groups not in found:  # Asked by all ranks alike, those outside the module too.
-            found[groups] = platform.split_hosts(groups, f"hosts of replicas of {name}")
+            found[groups] = platform.split_hosts(groups, f"hosts of {name}")
     return found
 
 
@@ -208,7 +259,7 @@ def _level(host: dist.ProcessGroup, platform: Platform) -> None:
         platform.split_hosts((), "filler")
 
 
-def _make(kind: Kind, everybody: Ranks, platform: Platform) -> dist.ProcessGroup | None:
+def _make(kind: CommunicatorKind, everybody: Ranks, platform: Platform) -> dist.ProcessGroup | None:
     """The communicator of this rank, None where it has none of that kind."""
     if kind.groups == (everybody,) and kind.is_synchronous:
         return dist.group.WORLD
@@ -238,17 +289,19 @@ def _links(by_use: Mapping[Use, dist.ProcessGroup], module: str) -> Links:
 # ---------------------------------------------------------------------------------------- the self-check
 
 
-def _check_all(hosts: Mapping[tuple[Ranks, ...], Any], files: Any, everybody: Ranks, rank: int) -> None:
+def _check_all(
+    hosts: Mapping[tuple[Ranks, ...], dist.ProcessGroup | None], files: dist.ProcessGroup, everybody: Ranks, rank: int
+) -> None:
     """Check the groups of hosts."""
     _check_sum(files, everybody, rank, CPU)
     for groups, group in hosts.items():
         ranks = group_of(groups, rank)
-        if ranks is not None:
+        if ranks is not None and group is not None:
             _check_sum(group, ranks, rank, CPU)
 
 
 def _check_kind(
-    kind: Kind, group: dist.ProcessGroup, layouts: Mapping[str, Layout], rank: int, device: torch.device
+    kind: CommunicatorKind, group: dist.ProcessGroup, layouts: Mapping[str, Layout], rank: int, device: torch.device
 ) -> None:
     """Check a communicator by what it is for.
 

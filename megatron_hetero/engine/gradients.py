@@ -2,7 +2,7 @@
 
 Every rank has back-propagated the *sum* of its own tokens' losses. For each module:
 
-  1. pieces of parameters that several tp ranks hold, and whose gradients are parts (parameters used on sequence-sharded
+  1. slices of parameters that several tp ranks hold, and whose gradients are parts (parameters used on sequence-sharded
      activations; norms of heads; replicated key/value heads), are summed over `tp`;
   2. everything is summed over the module's data- and context-parallel ranks (with the distributed optimizer each rank
      uses its own share of the sums);
@@ -22,12 +22,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import on_device
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.hf.weight_map import Held, Piece
+from megatron_hetero.hf.weight_map import Held, TensorSlice
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,14 @@ def reduce_gradients(
     modules: Sequence[TrainedModule],
     loss_sum: Tensor,
     loss_counts_here: bool,
-    optimizers: Sequence[Any],
+    optimizers: Sequence[ChainedOptimizer | None],
     topology: Topology,
 ) -> GradientSummary:
     """Steps 1 to 4. `loss_sum`: the fp32 sum of this rank's token losses; it counts where `loss_counts_here`.
 
     `modules`: those that this rank has a part of, in the order of the topology; every rank calls it.
     """
-    trained = {m.name: (m, o) for m, o in zip(modules, optimizers, strict=True) if m.ddp is not None}
+    trained = {m.name: (m, o) for m, o in zip(modules, optimizers, strict=True) if o is not None}
     finite = {name: _is_finite(module) for name, (module, _) in trained.items()}
     for module, _ in trained.values():
         _sum_parts_over_tp(module)
@@ -129,15 +131,18 @@ def _is_finite(module: TrainedModule) -> Tensor:
 
 @torch.no_grad()
 def _sum_parts_over_tp(module: TrainedModule) -> None:
-    """One all-reduce over `tp` of all pieces whose gradients are parts. A piece that a rank holds twice is added up as
+    """One all-reduce over `tp` of all slices whose gradients are parts. A slice that a rank holds twice is added up as
     well.
     """
     own, slots, size = _parts(module)
     if not slots:
         return
     buffer = torch.zeros(size, device=own[0][0].main_grad.device)
-    gradients = [parameter.main_grad[piece.place] for parameter, piece in own]
-    views = [buffer.narrow(0, slots[piece.rectangle], g.numel()) for (_, piece), g in zip(own, gradients, strict=True)]
+    gradients = [parameter.main_grad[tensor_slice.place] for parameter, tensor_slice in own]
+    views = [
+        buffer.narrow(0, slots[tensor_slice.rectangle], g.numel())
+        for (_, tensor_slice), g in zip(own, gradients, strict=True)
+    ]
     for view, gradient in zip(views, gradients, strict=True):
         view.add_(gradient.flatten())
     dist.all_reduce(buffer, group=module.groups.tp)
@@ -145,11 +150,11 @@ def _sum_parts_over_tp(module: TrainedModule) -> None:
         gradient.copy_(view.view_as(gradient))
 
 
-def _parts(module: TrainedModule) -> tuple[list[tuple[Any, Piece]], dict[tuple[Any, ...], int], int]:
-    """This rank's (parameter, piece) whose gradients are parts; where the piece of any rank begins in a buffer; its
+def _parts(module: TrainedModule) -> tuple[list[tuple[Any, TensorSlice]], dict[tuple[Any, ...], int], int]:
+    """This rank's (parameter, slice) whose gradients are parts; where the slice of any rank begins in a buffer; its
     size.
     """
-    own: list[tuple[Any, Piece]] = []
+    own: list[tuple[Any, TensorSlice]] = []
     slots: dict[tuple[Any, ...], int] = {}
     end = 0
     if module.groups.tp.size() == 1:
@@ -159,19 +164,19 @@ def _parts(module: TrainedModule) -> tuple[list[tuple[Any, Piece]], dict[tuple[A
             continue
         on_shards = bool(getattr(parameter, "sequence_parallel", False))
         for own_map, how in zip(module.maps, module.held, strict=True):
-            pieces = _partial_pieces(own_map[name], how[name], on_shards)
-            own += [(parameter, piece) for piece in pieces if own_map is module.own_map]
-            for piece in pieces:
-                if piece.rectangle not in slots:
-                    slots[piece.rectangle] = end
-                    end += parameter[piece.place].numel()  # pieces of a rectangle are alike on all ranks
+            slices = _partial_slices(own_map[name], how[name], on_shards)
+            own += [(parameter, tensor_slice) for tensor_slice in slices if own_map is module.own_map]
+            for tensor_slice in slices:
+                if tensor_slice.rectangle not in slots:
+                    slots[tensor_slice.rectangle] = end
+                    end += parameter[tensor_slice.place].numel()  # slices of a rectangle are alike on all ranks
     return own, slots, end
 
 
-def _partial_pieces(pieces: Sequence[Piece], how: Held, on_shards: bool) -> list[Piece]:
+def _partial_slices(slices: Sequence[TensorSlice], how: Held, on_shards: bool) -> list[TensorSlice]:
     if not how.sharded:
-        return list(pieces) if on_shards else []
-    return [piece for piece, copies in zip(pieces, how.copies, strict=True) if copies > 1]
+        return list(slices) if on_shards else []
+    return [tensor_slice for tensor_slice, copies in zip(slices, how.copies, strict=True) if copies > 1]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -180,7 +185,7 @@ def _partial_pieces(pieces: Sequence[Piece], how: Held, on_shards: bool) -> list
 
 
 @torch.no_grad()
-def _sum_tied_over_stages(module: TrainedModule, optimizer: Any) -> None:
+def _sum_tied_over_stages(module: TrainedModule, optimizer: ChainedOptimizer) -> None:
     if module.tied is None:
         return
     parameter: Any = module.parameters[module.tied]
@@ -196,11 +201,11 @@ def _sum_tied_over_stages(module: TrainedModule, optimizer: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def _squares(module: TrainedModule, optimizer: Any) -> Tensor:
+def _squares(module: TrainedModule, optimizer: ChainedOptimizer) -> Tensor:
     """The sum of squares of this rank's share of the module's gradients, fp64 scalar; shares of all ranks add up to
     the whole.
     """
-    replicas = 1 if _is_distributed(optimizer) else module.groups.dp_cp.size()
+    replicas = 1 if _distributed(optimizer) is not None else module.groups.dp_cp.size()
     counted = [
         part
         for name, parameter in module.parameters.items()
@@ -217,21 +222,18 @@ def _squares(module: TrainedModule, optimizer: Any) -> Tensor:
     return torch.dot(norms.square(), on_device(shares, device))
 
 
-def _is_distributed(optimizer: Any) -> bool:
-    return hasattr(_inner(optimizer), "_get_model_param_range_map")
+def _distributed(optimizer: ChainedOptimizer) -> DistributedOptimizer | None:
+    inner = optimizer.chained_optimizers[0]
+    return inner if isinstance(inner, DistributedOptimizer) else None
 
 
-def _inner(optimizer: Any) -> Any:
-    return optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
-
-
-def _owned_range(optimizer: Any, parameter: Tensor) -> tuple[int, int]:
+def _owned_range(optimizer: ChainedOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int]:
     """The flat range of the parameter whose reduced gradient this rank holds: all of it without the distributed
     optimizer.
     """
-    if not _is_distributed(optimizer):
+    inner = _distributed(optimizer)
+    if inner is None:
         return 0, parameter.numel()
-    inner = _inner(optimizer)
     if parameter not in inner.model_param_gbuf_map:
         return 0, 0
     owned = inner._get_model_param_range_map(parameter)["param"]
@@ -246,12 +248,15 @@ def _counted_parts(
     """
     flat, how = parameter.main_grad.view(-1), module.own_held[name]
     whole = flat[owned[0] : owned[1]]
-    if not how.replicated_pieces:
+    if not how.replicated_slices:
         yield whole, 1 / how.copies[0]
         return
     yield whole, 1.0
     width = parameter[0].numel()
-    for piece, copies in zip(module.own_map[name], how.copies, strict=True):
+    for tensor_slice, copies in zip(module.own_map[name], how.copies, strict=True):
         if copies > 1:
-            start, stop = piece.at * width, (piece.at + piece.rows[1] - piece.rows[0]) * width
+            start, stop = (
+                tensor_slice.at * width,
+                (tensor_slice.at + tensor_slice.rows[1] - tensor_slice.rows[0]) * width,
+            )
             yield flat[max(owned[0], start) : max(max(owned[0], start), min(owned[1], stop))], 1 / copies - 1

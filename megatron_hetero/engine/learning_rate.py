@@ -25,7 +25,7 @@ def learning_rate(
         step: counted from 1.
         peak: highest value.
         minimum: value at the end; unused by the constant schedule.
-        schedule: how it goes on after warm-up.
+        schedule: how it decays after warm-up, if at all.
         warmup: number of warm-up steps, may be 0.
         total: number of steps of the run.
     """

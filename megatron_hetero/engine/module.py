@@ -15,7 +15,7 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, load_pieces
+from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, load_slices
 from megatron_hetero.models.common.parameters import TIED_COPIES
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
@@ -43,12 +43,6 @@ class TrainedModule:
     ddp: DistributedDataParallel | None
     tied: str | None
 
-    @property
-    def model(self) -> Any:
-        """The model of a rank that holds one stage."""
-        (model,) = self.chunks
-        return model
-
     @cached_property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
         """This rank's parameters by name."""
@@ -69,11 +63,6 @@ class TrainedModule:
     def own_held(self) -> Mapping[str, Held]:
         """How often the tensor-parallel group holds each of this rank's parameters."""
         return self.held[self.groups.tp.rank()]
-
-    @property
-    def parameters_per_rank(self) -> int:
-        """Elements of the parameters that this rank holds."""
-        return sum(p.numel() for p in self.parameters.values())
 
 
 def build_module(
@@ -131,21 +120,21 @@ def load_parameters(
     stage: Stage | None = None,
     copies: Mapping[str, str] = TIED_COPIES,
 ) -> None:
-    """Read each parameter's own slices. Every parameter must be in the map, and the other way round.
+    """Read each parameter's own slices. Parameters and map must have the same names.
 
     `copies`: what the folder may store a second time, and the tensor of which it is a copy.
     """
     parameters = named_parameters(model, stage)
     missing, unexpected = parameters.keys() - own_map.keys(), own_map.keys() - parameters.keys()
     assert not missing and not unexpected, f"weight map: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
-    for name, pieces in own_map.items():
-        load_pieces(parameters[name], pieces, [weights.read(piece) for piece in pieces])
+    for name, slices in own_map.items():
+        load_slices(parameters[name], slices, [weights.read(tensor_slice) for tensor_slice in slices])
     _require_equal_copies(own_map, weights, copies)
 
 
 def _map_of_stages(name: str, shapes: ModelShapes, tp_rank: int, tp: int, stages: Sequence[Stage]) -> WeightMap:
     of_stages = [weight_map(name, shapes, tp_rank, tp, stage) for stage in stages]
-    return {parameter: pieces for of_stage in of_stages for parameter, pieces in of_stage.items()}
+    return {parameter: slices for of_stage in of_stages for parameter, slices in of_stage.items()}
 
 
 def _mark_tied(name: str, shapes: ModelShapes, stages: Sequence[Stage], chunks: Sequence[Any]) -> str | None:
@@ -162,11 +151,13 @@ def _mark_tied(name: str, shapes: ModelShapes, stages: Sequence[Stage], chunks: 
 
 def _require_equal_copies(own_map: WeightMap, weights: WeightSource, copies: Mapping[str, str]) -> None:
     """Check what a folder of a tied model stores twice, in the rows that this rank holds. Raises `UserError`."""
-    pieces = {piece for of_parameter in own_map.values() for piece in of_parameter}
-    used = {piece.name for piece in pieces}
+    slices = {tensor_slice for of_parameter in own_map.values() for tensor_slice in of_parameter}
+    used = {tensor_slice.name for tensor_slice in slices}
     for copy, original in copies.items():
         if copy not in used and copy in weights.shapes and original in used:
-            weights.require_copy(copy, original, [piece for piece in pieces if piece.name == original])
+            weights.require_copy(
+                copy, original, [tensor_slice for tensor_slice in slices if tensor_slice.name == original]
+            )
 
 
 def _freeze(module: str, model: torch.nn.Module, freeze: Collection[str]) -> None:

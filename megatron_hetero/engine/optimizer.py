@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 
 from megatron_hetero.config.optimizers import OPTIMIZERS
@@ -25,7 +26,9 @@ from megatron_hetero.models.weights import group_of
 from megatron_hetero.names import TEXT, parts_of
 
 
-def build_optimizer(module: TrainedModule, config: OptimizerConfig, dtype: torch.dtype, platform: Platform) -> Any:
+def build_optimizer(
+    module: TrainedModule, config: OptimizerConfig, dtype: torch.dtype, platform: Platform
+) -> ChainedOptimizer | None:
     """Megatron's optimizer for `module`, or None where everything in it is frozen."""
     if module.ddp is None:
         return None
@@ -52,11 +55,12 @@ def build_optimizer(module: TrainedModule, config: OptimizerConfig, dtype: torch
             use_gloo_process_groups=False,
             pg_collection=module.groups,
         )
+    assert isinstance(optimizer, ChainedOptimizer), "Megatron chains the optimizers of dense and expert parameters"
     _fuse(optimizer)
     return optimizer
 
 
-def _fuse(optimizer: Any) -> None:
+def _fuse(optimizer: ChainedOptimizer) -> None:
     """Let AdamW run as one kernel."""
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):
@@ -80,17 +84,17 @@ def _overrides(module: TrainedModule, config: OptimizerConfig) -> dict[ParamKey,
     return overrides
 
 
-def set_learning_rates(optimizer: Any, step: int, config: OptimizerConfig, total: int) -> None:
+def set_learning_rates(optimizer: ChainedOptimizer, step: int, config: OptimizerConfig, total: int) -> None:
     """Give each parameter group its rate of `step` (from 1) of `total`."""
     for group in optimizer.param_groups:
         group["lr"] = rate_of(group["max_lr"], group["min_lr"], step, config, total)
 
 
-def update(optimizer: Any) -> None:
+def update(optimizer: ChainedOptimizer) -> None:
     """Step with the gradients as they are.
 
-    Not Megatron's `step`: that adds up a norm, which is ours, over the ranks of all pipeline stages, and waits for ever
-    for those that train nothing and have no optimizer.
+    Not Megatron's `step`: that computes the norm, which we do ourselves, over the ranks of all pipeline stages, and
+    would hang waiting for those that train nothing and have no optimizer.
     """
     optimizer.prepare_grads()
     optimizer.step_with_ready_grads()

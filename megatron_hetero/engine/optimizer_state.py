@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from megatron_hetero.config.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class OptimizerShard:
     """Elements [start, stop) of a flattened parameter whose fp32 weights (`master`, [stop - start]) and AdamW state an
     optimizer keeps here. `inner`: the optimizer of PyTorch that has the state, None without any (SGD).
     """
@@ -21,7 +21,7 @@ class Shard:
     start: int
     stop: int
     master: Tensor
-    inner: Any = None
+    inner: torch.optim.Optimizer | None = None
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -30,7 +30,7 @@ class Shard:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """What the state has besides `step`."""
+        """The entries of the state other than `step`."""
         kind = type(self.inner).__name__
         return next((each.moments for each in OPTIMIZERS.values() if each.pytorch == kind), ())
 
@@ -39,20 +39,23 @@ class Shard:
         step = torch.zeros((), dtype=torch.float32, device=self.master.device)
         # A step of its own for each parameter: a common one would count once for each of them.
         zeros = {name: torch.zeros_like(self.master.detach()) for name in self.moments}
+        assert self.inner is not None, "an optimizer without state"
         self.inner.state[self.master] = {"step": step, **zeros}
         return self.inner.state[self.master]
 
 
-def shard_of(optimizer: Any, parameter: torch.nn.Parameter) -> Shard | None:
+def shard_of(optimizer: ChainedOptimizer, parameter: torch.nn.Parameter) -> OptimizerShard | None:
     """What `optimizer` (of one module) keeps of `parameter` on this rank, None where that is nothing."""
     if not parameter.requires_grad:
         return None
     for part in optimizer.chained_optimizers:
         if not isinstance(part, DistributedOptimizer):
             master = getattr(parameter, "main_param", parameter)
-            return Shard(0, parameter.numel(), master.detach().view(-1))
+            return OptimizerShard(0, parameter.numel(), master.detach().view(-1))
         if parameter in part.model_param_group_index_map:
             group, place = part.model_param_group_index_map[parameter]
             own = part._get_model_param_range_map(parameter)["param"]
-            return Shard(own.start, own.end, part.optimizer.param_groups[group]["params"][place], part.optimizer)
+            return OptimizerShard(
+                own.start, own.end, part.optimizer.param_groups[group]["params"][place], part.optimizer
+            )
     return None

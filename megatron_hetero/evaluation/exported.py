@@ -15,7 +15,7 @@ from megatron_hetero.errors import os_errors_as
 from megatron_hetero.evaluation.generate import EvaluationResult, exact_match, result_table
 from megatron_hetero.outputs.logs import EVALUATION
 from megatron_hetero.terminal import console
-from megatron_hetero.training.log_folder import unwritable
+from megatron_hetero.training.log.folder import unwritable
 
 
 def evaluate_export(config: Config, platform: Platform) -> None:

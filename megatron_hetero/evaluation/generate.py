@@ -26,6 +26,7 @@ from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.processor.folder import load_image_processor
 from megatron_hetero.processor.processor import Processor
 
 # torch is imported where it is used: that takes seconds, which `--help` need not wait for and Ctrl-C may interrupt.
@@ -116,7 +117,7 @@ def exact_match(
         hf_dir: a folder in `transformers` format; nothing is downloaded and no code of the folder runs.
         annotations: LLaVA-style JSON or JSONL.
         images: folder that image paths are relative to; None for text-only data.
-        limit: answer only the first so many records; None answers all.
+        limit: answer only the first `limit` records; None answers all.
         blank: show uniform grey pictures of the same sizes instead.
         max_new_tokens: longest answer.
         batch_size: questions per call of `generate`.
@@ -128,14 +129,15 @@ def exact_match(
         UserError: a folder, file, record or picture is missing or broken.
     """
     processor = Processor.from_folder(hf_dir, min_pixels, max_pixels)
-    tokenizer, image_processor = processor.tokenizer, processor.vision.image_processor
+    tokenizer = processor.tokenizer
     # Any token will do: padding is masked.
     tokenizer.pad_token = tokenizer.pad_token or END_OF_TURN
     _require_whole(hf_dir)
     family = family_of(processor.model_type)
     model = _load_model(hf_dir, family, tokenizer, device)
     records = islice(Annotations.load("evaluation", annotations, images), limit)
-    image_token = family.tokens["image_token_id"]
+    image_processor = load_image_processor(hf_dir, family, min_pixels, max_pixels)
+    image_token = family.tokens[family.shown["image"].row]
     prompts = (_prompt(record, tokenizer, image_token, image_processor, blank) for record in records)
     answers = [
         answer for batch in _batches(prompts, batch_size) for answer in _answer(model, tokenizer, batch, max_new_tokens)

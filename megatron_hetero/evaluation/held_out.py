@@ -21,8 +21,8 @@ from megatron_hetero.evaluation.exact_match import answer_counts, exact_match, s
 from megatron_hetero.execution.contract import DeviceMicroBatch
 from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.training.metrics import EvaluationMetrics
-from megatron_hetero.training.metrics_history import evaluated_after
+from megatron_hetero.training.log.history import evaluated_after
+from megatron_hetero.training.log.metrics import EvaluationMetrics
 from megatron_hetero.training.trainer import Trainer
 
 

@@ -10,13 +10,17 @@ A module has one or more stages. Which of the protocols below a stage's model im
     any other                          batch, hidden states          the same
 
 Rows are [needed, width], those that this rank needs of all encoders, concatenated by encoder. An encoder returns
-exactly the rows that this rank holds in the boundary's plan, [held, width]; if it pads to divisible lengths for its
-kernels, it drops the padding.
+exactly the rows that this rank holds in the boundary's plan, [held, width]. If it pads to divisible lengths for its
+kernels, or has a class token, it drops these rows, or the plan has ids for them that nobody needs.
 
-An encoder may have further outputs besides `rows`, which cross along the edges that are declared for them
+An encoder may have outputs other than `rows`, which cross along the edges that are declared for them
 (`Interpreter.build`, `outputs`). A stage that makes some returns all of its outputs by name, such as {"hidden": hidden
 states, "deepstack.0": rows}; all rows are of that same shape. A stage of the text module that takes some is called with
 rows by the name of the output, as the last argument also where it is not the first stage.
+
+Other graphs of modules are alike: a stage that rows enter is called with them as its last argument, one that rows leave
+returns them, and a last stage that none leave returns the loss. One that they leave may have a loss, too, and returns
+both by name. Rows that cross to several modules get the sum of their gradients.
 
 Hidden states have the shape given by the next stage's `hidden_shape` and the interpreter's dtype. The loss is a scalar,
 the sum over this rank's part of the micro-batch.
@@ -28,23 +32,24 @@ same random numbers both times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron_hetero.boundary.communicator import LoadedPlan
+from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
 
 LOSS = "loss"
-"""The name of the sum of losses, beside those in `megatron_hetero.names`."""
+"""The name of the sum of losses; further names are in `megatron_hetero.names`."""
 
 StageOutput = Tensor | Mapping[str, Tensor]
 """The only output of a stage, or its outputs by name."""
-Rows = Any
-"""A `Tensor` where only `rows` enter a stage; else a `Mapping[str, Tensor]` of what enters it, by output."""
 
 
 class EncoderStage(Protocol):
@@ -60,7 +65,7 @@ class TextStage(Protocol):
 
     def __call__(self, batch: Any, rows: Any, /) -> Tensor:
         """The sum of losses, a scalar, or hidden states if there are more stages. `rows`: [needed, width], a tensor or,
-        where an encoder has further outputs, `Rows` by name.
+        where an encoder has further outputs, a mapping of what enters, by output.
         """
         ...
 
@@ -121,6 +126,20 @@ class DeviceMicroBatch:
     boundaries: Mapping[Edge, LoadedPlan]
 
 
+def require_known(micro_batch: int, batch: DeviceMicroBatch, modules: Collection[str], edges: Collection[Edge]) -> None:
+    """Check that a micro-batch names modules and edges of the schedule. Raises `UserError`: others would be left out
+    without a word.
+    """
+    for name, found, known in (("inputs", batch.inputs, modules), ("boundaries", batch.boundaries, edges)):
+        if unknown := [key for key in found if key not in known]:
+            raise UserError.at(
+                f"micro-batch {micro_batch}: `{name}` of its `DeviceMicroBatch`",
+                found=f"`{unknown[0]}`" if isinstance(unknown[0], str | Edge) else repr(unknown[0]),
+                expected=f"some of {', '.join(f'`{each}`' for each in known)}",
+                fix="name modules as in the layouts, and edges by `Edge(source, target)`",
+            )
+
+
 @dataclass(frozen=True)
 class RandomStates:
     """Access to the states of the random generators that models use.
@@ -134,5 +153,9 @@ class RandomStates:
 
     @classmethod
     def of(cls, platform: Platform) -> RandomStates:
-        """PyTorch's own generators."""
-        return cls(platform.random_states, platform.set_random_states)
+        """PyTorch's own generators, and the streams of Megatron-Core where it has been imported."""
+        if "megatron.core.tensor_parallel.random" not in sys.modules:
+            return cls(platform.random_states, platform.set_random_states)
+        from megatron_hetero.distributed import megatron
+
+        return cls(partial(megatron.random_states, platform), partial(megatron.set_random_states, platform=platform))

@@ -9,7 +9,9 @@ import torch
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.distributed.topology import Links
+from megatron_hetero.execution.announced import AnnouncedShapes
 from megatron_hetero.execution.contract import ModuleOnRank, RandomStates
+from megatron_hetero.execution.copies import ComparedCopies
 from megatron_hetero.execution.watch import Stopwatch, Watchdog
 from megatron_hetero.layout.edge import Edge
 
@@ -20,17 +22,19 @@ class RankResources:
 
     Attributes:
         modules: the modules of this rank, by name.
-        communicators: of the edges to the text module that include this rank. They must not `check`: the two sides
+        communicators: of the edges that include this rank. They must not `check`: the two sides
             start crossings in different orders.
         outputs: the outputs of an encoder that cross along each edge.
         pipelines: the links of this rank's modules that have stages, by name.
         rank: of this process.
-        width: elements of a row of one output.
+        width: elements of a row that the text module takes where it has no encoder.
         dtype: of hidden states and rows.
         device: of hidden states and rows.
         watch: measures the seconds of each module, by name, of "boundary" and of "pipeline".
         watchdog: is notified of every action before it begins.
         random: the states of the random generators that models use.
+        shapes: with which the first hidden states of each link are compared; None: they are not.
+        copies: with which the first gradients of rows that several ranks need are compared; None: they are not.
     """
 
     modules: Mapping[str, ModuleOnRank]
@@ -44,6 +48,12 @@ class RankResources:
     watch: Stopwatch
     watchdog: Watchdog
     random: RandomStates
+    shapes: AnnouncedShapes | None
+    copies: ComparedCopies | None
+
+    def width_of(self, edge: Edge) -> int:
+        """Elements of a row of one output that crosses along the edge."""
+        return self.communicators[edge].width // len(self.outputs[edge])
 
     def __post_init__(self) -> None:
         checks = any(communicator.check for communicator in self.communicators.values())

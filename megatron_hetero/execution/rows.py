@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,14 +47,14 @@ def grad_of(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def wrong_outputs(output: Any, expected: Sequence[str]) -> str:
-    """What is wrong with what a stage returned; empty where it is a tensor by each of the names, or one tensor for the
-    only name.
+def wrong_outputs(output: object, expected: Sequence[str], may_have: Sequence[str] = ()) -> str:
+    """What is wrong with what a stage returned; empty where it is a tensor by each of the names, and of those that it
+    `may_have`, or one tensor for the only name.
     """
     if isinstance(output, Tensor):
         return "" if len(expected) == 1 else f"outputs {expected[0]}"
     if not isinstance(output, Mapping):
         return f"a {type(output).__name__}"
-    if output.keys() != set(expected):
+    if output.keys() - set(may_have) != set(expected):
         return f"outputs {', '.join(map(str, output))}" if output else "no outputs"
     return ", ".join(f"{n} of type {type(v).__name__}" for n, v in output.items() if not isinstance(v, Tensor))

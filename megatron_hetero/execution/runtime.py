@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_hetero.boundary.communicator import boundary_communicators
+from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.distributed.communicators import edge_ranks
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
+from megatron_hetero.execution.announced import AnnouncedShapes
 from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, RandomStates
+from megatron_hetero.execution.copies import ComparedCopies
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.step import StepExecution
 from megatron_hetero.execution.watch import Stopwatch, Watchdog
@@ -29,7 +34,7 @@ class Interpreter(RankResources):
         topology: Topology,
         modules: Mapping[str, ModuleOnRank],
         *,
-        width: int,
+        width: int | Mapping[Edge, int],
         dtype: torch.dtype,
         outputs: Mapping[Edge, Sequence[str]] | None = None,
         transport: torch.dtype | None = None,
@@ -37,13 +42,14 @@ class Interpreter(RankResources):
         watch: Stopwatch | None = None,
         watchdog: Watchdog | None = None,
         random: RandomStates | None = None,
+        check: bool = True,
     ) -> Interpreter:
-        """An interpreter on the groups of a topology that was built with the boundaries as `edges`.
+        """An interpreter on the groups of a topology that was built with the boundaries as `edges`. All ranks call it.
 
         Args:
             topology: with this rank and its groups.
             modules: the modules of this rank, by name.
-            width: elements of a row of one output.
+            width: elements of a row of one output, of all edges, or of each.
             dtype: of hidden states and rows.
             outputs: which outputs of an encoder cross along an edge, of edges where these are not its rows alone.
             transport: dtype of rows on the wire; None: `dtype`.
@@ -51,28 +57,44 @@ class Interpreter(RankResources):
             watch: measures times; default: none are recorded.
             watchdog: the rank's existing watchdog, instead of a new one with `timeout_s`.
             random: the states of the generators that models use; default: PyTorch's own.
+            check: whether ranks share errors in these arguments, compare the first hidden states between any two
+                stages with the receiver's `hidden_shape`, and the first gradients of rows that several ranks need with
+                what the plan says of them; the same on all ranks. Otherwise an error is raised on its own rank, hidden
+                states of another shape hang, abort, or go unnoticed if they have as many bytes, and gradients are
+                counted too often or too seldom.
 
         Raises:
-            UserError: `modules` are not those that the topology places on this rank, or lack a stage; or `outputs` has
-                an edge that the topology does not have.
+            UserError: on all ranks, with `check`. `modules` are not those that the topology places on a rank, or lack a
+                stage, or are wrapped in PyTorch's `DistributedDataParallel`; or `outputs` has an edge that the topology
+                does not have.
         """
-        _require_placed(topology, modules)
-        _require_edges(topology, outputs or {})
+
+        def require() -> str:
+            _require_placed(topology, modules)
+            _require_no_ddp(topology.rank, modules)
+            _require_edges(topology, outputs or {})
+            _by_edge(width, topology)
+            return uuid.uuid4().hex
+
+        keys = on_every(topology.host, require) if check else [require()]
         further = {as_edge(edge, topology.layouts): tuple(names) for edge, names in (outputs or {}).items()}
         crossing = dict.fromkeys(topology.boundaries, (ROWS,)) | further
-        widths = {edge: width * len(crossing[edge]) for edge in topology.boundaries}
+        named = _by_edge(width, topology)
+        widths = {edge: named[edge] * len(crossing[edge]) for edge in topology.boundaries}
         return cls(
             modules=modules,
             communicators=boundary_communicators(topology, widths, dtype, transport=transport, check=False),
             outputs=crossing,
             pipelines=topology.pipelines,
             rank=topology.rank,
-            width=width,
+            width=width if isinstance(width, int) else 0,
             dtype=dtype,
             device=topology.platform.device,
             watch=watch or Stopwatch(topology.platform, record=False),
             watchdog=watchdog or Watchdog.of_world(timeout_s, topology.platform),
             random=random or RandomStates.of(topology.platform),
+            shapes=AnnouncedShapes(keys[0]) if check else None,
+            copies=ComparedCopies(keys[0]) if check else None,
         )
 
     def run(self, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]) -> Tensor:
@@ -83,20 +105,40 @@ class Interpreter(RankResources):
             load: moves a micro-batch, numbered from 0, to the device; called when an action first needs it.
 
         Returns:
-            This rank's sum of losses, fp32 scalar; 0 on ranks without the last stage of the text module. Gradients
-            accumulate in the parameters.
+            This rank's sum of losses, fp32 scalar; 0 on ranks without a stage that has one. Gradients accumulate in the
+            parameters.
 
         Raises:
-            ValueError: a model's output has the wrong shape or dtype, or a plan is of another rank or batch, or the
-                schedule has other edges than the topology.
+            UserError: a model's output has the wrong shape or dtype, or a plan is of another rank or batch, or the
+                schedule has other edges than the topology, or a micro-batch has modules or edges that it has not, or
+                gradients of rows are not what their plan says. On the ranks that see it: the others wait, until the
+                launcher or the watchdog ends them.
         """
         _require_same_edges(self, schedule)
         return StepExecution(self, schedule, load).run()
 
 
+def _by_edge(width: int | Mapping[Edge, int], topology: Topology) -> Mapping[Edge, int]:
+    """The width of each edge of the rank."""
+    if isinstance(width, int):
+        return dict.fromkeys(topology.boundaries, width)
+    named = {as_edge(edge, topology.layouts): each for edge, each in width.items()}
+    if missing := [edge for edge in topology.boundaries if edge not in named]:
+        expected = f"one for each of {_listed(topology.boundaries)}"
+        raise UserError.at("width", found=f"none for `{missing[0]}`", expected=expected, fix="add it")
+    return named
+
+
 def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> None:
     """Check that the rank holds its modules, and the first stage of each, as in the layouts."""
     rank = topology.rank
+    if wrong := [name for name, module in modules.items() if not isinstance(module, ModuleOnRank)]:
+        raise UserError.at(
+            f"interpreter on rank {rank}",
+            found=f"a {type(modules[wrong[0]]).__name__} for `{wrong[0]}`",
+            expected="a ModuleOnRank",
+            fix="write `ModuleOnRank({0: model})`, the stages on this rank",
+        )
     for name, layout in topology.layouts.items():
         expected = f"stage {layout.coordinate(rank).pp} of `{name}`" if rank in layout else f"none of `{name}`"
         held = sorted(modules[name].stages) if name in modules else []
@@ -114,6 +156,21 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
         raise UserError.at(
             f"interpreter on rank {rank}", found=found, expected=expected, fix="name it as in the layouts"
         )
+
+
+def _require_no_ddp(rank: int, modules: Mapping[str, ModuleOnRank]) -> None:
+    """Check that no stage reduces its gradients by itself."""
+    for name, module in modules.items():
+        for number, model in module.stages.items():
+            parts = model.modules() if isinstance(model, torch.nn.Module) else ()
+            if any(isinstance(part, DistributedDataParallel) for part in parts):
+                raise UserError.at(
+                    f"interpreter on rank {rank}",
+                    found=f"DistributedDataParallel in stage {number} of `{name}`",
+                    expected="the module itself",
+                    because="it averages gradients in every backward pass, and expects one per forward pass",
+                    fix=f"after the step, add them up over the group `topology.group({name!r}, 'sp', 'cp', 'dp')`",
+                )
 
 
 def _require_edges(topology: Topology, outputs: Mapping[Edge, Sequence[str]]) -> None:

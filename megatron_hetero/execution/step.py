@@ -22,16 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.boundary.communicator import Crossing
+from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.distributed.communicators import Link
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.contract import LOSS, DeviceMicroBatch
+from megatron_hetero.execution.contract import LOSS, DeviceMicroBatch, StageOutput, require_known
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.rows import ReceivedRows, grad_of, wrong_outputs
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.names import HIDDEN, ROWS
-from megatron_hetero.schedule.actions import Action, start
-from megatron_hetero.schedule.communication import describe_action, use_of
-from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.communication import describe_action, starts_early, use_of
+from megatron_hetero.schedule.program import Role, Schedule
 
 ActivationKey = tuple[str, int, int]
 """Module, stage and micro-batch."""
@@ -54,11 +55,11 @@ class StepExecution:
         self.hidden_shapes: dict[ActivationKey, torch.Size] = {}  # of outputs
         # By module, the irecvs of gradients whose shape is not yet known, in order.
         self.deferred: defaultdict[str, deque[Action]] = defaultdict(deque)
-        self.receives: dict[Action, tuple[Tensor, Any]] = {}
+        self.receives: dict[Action, tuple[Tensor, dist.Work]] = {}
         self.received: dict[tuple[str, ActivationKey], Tensor] = {}
-        self.sends: deque[tuple[Any, Tensor, Action]] = deque()
+        self.sends: deque[tuple[dist.Work, Tensor, Action]] = deque()
         self.crossings: dict[CrossingKey, Crossing] = {}
-        self.embedded: dict[int, Tensor] = {}
+        self.embedded: dict[tuple[str, int], Tensor] = {}  # by module and micro-batch
         self.rows: dict[tuple[Edge, int], ReceivedRows] = {}
         self.row_grads: dict[tuple[Edge, int], Tensor] = {}
         self.random_states: dict[ActivationKey, Any] = {}  # before a forward pass that will be recomputed
@@ -102,12 +103,10 @@ class StepExecution:
             return action.module
         return "boundary" if action.op in ("start", "finish") else "pipeline"
 
-    def _is_text(self, action: Action) -> bool:
-        return action.module == self.schedule.text.name
-
     def _batch(self, micro_batch: int) -> DeviceMicroBatch:
         if micro_batch not in self.batches:
             self.batches[micro_batch] = self.load(micro_batch)
+            require_known(micro_batch, self.batches[micro_batch], self.schedule.module, self.schedule.edges)
         return self.batches[micro_batch]
 
     def _module_input(self, action: Action) -> Any:
@@ -136,42 +135,45 @@ class StepExecution:
                 trains = self.resources.modules[action.module].trains_before_last
                 inputs.append(self.received.pop((action.kind, key)).requires_grad_(keeps and trains))
                 self.inputs[key] = inputs[0]
-            elif self._is_text(action):
-                inputs += self._embedding(action.micro_batch)
-            if self._is_text(action):
-                inputs += self._rows_of_stage(action)
+            else:
+                inputs += self._embedding(action)
+            inputs += self._rows_of_stage(action)
             output = self._model(action)(self._module_input(action), *inputs)
             if not keeps:
                 self.inputs.pop(key, None)
         outputs = self._named(action, output)
         if LOSS in outputs:
-            self.loss += outputs[LOSS].detach()
-            if not keeps:  # an evaluation: no backward follows
-                return
-        self.outputs[key] = outputs
+            if action.kind == "F":
+                self.loss += outputs[LOSS].detach()
+            if not keeps:  # an evaluation, or a forward that will be recomputed
+                del outputs[LOSS]
+        if outputs:
+            self.outputs[key] = outputs
         if HIDDEN in outputs:
             self.hidden_shapes[key] = outputs[HIDDEN].shape
         self._receive_deferred(action.module)
 
-    def _named(self, action: Action, output: Any) -> dict[str, Tensor]:
+    def _named(self, action: Action, output: StageOutput) -> dict[str, Tensor]:
         """What a stage returned, by name, checked."""
-        is_last, is_text = action.stage == self.schedule.module[action.module].stages - 1, self._is_text(action)
-        expected = [HIDDEN if not is_last else LOSS if is_text else ROWS]
-        if not is_text:
-            crossing = (name for edge in self._edges_of(action) for name in self.resources.outputs[edge])
-            expected = list(dict.fromkeys([*expected, *crossing]))
-        problem = wrong_outputs(output, expected)
+        is_last = action.stage == self.schedule.module[action.module].stages - 1
+        crossing = (name for edge in self._leaving(action) for name in self.resources.outputs[edge])
+        named: list[str] = [*([] if is_last else [HIDDEN]), *crossing]
+        expected = list(dict.fromkeys(named)) or [LOSS]
+        # A module that feeds others may have a loss of its own.
+        may_have = [LOSS] if is_last and expected != [LOSS] else []
+        problem = wrong_outputs(output, expected, may_have)
         self._require(not problem, action, problem, f"a tensor by each of the names {', '.join(expected)}")
         outputs = {expected[0]: output} if isinstance(output, Tensor) else dict(output)
         self._require_result(action, outputs)
         return outputs
 
-    def _edges_of(self, action: Action) -> list[Edge]:
-        """The edges that leave the stage of an encoder, or enter that of the text module."""
-        here = action.module, action.stage
-        ends = {edge: self.schedule.stages_of(edge) for edge in self.schedule.edges}
-        text = self.schedule.text.name
-        return [edge for edge, (own, stage) in ends.items() if here in ((edge.source, own), (text, stage))]
+    def _leaving(self, action: Action) -> tuple[Edge, ...]:
+        """The edges that leave the stage of an action."""
+        return self.schedule.leaving.get(_activation_key(action)[:2], ())
+
+    def _entering(self, action: Action) -> tuple[Edge, ...]:
+        """The edges that enter it."""
+        return self.schedule.entering.get(_activation_key(action)[:2], ())
 
     @contextlib.contextmanager
     def _same_random_state(self, action: Action) -> Iterator[None]:
@@ -190,50 +192,50 @@ class StepExecution:
             finally:
                 random.write(outside)
 
-    def _embedding(self, micro_batch: int) -> list[Tensor]:
-        """The result of the first text stage's `embed`, if it has one."""
-        self._embed(micro_batch)
-        return [self.embedded.pop(micro_batch)] if micro_batch in self.embedded else []
+    def _embedding(self, action: Action) -> list[Tensor]:
+        """The result of the `embed` of a module's first stage, if it has one."""
+        key = action.module, action.micro_batch
+        self._embed(*key)
+        return [self.embedded.pop(key)] if key in self.embedded else []
 
-    def _rows_of_stage(self, action: Action) -> list[Any]:
-        """The rows that enter a text stage, as it takes them; nothing for a later stage that takes none."""
-        edges, rows = self._edges_of(action), defaultdict(list)
+    def _rows_of_stage(self, action: Action) -> list[Tensor | dict[str, Tensor]]:
+        """The rows that enter a stage, as it takes them; nothing for one that takes none."""
+        edges, rows = self._entering(action), defaultdict[str, list[Tensor]](list)
         for edge in edges:
             # Rows live until their gradients leave, if any.
-            returns = self.schedule.text.backward and self.schedule.module[edge.source].backward
             key = edge, action.micro_batch
-            received = self.rows.get(key) if returns else self.rows.pop(key, None)
+            received = self.rows.get(key) if self.schedule.returns(edge) else self.rows.pop(key, None)
+            leaves = {} if received is None else received.leaves
             for name in self.resources.outputs[edge]:
-                rows[name] += [] if received is None else [received.leaves[name]]
-        if action.stage != 0 and not edges:
-            return []
-        found = {
-            name: each[0] if len(each) == 1 else torch.cat([self._no_rows(), *each]) for name, each in rows.items()
-        }
-        if rows.keys() <= {ROWS}:
-            return [found[ROWS] if found else self._no_rows()]
-        return [found]
+                rows[name] += [leaves[name] if name in leaves else self._no_rows(self.resources.width_of(edge))]
+        found = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in rows.items()}
+        if not edges:
+            # The text module takes rows also where it has no encoder, or none that enters the first stage.
+            takes_rows = action.stage == 0 and self.schedule.module[action.module].style == "text"
+            return [self._no_rows(self.resources.width)] if takes_rows else []
+        return [found[ROWS] if found.keys() == {ROWS} else found]
 
-    def _embed(self, micro_batch: int) -> None:
-        """Run the first text stage's `embed`, if it has one and has not run."""
-        text = self.schedule.text
-        if micro_batch in self.embedded or not self.resources.modules[text.name].embeds:
+    def _embed(self, module: str, micro_batch: int) -> None:
+        """Run the `embed` of a module's first stage, if it has one and has not run."""
+        if (module, micro_batch) in self.embedded or not self.resources.modules[module].embeds:
             return
-        with torch.profiler.record_function("text embedding"), torch.set_grad_enabled(text.backward):
-            first: Any = self.resources.modules[text.name].stages[0]
-            self.embedded[micro_batch] = first.embed(self._batch(micro_batch).inputs[text.name])
+        backward = self.schedule.module[module].backward
+        with torch.profiler.record_function(f"{module} embedding"), torch.set_grad_enabled(backward):
+            first: Any = self.resources.modules[module].stages[0]
+            self.embedded[module, micro_batch] = first.embed(self._batch(micro_batch).inputs[module])
 
     def _backward(self, action: Action) -> None:
         key = _activation_key(action)
         outputs, grads = self.outputs.pop(key, {}), {HIDDEN: self.received.pop(("B", key), None), LOSS: None}
-        for edge in self._edges_of(action):
-            if self._is_text(action):
-                self._return_rows_early(action, edge)
-            elif (arrived := self.row_grads.pop((edge, action.micro_batch), None)) is not None:
+        self._return_rows_early(action)
+        for edge in self._leaving(action):
+            if (arrived := self.row_grads.pop((edge, action.micro_batch), None)) is not None:
                 names = self.resources.outputs[edge]
-                grads |= dict(zip(names, arrived.split(self.resources.width, dim=1), strict=True))
-        # A frozen first stage has none that requires a gradient.
-        names = [name for name, output in outputs.items() if output.requires_grad]
+                for name, grad in zip(names, arrived.chunk(len(names), dim=1), strict=True):
+                    # Rows that several modules take have gradients from each.
+                    grads[name] = grad if (other := grads.get(name)) is None else other + grad
+        # A frozen first stage has none that requires a gradient; rows that no module takes get none.
+        names = [name for name, output in outputs.items() if output.requires_grad and name in grads]
         if names:
             torch.autograd.backward([outputs[name] for name in names], [grads[name] for name in names])
 
@@ -243,7 +245,7 @@ class StepExecution:
         if self._module_input(action) is None:
             return
         key = _activation_key(action)
-        tensor = grad_of(self.inputs.pop(key)) if action.kind == "B" else self._leaving(key, HIDDEN)
+        tensor = grad_of(self.inputs.pop(key)) if action.kind == "B" else self._take(key, HIDDEN)
         self._require(
             tensor.dtype == self.resources.dtype,
             action,
@@ -251,7 +253,11 @@ class StepExecution:
             f"{self.resources.dtype}",
         )
         tensor = tensor.contiguous()
+        if self.resources.shapes and action.kind != "B":
+            expected = self.resources.shapes.misfit_to_send(self._link(action, tensor), tensor.shape)
+            self._require_shapes(not expected, action, self.resources.rank, tuple(tensor.shape), expected)
         work = dist.isend(tensor, self._peer_rank(action), group=self._pipeline(action))
+        assert work is not None, "this rank is in the group of its pipeline"
         self.sends.append((work, tensor, action))
         while self.sends and self.sends[0][0].is_completed():
             self.sends.popleft()
@@ -261,7 +267,10 @@ class StepExecution:
         if batch is None:
             return
         if action.kind != "B":
-            self._receive(action, self._model(action).hidden_shape(batch))
+            shape = self._model(action).hidden_shape(batch)
+            if self.resources.shapes:
+                self.resources.shapes.announce(self._link(action), shape)
+            self._receive(action, shape)
             return
         # A gradient has the shape of its output, which may be computed only after the irecv.
         self.deferred[action.module].append(action)
@@ -275,7 +284,9 @@ class StepExecution:
 
     def _receive(self, action: Action, shape: Sequence[int]) -> None:
         buffer = torch.empty(shape, dtype=self.resources.dtype, device=self.resources.device)
-        self.receives[action] = buffer, dist.irecv(buffer, self._peer_rank(action), group=self._pipeline(action))
+        work = dist.irecv(buffer, self._peer_rank(action), group=self._pipeline(action))
+        assert work is not None, "this rank is in the group of its pipeline"
+        self.receives[action] = buffer, work
 
     def _wait(self, action: Action) -> None:
         posted = Action("irecv", action.kind, action.module, action.micro_batch, action.stage, action.peer)
@@ -283,8 +294,27 @@ class StepExecution:
             return
         assert posted in self.receives, f"{action} has no irecv"
         buffer, work = self.receives.pop(posted)
+        if self.resources.shapes and action.kind != "B":
+            found = self.resources.shapes.misfit_to_receive(self._link(action))
+            self._require_shapes(not found, action, self._peer_rank(action), found, tuple(buffer.shape))
         work.wait()
         self.received[action.kind, _activation_key(action)] = buffer
+
+    def _require_shapes(self, fit: bool, action: Action, sender: int, found: object, expected: object) -> None:
+        """Raise `UserError` unless hidden states `fit` the next stage's buffer."""
+        if not fit:
+            raise UserError.at(
+                f"micro-batch {action.micro_batch} of `{action.module}`, stage {action.stage}",
+                found=f"hidden states of shape {found} from rank {sender}",
+                expected=f"{expected}, the `hidden_shape` of the next stage",
+                fix="correct `hidden_shape`, or what the stage before it returns",
+            )
+
+    def _link(self, action: Action, sent: Tensor | None = None) -> str:
+        """Names a transfer of hidden states between two stages, the same on both ranks; `sent`: on the sender's."""
+        own, peer = self.resources.rank, self._peer_rank(action)
+        stage = (action.stage or 0) + (sent is not None)
+        return f"{action.module} {action.kind} {stage} {own if sent is not None else peer}"
 
     def _peer_rank(self, action: Action) -> int:
         return self.schedule.peer_rank(self.resources.rank, action)
@@ -303,70 +333,83 @@ class StepExecution:
         if plan is None or key in self.crossings:
             return
         communicator = self.resources.communicators[edge]
+        if plan.point_to_point == self.schedule.collective[edge]:
+            self._refuse_plan(action, plan)
         if action.kind == "F":
             self.crossings[key] = communicator.start_forward(plan, self._encoded(action))
         else:
             rows = self.rows.pop((edge, action.micro_batch), None)
             grads = communicator.no_rows() if rows is None else rows.grad()
+            if self.resources.copies:
+                self.resources.copies.require_fit(edge, plan, grads)
             self.crossings[key] = communicator.start_backward(plan, grads)
+
+    def _refuse_plan(self, action: Action, plan: LoadedPlan) -> None:
+        """Raise `UserError` for a plan whose sides share ranks where those of the schedule do not, or the reverse."""
+        raise UserError.at(
+            f"micro-batch {action.micro_batch}, boundary {action.edge}",
+            found=f"a plan between ranks of which {'none' if plan.point_to_point else 'some'} hold and need rows",
+            expected="one between the ranks of its two stages",
+            because="the schedule would deadlock: ranks in both ownerships, even with no rows, take part in both sides",
+            fix="let `Ownership`s name the ranks of the stage that rows leave, and of the one that they enter",
+        )
 
     def _encoded(self, action: Action) -> Tensor:
         """This rank's rows that cross, outputs side by side; none on ranks that only receive."""
         key = action.module, self.schedule.stages_of(action.edge)[0], action.micro_batch
         if key not in self.outputs:
             return self.resources.communicators[action.edge].no_rows()
-        rows = [self._leaving(key, name) for name in self.resources.outputs[action.edge]]
+        rows = [self._take(key, name, action.edge) for name in self.resources.outputs[action.edge]]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
-    def _leaving(self, key: ActivationKey, name: str) -> Tensor:
-        """An output that leaves the rank, which lets go of it where no gradient comes back (recomputed or frozen)."""
+    def _take(self, key: ActivationKey, name: str, edge: Edge | None = None) -> Tensor:
+        """An output that leaves the rank, the last time freed where no gradient comes back (recomputed or frozen)."""
         outputs = self.outputs[key]
-        output = outputs[name] if outputs[name].requires_grad else outputs.pop(name)
+        others = [e for e in self.schedule.leaving.get(key[:2], ()) if name in self.resources.outputs[e]]
+        is_last = edge is None or edge == others[-1]
+        output = outputs.pop(name) if is_last and not outputs[name].requires_grad else outputs[name]
         if not outputs:
             del self.outputs[key]
         return output.detach()
 
     def _finish(self, action: Action) -> None:
         crossing, edge = self.crossings.pop(_crossing(action), None), action.edge
-        (on_encoder, on_text), stage = self.schedule.crosses(self._role, edge), self.schedule.stages_of(edge)[1]
-        if action.kind == "F" and on_text and stage == 0:
-            self._embed(action.micro_batch)
+        (leaves, enters), stage = self.schedule.crosses(self._role, edge), self.schedule.stages_of(edge)[1]
+        if action.kind == "F" and enters and stage == 0:
+            self._embed(edge.target, action.micro_batch)
         if crossing is None:
             return
         arrived, key = crossing.wait(), (edge, action.micro_batch)
-        if action.kind == "F" and on_text:
-            requires_grad = self.schedule.module[action.module].backward
-            self.rows[key] = ReceivedRows.of(arrived, self.resources.outputs[edge], requires_grad)
-        elif action.kind == "B" and on_encoder:
+        if action.kind == "F" and enters:
+            self.rows[key] = ReceivedRows.of(arrived, self.resources.outputs[edge], self.schedule.returns(edge))
+        elif action.kind == "B" and leaves:
             self.row_grads[key] = arrived
 
     @property
-    def _role(self) -> Any:
+    def _role(self) -> Role:
         return self.schedule.roles[self.schedule.role_index[self.resources.rank]]
 
-    def _return_rows_early(self, action: Action, edge: Edge) -> None:
-        """If this rank's next crossing returns the gradients of the rows that entered the stage along `edge`, start it
-        as soon as they are known, during the backward.
+    def _return_rows_early(self, action: Action) -> None:
+        """If this rank's next crossing returns the gradients of rows that entered the stage, start it as soon as they
+        are known, during the backward.
         """
-        returns = start("B", edge, action.micro_batch)
-        following = next((a for a in self.actions[self.position :] if a.op in ("start", "finish")), None)
-        if following != returns or not self.schedule.returns_early(edge):
+        later = map(self.actions.__getitem__, range(self.position, len(self.actions)))
+        following = next((a for a in later if a.op in ("start", "finish")), None)
+        if following is None or not starts_early(self.schedule, action, following):
             return
-        rows = self.rows.get((edge, action.micro_batch))
+        rows = self.rows.get((following.edge, action.micro_batch))
         if rows is not None:
-            rows.when_gradients_are_known(lambda: self._start(returns))
+            rows.when_gradients_are_known(lambda: self._start(following))
 
     def _require_result(self, action: Action, outputs: Mapping[str, Tensor]) -> None:
         """Check the loss, or the rows that cross."""
         if LOSS in outputs:
             found = f"a loss of shape {tuple(outputs[LOSS].shape)}"
             self._require(outputs[LOSS].dim() == 0, action, found, "a scalar, the sum of losses")
-        if self._is_text(action):
-            return
-        for edge in self._edges_of(action):
+        for edge in self._leaving(action):
             if (plan := self._batch(action.micro_batch).boundaries.get(edge)) is None:
                 continue
-            expected = (plan.forward.held, self.resources.width)
+            expected = (plan.forward.held, self.resources.width_of(edge))
             for name in self.resources.outputs[edge]:
                 found = f"{name} of shape {tuple(outputs[name].shape)}"
                 holds = f"{expected}, what this rank holds in the plan"
@@ -378,8 +421,8 @@ class StepExecution:
             where = f"micro-batch {action.micro_batch} of `{action.module}`, stage {action.stage}"
             raise UserError.at(where, found=found, expected=expected, fix="correct what the model of the stage returns")
 
-    def _no_rows(self) -> Tensor:
-        return torch.zeros(0, self.resources.width, dtype=self.resources.dtype, device=self.resources.device)
+    def _no_rows(self, width: int) -> Tensor:
+        return torch.zeros(0, width, dtype=self.resources.dtype, device=self.resources.device)
 
 
 def _activation_key(action: Action) -> ActivationKey:

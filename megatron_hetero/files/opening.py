@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 from megatron_hetero.errors import reason
 
@@ -21,7 +21,7 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> BufferedReader:
     """The file, for reading. Raises `OSError`, also for pipes, devices and folders."""
     # Without waiting: a pipe that nobody writes into would keep `open` itself.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -137,7 +137,7 @@ def require_writable(folder: Path) -> None:
 def _unwritable(folder: Path, why: str) -> UserError:
     return UserError.at(
         folder,
-        found=f"that it cannot be written ({why})",
+        found=f"a folder that cannot be written ({why})",
         expected="a place for the exported model",
         fix="free space or grant access, or choose another folder (of a run export.hf_dir)",
     )

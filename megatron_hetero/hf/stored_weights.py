@@ -21,7 +21,7 @@ from megatron_hetero.hf.weight_files import (
     readable,
     weight_files,
 )
-from megatron_hetero.hf.weight_map import Piece
+from megatron_hetero.hf.weight_map import TensorSlice
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -69,8 +69,11 @@ class StoredWeights:
         for stored in found:
             name = self.canonical(stored)
             if name in self._where:
-                raise UserError(
-                    f"{path}: found {name} a second time, expected it once; remove stale files from the folder"
+                raise UserError.at(
+                    path,
+                    found=f"{name} a second time",
+                    expected="each tensor once",
+                    fix="remove stale files from the folder",
                 )
             tensor = handle.get_slice(stored)
             self._where[name] = (path, stored)
@@ -93,7 +96,7 @@ class StoredWeights:
             raise UserError.at(
                 self.folder,
                 problem=f"weights do not match config.json ({'; '.join(faults)})",
-                fix="take config.json and weights from the same model",
+                fix="use config.json and weights of the same model",
             )
         self._require_types(expected)
 
@@ -102,11 +105,11 @@ class StoredWeights:
         if strange:
             raise UserError.at(
                 self.folder,
-                found=f"{len(strange)} tensors of other types: "
+                found=f"{len(strange)} tensors of unsupported types: "
                 + listed({f"{name} is {kind}" for name, kind in strange.items()}),
                 expected=f"{', '.join(_STORED)}",
                 because="quantised weights are not supported",
-                fix="take a folder that is not quantised, or save the model again in bfloat16",
+                fix="use an unquantised folder, or save the model again in bfloat16",
             )
 
     def dtype(self, name: str) -> torch.dtype:
@@ -124,12 +127,14 @@ class StoredWeights:
         self._require_finite(name, values)
         return values
 
-    def require_copy(self, copy: str, original: str, pieces: Iterable[Piece]) -> None:
-        """Check that a tied weight stored twice, as `copy` and `original`, is the same in these `pieces` of the latter.
+    def require_copy(self, copy: str, original: str, slices: Iterable[TensorSlice]) -> None:
+        """Check that a tied weight stored twice, as `copy` and `original`, is the same in these `slices` of the latter.
         Raises `UserError`.
         """
         alike = self.shapes[copy] == self.shapes[original] and self._types[copy] == self._types[original]
-        same = alike and all(torch.equal(self.read(piece), self.read(replace(piece, name=copy))) for piece in pieces)
+        same = alike and all(
+            torch.equal(self.read(tensor_slice), self.read(replace(tensor_slice, name=copy))) for tensor_slice in slices
+        )
         if not same:
             raise UserError.at(
                 self.folder,
@@ -139,15 +144,17 @@ class StoredWeights:
                 fix=f"set tie_word_embeddings to false in config.json, or remove {copy} from the weights",
             )
 
-    def read(self, piece: Piece) -> Tensor:
-        """The values of one piece, as stored: 1-D where the stored tensor is, else 2-D. Raises `UserError` if one of
+    def read(self, tensor_slice: TensorSlice) -> Tensor:
+        """The values of one slice, as stored: 1-D where the stored tensor is, else 2-D. Raises `UserError` if one of
         them is not finite.
         """
-        if piece.name in self.fresh:
-            return self.fresh[piece.name][piece.source if piece.columns else piece.source[0]]
-        columns = () if piece.columns is None else (slice(*piece.columns),)
-        values = self._slice(piece.name, (slice(*piece.rows), *columns))
-        self._require_finite(piece.name, values)
+        if tensor_slice.name in self.fresh:
+            return self.fresh[tensor_slice.name][
+                tensor_slice.source if tensor_slice.columns else tensor_slice.source[0]
+            ]
+        columns = () if tensor_slice.columns is None else (slice(*tensor_slice.columns),)
+        values = self._slice(tensor_slice.name, (slice(*tensor_slice.rows), *columns))
+        self._require_finite(tensor_slice.name, values)
         return values.flatten(1) if values.dim() > 2 else values
 
     def _slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
@@ -166,6 +173,6 @@ class StoredWeights:
         raise UserError.at(
             f"{path}: tensor {stored}",
             found=f"{wrong} of {prod(self.shapes[name])} values NaN or infinite",
-            expected="finite ones",
-            fix="download the file again, or take the weights of an earlier training step",
+            expected="finite values",
+            fix="download the file again, or use the weights of an earlier training step",
         )

@@ -1,8 +1,8 @@
 """Which parts of which stored tensors each local parameter consists of. Pure: the same map loads, saves, and counts
 copies.
 
-A local parameter is a stack of `Piece`s, rectangles of stored tensors one below the other, zero elsewhere. Under `tp`
-the rectangles differ from rank to rank; a rectangle held by several ranks, or twice by one, is a replicated piece.
+A local parameter is a stack of `TensorSlice`s, rectangles of stored tensors one below the other, zero elsewhere. Under
+`tp` the rectangles differ from rank to rank; a rectangle held by several ranks, or twice by one, is a replicated slice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """Rows (and columns) [start, stop) of the stored tensor `name`, placed from row `at` of the parameter on.
 
     Stored tensors of more than two dims count as matrices: all dims but the first are columns. `columns` None means
@@ -54,8 +54,8 @@ class Piece:
         return (slice(*self.rows),) if self.columns is None else (slice(*self.rows), slice(*self.columns))
 
 
-WeightMap = Mapping[str, tuple[Piece, ...]]
-"""Local parameter name to its pieces, for one tp rank."""
+WeightMap = Mapping[str, tuple[TensorSlice, ...]]
+"""Local parameter name to its slices, for one tp rank."""
 
 
 class WeightSource(Protocol):
@@ -66,23 +66,23 @@ class WeightSource(Protocol):
         """Of all tensors by name."""
         ...
 
-    def read(self, piece: Piece) -> Tensor:
-        """The values of one piece: 1-D where the tensor is, else 2-D."""
+    def read(self, tensor_slice: TensorSlice) -> Tensor:
+        """The values of one slice: 1-D where the tensor is, else 2-D."""
         ...
 
-    def require_copy(self, copy: str, original: str, pieces: Iterable[Piece]) -> None:
-        """Check that two tensors are the same in these `pieces` of the latter. Raises `UserError`."""
+    def require_copy(self, copy: str, original: str, slices: Iterable[TensorSlice]) -> None:
+        """Check that two tensors are the same in these `slices` of the latter. Raises `UserError`."""
         ...
 
 
-def stack(*parts: tuple[str, Interval]) -> tuple[Piece, ...]:
-    """Pieces of whole rows, one below the other; an interval may be empty."""
-    pieces: list[Piece] = []
+def stack(*parts: tuple[str, Interval]) -> tuple[TensorSlice, ...]:
+    """Slices of whole rows, one below the other; an interval may be empty."""
+    slices: list[TensorSlice] = []
     at = 0
     for name, (start, stop) in parts:
-        pieces.append(Piece(name, (start, stop), at))
+        slices.append(TensorSlice(name, (start, stop), at))
         at += stop - start
-    return tuple(pieces)
+    return tuple(slices)
 
 
 def share(size: int, tp_rank: int, tp: int) -> tuple[Interval, int]:
@@ -94,17 +94,17 @@ def share(size: int, tp_rank: int, tp: int) -> tuple[Interval, int]:
 
 @dataclass(frozen=True)
 class Held:
-    """How often a parameter's pieces are held over a tensor-parallel group.
+    """How often a parameter's slices are held over a tensor-parallel group.
 
-    `sharded`: ranks hold different pieces. `copies`: per piece, how many times the group holds it.
+    `sharded`: ranks hold different slices. `copies`: per slice, how many times the group holds it.
     """
 
     sharded: bool
     copies: tuple[int, ...]
 
     @property
-    def replicated_pieces(self) -> bool:
-        """Whether the parameter is sharded, but some of its pieces are held more than once (key/value heads)."""
+    def replicated_slices(self) -> bool:
+        """Whether the parameter is sharded, but some of its slices are held more than once (key/value heads)."""
         return self.sharded and any(n > 1 for n in self.copies)
 
 
@@ -112,24 +112,21 @@ def held(maps: Sequence[WeightMap]) -> tuple[dict[str, Held], ...]:
     """How often each parameter of each rank is held, given the maps of all tp ranks in order."""
     result: list[dict[str, Held]] = [{} for _ in maps]
     for name in maps[0]:
-        counts = Counter(piece.rectangle for m in maps for piece in m[name])
+        counts = Counter(tensor_slice.rectangle for m in maps for tensor_slice in m[name])
         sharded = any(m[name] != maps[0][name] for m in maps)
         for own, m in zip(result, maps, strict=True):
             own[name] = Held(sharded, tuple(1 if p.empty else counts[p.rectangle] for p in m[name]))
     return tuple(result)
 
 
-def load_pieces(parameter: Tensor, pieces: Sequence[Piece], part: Sequence[Tensor]) -> None:
-    """Copy the values of `pieces` (`part`, as read) into a local parameter, and zero the rest."""
+def load_slices(parameter: Tensor, slices: Sequence[TensorSlice], part: Sequence[Tensor]) -> None:
+    """Copy the values of `slices` (`part`, as read) into a local parameter, and zero the rest."""
     parameter = parameter.detach()
     parameter.zero_()
-    for piece, values in zip(pieces, part, strict=True):
-        parameter[piece.place].copy_(values)
+    for tensor_slice, values in zip(slices, part, strict=True):
+        parameter[tensor_slice.place].copy_(values)
 
 
-def extract_piece(parameter: Tensor, piece: Piece) -> Tensor:
-    """The values of one piece of a local parameter."""
-    return parameter.detach()[piece.place]
-
-
-# Earlier names, until their last callers are renamed.
+def extract_slice(parameter: Tensor, tensor_slice: TensorSlice) -> Tensor:
+    """The values of one slice of a local parameter."""
+    return parameter.detach()[tensor_slice.place]

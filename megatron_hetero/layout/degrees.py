@@ -27,7 +27,7 @@ class ModuleShape:
     kind: Literal["encoder", "text"]
 
 
-class Problem(NamedTuple):
+class LayoutProblem(NamedTuple):
     """Why degrees do not suit a module: the axis to change, what was found and expected, and the reason."""
 
     axis: str
@@ -42,19 +42,19 @@ class Problem(NamedTuple):
 #   3. pp is at most the number of layers.
 # The hidden size needs nothing, since it is never split; nor do key/value heads, which are replicated as often as it
 # takes; nor do the MLP and the vocabulary, whose widths are padded. So divisors of legal degrees are legal.
-def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> Problem | None:
+def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem | None:
     """The first reason why these degrees, one for each axis, do not suit the module; None where they do."""
     tp, sp, pp, heads = degrees["tp"], degrees["sp"], degrees["pp"], shape.attention_heads
     if heads % tp:
         why = "each tensor-parallel rank computes whole heads"
-        return Problem("tp", f"{heads} attention heads and tp:{tp}", f"tp to divide {heads}", why)
+        return LayoutProblem("tp", f"{heads} attention heads and tp:{tp}", f"tp to divide {heads}", why)
     if heads % (tp * sp):
         found = f"{heads} attention heads, tp:{tp} and sp:{sp}"
         why = "sequence-parallel attention exchanges tokens for whole heads"
-        return Problem("sp", found, f"tp·sp to divide {heads}", why)
+        return LayoutProblem("sp", found, f"tp·sp to divide {heads}", why)
     if pp > shape.layers:
         found = f"{shape.layers} layers and pp:{pp}"
-        return Problem("pp", found, f"pp of at most {shape.layers}", "each pipeline stage holds a layer or more")
+        return LayoutProblem("pp", found, f"pp of at most {shape.layers}", "each pipeline stage holds a layer or more")
     return None
 
 
@@ -65,7 +65,7 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def closest_degrees(wanted: Mapping[str, int], ranks: int, shape: ModuleShape | None) -> dict[str, int]:
-    """The legal degrees over so many ranks that keep most of the wanted ones; `dp` takes what is left.
+    """The legal degrees over `ranks` ranks that keep most of the wanted ones; `dp` takes what is left.
 
     There always are some, since pure `dp` suits every shape.
 

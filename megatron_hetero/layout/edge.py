@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout.grammar import did_you_mean
 from megatron_hetero.layout.layout import Layout
+
+_EDGE = re.compile(r"([^.>]+)(?:\.(\d+))?>([^.>]+)(?:\.(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +18,7 @@ class Edge:
     """Rows go from a stage of `source` to a stage of `target`, and their gradients back.
 
     The edge without stages, ``vision>text``, goes from the last stage to the first. Others name both:
-    ``vision.0>text.1``. See `Edge.of`. Raises `ValueError` where one stage is given without the other.
+    ``vision.0>text.1``. See `Edge.of`. Raises `UserError` where one stage is given without the other.
     """
 
     source: str
@@ -23,8 +28,11 @@ class Edge:
 
     def __post_init__(self) -> None:
         if (self.source_stage is None) != (self.target_stage is None):
-            raise ValueError(
-                f"edge {self.source} to {self.target}: found a stage at one end, expected one at both or at none"
+            raise UserError.at(
+                f"edge {self.source} to {self.target}",
+                found="a stage at one end",
+                expected="one at both or at none",
+                fix="give `source_stage` and `target_stage`",
             )
 
     @classmethod
@@ -50,6 +58,15 @@ class Edge:
         """The ranks at which rows arrive, ascending."""
         return layout.stage(self.target_coordinate(layout)).ranks
 
+    @classmethod
+    def parse(cls, text: str) -> Edge:
+        """The inverse of `str`. Raises `ValueError`."""
+        found = _EDGE.fullmatch(text)
+        if not found:
+            raise ValueError(f"found {text!r}, expected an edge such as 'vision>text' or 'vision.0>text.1'")
+        source, own, target, stage = found.groups()
+        return cls(source, target, *(None if each is None else int(each) for each in (own, stage)))
+
     @property
     def ends(self) -> tuple[str, str]:
         """Both ends as text, such as ``vision.0`` and ``text.1``."""
@@ -62,7 +79,26 @@ class Edge:
 
 
 def as_edge(edge: Edge | tuple[str, str], layouts: Mapping[str, Layout]) -> Edge:
-    """`edge` by its only name, for modules in these layouts; a tuple is the edge from the last stage to the first."""
+    """`edge` by its only name, for modules in these layouts; a tuple is the edge from the last stage to the first.
+
+    Raises:
+        UserError: it is no edge, or there is no such module.
+    """
+    if not isinstance(edge, Edge) and (isinstance(edge, str) or len(edge) != 2):
+        raise UserError.at(
+            "edges",
+            found=repr(edge),
+            expected="pairs of modules, or `Edge`s",
+            fix='write `edges=[("vision", "text")]`, and an edge between two stages as an `Edge`',
+        )
+    for module in (edge.source, edge.target) if isinstance(edge, Edge) else edge:
+        if module not in layouts:
+            raise UserError.at(
+                f"edge {edge if isinstance(edge, Edge) else '>'.join(map(str, edge))}",
+                found=f"no module `{module}`{did_you_mean(str(module), layouts)}",
+                expected=f"modules among {', '.join(layouts)}",
+                fix="name them as in the layouts",
+            )
     if not isinstance(edge, Edge):
         return Edge(*edge)
     if edge.source_stage is None or edge.target_stage is None:

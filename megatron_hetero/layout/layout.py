@@ -1,4 +1,4 @@
-"""Layouts: how one module is split over ranks, the text that says so, and the checks on it.
+"""Layouts: how one module is split over ranks, and the text that says so.
 
 The grammar is in `megatron_hetero.layout.grammar`. Examples:
 
@@ -15,19 +15,20 @@ Everything here is pure: no torch, no process group.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_hetero.environment.ranks import LAUNCHER
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.axes import AXES, Split, axes_of
-from megatron_hetero.layout.degrees import ModuleShape, closest_degrees, divisors, problem_of
+from megatron_hetero.layout.degrees import ModuleShape, closest_degrees, problem_of
+from megatron_hetero.layout.foreign import grid_of_hyper_grid, grid_of_mesh, grid_of_mpu, in_layout_order
 from megatron_hetero.layout.grammar import MOST_PLANNED, GrammarError, did_you_mean, format_ranks, read, salvage
 
-__all__ = ["AXES", "Coordinate", "Layout", "ModuleShape", "resolve", "validate"]
+__all__ = ["AXES", "Coordinate", "Layout", "ModuleShape"]
 
 _MOST_RANKS = 1 << 20  # of a world that is suggested
 
@@ -79,7 +80,7 @@ class Layout:
         wrong = [f"{axis}:{degree}" for axis, degree in self.degrees.items() if type(degree) is not int or degree < 1]
         if wrong:
             found = f"degrees {', '.join(wrong)}"
-            raise UserError.at("layout", found=found, expected="integers of 1 or more", fix="mend the degrees")
+            raise UserError.at("layout", found=found, expected="integers of 1 or more", fix="correct the degrees")
         if any(b <= a for a, b in zip((-1, *self.ranks), self.ranks, strict=False)):
             expected = "each to be larger than the last, from 0"
             raise UserError.at("layout", found=f"ranks {self.ranks}", expected=expected, fix="sort the ranks")
@@ -87,7 +88,7 @@ class Layout:
         if needed != self.size:
             expected = f"{needed}, the product of the degrees"
             where = f"layout {self.degrees_text}"
-            raise UserError.at(where, found=f"{self.size} ranks", expected=expected, fix="give as many ranks as that")
+            raise UserError.at(where, found=f"{self.size} ranks", expected=expected, fix="give that many ranks")
 
     @classmethod
     def parse(
@@ -95,8 +96,8 @@ class Layout:
         text: str,
         world_size: int | None = None,
         *,
-        module: str = "vision",
-        flag: str | None = None,
+        module: str = "",
+        flags: bool = False,
         shape: ModuleShape | None = None,
         idle: Iterable[int] = (),
     ) -> Layout:
@@ -106,7 +107,7 @@ class Layout:
             text: such as ``tp:4,dp:2@0-7``.
             world_size: number of ranks in the world; may be left out where `text` gives its ranks.
             module: the module that the layout is for, named in errors.
-            flag: what the user set, named in errors; ``--MODULE-parallel`` where left out.
+            flags: whether errors name the module's flag (``--MODULE-parallel``) rather than an argument.
             shape: where given, layouts suggested in errors also suit the module's shape.
             idle: ranks that no other module covers; layouts suggested in errors that name ranks cover these too.
 
@@ -114,19 +115,18 @@ class Layout:
             UserError: the text is malformed, or the degrees do not fit the ranks. The message
                 suggests a layout that does.
         """
-        flag = flag or f"--{module}-parallel"
         try:
             return _fitted(*read(text), world_size)
         except GrammarError as error:
-            suggestion = _mended(text, world_size, shape, idle)
-            more = _with_more_ranks(text, world_size, shape)
-            axis = f", axis {error.axis}" if error.axis else ""
+            suggestion = mended_layout(text, world_size, shape, idle)
+            more = _with_more_ranks(text, world_size, shape, flags)
+            better = str(suggestion) if world_size is None else suggestion.short(world_size)
             raise UserError.at(
-                f"{module} layout `{text}` ({flag}{axis})",
+                titled(module, text, error.axis, flags=flags),
                 found=error.found,
                 expected=error.expected,
                 because=error.why,
-                fix=f"try `{flag} {suggestion if world_size is None else suggestion.short(world_size)}`{more}",
+                fix=f"try `{as_given(module, better, flags=flags)}`{more}",
             ) from None
 
     @property
@@ -142,6 +142,38 @@ class Layout:
     def degrees(self) -> dict[str, int]:
         """The degree of each axis, in the order of `AXES`."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+    @classmethod
+    def from_mesh(cls, mesh: Any, *, axes: Mapping[str, str] | None = None) -> Layout:
+        """The layout of a whole `DeviceMesh` of PyTorch, with dimensions named as axes.
+
+        Args:
+            mesh: as made, not a slice of another.
+            axes: of dimensions with other names, such as ``{"dp_replicate": "dp", "dp_shard": "dp"}``.
+
+        Raises:
+            UserError: a dimension is no axis, or ranks are ordered in a way that a layout cannot express.
+        """
+        return _of_grid(*grid_of_mesh(mesh, axes or {}))
+
+    @classmethod
+    def from_grid(cls, grid: Any, *, axes: Mapping[str, str] | None = None) -> Layout:
+        """The layout of a `HyperCommGrid` of Megatron-Core. `axes`, `UserError` as `from_mesh`."""
+        return _of_grid(*grid_of_hyper_grid(grid, axes or {}))
+
+    @classmethod
+    def from_mpu(cls) -> Layout:
+        """The layout that Megatron-Core's `parallel_state` was initialised with, of all ranks.
+
+        Raises:
+            UserError: it is not initialised, has experts on ranks of their own, or orders ranks in a way that a layout
+                cannot express.
+        """
+        # It needs the process groups, and so torch.
+        import torch.distributed as dist
+        from megatron.core import parallel_state  # pyright: ignore[reportMissingTypeStubs]
+
+        return _of_grid(*grid_of_mpu(parallel_state, dist))
 
     @property
     def degrees_text(self) -> str:
@@ -238,143 +270,37 @@ class Layout:
         return self.coordinate(rank).dp
 
 
-# ------------------------------------------------------------------------------ checks across modules
-
-
-def resolve(texts: Mapping[str, str], modules: Mapping[str, ModuleShape], world_size: int) -> dict[str, Layout]:
-    """A checked layout for every module: what `texts` gives, and ``dp`` over the world for the others.
-
-    Raises:
-        UserError: see `Layout.parse` and `validate`.
-    """
-    _require_known(texts, modules)
-    world = tuple(range(world_size))
-    layouts = {
-        name: _parsed(name, texts, modules, world_size)
-        if name in texts
-        else Layout(tp=1, sp=1, cp=1, dp=world_size, pp=1, ranks=world)
-        for name in modules
-    }
-    validate(modules, layouts, world_size)
-    return layouts
-
-
-def _parsed(name: str, texts: Mapping[str, str], modules: Mapping[str, ModuleShape], world_size: int) -> Layout:
-    try:
-        return Layout.parse(texts[name], world_size)
-    except UserError:  # Again, for a message with advice that suits the other modules.
-        idle = set(range(world_size)).difference(
-            *(_likely_ranks(texts.get(other), world_size, shape) for other, shape in modules.items() if other != name)
-        )
-        return Layout.parse(texts[name], world_size, module=name, shape=modules[name], idle=idle)
-
-
-def _likely_ranks(text: str | None, world_size: int, shape: ModuleShape) -> Sequence[int]:
-    """The ranks that a module covers, or will when its text has been mended."""
-    try:
-        return range(world_size) if text is None else Layout.parse(text, world_size).ranks
-    except UserError:
-        return _mended(text or "", world_size, shape).ranks
-
-
-def validate(modules: Mapping[str, ModuleShape], layouts: Mapping[str, Layout], world_size: int) -> None:
-    """Checks the layouts of a model's modules against their shapes and the world.
-
-    Raises:
-        UserError: a module is unknown or has no layout, a layout does not suit its module, or ranks
-            are outside the world or have no work. The message suggests a layout that passes.
-    """
-    _require_known(layouts, modules)
-    for name, shape in modules.items():
-        if name not in layouts:
-            raise UserError.at(
-                f"module {name}",
-                found="no layout",
-                expected="one",
-                because="every module runs somewhere",
-                fix=f"try `--{name}-parallel dp:{world_size}`",
-            )
-        _require_inside(name, shape, layouts[name], world_size)
-        _require_shape(shape, layouts[name], world_size)
-    _require_all_covered(modules, layouts, world_size)
-
-
-def _require_known(names: Iterable[str], modules: Mapping[str, ModuleShape]) -> None:
-    for name in names:
-        if name not in modules:
-            raise UserError.at(
-                f"--{name}-parallel",
-                found=f"module `{name}`{did_you_mean(name, modules)}",
-                expected=f"one of {', '.join(modules)}",
-                because="the model has no other",
-                fix="rename or remove the setting",
-            )
-
-
-def _require_inside(name: str, shape: ModuleShape, layout: Layout, world_size: int) -> None:
-    if layout.ranks[-1] >= world_size:
-        Layout.parse(str(layout), world_size, module=name, shape=shape)
-
-
-def _require_shape(shape: ModuleShape, layout: Layout, world_size: int) -> None:
-    problem = problem_of(shape, layout.degrees)
-    if problem is None:
-        return
-    axis, found, expected, why = problem
-    options = [str(other.degrees[axis]) for other in _varied(layout, axis) if problem_of(shape, other.degrees) is None]
-    use = f"use one of {axis}: {', '.join(options)}; " if options else ""
-    suggestion = _closest(layout.degrees, layout.ranks, shape).short(world_size)
-    raise UserError.at(
-        f"{shape.name} layout `{layout.short(world_size)}` (--{shape.name}-parallel, axis {axis})",
-        found=found,
-        expected=expected,
-        because=why,
-        fix=f"{use}try `--{shape.name}-parallel {suggestion}`",
-    )
-
-
-def _require_all_covered(modules: Mapping[str, ModuleShape], layouts: Mapping[str, Layout], world_size: int) -> None:
-    idle = sorted(set(range(world_size)).difference(*(layout.ranks for layout in layouts.values())))
-    if not idle:
-        return
-    # The text module is the one that has most use for more ranks.
-    name = next((n for n, shape in modules.items() if shape.kind == "text"), next(iter(modules)))
-    wider = _closest(layouts[name].degrees, tuple(sorted({*layouts[name].ranks, *idle})), modules[name])
-    used = max(rank for layout in layouts.values() for rank in layout.ranks) + 1
-    fewer = f", or start {used} ranks only" if idle[0] == used else ""
-    raise UserError.at(
-        f"ranks {format_ranks(idle)}",
-        found="no module that covers them",
-        expected=f"every one of the {world_size} ranks to have work",
-        because="idle ranks waste their devices",
-        fix=f"widen a layout{fewer}; try `--{name}-parallel {wider.short(world_size)}`",
-    )
-
-
 # --------------------------------------------------------------------------------------- suggestions
 
 
-def _varied(layout: Layout, axis: str) -> Iterator[Layout]:
-    """The layout with every degree of `axis` that its ranks allow, `dp` taking up the difference."""
-    others = prod(n for other, n in layout.degrees.items() if other not in (axis, "dp"))
-    for degree in divisors(layout.size // others):
-        yield Layout(**layout.degrees | {axis: degree, "dp": layout.size // others // degree}, ranks=layout.ranks)
+def titled(module: str, layout: str, axis: str, *, flags: bool) -> str:
+    """A layout in an error, such as ``text layout `tp:3` (axis tp)``."""
+    places = [*([f"--{module}-parallel"] if flags else []), *([f"axis {axis}"] if axis else [])]
+    return f"{module} layout `{layout}`".lstrip() + (f" ({', '.join(places)})" if places else "")
 
 
-def _closest(wanted: Mapping[str, int], ranks: tuple[int, ...], shape: ModuleShape | None) -> Layout:
+def as_given(module: str, layout: str, *, flags: bool) -> str:
+    """How a user gives a module its layout: ``text="tp:4"``, or by a flag."""
+    if flags:
+        return f"--{module}-parallel {layout}"
+    return f'{module}="{layout}"' if module else layout
+
+
+def closest_layout(wanted: Mapping[str, int], ranks: tuple[int, ...], shape: ModuleShape | None) -> Layout:
+    """The layout over `ranks`, legal for a module of this shape, whose degrees are closest to those wanted."""
     return Layout(**closest_degrees(wanted, len(ranks), shape), ranks=ranks)
 
 
-def _mended(text: str, world_size: int | None, shape: ModuleShape | None, idle: Iterable[int] = ()) -> Layout:
+def mended_layout(text: str, world_size: int | None, shape: ModuleShape | None, idle: Iterable[int] = ()) -> Layout:
     """A legal layout as close as may be to what a faulty text seems to say, over the `idle` ranks too."""
     degrees, ranks = salvage(text)
     world = range(min(prod(degrees.values()), _MOST_RANKS) if world_size is None else world_size)
     if world_size is not None:
         ranks = tuple(rank for rank in ranks if rank < world_size)
-    return _closest(degrees, tuple(sorted({*ranks, *idle})) if ranks else tuple(world), shape)
+    return closest_layout(degrees, tuple(sorted({*ranks, *idle})) if ranks else tuple(world), shape)
 
 
-def _with_more_ranks(text: str, world_size: int | None, shape: ModuleShape | None) -> str:
+def _with_more_ranks(text: str, world_size: int | None, shape: ModuleShape | None, flags: bool) -> str:
     """Advice to start as many ranks as a layout wants, where the world has fewer and that would do."""
     try:
         degrees, ranks = read(text)
@@ -384,8 +310,11 @@ def _with_more_ranks(text: str, world_size: int | None, shape: ModuleShape | Non
         problem = shape and problem_of(shape, _fitted(degrees, ranks, wanted).degrees)
     except GrammarError:
         return ""
-    advice = f", or start {wanted} ranks with {LAUNCHER} or torchrun (in a plan: --world-size {wanted})"
-    return "" if problem else advice
+    if problem:
+        return ""
+    if not flags:
+        return f", or start {wanted} ranks"
+    return f", or start {wanted} ranks with {LAUNCHER} or torchrun (in a plan: --world-size {wanted})"
 
 
 def _fitted(degrees: dict[str, int], ranks: tuple[int, ...] | None, world_size: int | None) -> Layout:
@@ -414,6 +343,15 @@ def _fitted(degrees: dict[str, int], ranks: tuple[int, ...] | None, world_size: 
 def _outside(ranks: Sequence[int], world_size: int) -> GrammarError:
     found = f"ranks {format_ranks(rank for rank in ranks if rank >= world_size)}"
     return GrammarError(found, f"ranks from 0 to {world_size - 1}", f"the world has {world_size} ranks")
+
+
+def _of_grid(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[int]) -> Layout:
+    """The layout of `ranks`, listed along `dims` from the slowest to the fastest. Raises `UserError`."""
+    ordered = in_layout_order(what, dims, ranks)
+    degrees = dict.fromkeys(AXES, 1)
+    for axis, size in dims:
+        degrees[axis] *= size
+    return Layout(**degrees, ranks=tuple(ordered))
 
 
 def _known(axes: Sequence[str]) -> Sequence[str]:

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from PIL import Image
 
+from megatron_hetero.data.items import Modality, Size
 from megatron_hetero.data.records import Record
 from megatron_hetero.files.json_objects import Table
 from megatron_hetero.hf.weight_map import WeightMap
 from megatron_hetero.models.common.demo_sizes import DemoSizes
 from megatron_hetero.models.common.flops import TextFlopShape, VisionFlopShape
-from megatron_hetero.sharding.items import ItemShape, Size
+from megatron_hetero.sharding.items import ItemShape
 from megatron_hetero.sharding.stages import Stage
 
 TensorShapes = dict[str, tuple[int, ...]]
@@ -105,11 +105,11 @@ class EncoderShape(TransformerShape, ItemShape, Protocol):
         """The size of a square image of `side` pixels, as the family's processor resizes it."""
         ...
 
-    def side(self, size: Size) -> int:
+    def side(self, size: Any) -> int:
         """Pixels of a side of an item of that size, a square image."""
         ...
 
-    def windows(self, size: Size) -> list[int]:
+    def windows(self, size: Any) -> list[int]:
         """Patches of each window of local attention of an item."""
         ...
 
@@ -152,33 +152,34 @@ class TextShape(TransformerShape, Protocol):
 
 
 class ItemReader(Protocol):
-    """What an encoder sees of the items that are for it. Holds no open files and can be pickled.
+    """What an encoder sees of the items that are for it. Holds no open files and can be pickled."""
 
-    `token_id`: the token that stands for one row. `patch_size`, `temporal_patch_size`: of the encoder, in pixels and
-    frames; `merge_size`: patches per row and side. `min_pixels`, `max_pixels`: areas that images are resized to;
-    `max_image_pixels`: of pictures that are decoded.
-    """
-
-    image_processor: Any
     token_id: int
-    patch_size: int
-    temporal_patch_size: int
-    merge_size: int
-    min_pixels: int
-    max_pixels: int
-    max_image_pixels: int
+    """The token that stands for one row."""
 
-    def grid(self, record: Record, k: int) -> Size:
-        """Size of item `k` of a record, from its header. Raises `UserError`."""
+    def size(self, record: Record, k: int) -> Size:
+        """Of item `k` of a record, from its header. Raises `UserError`."""
         ...
 
-    def patches(self, record: Record, image_index: int, grid: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The decoded patches of an item of that size, float32 [patches, patch_elements]. Raises `UserError`."""
+    def places(self, size: Any) -> np.ndarray:
+        """Where the rows of an item lie in time, height and width, from where it begins: int64 [3, rows]."""
         ...
 
-    def load_image(self, path: Path, where: str) -> Image.Image:
-        """The decoded picture at its own size. Raises `UserError`."""
+    def patches(self, record: Record, k: int, size: Any) -> np.ndarray:
+        """The decoded patches of item `k`, of that size: float32 [patches, patch_elements]. Raises `UserError`."""
         ...
+
+    def describe(self, record: Record, k: int, size: Any) -> str:
+        """Item `k` in words: what it is in its file, and what the encoder takes. Raises `UserError`."""
+        ...
+
+
+class ItemTokens(NamedTuple):
+    """How the text shows an item: between `start` and `end` a `row` for each of its rows. Names of `Family.tokens`."""
+
+    start: str
+    row: str
+    end: str
 
 
 class Family(Protocol):
@@ -222,8 +223,8 @@ class Family(Protocol):
         """Check that the language model of `folder` is one that is built here. Raises `UserError`."""
         ...
 
-    def joined(self, own: Any, encoder: Any, text_alone: bool) -> Any:
-        """The configuration of a model with the language model of `own` and the encoder of `encoder`. `text_alone`:
+    def joined(self, own: Any, vision: Any, text_alone: bool) -> Any:
+        """The configuration of a model with the language model of `own` and the encoder of `vision`. `text_alone`:
         `own` is of a language model alone.
         """
         ...
@@ -240,21 +241,31 @@ class Family(Protocol):
 
     @property
     def tokens(self) -> Mapping[str, str]:
-        """The tokens that show images, by what `config.json` calls their numbers."""
+        """The tokens that show items, by what `config.json` calls their numbers."""
+        ...
+
+    @property
+    def shown(self) -> Mapping[Modality, ItemTokens]:
+        """Which of them show items of each modality that the text module knows."""
+        ...
+
+    @property
+    def modality(self) -> Modality:
+        """What the encoder takes."""
         ...
 
     def image_processor_class(self) -> type:
         """The class of `transformers` whose pixels the encoder takes."""
         ...
 
-    def image_reader(self, image_processor: Any, token_id: int, max_image_pixels: int) -> ItemReader:
-        """What reads the sizes and the patches of images. `token_id`: the token that stands for a row."""
+    def reader(self, image_processor: Any, token_id: int, max_image_pixels: int) -> ItemReader:
+        """What reads items for the encoder. `token_id`: the token that stands for a row."""
         ...
 
     @property
-    def positions(self) -> Callable[[int, np.ndarray, np.ndarray], np.ndarray]:
-        """Rotary positions of a sample of so many tokens, int64 [dims, tokens], from the first token of each image and
-        its size in rows.
+    def positions(self) -> Callable[[int, np.ndarray, Sequence[np.ndarray]], np.ndarray]:
+        """Rotary positions of a sample of so many tokens, int64 [dims, tokens], from the first token of each item and
+        the places of its rows, see `ItemReader.places`.
         """
         ...
 
@@ -280,18 +291,18 @@ class Family(Protocol):
         """
         ...
 
-    def encoder_tensors(self, shape: Any) -> TensorShapes:
+    def encoder_tensors(self, shape: Any, /) -> TensorShapes:
         """The stored tensors of an encoder, without the prefix of encoders."""
         ...
 
-    def text_tensors(self, shape: Any) -> TensorShapes:
+    def text_tensors(self, shape: Any, /) -> TensorShapes:
         """The stored tensors of the text module."""
         ...
 
-    def encoder_map(self, prefix: str, shape: Any, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
+    def encoder_map(self, prefix: str, shape: Any, tp_rank: int, tp: int, stage: Stage, /) -> WeightMap:
         """The map of an encoder's parameters to its stored tensors, whose names begin with `prefix`."""
         ...
 
-    def text_map(self, shape: Any, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
+    def text_map(self, shape: Any, tp_rank: int, tp: int, stage: Stage, /) -> WeightMap:
         """The map of the text module's parameters to its stored tensors."""
         ...

@@ -45,7 +45,7 @@ class ModelFolders:
         Args:
             hf_path: of the whole model; with `hf_path_vision` a language model alone will do.
             hf_path_vision: a folder whose vision encoder takes the place of that of `hf_path`.
-            fresh_projector: whether the projector starts anew even where the folder's would fit.
+            fresh_projector: whether the projector is initialised even where the folder's would fit.
 
         Raises:
             UserError: a folder is missing, broken, or of another family.
@@ -78,9 +78,11 @@ def read_config(
     if not folder.is_dir() or not path.is_file():
         found = f"the file {folder}" if folder.is_file() else f"no {path if folder.is_dir() else folder}"
         make = "download one, or make a small one: python -m megatron_hetero.cli.make_demo DIR"
-        raise UserError(
-            f"{setting}: found {found}, expected a transformers folder of {titles()} with config.json and "
-            f"safetensors weights; {advice_to_export(folder) or make}"
+        raise UserError.at(
+            setting,
+            found=found,
+            expected=f"a transformers folder of {titles()} with config.json and safetensors weights",
+            fix=advice_to_export(folder) or make,
         )
     raw = read_object(path)
     found = raw.get("model_type")
@@ -98,8 +100,8 @@ def _sound(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of its validation, or of whatever its code does with an odd value
-        raise UserError(
-            f"{path}: found a configuration that cannot be read ({in_short(error)}); restore the original"
+        raise UserError.at(
+            path, problem=f"transformers cannot read it ({in_short(error)})", fix="restore the original file"
         ) from error
 
 
@@ -115,7 +117,10 @@ def _of_another_family(path: Path, found: Any, model_types: Sequence[str], of_en
         )
     if any(found in family.language_models for family in FAMILIES.values()):
         more = f", or the folder of a vision encoder too, with --{VISION_FOLDER}"
-    return UserError(
-        f"{path}: found model_type {shown(found)}, expected {expected}, the family that this program builds; "
-        f"give a {titles()} folder{more}"
+    return UserError.at(
+        path,
+        found=f"model_type {shown(found)}",
+        expected=expected,
+        because="this program builds no other family",
+        fix=f"give a {titles()} folder{more}",
     )

@@ -22,13 +22,6 @@ class ModelShapes:
     text: TextShape
 
     @classmethod
-    def from_folder(cls, folder: Path, further: Mapping[str, Path] | None = None) -> ModelShapes:
-        """Read `folder/config.json` (as saved by any version of transformers), and those of `further` encoders, see
-        `of`. Raises `UserError`.
-        """
-        return cls.of(ModelFolders.read(folder), further)
-
-    @classmethod
     def of(cls, folders: ModelFolders, further: Mapping[str, Path] | None = None) -> ModelShapes:
         """The model of these folders, and `further` encoders: those of folders of any family whose rows are as wide,
         and whose outputs the text module takes. Raises `UserError`.
@@ -46,7 +39,7 @@ class ModelShapes:
                     found=f"vision_config.out_hidden_size = {encoders[name].out_hidden}",
                     expected=f"{text.hidden}, the hidden size of the text module",
                     because=f"rows of encoder {name} go into its embedding",
-                    fix="take an encoder that was made for a language model of that width",
+                    fix="use an encoder made for a language model of that width",
                 )
         places = {VISION: folders.vision, **(further or {})}
         for name, encoder in encoders.items():
@@ -83,8 +76,8 @@ def _check_outputs(name: str, folder: Path, encoder: EncoderShape, text: TextSha
         kind = f"a language model of {family_of(text.family).title} with {text.layers} layers"
         raise UserError.at(
             folder / "config.json",
-            found=f"an encoder ({name}) that gives {', '.join(not_taken)} besides {ROWS}",
+            found=f"an encoder ({name}) that gives {', '.join(not_taken)} in addition to {ROWS}",
             expected=f"outputs that {kind} takes",
-            because="they enter the language model after layers of it, and would be lost",
-            fix="take an encoder and a language model that were made for one another",
+            because="they enter the language model after some of its layers, and would be lost",
+            fix="use an encoder and a language model of the same model",
         )

@@ -6,8 +6,6 @@ the encoder's name before them.
 
 from __future__ import annotations
 
-from math import prod
-
 from megatron_hetero.hf.weight_map import WeightMap
 from megatron_hetero.models.common.parameters import EMBEDDING, HEAD, PROJECTOR
 from megatron_hetero.models.family import EncoderShape, TensorShapes
@@ -69,11 +67,6 @@ def projector_shapes(encoder: str, shape: EncoderShape) -> TensorShapes:
     """Those of them that are its projector's."""
     starts = tuple(prefix_of(encoder) + start for start in PROJECTOR)
     return {name: size for name, size in encoder_shapes(encoder, shape).items() if name.startswith(starts)}
-
-
-def parameter_count(shapes: ModelShapes) -> int:
-    """Parameters of the whole model."""
-    return sum(prod(shape) for shape in stored_shapes(shapes).values())
 
 
 def weight_map(module: str, shapes: ModelShapes, tp_rank: int, tp: int, stage: Stage | None = None) -> WeightMap:

@@ -30,8 +30,8 @@ from megatron_hetero.names import VISION
 
 
 def companions_of(folders: Mapping[str, Path], changes: Mapping[str, str | None] = NO_CHANGES) -> dict[str, Companions]:
-    """For each encoder the files that go out beside its weights, from the folder that it came from; with those of
-    `vision` the tokenizer too, but for `changes` (see `read_companions`). Raises `UserError`.
+    """For each encoder the files to write next to its weights, from the folder that it came from; with those of
+    `vision` the tokenizer too, except for `changes` (see `read_companions`). Raises `UserError`.
     """
     return {name: read_companions(folder, changes if name == VISION else {}) for name, folder in folders.items()}
 

@@ -3,7 +3,7 @@
 checkpoints/
   step-00000010/             a complete checkpoint
     manifest.json            size and SHA-256 of every other file; written last
-    .metadata  __0_0.distcp  __1_0.distcp ...  run.json  metrics.jsonl
+    tensors.json  tensors-0-0.safetensors  tensors-1-0.safetensors ...  run.json  metrics.jsonl
   .step-00000020.partial/    one that is being written, or was when the run died
   .step-00000000.removed/    an older one that is being removed, or was
   .step-00000030.aside/      an incomplete folder moved out of the way of a checkpoint, for inspection

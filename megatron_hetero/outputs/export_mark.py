@@ -21,7 +21,7 @@ def mark(folder: Path) -> None:
 
 
 def what_would_be_lost(folder: Path) -> str | None:
-    """Why a folder must not be replaced: what it holds besides an export of ours. None if there is nothing there, or it
+    """Why a folder must not be replaced: what it holds other than an export of ours. None if nothing is there, or it
     may be replaced. Raises `OSError` if it cannot be read.
     """
     if not os.path.lexists(folder):

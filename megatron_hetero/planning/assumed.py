@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.config.schema import PlanConfig
+from megatron_hetero.data.items import Size
 from megatron_hetero.errors import UserError
 from megatron_hetero.job import BatchShape, JobSpec
 from megatron_hetero.layout.edge import Edge
@@ -20,7 +21,6 @@ from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.balance import assign, assign_in_order
 from megatron_hetero.sharding.encoder_shards import EncoderShards
-from megatron_hetero.sharding.items import Size
 from megatron_hetero.sharding.token_shards import TokenShards
 
 MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 22, 1 << 23
@@ -29,30 +29,30 @@ MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 22, 1 << 23
 
 @dataclass(frozen=True)
 class AssumedSample:
-    """`grids`: by encoder, the patches (time, height, width) of the sample's images; `rows`: of one image, by encoder.
-    `tokens`: of the sample, image tokens included; `supervised`: tokens that the loss counts.
+    """By encoder, `sizes` of the sample's images and `rows` of one image. `tokens`: of the sample, image tokens
+    included; `supervised`: tokens that the loss counts.
     """
 
-    grids: Mapping[str, tuple[Size, ...]]
+    sizes: Mapping[str, tuple[Size, ...]]
     rows: Mapping[str, int]
     tokens: int
     supervised: int
 
     def positions(self, encoder: str) -> np.ndarray:
         """Where the encoder's rows go in the sample, int64."""
-        sizes = {name: self.rows[name] * len(grids) for name, grids in self.grids.items()}
-        names = list(sizes)
-        first = sum(sizes[name] for name in names[: names.index(encoder)])
-        return np.arange(first, first + sizes[encoder])
+        rows = {name: self.rows[name] * len(sizes) for name, sizes in self.sizes.items()}
+        names = list(rows)
+        first = sum(rows[name] for name in names[: names.index(encoder)])
+        return np.arange(first, first + rows[encoder])
 
 
 def assumed_sample(plan: PlanConfig, shapes: ModelShapes) -> AssumedSample:
     """The sample that section `plan` describes, for a model of these shapes."""
     square = {name: shape.square(plan.image_side) for name, shape in shapes.encoders.items()}
-    grids = {name: (grid,) * plan.images for name, grid in square.items()}
-    rows = {name: shapes.encoders[name].rows(grid) for name, grid in square.items()}
-    tokens = plan.tokens + sum(rows[name] * len(grids[name]) for name in grids)
-    return AssumedSample(grids, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
+    sizes = {name: (size,) * plan.images for name, size in square.items()}
+    rows = {name: shapes.encoders[name].rows(size) for name, size in square.items()}
+    tokens = plan.tokens + sum(rows[name] * len(sizes[name]) for name in sizes)
+    return AssumedSample(sizes, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +84,11 @@ class AssumedBatch:
 
     def assigned(self, encoder: str) -> list[list[int]]:
         """The images of a micro-batch that each replica of the encoder gets."""
-        grids, dp = self.sample.grids[encoder], self.layouts[encoder].dp
-        count = len(grids) * self.batch.samples * self.batch.replicas
+        sizes, dp = self.sample.sizes[encoder], self.layouts[encoder].dp
+        count = len(sizes) * self.batch.samples * self.batch.replicas
         if self.balance != "replica":
             return assign_in_order(count, dp)
-        cost = self.shapes.encoders[encoder].cost(grids[0]) if grids else 0.0
+        cost = self.shapes.encoders[encoder].cost(sizes[0]) if sizes else 0.0
         return assign([cost] * count, dp)
 
     def token_shards(self, layout: Layout) -> TokenShards:
@@ -103,9 +103,9 @@ class AssumedBatch:
 
     def encoder_shards(self, encoder: str, coordinate: int) -> EncoderShards:
         """The images of a micro-batch as a stage of the encoder holds them."""
-        layout, grids = self.layouts[encoder], self.sample.grids[encoder]
+        layout, sizes = self.layouts[encoder], self.sample.sizes[encoder]
         assigned = tuple(map(tuple, self.assigned(encoder)))
-        everything = grids * (self.batch.samples * self.batch.replicas)
+        everything = sizes * (self.batch.samples * self.batch.replicas)
         stage = layout.stage(coordinate)
         return EncoderShards(self.shapes.encoders[encoder], stage, self.sharded[encoder], everything, assigned)
 
@@ -134,8 +134,8 @@ def _require_size(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape) -> N
                 "section plan (--plan.images, --plan.image_side, --plan.tokens)",
                 found=f"{number} {what} in a micro-batch of {packs} samples",
                 expected=f"{most} at most",
-                because="who holds and needs each of them is planned",
-                fix="lower what is assumed of a sample, or train.micro_batch_size",
+                because="the plan covers each of them",
+                fix="lower plan.images, plan.image_side, plan.tokens or train.micro_batch_size",
             )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.schema import Config
-from megatron_hetero.distributed.communicators import Kind, communicators
+from megatron_hetero.distributed.communicators import CommunicatorKind, communicators
 from megatron_hetero.job import JobSpec, OfJob
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
@@ -22,7 +22,7 @@ from megatron_hetero.planning.memory.activations import StageBytes, encoder_stag
 from megatron_hetero.planning.memory.lifetimes import RankBytes, peak_activations
 from megatron_hetero.planning.memory.parameters import ParameterBytes, parameter_bytes, parameters_of
 from megatron_hetero.planning.memory.staging import CrossingLoans, loans_of, peak_staging
-from megatron_hetero.planning.shards import ModuleShards, Shard, encoder_shards, text_shards
+from megatron_hetero.planning.shards import ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.planning.work import durations, encoder_trains, text_passes
 from megatron_hetero.schedule.program import Role, Schedule
@@ -100,8 +100,8 @@ class Plan(OfJob):
         return self.job.schedule
 
     @cached_property
-    def communicators(self) -> tuple[Kind, ...]:
-        """The communicators that a run makes besides that of the world, in its order."""
+    def communicators(self) -> tuple[CommunicatorKind, ...]:
+        """The communicators that a run makes in addition to the world's, in its order."""
         return communicators(self.layouts, **self.job.communication)
 
     @cached_property
@@ -213,7 +213,7 @@ class _Memory:
         }
         return RankBytes(stages, held, needed, dict(edges), self.job.transport != self.job.dtype)
 
-    def _stage(self, name: str, number: int, shard: Shard) -> StageBytes:
+    def _stage(self, name: str, number: int, shard: SequenceShard) -> StageBytes:
         itemsize, stage, layout = self.job.dtype.itemsize, self.job.stages[name][number], self.assumed.layouts[name]
         recompute = self.job.config.model.recompute.get(name, "none") == "full"
         if name == TEXT:

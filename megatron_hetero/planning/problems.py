@@ -35,7 +35,7 @@ class PlanProblem:
 
 
 def problems_of(plan: Plan) -> tuple[PlanProblem, ...]:
-    """All problems of a plan, the gravest kinds first."""
+    """All problems of a plan, the most severe kinds first."""
     finders = (_memory, _assumption, _idle_replicas, _empty_shards, _exchanges, _waiting, _stages, _heads, _padding)
     return tuple(problem for find in finders for problem in find(plan))
 
@@ -135,7 +135,7 @@ def _empty_shards(plan: Plan) -> Iterator[PlanProblem]:
         members = layout.ways("tokens")
         if not shards.used or members == 1:
             continue
-        idle = [bool(shard.pieces) and not shard.tokens for shard in shards.shards]
+        idle = [bool(shard.segments) and not shard.tokens for shard in shards.shards]
         empty = int(np.array(idle)[shards.of_rank].sum())
         if empty:
             yield PlanProblem(

@@ -20,7 +20,7 @@ NOT_COUNTED = (
     "Not counted: micro-batches that wait to be used (but for the pixels that the patch embedding keeps), messages "
     "between stages on their way, buffers of NCCL and of matrix products, the CUDA context, and fragmentation. Allow 5 "
     "to 10 % for them. Logits are counted: as probabilities of the supervised tokens in fp32 with the activations, and "
-    "what the loss needs besides with the workspace. Activations are those of plain PyTorch layers on a GPU; "
+    "the rest of what the loss needs with the workspace. Activations are those of plain PyTorch layers on a GPU; "
     "Transformer Engine keeps less."
 )
 SHOWN_ROLES = (8, 4)
@@ -63,14 +63,14 @@ def assumptions(plan: Plan) -> list[str]:
         f"A step: {batch.step_samples:,} samples, {batch.micro_batches:,} micro-batches of {batch.samples:,} for each "
         f"of {batch.replicas:,} {texts} of {TEXT}.",
     ]
-    for name, grids in sample.grids.items():
-        shape, what = plan.shapes.encoders[name], f"{len(grids)} image{'s' * (len(grids) != 1)}"
-        if grids:
-            side, patches = shape.side(grids[0]), sum(shape.sequences(grids[0]))
+    for name, sizes in sample.sizes.items():
+        shape, what = plan.shapes.encoders[name], f"{len(sizes)} image{'s' * (len(sizes) != 1)}"
+        if sizes:
+            side, patches = shape.side(sizes[0]), sum(shape.sequences(sizes[0]))
             what += f" of {side:,}x{side:,} pixels ({patches:,} patches, {sample.rows[name]:,} rows)"
         lines.append(f"Assumed of every sample, for {name}: {what} (plan.images, plan.image_side).")
     lines.append(
-        f"Assumed of every sample: {config.plan.tokens:,} tokens besides (plan.tokens), {sample.supervised:,} of them "
+        f"Assumed of every sample: {config.plan.tokens:,} further tokens (plan.tokens), {sample.supervised:,} of them "
         f"supervised (plan.supervised), {sample.tokens:,} in all."
     )
     return lines
@@ -130,7 +130,7 @@ def _boundaries(plan: Plan) -> Table:
 def _rows(plan: Plan, boundary: Boundary) -> int:
     """Rows of a micro-batch, of all outputs."""
     sample, encoder = plan.assumed.sample, boundary.edge.source
-    of_sample = sample.rows[encoder] * len(sample.grids[encoder]) * boundary.outputs
+    of_sample = sample.rows[encoder] * len(sample.sizes[encoder]) * boundary.outputs
     return of_sample * plan.batch.samples * plan.batch.replicas
 
 
@@ -182,7 +182,7 @@ def _communicators_text(plan: Plan) -> str:
     held = {rank: sum(bool(kind.uses_of(rank)) for kind in plan.communicators) for rank in ranks}
     most = max(ranks, key=lambda rank: rank_bytes(plan.communicators, rank))
     return (
-        f"Made by {len(plan.communicators)} calls of all ranks, besides that of the world. A rank has at most "
+        f"Made by {len(plan.communicators)} calls of all ranks, in addition to the world's. A rank has at most "
         f"{max(held.values())}, and about {size_text(rank_bytes(plan.communicators, most))} of NCCL's buffers once all "
         "have been used (rank "
         f"{most}), by figures from eight H100 with NVLink; NCCL_MAX_P2P_NCHANNELS and NCCL_MAX_CTAS lower it."
@@ -209,6 +209,6 @@ def _schedule(plan: Plan, width: int) -> Iterator[str]:
     if cells > columns:
         yield f"These are {columns} of {cells:,} cells; --plan-svg FILE draws all."
     yield (
-        f"Ranks wait {simulation.mean_bubble:.1%} of the step in the mean; the least {shares[low]:.1%} ({low}), "
+        f"Ranks wait {simulation.mean_bubble:.1%} of the step on average; the least {shares[low]:.1%} ({low}), "
         f"the most {shares[high]:.1%} ({high}); of each line's ranks those that have most to do"
     )

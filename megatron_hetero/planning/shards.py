@@ -13,28 +13,28 @@ import numpy as np
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch, one_replica
-from megatron_hetero.sharding.context import Pieces
+from megatron_hetero.sharding.context import AttentionSegments
 from megatron_hetero.sharding.encoder_shards import EncoderShards
 from megatron_hetero.sharding.items import padded_patches
 
 Spans = tuple[tuple[int, int], ...]
-"""Queries and keys of pieces of attention, in order."""
+"""Queries and keys of segments of attention, in order."""
 
 
 @dataclass(frozen=True)
-class Shard:
+class SequenceShard:
     """What one rank of a module works on in one micro-batch; lengths in tokens (patches for an encoder).
 
     `tokens`: of its shard, which its tp group shares; `padded`: with padding; `local`: those that it holds between
     layers, a part of `padded` with sequence-parallel activations. `member`: tokens of its cp member, over all of its sp
-    members. `pieces`: of full attention; `windows`: of local attention. `supervised`: tokens that predict.
+    members. `segments`: of full attention; `windows`: of local attention. `supervised`: tokens that predict.
     """
 
     tokens: int
     padded: int
     local: int
     member: int
-    pieces: Spans
+    segments: Spans
     windows: Spans = ()
     supervised: int = 0
 
@@ -45,7 +45,7 @@ class ModuleShards:
     none where the module has nothing to do.
     """
 
-    shards: tuple[Shard, ...]
+    shards: tuple[SequenceShard, ...]
     of_rank: np.ndarray
 
     @property
@@ -65,12 +65,12 @@ def text_shards(assumed: AssumedBatch) -> ModuleShards:
     found = []
     for rank in range(0, one.size, layout.tp):
         share = shards.share(rank)
-        shard = Shard(
+        shard = SequenceShard(
             tokens=len(share.tokens),
             padded=share.padded,
             local=share.padded // (layout.tp if sharded else 1),
             member=sum(share.sp_lengths),
-            pieces=_spans(share.pieces),
+            segments=_spans(share.segments),
             supervised=int(labels[share.tokens].sum()),
         )
         found += [shard] * layout.tp
@@ -87,29 +87,29 @@ def encoder_shards(assumed: AssumedBatch, encoder: str) -> ModuleShards:
     return _numbered(found, layout, np.searchsorted(kinds, images))
 
 
-def _of_replica(assumed: AssumedBatch, encoder: str, images: int) -> list[Shard]:
-    """The shards of the ranks of a replica with so many images."""
+def _of_replica(assumed: AssumedBatch, encoder: str, images: int) -> list[SequenceShard]:
+    """The shards of the ranks of a replica with `images` images."""
     shape, layout, sharded = assumed.shapes.encoders[encoder], assumed.layouts[encoder], assumed.sharded[encoder]
-    grids = assumed.sample.grids[encoder][:1] * images
-    shards = EncoderShards(shape, one_replica(layout), sharded, grids, (tuple(range(images)),))
+    sizes = assumed.sample.sizes[encoder][:1] * images
+    shards = EncoderShards(shape, one_replica(layout), sharded, sizes, (tuple(range(images)),))
     found = []
     for rank in range(0, shards.layout.size, layout.tp):
         share = shards.share(rank)
         patches, split = share.positions.shape[1], layout.tp if sharded else 1
         padded = padded_patches(patches, shape.unit, split)
         windows = tuple((n, n) for n in share.windows)
-        shard = Shard(patches, padded, padded // split, sum(share.sp_lengths), _spans(share.pieces), windows)
+        shard = SequenceShard(patches, padded, padded // split, sum(share.sp_lengths), _spans(share.segments), windows)
         found += [shard] * layout.tp
     return found
 
 
-def _spans(pieces: Pieces) -> Spans:
-    return tuple(zip(pieces.queries, pieces.keys, strict=True))
+def _spans(segments: AttentionSegments) -> Spans:
+    return tuple(zip(segments.queries, segments.keys, strict=True))
 
 
-def _numbered(kinds: list[list[Shard]], layout: Layout, kind_of_replica: np.ndarray) -> ModuleShards:
+def _numbered(kinds: list[list[SequenceShard]], layout: Layout, kind_of_replica: np.ndarray) -> ModuleShards:
     """`kinds`: the shards of the ranks of one replica, for each kind of replica."""
-    number: dict[Shard, int] = {}
+    number: dict[SequenceShard, int] = {}
     table = np.array([[number.setdefault(shard, len(number)) for shard in kind] for kind in kinds])
     of_stage = table[kind_of_replica].ravel()  # tp, sp and cp vary fastest, then dp, then pp
     return ModuleShards(tuple(number), np.tile(of_stage, layout.pp))

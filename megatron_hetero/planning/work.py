@@ -28,13 +28,13 @@ def text_forward(assumed: AssumedBatch, stage: Stage) -> float:
 
 
 def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: float) -> float:
-    """Operations of one rank in the forward pass of an encoder's stage, in a replica with so many images."""
-    v, layout, grids = assumed.shapes.encoders[encoder], assumed.layouts[encoder], assumed.sample.grids[encoder]
-    if not grids:
+    """Operations of one rank in the forward pass of an encoder's stage, in a replica with `images` images."""
+    v, layout, sizes = assumed.shapes.encoders[encoder], assumed.layouts[encoder], assumed.sample.sizes[encoder]
+    if not sizes:
         return 0.0
     shape = v.flop_shape(stage.layers, embeds=stage.is_first)
-    patches = sum(v.sequences(grids[0]))
-    windows = v.windows(grids[0])
+    patches = sum(v.sequences(sizes[0]))
+    windows = v.windows(sizes[0])
     whole = vision_flops(shape, [patches], windows, FORWARD, FORWARD)
     # The last merger is counted whatever the layers are.
     of_image = whole if stage.is_last else whole - merger_flops(shape, patches, FORWARD)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,16 +13,16 @@ import numpy as np
 
 from megatron_hetero.config.schema import EncoderConfig
 from megatron_hetero.data import chat, pictures
+from megatron_hetero.data.items import Size
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.family import ItemReader
+from megatron_hetero.models.family import Family, ItemReader
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders, read_config
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.names import VISION
 from megatron_hetero.processor import folder as model_folder
 from megatron_hetero.processor.two_folders import open_tokenizer, with_token_ids
-from megatron_hetero.sharding.items import Size
 
 # Boxes and object names are content, though the tokenizer lists their marks as special: grounding data uses them.
 _CONTENT_MARKS = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
@@ -41,11 +41,6 @@ class Processor:
     readers: Mapping[str, ItemReader]
     shown: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def vision(self) -> ItemReader:
-        """The reader of the folder's own encoder."""
-        return self.readers[VISION]
-
     @classmethod
     def from_folder(
         cls,
@@ -63,7 +58,7 @@ class Processor:
             min_pixels: smallest area of a resized image in pixels; None takes the folder's.
             max_pixels: largest area of a resized image in pixels; None takes the folder's.
             max_image_pixels: pictures with more pixels than this are refused before decoding.
-            encoders: additional encoders, besides the folder's own `vision`.
+            encoders: encoders in addition to the folder's own `vision`.
             hf_path_vision: a folder of the family that provides `vision` instead; `hf_path` then provides the tokenizer
                 only, see `ModelFolders`.
 
@@ -76,13 +71,14 @@ class Processor:
         model_folder.check_vocabulary(path, tokenizer, config.text_config.vocab_size)
         limits = min_pixels, max_pixels, max_image_pixels
         source, setting = (path, "model.hf_path") if hf_path_vision is None else (hf_path_vision, VISION_FOLDER)
-        readers = {VISION: _open_reader(source, config.image_token_id, *limits, setting)}
+        own = family_of(config.model_type)
+        readers = {VISION: _open_reader(source, getattr(config, own.shown[own.modality].row), *limits, setting)}
         for name, source in (encoders or {}).items():
             taken = {reader.token_id: f"stands for images of {other}" for other, reader in readers.items()}
             number = _token_of(name, source.token, tokenizer, taken, config)
             areas = source.min_pixels, source.max_pixels, max_image_pixels
             readers[name] = _open_reader(source.hf_path, number, *areas, f"model.encoders.{name}.hf_path")
-        start, end = _around(config)
+        start, end = _around(own)
         shown = {name: f"{start}{source.token}{end}" for name, source in (encoders or {}).items()}
         return cls(tokenizer, config.model_type, readers, shown)
 
@@ -103,7 +99,7 @@ class Processor:
         """
         record.require_readable()
         self._refuse_special_tokens(record)
-        grids = np.array([self.grid(record, k) for k in range(len(record.images))], dtype=np.int64).reshape(-1, 3)
+        sizes = tuple(self.size(record, k) for k in range(len(record.images)))
         short_ids, short_supervised = self._encode(record)
         is_image = np.isin(short_ids, self.row_tokens)
         wanted = np.array([self.readers[name].token_id for name in record.encoders], np.int64)
@@ -111,20 +107,19 @@ class Processor:
             raise UserError.at(
                 f"{record.where}: chat template of model.hf_path",
                 found=f"{is_image.sum()} image tokens in the rendered text",
-                expected=f"{len(grids)}, one for each image, in the order of the images",
+                expected=f"{len(sizes)}, one for each image, in the order of the images",
                 fix="use the chat template of the published model",
             )
-        merges = np.array([self.readers[name].merge_size for name in record.encoders], np.int64)
-        merged = grids // np.stack([np.ones_like(merges), merges, merges], axis=1)
+        places = [self.readers[name].places(size) for name, size in zip(record.encoders, sizes, strict=True)]
         repeats = np.ones(len(short_ids), dtype=np.int64)
-        repeats[is_image] = rows = merged.prod(axis=1)
+        repeats[is_image] = rows = np.array([of_image.shape[1] for of_image in places], np.int64)
         starts = (repeats.cumsum() - repeats)[is_image]
         input_ids = short_ids.repeat(repeats)
         return TokenizedSample(
             input_ids=input_ids,
             supervised=short_supervised.repeat(repeats),
-            grids=grids,
-            position_ids=family_of(self.model_type).positions(len(input_ids), starts, merged),
+            sizes=sizes,
+            position_ids=family_of(self.model_type).positions(len(input_ids), starts, places),
             image_positions=np.flatnonzero(np.isin(input_ids, self.row_tokens)),
             rows=rows,
             record=record,
@@ -134,19 +129,19 @@ class Processor:
         """Token ids and supervision with one token per image."""
         ids: list[int] = []
         supervised: list[bool] = []
-        for piece in chat.render(self.tokenizer, record, self.shown):
-            tokens = self.tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"]
+        for rendered in chat.render(self.tokenizer, record, self.shown):
+            tokens = self.tokenizer(rendered.text, add_special_tokens=False, verbose=False)["input_ids"]
             ids += tokens
-            supervised += [piece.supervised] * len(tokens)
+            supervised += [rendered.supervised] * len(tokens)
         return np.array(ids, dtype=np.int64), np.array(supervised, dtype=bool)
 
-    def grid(self, record: Record, k: int) -> Size:
-        """The size of image ``k`` in the terms of its encoder's family, from its header."""
-        return self.readers[record.encoders[k]].grid(record, k)
+    def size(self, record: Record, k: int) -> Size:
+        """The size of image ``k``, of the type of its encoder's family, from its header."""
+        return self.readers[record.encoders[k]].size(record, k)
 
-    def patches(self, record: Record, image_index: int, grid: Sequence[int] | np.ndarray) -> np.ndarray:
+    def patches(self, record: Record, k: int, size: Size) -> np.ndarray:
         """The patches of an image as its encoder takes them, see `ItemReader.patches`."""
-        return self.readers[record.encoders[image_index]].patches(record, image_index, grid)
+        return self.readers[record.encoders[k]].patches(record, k, size)
 
     @cached_property
     def _special_tokens(self) -> re.Pattern[str]:
@@ -175,7 +170,7 @@ def _open_reader(
     family = family_of(config.model_type)
     image_processor = model_folder.load_image_processor(folder, family, min_pixels, max_pixels, setting)
     model_folder.check_agreement(folder, config, image_processor, setting)
-    return family.image_reader(image_processor, token_id, max_image_pixels)
+    return family.reader(image_processor, token_id, max_image_pixels)
 
 
 def _open_text(path: Path, hf_path_vision: Path | None) -> tuple[Any, Any]:
@@ -190,17 +185,19 @@ def _open_text(path: Path, hf_path_vision: Path | None) -> tuple[Any, Any]:
     return with_token_ids(folders, tokenizer), tokenizer
 
 
-def _around(config: Any) -> tuple[str, str]:
-    """The tokens before and after an image."""
-    tokens = family_of(config.model_type).tokens
-    return tokens["vision_start_token_id"], tokens["vision_end_token_id"]
+def _around(family: Family) -> tuple[str, str]:
+    """The tokens before and after an item."""
+    shown = family.shown[family.modality]
+    return family.tokens[shown.start], family.tokens[shown.end]
 
 
 def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], config: Any) -> int:
     """The id of an additional encoder's placeholder token. `taken`: tokens in use; `config`: of the model."""
     rows = config.text_config.vocab_size
     number = tokenizer.get_vocab().get(token)
-    structure = tokenizer.convert_tokens_to_ids([*_around(config), "<|im_start|>", chat.END_OF_TURN])
+    structure = tokenizer.convert_tokens_to_ids(
+        [*_around(family_of(config.model_type)), "<|im_start|>", chat.END_OF_TURN]
+    )
     used = {**dict.fromkeys([*structure, tokenizer.eos_token_id], "marks the structure of conversations"), **taken}
     if number is None:
         what = "is not in the tokenizer of model.hf_path"
@@ -222,8 +219,9 @@ def _token_of(name: str, token: str, tokenizer: Any, taken: Mapping[int, str], c
 
 def _check_special_tokens(path: Path, tokenizer: Any, config: Any) -> None:
     """Check that the ids of special tokens agree: the chat template writes them by name, the model knows them by id."""
-    tokens = family_of(config.model_type).tokens
-    wanted = {tokens[name]: getattr(config, name) for name in ("image_token_id", "vision_start_token_id")}
+    family = family_of(config.model_type)
+    shown = family.shown[family.modality]
+    wanted = {family.tokens[name]: getattr(config, name) for name in (shown.row, shown.start)}
     vocabulary = tokenizer.get_vocab()
     for token, number in {**wanted, chat.END_OF_TURN: None}.items():
         found = vocabulary.get(token)

@@ -77,7 +77,7 @@ from typing import Literal, cast
 from megatron_hetero.layout.edge import Edge
 
 Op = Literal["run", "send", "irecv", "wait", "start", "finish"]
-Kind = Literal["F", "R", "B"]
+WorkKind = Literal["F", "R", "B"]
 NAME = r"[A-Za-z_][\w-]*"
 """A module's name, as a regular expression."""
 
@@ -94,7 +94,7 @@ class Action:
     """
 
     op: Op
-    kind: Kind
+    kind: WorkKind
     module: str
     micro_batch: int
     stage: int | None = None
@@ -129,15 +129,15 @@ class Action:
         """The inverse of `str`. Raises `ValueError`."""
         if found := _RUN.fullmatch(text):
             module, stage, kind, batch = found.groups()
-            return run(cast(Kind, kind), module, int(stage), int(batch))
+            return run(cast(WorkKind, kind), module, int(stage), int(batch))
         if found := _TRANSFER.fullmatch(text):
             module, stage, arrow, peer, kind, batch = found.groups()
             op = _TRANSFER_OPS[arrow + text[len(text.rstrip("!")) :]]
-            return cls(op, cast(Kind, kind), module, int(batch), int(stage), int(peer))
+            return cls(op, cast(WorkKind, kind), module, int(batch), int(stage), int(peer))
         if (found := _CROSSING.fullmatch(text)) and (found[2] is None) == (found[4] is None):
             left, left_stage, right, right_stage, kind, batch, finishes = found.groups()
             edge = _edge_between((left, left_stage), (right, right_stage), kind)
-            return (finish if finishes else start)(cast(Kind, kind), edge, int(batch))
+            return (finish if finishes else start)(cast(WorkKind, kind), edge, int(batch))
         raise ValueError(
             f"found {text!r}, expected an action such as 'text.1.F3', 'text.1>2.F3', 'text.2<1.F3', 'text.2<1.F3!', "
             "'vision>text.F3', 'vision.0>text.1.F3' or 'vision>text.F3!'"
@@ -157,31 +157,31 @@ def _edge_between(left: tuple[str, str | None], right: tuple[str, str | None], k
     return Edge(source[0], target[0], *(None if end[1] is None else int(end[1]) for end in (source, target)))
 
 
-def run(kind: Kind, module: str, stage: int, micro_batch: int) -> Action:
+def run(kind: WorkKind, module: str, stage: int, micro_batch: int) -> Action:
     """Work of a stage."""
     return Action("run", kind, module, micro_batch, stage)
 
 
-def send(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
+def send(kind: WorkKind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
     """`stage` sends to the stage `peer`."""
     return Action("send", kind, module, micro_batch, stage, peer)
 
 
-def irecv(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
+def irecv(kind: WorkKind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
     """`stage` posts the receive from the stage `peer`."""
     return Action("irecv", kind, module, micro_batch, stage, peer)
 
 
-def wait(kind: Kind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
+def wait(kind: WorkKind, module: str, stage: int, peer: int, micro_batch: int) -> Action:
     """`stage` waits for its receive from the stage `peer`."""
     return Action("wait", kind, module, micro_batch, stage, peer)
 
 
-def start(kind: Kind, edge: Edge, micro_batch: int) -> Action:
+def start(kind: WorkKind, edge: Edge, micro_batch: int) -> Action:
     """Start a crossing of rows along an edge (F) or of their gradients (B)."""
     return Action("start", kind, edge.source, micro_batch, None, edge)
 
 
-def finish(kind: Kind, edge: Edge, micro_batch: int) -> Action:
+def finish(kind: WorkKind, edge: Edge, micro_batch: int) -> Action:
     """Finish a crossing that has started."""
     return Action("finish", kind, edge.source, micro_batch, None, edge)

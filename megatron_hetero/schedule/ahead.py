@@ -67,7 +67,7 @@ def _backward_ahead(ctx: BuildContext, encoder: Module, stage: int, m: int) -> I
 
 
 def receive_rows(ctx: BuildContext, arriving: Sequence[Edge], m: int) -> Iterator[Action]:
-    """Receive the rows of encoders that run ahead. A posted receive lets the encoder go on, so without run-ahead it
+    """Receive the rows of encoders that run ahead. A posted receive lets the encoder proceed, so without run-ahead it
     must not be posted before the rows are needed; with it, the next rows may arrive during the forward.
     """
     if not ctx.run_ahead:

@@ -49,14 +49,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.edge import Edge, as_edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, finish, run, start
 from megatron_hetero.schedule.ahead import ahead_order, receive_rows, send_gradients_ahead
 from megatron_hetero.schedule.context import BuildContext, first_stage, text_parts
+from megatron_hetero.schedule.graph import build_graph_schedule, feeds_all
 from megatron_hetero.schedule.orders import Work
 from megatron_hetero.schedule.program import Module, Role, Schedule, find_roles
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
@@ -68,26 +69,35 @@ def build_schedule(
     micro_batches: int,
     settings: ScheduleSettings | None = None,
     *,
-    text: str = "text",
+    text: str | None = None,
     forward_only: Collection[str] = (),
-    edges: Collection[Edge] = (),
+    edges: Collection[Edge | tuple[str, str]] = (),
 ) -> Schedule:
     """Build the schedule of a step.
 
     Args:
-        layouts: of all modules, by name; all but `text` are encoders that feed it.
+        layouts: of all modules, by name.
         micro_batches: their number in the step.
         settings: see `ScheduleSettings`.
-        text: the name of the text module.
+        text: the module that all others feed, which are encoders; default: the one that `edges` make that, else `text`.
         forward_only: modules without a backward pass: frozen encoders, or all modules in an evaluation.
-        edges: of encoders whose rows do not only go from their last stage to the first of `text`: all of theirs.
+        edges: of the graph of modules; (from, to) alone is from the last stage to the first. Encoders without any feed
+            the first stage of `text`. Graphs in which several modules are fed, or some feed none, are run as `graph`
+            describes; they have no settings.
 
     Raises:
         UserError: the settings or edges do not fit the layouts.
     """
+    edges = [edge if isinstance(edge, Edge) else Edge(*edge) for edge in edges]
+    _require_forward_only_exists(layouts, forward_only)
+    if text is None and edges and (text := feeds_all(edges)) is None:
+        _require_no_settings(settings or ScheduleSettings())
+        return build_graph_schedule(layouts, edges, micro_batches, forward_only)
+    text = text or "text"
     settings = resolve_settings(settings or ScheduleSettings(), layouts, micro_batches, text=text)
-    modules = _modules(layouts, settings, text, forward_only, edges)
-    empty = Schedule(modules, micro_batches, find_roles(modules))
+    _require_edges_fit(layouts, text, settings.virtual_stages, edges)
+    modules = _modules(layouts, settings, text, forward_only)
+    empty = Schedule(modules, _edges(modules, edges), micro_batches, find_roles(modules))
     ctx = BuildContext(empty, settings)
     orders = [list(_order(ctx, role)) for role in empty.roles]
     return replace(empty, roles=with_transfers(empty, orders))
@@ -98,10 +108,8 @@ def _modules(
     settings: ScheduleSettings,
     text: str,
     forward_only: Collection[str],
-    edges: Collection[Edge],
 ) -> tuple[Module, ...]:
     _require_forward_only_fits(layouts, text, forward_only)
-    _require_edges_fit(layouts, text, settings.virtual_stages, edges)
     sharing = sharing_encoders(layouts, text)
 
     def encoder(name: str) -> Module:
@@ -110,17 +118,20 @@ def _modules(
             style, window = "ahead", settings.run_ahead or 0
         elif settings.kind == "recompute":
             style, window = "recompute", 0
-        feeds = _feeds([edge for edge in edges if edge.source == name], layouts[name].pp)
-        return Module(name, layouts[name], style, window, backward=name not in forward_only, feeds=feeds)
+        return Module(name, layouts[name], style, window, backward=name not in forward_only)
 
     last = Module(text, layouts[text], "text", virtual=settings.virtual_stages, backward=text not in forward_only)
     return *(encoder(name) for name in layouts if name != text), last
 
 
-def _feeds(edges: Sequence[Edge], stages: int) -> tuple[tuple[int, int], ...]:
-    """The edges of an encoder with so many stages, as `Module.feeds`."""
-    ends = [(stages - 1 if e.source_stage is None else e.source_stage, e.target_stage or 0) for e in edges]
-    return () if ends == [(stages - 1, 0)] else tuple(ends)
+def _edges(modules: Sequence[Module], edges: Collection[Edge]) -> tuple[Edge, ...]:
+    """Encoder by encoder those of `edges`, or the one from its last stage to the first of the text module."""
+    layouts, *_, text = {module.name: module.layout for module in modules}, modules[-1]
+    named = [as_edge(edge, layouts) for edge in edges]
+    own = ([edge for edge in named if edge.source == encoder.name] for encoder in modules[:-1])
+    return tuple(
+        chain.from_iterable(found or [Edge(e.name, text.name)] for e, found in zip(modules, own, strict=False))
+    )
 
 
 def last_entered(virtual_stages: int) -> int:
@@ -158,10 +169,24 @@ def _require_edges_fit(layouts: Mapping[str, Layout], text: str, virtual: int, e
             )
 
 
-def _require_forward_only_fits(layouts: Mapping[str, Layout], text: str, forward_only: Collection[str]) -> None:
+def _require_no_settings(settings: ScheduleSettings) -> None:
+    if settings != ScheduleSettings():
+        raise UserError.at(
+            "settings",
+            found=str(settings),
+            expected="none",
+            because="they are about encoders and the one module that all of them feed",
+            fix="leave `settings` out",
+        )
+
+
+def _require_forward_only_exists(layouts: Mapping[str, Layout], forward_only: Collection[str]) -> None:
     if unknown := [name for name in forward_only if name not in layouts]:
         found, expected = f"`{unknown[0]}`", f"some of {', '.join(layouts)}"
         raise UserError.at("forward_only", found=found, expected=expected, fix="name modules that have a layout")
+
+
+def _require_forward_only_fits(layouts: Mapping[str, Layout], text: str, forward_only: Collection[str]) -> None:
     if text in forward_only and len(set(forward_only)) < len(layouts):
         raise UserError.at(
             "forward_only",

@@ -18,6 +18,18 @@ def use_of(schedule: Schedule, action: Action) -> Link | EdgeUse:
     return Link(action.module, direction, schedule.module[action.module].coordinate(sender))
 
 
+def starts_early(schedule: Schedule, work: Action, following: Action | None) -> bool:
+    """Whether `following`, the next crossing of the rank after the backward `work`, starts amid it: it returns the
+    gradients of rows that entered this stage.
+    """
+    return (
+        following is not None
+        and (following.op, following.kind, following.micro_batch) == ("start", "B", work.micro_batch)
+        and following.edge in schedule.entering.get((work.module, work.stage or 0), ())
+        and schedule.returns_early(following.edge)
+    )
+
+
 def describe_action(schedule: Schedule, rank: int, action: Action) -> str:
     """An action of `rank` in words: its micro-batch, its peers and its communicator."""
     if action.op == "run":

@@ -81,9 +81,9 @@ class BuildContext:
         edges = [e for e in schedule.edges if e.source == encoder.name and any(schedule.crosses(role, e))]
         return [(edge, schedule.stages_of(edge)[0]) for edge in edges]
 
-    def leaving(self, encoder: Module, stage: int) -> list[Edge]:
+    def leaving(self, encoder: Module, stage: int) -> tuple[Edge, ...]:
         """The edges that leave a stage of an encoder."""
-        return [e for e in self.schedule.edges if (e.source, self.schedule.stages_of(e)[0]) == (encoder.name, stage)]
+        return self.schedule.leaving.get((encoder.name, stage), ())
 
     def arriving(self, role: Role) -> list[Edge]:
         """The edges of encoders that run ahead to any text stage of the role."""
@@ -92,7 +92,7 @@ class BuildContext:
 
     def has_backward(self, edge: Edge) -> bool:
         """Whether gradients go back along the edge."""
-        return self.schedule.module[edge.source].backward
+        return self.schedule.returns(edge)
 
 
 def first_stage(role: Role, module: Module) -> int | None:

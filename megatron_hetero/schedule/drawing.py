@@ -14,7 +14,7 @@ from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import Simulation, Span, role_label
 
 Timelines = Mapping[str, Sequence[Span]]
-"""Spans, simulated or recorded, by the label of their row in the picture."""
+"""Spans, simulated or recorded, by the label of their row in the plot."""
 
 
 def timelines_of(simulation: Simulation) -> dict[str, Sequence[Span]]:
@@ -75,7 +75,7 @@ def _label(names: Mapping[str, str], action: Action) -> str:
     return f"{names[action.module]}{action.kind}{action.micro_batch}"
 
 
-# ------------------------------------------------------------------------------------------------ pictures
+# ------------------------------------------------------------------------------------------------ plots
 
 
 def draw(panels: Mapping[str, Simulation | Timelines], file: str | Path) -> None:
@@ -88,7 +88,7 @@ def draw(panels: Mapping[str, Simulation | Timelines], file: str | Path) -> None
     Raises:
         UserError: another file suffix, or matplotlib is not installed.
     """
-    require_picture(file)
+    require_plot(file)
     held = {title: timelines_of(panel) if isinstance(panel, Simulation) else panel for title, panel in panels.items()}
     heights = [max(1, len(rows)) for rows in held.values()]
     figure = new_figure((14, 1.2 * len(held) + 0.38 * sum(heights)))
@@ -98,17 +98,17 @@ def draw(panels: Mapping[str, Simulation | Timelines], file: str | Path) -> None
         draw_panel(axis, title, rows, colours)
     axes[-1].set_xlabel("seconds")
     draw_legend(figure, held.values(), colours)
-    write_picture(figure, Path(file))
+    write_plot(figure, Path(file))
 
 
-def require_picture(file: str | Path) -> None:
+def require_plot(file: str | Path) -> None:
     """Check that the file is .svg or .png. Raises `UserError`."""
     if Path(file).suffix not in (".svg", ".png"):
         expected = "a name that ends in .svg or .png"
         raise UserError.at("drawing of a schedule", found=str(file), expected=expected, fix="rename it")
 
 
-def write_picture(figure: Any, file: Path) -> None:
+def write_plot(figure: Any, file: Path) -> None:
     """Write a figure atomically. Raises `UserError`."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format=file.suffix[1:], dpi=130)
@@ -125,7 +125,7 @@ def write_picture(figure: Any, file: Path) -> None:
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise UserError.at(
-            f"picture {file}",
+            f"plot {file}",
             found=(error.strerror or str(error)).lower(),
             expected="a file that can be written",
             fix="free space or grant access, or choose another place",

@@ -1,6 +1,7 @@
 """Schedules as text: a line per step, a column per role. Columns wait for each other as specified in `actions`.
 
 micro-batches: 2
+edges: vision>text
 vision: dp:1@0 ahead 0
 text: pp:2@1-2 text
 step  vision.0         text.0           text.1
@@ -16,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import cast, get_args
 
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import NAME, Action
 from megatron_hetero.schedule.checks.replay import Point, replay, steps
@@ -31,7 +33,8 @@ def format_schedule(schedule: Schedule) -> str:
     """The text of a schedule; `parse_schedule` is the inverse."""
     roles = range(len(schedule.roles))
     lines = _aligned([*_titles(schedule, roles), *_cells(schedule, roles, steps(replay(schedule)))])
-    return "\n".join([f"micro-batches: {schedule.micro_batches}", *map(str, schedule.modules), *lines])
+    edges = f"edges: {' '.join(map(str, schedule.edges)) or EMPTY}"
+    return "\n".join([f"micro-batches: {schedule.micro_batches}", edges, *map(str, schedule.modules), *lines])
 
 
 def excerpt(schedule: Schedule, points: Sequence[Point], around: int = 4) -> str:
@@ -86,9 +89,12 @@ def parse_schedule(text: str) -> Schedule:
     """The inverse of `format_schedule`. Raises `ValueError`."""
     lines = [line for line in text.splitlines() if line.strip()]
     head = next((i for i, line in enumerate(lines) if line.split()[0] == "step"), None)
-    if head is None or head + 1 >= len(lines) or not (found := re.fullmatch(r"micro-batches: (\d+)", lines[0])):
-        raise ValueError("found no schedule, expected `micro-batches: N`, a line per module, `step` and the grid")
-    modules = tuple(_parse_module(line) for line in lines[1:head])
+    found, edges = (re.fullmatch(p, line) for p, line in zip((_COUNT, _EDGES), [*lines, "", ""], strict=False))
+    if head is None or head + 1 >= len(lines) or not found or not edges:
+        raise ValueError(
+            "found no schedule, expected `micro-batches: N`, `edges:`, a line per module, `step` and the grid"
+        )
+    modules = tuple(_parse_module(line) for line in lines[2:head])
     roles = {role.name: role for role in find_roles(modules)}
     names, rows = lines[head].split()[1:], [line.split()[1:] for line in lines[head + 2 :]]
     if set(names) != set(roles):
@@ -97,7 +103,7 @@ def parse_schedule(text: str) -> Schedule:
         raise ValueError(f"found {len(wrong)} cells in `{' '.join(wrong)}`, expected {len(names)}")
     columns = zip(*rows, strict=True) if rows else [()] * len(names)
     filled = [_with_actions(roles[name], column) for name, column in zip(names, columns, strict=True)]
-    return Schedule(modules, int(found[1]), tuple(filled))
+    return Schedule(modules, tuple(Edge.parse(edge) for edge in (edges[1] or "").split()), int(found[1]), tuple(filled))
 
 
 def _with_actions(role: Role, cells: Sequence[str]) -> Role:
@@ -106,15 +112,16 @@ def _with_actions(role: Role, cells: Sequence[str]) -> Role:
 
 _MODULE = re.compile(
     rf"({NAME}): (\S+) ({'|'.join(get_args(Style))})(?: (\d+))?(?: virtual (\d+))?"
-    r"(?: feeds ([\d>,]+))?( forward-only)?"
+    r"( forward-only)?"
 )
+_COUNT, _EDGES = r"micro-batches: (\d+)", rf"edges: (?:{EMPTY}|(.+))"
 
 
 def _parse_module(line: str) -> Module:
     found = _MODULE.fullmatch(line.strip())
     if not found:
         raise ValueError(f"found `{line}`, expected a module such as `vision: sp:8@0-7 waves 4`")
-    name, layout, style, window, virtual, feeds, forward_only = found.groups()
+    name, layout, style, window, virtual, forward_only = found.groups()
     return Module(
         name,
         Layout.parse(layout, module=name),
@@ -122,11 +129,4 @@ def _parse_module(line: str) -> Module:
         int(window or 0),
         int(virtual or 1),
         not forward_only,
-        tuple(_parse_feed(feed) for feed in (feeds or "").split(",") if feed),
     )
-
-
-def _parse_feed(text: str) -> tuple[int, int]:
-    """An edge such as ``0>1``: the encoder's stage and the text module's."""
-    own, _, stage = text.partition(">")
-    return int(own), int(stage)

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from megatron_hetero.schedule.actions import Kind
+from megatron_hetero.schedule.actions import WorkKind
 from megatron_hetero.schedule.program import Module
 
 
 class Work(NamedTuple):
     """A unit of work of the text module."""
 
-    kind: Kind
+    kind: WorkKind
     stage: int
     micro_batch: int
 
@@ -50,7 +50,7 @@ def _alternated(forwards: list[Work], backwards: list[Work], warm_up: int) -> li
     return [*forwards[:warm_up], *chain.from_iterable(pairs), *backwards[steady:]]
 
 
-def _interleaved(kind: Kind, module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
+def _interleaved(kind: WorkKind, module: Module, coordinate: int, micro_batches: Sequence[int]) -> list[Work]:
     """pp micro-batches through each of the rank's stages in turn, then the next pp of them.
 
     The micro-batches are padded to a multiple of pp; the padding has number -1 and is dropped later. Dropping a

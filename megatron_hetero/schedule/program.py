@@ -6,7 +6,7 @@ grows with the number of roles (about that of pipeline stages), not of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -14,9 +14,9 @@ from typing import Literal
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.schedule.actions import Action, Kind
+from megatron_hetero.schedule.actions import Action, WorkKind
 
-Style = Literal["text", "waves", "recompute", "ahead"]
+Style = Literal["text", "waves", "recompute", "ahead", "graph"]
 StageId = tuple[str, int]
 """A module and one of its stages."""
 
@@ -27,9 +27,8 @@ class Module:
 
     `style`: `text` for the module that all others feed; for an encoder `waves` of `window` micro-batches, `recompute`
     (keep only rows, run forward again before backward) or `ahead` of the text module by at most `window` more
-    micro-batches. `virtual`: stages per pipeline rank. `backward`: whether there is a backward pass. `feeds`: of an
-    encoder, the edges to the text module as pairs of an own stage and one of that; none stands for the one from the
-    last stage to the first.
+    micro-batches; `graph` for a module of any other graph, which keeps activations of at most `window` micro-batches.
+    `virtual`: stages per pipeline rank. `backward`: whether there is a backward pass.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Module:
     window: int = 0
     virtual: int = 1
     backward: bool = True
-    feeds: tuple[tuple[int, int], ...] = ()
 
     @property
     def stages(self) -> int:
@@ -56,7 +54,7 @@ class Module:
         return self.layout.ranks[first : first + per_stage]
 
     @cached_property
-    def forward_kinds(self) -> tuple[Kind, ...]:
+    def forward_kinds(self) -> tuple[WorkKind, ...]:
         """The kinds of forward work."""
         return ("F", "R") if self.recomputes else ("F",)
 
@@ -66,11 +64,10 @@ class Module:
         return self.style == "recompute" and self.backward
 
     def __str__(self) -> str:
-        window = f" {self.window}" if self.style in ("waves", "ahead") else ""
+        window = f" {self.window}" if self.style in ("waves", "ahead", "graph") else ""
         virtual = f" virtual {self.virtual}" if self.virtual > 1 else ""
-        feeds = f" feeds {','.join(f'{own}>{text}' for own, text in self.feeds)}" if self.feeds else ""
         only = "" if self.backward else " forward-only"
-        return f"{self.name}: {self.layout} {self.style}{window}{virtual}{feeds}{only}"
+        return f"{self.name}: {self.layout} {self.style}{window}{virtual}{only}"
 
 
 @dataclass(frozen=True)
@@ -111,12 +108,14 @@ def find_roles(modules: Sequence[Module]) -> tuple[Role, ...]:
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """The actions of every rank in a step of `micro_batches`. `modules`: the encoders, then the text module.
+    """The actions of every rank in a step of `micro_batches`. `edges`: of the graph of `modules`. Where they are
+    encoders and the text module that all of them feed, it is the last one.
 
     Its text is in `megatron_hetero.schedule.grid`, its invariants in `megatron_hetero.schedule.checks`.
     """
 
     modules: tuple[Module, ...]
+    edges: tuple[Edge, ...]
     micro_batches: int
     roles: tuple[Role, ...]
 
@@ -145,6 +144,8 @@ class Schedule:
 
     def actions_of(self, rank: int) -> tuple[Action, ...]:
         """The actions of `rank`. Raises `KeyError` if it holds no module."""
+        if rank not in self.role_index:
+            raise KeyError(f"rank {rank} holds no module; ranks {format_ranks(sorted(self.role_index))} do")
         return self.roles[self.role_index[rank]].actions
 
     def peer_rank(self, rank: int, action: Action) -> int:
@@ -154,25 +155,30 @@ class Schedule:
         return module.stage_ranks(action.peer)[module.stage_ranks(action.stage).index(rank)]
 
     @cached_property
-    def edges(self) -> tuple[Edge, ...]:
-        """All edges to the text module, encoder by encoder."""
-        return tuple(
-            Edge.of(encoder.name, own, encoder.stages, self.text.name, stage)
-            for encoder in self.encoders
-            for own, stage in encoder.feeds or ((encoder.stages - 1, 0),)
-        )
+    def leaving(self) -> dict[StageId, tuple[Edge, ...]]:
+        """The edges that leave each stage; without stages that none leaves."""
+        return _by_stage((edge.source, self.stages_of(edge)[0], edge) for edge in self.edges)
+
+    @cached_property
+    def entering(self) -> dict[StageId, tuple[Edge, ...]]:
+        """The edges that enter each stage; without stages that none enters."""
+        return _by_stage((edge.target, self.stages_of(edge)[1], edge) for edge in self.edges)
+
+    def returns(self, edge: Edge) -> bool:
+        """Whether gradients of the edge's rows go back."""
+        return self.module[edge.source].backward and self.module[edge.target].backward
 
     def stages_of(self, edge: Edge) -> tuple[int, int]:
-        """The stage of the encoder that rows leave, and that of the text module which they enter."""
+        """The stage that rows leave, and the one that they enter."""
         if edge.source_stage is None:
             return self.module[edge.source].stages - 1, 0
         assert edge.target_stage is not None, f"{edge} names one stage"
         return edge.source_stage, edge.target_stage
 
     def sides(self, edge: Edge) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ranks on the encoder's and on the text module's side of an edge."""
+        """The ranks that rows of an edge leave, and those that they enter."""
         own, stage = self.stages_of(edge)
-        return self.module[edge.source].stage_ranks(own), self.text.stage_ranks(stage)
+        return self.module[edge.source].stage_ranks(own), self.module[edge.target].stage_ranks(stage)
 
     @cached_property
     def collective(self) -> dict[Edge, bool]:
@@ -181,18 +187,20 @@ class Schedule:
         return {edge: not set(own).isdisjoint(others) for edge, (own, others) in sides.items()}
 
     def crosses(self, role: Role, edge: Edge) -> tuple[bool, bool]:
-        """Whether the role is on the encoder's, and on the text module's, side of the edge."""
+        """Whether rows of the edge leave the role, and whether they enter it."""
         own, stage = self.stages_of(edge)
-        return (edge.source, own) in role.held_stages, (self.text.name, stage) in role.held_stages
+        return (edge.source, own) in role.held_stages, (edge.target, stage) in role.held_stages
 
     def returns_early(self, edge: Edge) -> bool:
         """Whether gradients start to cross back as soon as possible, amid the backward that makes them.
 
         Where modules take turns and the text module has stages, the other ranks cannot take part before their turn.
-        Communication that waits for them gains nothing, and may even keep a GPU from going on with the text module if
-        its streams share a queue (CUDA_DEVICE_MAX_CONNECTIONS).
+        Communication that waits for them gains nothing, and may even keep a GPU from proceeding with the text module
+        if its streams share a queue (CUDA_DEVICE_MAX_CONNECTIONS). In a graph, ranks of one stage may have other
+        crossings to do before.
         """
-        return self.text.layout.pp == 1 or self.module[edge.source].style == "ahead"
+        style = self.module[edge.source].style
+        return style == "ahead" or (style != "graph" and self.text.layout.pp == 1)
 
     @property
     def in_flight_between_waves(self) -> int:
@@ -211,9 +219,18 @@ class Schedule:
                 return 2 * left + (module.virtual - 1) * pp + 1
             case "waves":
                 return module.window + self.in_flight_between_waves
+            case "graph":
+                return module.window
             case "recompute":
                 return 2 * left + 1
             case "ahead":
                 # In flight between F and B of the first text stage, and encoded ahead of it.
                 in_flight = self.text.layout.pp * (1 if self.text.virtual == 1 else 2)
                 return in_flight + 1 + module.window + left
+
+
+def _by_stage(ends: Iterable[tuple[str, int, Edge]]) -> dict[StageId, tuple[Edge, ...]]:
+    found: dict[StageId, tuple[Edge, ...]] = {}
+    for module, stage, edge in ends:
+        found[module, stage] = (*found.get((module, stage), ()), edge)
+    return found

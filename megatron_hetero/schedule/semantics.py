@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_hetero.layout.edge import Edge
-from megatron_hetero.schedule.actions import Action, Kind, finish, run, start
+from megatron_hetero.schedule.actions import Action, WorkKind, finish, run, start
 from megatron_hetero.schedule.program import Module, Role, Schedule
 from megatron_hetero.schedule.transfers import input_of, output_of
 
@@ -17,14 +17,14 @@ def expected_actions(schedule: Schedule, role: Role) -> list[Action]:
     found: list[Action] = []
     for name, stage in role.held_stages:
         module = schedule.module[name]
-        kinds: list[Kind] = [*module.forward_kinds, *(["B"] if module.backward else [])]
+        kinds: list[WorkKind] = [*module.forward_kinds, *(["B"] if module.backward else [])]
         for kind in kinds:
             for m in range(schedule.micro_batches):
                 work = run(kind, name, stage, m)
                 found += [*(input_of(module, work) or ()), work, *filter(None, [output_of(module, work)])]
     for edge in schedule.edges:
         if any(schedule.crosses(role, edge)):
-            for kind in ("F", "B") if schedule.module[edge.source].backward else ("F",):
+            for kind in ("F", "B") if schedule.returns(edge) else ("F",):
                 for m in range(schedule.micro_batches):
                     found += [start(kind, edge, m), finish(kind, edge, m)]
     return found
@@ -45,10 +45,10 @@ def local_dependencies(schedule: Schedule, role: Role, action: Action) -> list[A
         case "finish":
             return [start(action.kind, action.edge, action.micro_batch)]
         case "start":
-            (on_encoder, on_text), (own, stage) = schedule.crosses(role, action.edge), schedule.stages_of(action.edge)
+            (leaves, enters), (own, stage) = schedule.crosses(role, action.edge), schedule.stages_of(action.edge)
             if action.kind == "F":
-                return [run("F", action.module, own, action.micro_batch)] if on_encoder else []
-            return [run("B", schedule.text.name, stage, action.micro_batch)] if on_text else []
+                return [run("F", action.module, own, action.micro_batch)] if leaves else []
+            return [run("B", action.edge.target, stage, action.micro_batch)] if enters else []
 
 
 def _dependencies_of_work(schedule: Schedule, module: Module, work: Action) -> list[Action]:
@@ -60,10 +60,9 @@ def _dependencies_of_work(schedule: Schedule, module: Module, work: Action) -> l
         needed.append(run("F", module.name, stage, m))
     if work.kind == "B":
         needed.append(run(module.forward_kinds[-1], module.name, stage, m))
-        if module is not schedule.text:
-            needed += [finish("B", e, m) for e in schedule.edges if (e.source, schedule.stages_of(e)[0]) == here]
-    elif module is schedule.text:
-        needed += [finish("F", e, m) for e in schedule.edges if schedule.stages_of(e)[1] == stage]
+        needed += [finish("B", edge, m) for edge in schedule.leaving.get(here, ()) if schedule.returns(edge)]
+    else:
+        needed += [finish("F", edge, m) for edge in schedule.entering.get(here, ())]
     return needed
 
 

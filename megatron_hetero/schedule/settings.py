@@ -88,7 +88,7 @@ def _require_known(settings: ScheduleSettings, layouts: Mapping[str, Layout], mi
             found=f"no layout for module `{text}` among {', '.join(layouts) or 'none'}",
             expected="one",
             because="it is the module that all others feed",
-            fix=f"give the layout of `{text}`",
+            fix=f"give the layout of `{text}`, or name that module in `text`",
         )
     _require_least("micro-batches", micro_batches, 1)
     _require_least("schedule.waves", settings.waves, 1)

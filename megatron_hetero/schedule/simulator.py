@@ -77,7 +77,12 @@ def simulate(schedule: Schedule, durations: Durations, transfers: Durations = 0.
     found = replay(schedule)
     if found.stuck:
         check_schedule(schedule)
-        raise ScheduleError("schedule: found a deadlock, expected a schedule that passes `check`")
+        raise ScheduleError.at(
+            "schedule",
+            found="a deadlock that `check_schedule` does not find",
+            expected="an order in which all ranks can proceed",
+            fix="build the schedule with `build_schedule`",
+        )
     for role, at in found.order:
         clock.advance(role, schedule.roles[role].actions[at])
     return Simulation(schedule, tuple(map(tuple, clock.spans)))

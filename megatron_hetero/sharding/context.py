@@ -12,8 +12,8 @@ pack. For cp = 2 and samples of 8 and 5 tokens:
 
 Other sequences (the encoder's) are cut anywhere: each member holds a contiguous run of the whole.
 
-Attention works on *pieces*: a run of this member's queries, all of one sequence, and the keys that it attends to, which
-end with the piece's own last token where attention is causal.
+Attention works on *segments*: a run of this member's queries, all of one sequence, and the keys that it attends to,
+which end with the segment's own last token where attention is causal.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class AttentionSegments:
     """What one context-parallel member attends to.
 
-    `queries`, `keys`: tokens of each piece, in the order in which the member holds its queries; no piece is without
+    `queries`, `keys`: tokens of each segment, in the order in which the member holds its queries; no segment is without
     queries. `key_index`: int64 [sum of keys], which tokens the keys are, counted over the members' tokens one after the
     other (member 0's, in the order in which it holds them, then member 1's, ...); None where keys are the member's own
     tokens in their order.
@@ -39,7 +39,7 @@ class Pieces:
     key_index: np.ndarray | None = None
 
     @classmethod
-    def whole(cls, lengths: Sequence[int] | np.ndarray) -> Pieces:
+    def whole(cls, lengths: Sequence[int] | np.ndarray) -> AttentionSegments:
         """All of every sequence on one member."""
         kept = tuple(int(n) for n in lengths if n)
         return cls(kept, kept)
@@ -54,7 +54,7 @@ def chunk_bounds(lengths: np.ndarray, numbers: np.ndarray, cp: int) -> np.ndarra
 
 
 def zigzag_member(offsets: np.ndarray, lengths: np.ndarray, numbers: np.ndarray, cp: int) -> np.ndarray:
-    """The member that holds the token at each of `offsets` in a sample of the length and number beside it."""
+    """The member that holds the token at each of `offsets` in a sample of the same entry of `lengths` and `numbers`."""
     # The largest chunk that begins at or before the offset.
     chunk = ((offsets + 1) * 2 * cp - 1 - numbers % (2 * cp)) // lengths
     return np.minimum(chunk, 2 * cp - 1 - chunk)
@@ -69,16 +69,16 @@ def zigzag_tokens(lengths: Sequence[int] | np.ndarray, cp: int) -> tuple[np.ndar
     return tuple(np.flatnonzero(member == i) for i in range(cp))
 
 
-def zigzag_pieces(lengths: Sequence[int] | np.ndarray, cp: int, member: int) -> Pieces:
+def zigzag_segments(lengths: Sequence[int] | np.ndarray, cp: int, member: int) -> AttentionSegments:
     """What `member` attends to, causally, in samples of `lengths` tokens."""
     if cp == 1:
-        return Pieces.whole(lengths)
+        return AttentionSegments.whole(lengths)
     lengths = np.asarray(lengths, np.int64)
     bounds = chunk_bounds(lengths, np.arange(len(lengths)), cp)
     starts = np.cumsum(lengths) - lengths
     held = np.empty(int(lengths.sum()), np.int64)  # where each position of the pack stands among the members' tokens
     held[np.concatenate(zigzag_tokens(lengths, cp))] = np.arange(len(held))
-    # The chunks of a sample in the order of the pack. Those of the last member lie side by side: one piece.
+    # The chunks of a sample in the order of the pack. Those of the last member lie side by side: one segment.
     last = 2 * cp - 1 - member
     runs = [(member, last + 1)] if member == cp - 1 else [(member, member + 1), (last, last + 1)]
     kept = [
@@ -88,17 +88,17 @@ def zigzag_pieces(lengths: Sequence[int] | np.ndarray, cp: int, member: int) -> 
         if ends[stop] > ends[first]
     ]
     index = [held[start : start + keys] for start, _, keys in kept]
-    return Pieces(
+    return AttentionSegments(
         tuple(queries for _, queries, _ in kept),
         tuple(keys for _, _, keys in kept),
         np.concatenate([np.zeros(0, np.int64), *index]),
     )
 
 
-def contiguous_pieces(sequences: Sequence[int], shard_lengths: Sequence[int], member: int) -> Pieces:
+def contiguous_segments(sequences: Sequence[int], shard_lengths: Sequence[int], member: int) -> AttentionSegments:
     """What `member` attends to, in both directions, where each member holds a contiguous run of the sequences."""
     if len(shard_lengths) == 1:
-        return Pieces.whole(sequences)
+        return AttentionSegments.whole(sequences)
     ends = np.cumsum(np.asarray(sequences, np.int64))
     starts = ends - np.asarray(sequences, np.int64)
     low = sum(shard_lengths[:member])
@@ -106,7 +106,7 @@ def contiguous_pieces(sequences: Sequence[int], shard_lengths: Sequence[int], me
     queries = np.minimum(ends, high) - np.maximum(starts, low)
     seen = np.flatnonzero(queries > 0)
     index: list[np.ndarray] = [np.arange(starts[i], ends[i]) for i in seen]
-    return Pieces(
+    return AttentionSegments(
         tuple(int(n) for n in queries[seen]),
         tuple(int(ends[i] - starts[i]) for i in seen),
         np.concatenate([np.zeros(0, np.int64), *index]),

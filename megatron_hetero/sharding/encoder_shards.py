@@ -16,11 +16,12 @@ from functools import cached_property
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
+from megatron_hetero.data.items import Size
 from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.sharding.balance import assign
-from megatron_hetero.sharding.context import Pieces, contiguous_pieces
-from megatron_hetero.sharding.items import EncoderPlan, ItemShape, Size, plan_encoder, shard_units
+from megatron_hetero.sharding.context import AttentionSegments, contiguous_segments
+from megatron_hetero.sharding.items import EncoderPlan, ItemShape, plan_encoder, shard_units
 from megatron_hetero.sharding.token_shards import holding_groups, tp_share
 
 
@@ -30,8 +31,8 @@ class EncoderShare:
 
     `padding`: patches of zeros after those that the rank embeds. `positions`: int64 [2, n] for the n real patches of
     the rank's shard (that its tp group shares). `windows`: lengths of the shard's windows. `sp_lengths`: patches of
-    each sp member of this rank's cp member; `cp_lengths`: of each cp member. `pieces`: what the cp member attends to in
-    full attention.
+    each sp member of this rank's cp member; `cp_lengths`: of each cp member. `segments`: what the cp member attends to
+    in full attention.
     """
 
     padding: int
@@ -39,7 +40,7 @@ class EncoderShare:
     windows: tuple[int, ...]
     sp_lengths: tuple[int, ...]
     cp_lengths: tuple[int, ...]
-    pieces: Pieces
+    segments: AttentionSegments
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +141,7 @@ class EncoderShards:
             windows=plan.windows[member],
             sp_lengths=tuple(lengths[at.cp].tolist()),
             cp_lengths=cp_lengths,
-            pieces=contiguous_pieces(plan.sequences, cp_lengths, at.cp),
+            segments=contiguous_segments(plan.sequences, cp_lengths, at.cp),
         )
 
     def _positions(self, plan: EncoderPlan, member: int) -> np.ndarray:

@@ -1,9 +1,10 @@
 """What encoders encode, and how the items of a replica are cut over its ranks. Pure, on NumPy integers.
 
-An *item* is an image, later a frame of video or a stretch of sound; its *size* is in its family's own terms, such as
-(frames, rows, columns) of patches. A *patch* is what an encoder embeds as one token, a *unit* the patches that become
-one row. Units are numbered in the order in which rows are placed, and worked on in the item's own order, in which they
-lie in *windows*, which no cut divides. A shard is a contiguous run of whole windows, over the items of a replica:
+An *item* is an image, later a frame of video or a stretch of sound; its *size* is a value of its family's own type,
+for an image its rows and columns of patches. A *patch* is what an encoder embeds as one token, a *unit* the patches
+that become one row. Units are numbered in the order in which rows are placed, and worked on in the item's own order, in
+which they lie in *windows*, which no cut divides. A shard is a contiguous run of whole windows, over the items of a
+replica:
 
     item 0: windows 0 1 2 3 | item 1: windows 4 5        sp = 2: rank 0 has 0 1 2, rank 1 has 3 4 5
 
@@ -18,12 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-Size = tuple[int, ...]
-"""Of an item, in the terms of the family of its encoder. Hashable."""
+from megatron_hetero.data.items import Size
 
 
 class ItemOrder(Protocol):
@@ -45,7 +45,7 @@ class ItemOrder(Protocol):
 
 
 class ItemShape(Protocol):
-    """What cutting needs to know of an encoder."""
+    """What cutting needs to know of an encoder. A `size` is of the type of the encoder's family."""
 
     @property
     def unit(self) -> int:
@@ -62,23 +62,23 @@ class ItemShape(Protocol):
         """Coordinates of a patch."""
         ...
 
-    def rows(self, size: Size) -> int:
+    def rows(self, size: Any) -> int:
         """Rows of an item, one for each unit."""
         ...
 
-    def order(self, size: Size) -> ItemOrder:
+    def order(self, size: Any) -> ItemOrder:
         """The item in the order in which the encoder works."""
         ...
 
-    def sequences(self, size: Size) -> tuple[int, ...]:
+    def sequences(self, size: Any) -> tuple[int, ...]:
         """Patches of each sequence of full attention."""
         ...
 
-    def cost(self, size: Size) -> float:
+    def cost(self, size: Any) -> float:
         """Predicted forward flops of encoding the item."""
         ...
 
-    def cost_per_patch(self, size: Size) -> float:
+    def cost_per_patch(self, size: Any) -> float:
         """Those of one of its patches, which meets all patches of its sequence."""
         ...
 

@@ -36,7 +36,7 @@ class Stage:
 
     @classmethod
     def whole(cls, layers: int) -> Stage:
-        """The only stage of a module of so many layers."""
+        """The only stage of a module with `layers` layers."""
         return cls(0, layers, True, True)
 
     @property
@@ -58,7 +58,7 @@ class Stage:
 def cut_stages(
     layers: int, pp: int, *, per_rank: int = 1, split: Sequence[int] | None = None, module: str = "text"
 ) -> tuple[Stage, ...]:
-    """The `pp * per_rank` stages of a module of so many layers, in order.
+    """The `pp * per_rank` stages of a module with `layers` layers, in order.
 
     `split`: how many layers each stage holds (`parallel_layers.MODULE`), even where left out. Raises `UserError`, which
     names the module and the flag.

@@ -19,7 +19,13 @@ import numpy as np
 
 from megatron_hetero.boundary.ownership import Groups, Ownership
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.sharding.context import Pieces, chunk_bounds, zigzag_member, zigzag_pieces, zigzag_tokens
+from megatron_hetero.sharding.context import (
+    AttentionSegments,
+    chunk_bounds,
+    zigzag_member,
+    zigzag_segments,
+    zigzag_tokens,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +35,7 @@ class TokenShare:
     `tokens`: int64 [n], positions in the pack, ascending; its tp group shares them. `padded`: their number with
     padding, a multiple of the tp ranks that share activations, and never 0, since Megatron's layers do not accept
     tensors without elements. `sp_lengths`: tokens of each sp member of this rank's cp member; `cp_lengths`: of each
-    cp member. `pieces`: what the cp member attends to. `rows_at`: by encoder, int64, where the rows that reach this
+    cp member. `segments`: what the cp member attends to. `rows_at`: by encoder, int64, where the rows that reach this
     rank go in its shard of the embedding, in their order of arrival.
     """
 
@@ -37,7 +43,7 @@ class TokenShare:
     padded: int
     sp_lengths: tuple[int, ...]
     cp_lengths: tuple[int, ...]
-    pieces: Pieces
+    segments: AttentionSegments
     rows_at: Mapping[str, np.ndarray]
 
 
@@ -73,7 +79,7 @@ class TokenShards:
             padded=int(tp_share(np.array(len(tokens)), tp)) * tp,
             sp_lengths=tuple(np.diff(cuts).tolist()),
             cp_lengths=tuple(map(len, of_members)),
-            pieces=zigzag_pieces(lengths, layout.cp, at.cp),
+            segments=zigzag_segments(lengths, layout.cp, at.cp),
             rows_at=self._rows_at(rank),
         )
 

@@ -1,1 +1,1 @@
-"""Training: configuration, learning rate, metrics, and the loop that joins them."""
+"""Training: its start, its steps, what it logs, its end, and the export."""

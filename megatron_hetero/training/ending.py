@@ -41,6 +41,7 @@ class Ending:
         training was complete.
         """
         run, saver = self._run, self._run.saver
+        run.writer.fail()
         notes = saver.settle()
         # A rank whose save is still in progress would not join another one.
         is_free = not run.on_any_rank(saver.is_busy)
@@ -62,6 +63,7 @@ class Ending:
         if not self._problems:
             self._add_faults()
             if self._problems:
+                self._run.writer.fail()
                 self._problems[-1] += f" The run has stopped after step {step}. {self._what_is_saved()}"
             else:
                 self._run.writer.print(f"stopped after step {step}, as requested; {self._command} resumes from there")

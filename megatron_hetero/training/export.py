@@ -9,7 +9,6 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +19,17 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.folder_writer import Companions, require_writable
-from megatron_hetero.hf.weight_map import Piece, extract_piece
+from megatron_hetero.hf.weight_map import Interval, TensorSlice, extract_slice
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.models.writer import model_writer
 
 WRITER = 0
 
-Part = tuple[tuple[Piece, ...], Tensor]
-"""One rank's values of a parameter, and the pieces of stored tensors that they are."""
+HeldSlices = tuple[tuple[TensorSlice, ...], Tensor]
+"""One rank's values of a parameter, and the slices of stored tensors that they are."""
+Header = tuple[tuple[TensorSlice, ...], tuple[int, ...], torch.dtype]
+"""What a rank sends before the values of a parameter: its slices, and shape and dtype of the values."""
 
 
 def export_model(
@@ -72,14 +73,16 @@ def _unexpected(target: Path) -> UserError:
     return UserError(f"{target}: internal error, the model was not written:\n{traceback.format_exc()}")
 
 
-def _exhaust(parts: Iterable[Part]) -> None:
+def _exhaust(parts: Iterable[HeldSlices]) -> None:
     for _ in parts:
         pass
 
 
 def gather_parameters(
-    modules: Sequence[TrainedModule], topology: Topology, value: Callable[[Any], Tensor] = lambda parameter: parameter
-) -> Iterator[Part]:
+    modules: Sequence[TrainedModule],
+    topology: Topology,
+    value: Callable[[torch.nn.Parameter], Tensor] = lambda parameter: parameter,
+) -> Iterator[HeldSlices]:
     """Every parameter of each stage and tp rank of the first replicas, on the writer; empty elsewhere. Collective:
     every rank passes its own modules and exhausts the iterator.
 
@@ -95,67 +98,69 @@ def gather_parameters(
                 _send(_held_parts(own[name], value), topology)
 
 
-def _in_turns(streams: Sequence[Iterator[Part]]) -> Iterator[Part]:
+def _in_turns(streams: Sequence[Iterator[HeldSlices]]) -> Iterator[HeldSlices]:
     # The ranks of a tp group hold parts of the same stored tensors in the same order.
     for parts in zip(*streams, strict=True):
         yield from parts
 
 
-def _from(holder: int, own: TrainedModule | None, value: Callable[[Any], Tensor], topology: Topology) -> Iterator[Part]:
+def _from(
+    holder: int, own: TrainedModule | None, value: Callable[[torch.nn.Parameter], Tensor], topology: Topology
+) -> Iterator[HeldSlices]:
     """The parameters of `holder`, on the writer's CPU."""
     if holder != WRITER:
         return _received(holder, topology)
     assert own is not None, "the writer holds a part of the module"
-    return ((pieces, values.cpu()) for pieces, values in _held_parts(own, value))
+    return ((slices, values.cpu()) for slices, values in _held_parts(own, value))
 
 
-def _held_parts(module: TrainedModule, value: Callable[[Any], Tensor]) -> Iterator[Part]:
+def _held_parts(module: TrainedModule, value: Callable[[torch.nn.Parameter], Tensor]) -> Iterator[HeldSlices]:
     """This rank's parameters, except a tied copy that another stage sends."""
-    for name, pieces in module.own_map.items():
+    for name, slices in module.own_map.items():
         if name != module.tied_copy:
-            yield pieces, value(module.parameters[name]).detach()
+            yield slices, value(module.parameters[name]).detach()
 
 
-def _send(parts: Iterable[Part], topology: Topology) -> None:
-    for pieces, values in parts:
-        _send_object((pieces, tuple(values.shape), values.dtype), topology)
+def _send(parts: Iterable[HeldSlices], topology: Topology) -> None:
+    for slices, values in parts:
+        _send_object((slices, tuple(values.shape), values.dtype), topology)
         dist.send(values.contiguous(), WRITER, group=topology.world)
     _send_object(None, topology)
 
 
-def _received(holder: int, topology: Topology) -> Iterator[Part]:
+def _received(holder: int, topology: Topology) -> Iterator[HeldSlices]:
     while (header := _recv_object(holder, topology)) is not None:
-        pieces, shape, dtype = header
+        slices, shape, dtype = header
         values = torch.empty(shape, dtype=dtype, device=topology.platform.device)
         dist.recv(values, holder, group=topology.world)
-        yield pieces, values.cpu()
+        yield slices, values.cpu()
 
 
-def _send_object(what: Any, topology: Topology) -> None:
+def _send_object(what: Header | None, topology: Topology) -> None:
     dist.send_object_list([what], WRITER, group=topology.world, device=topology.platform.device)
 
 
-def _recv_object(holder: int, topology: Topology) -> Any:
-    received = [None]
+def _recv_object(holder: int, topology: Topology) -> Header | None:
+    received: list[Header | None] = [None]
     dist.recv_object_list(received, holder, group=topology.world, device=topology.platform.device)
     return received[0]
 
 
-def assemble(parts: Iterable[Part], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    """Assemble pieces into whole stored tensors, and yield each once it is complete."""
+def assemble(parts: Iterable[HeldSlices], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+    """Assemble slices into whole stored tensors, and yield each once it is complete."""
     growing: dict[str, Tensor] = {}
     missing: dict[str, int] = {}
-    seen: set[Any] = set()
-    for pieces, values in parts:
-        for piece in pieces:
-            if piece.empty or piece.rectangle in seen:
+    seen: set[tuple[str, Interval, Interval | None]] = set()
+    for slices, values in parts:
+        for tensor_slice in slices:
+            if tensor_slice.empty or tensor_slice.rectangle in seen:
                 continue
-            seen.add(piece.rectangle)
-            shape = torch.Size(shapes[piece.name])
-            whole = growing.setdefault(piece.name, values.new_empty(shape[0], shape[1:].numel()))
-            part = extract_piece(values, piece)
-            whole[piece.source if piece.columns else piece.source[0]] = part.view(len(part), -1)
-            missing[piece.name] = missing.get(piece.name, shape.numel()) - part.numel()
-            if missing[piece.name] == 0:
-                yield piece.name, growing.pop(piece.name).view(shape)
+            seen.add(tensor_slice.rectangle)
+            shape = torch.Size(shapes[tensor_slice.name])
+            whole = growing.setdefault(tensor_slice.name, values.new_empty(shape[0], shape[1:].numel()))
+            part = extract_slice(values, tensor_slice)
+            whole[tensor_slice.source if tensor_slice.columns else tensor_slice.source[0]] = part.view(len(part), -1)
+            missing[tensor_slice.name] = missing.get(tensor_slice.name, shape.numel()) - part.numel()
+            if missing[tensor_slice.name] == 0:
+                yield tensor_slice.name, growing.pop(tensor_slice.name).view(shape)
     assert not growing, f"weight map leaves holes in {sorted(growing)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_hetero.batch.step_loader import StepBatch
+from megatron_hetero.data.items import Size
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.models.common.flops import (
     Passes,
@@ -16,7 +17,6 @@ from megatron_hetero.models.common.flops import (
 from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT, parts_of
-from megatron_hetero.sharding.items import Size
 
 
 def utilisation(
@@ -35,7 +35,7 @@ def step_flops(shapes: ModelShapes, freeze: Collection[str], batch: StepBatch) -
     text = t.flop_shape(t.layers, head=True)
     encoders_train = any(part not in freeze for name in shapes.encoders for part in parts_of(name))
     passes = Passes(inputs=encoders_train, weights=TEXT not in freeze)
-    of_encoders = [_encoder_flops(name, shape, freeze, batch.grids[name]) for name, shape in shapes.encoders.items()]
+    of_encoders = [_encoder_flops(name, shape, freeze, batch.sizes[name]) for name, shape in shapes.encoders.items()]
     return sum(of_encoders) + text_flops(text, batch.sample_lengths, batch.supervised, passes)
 
 

@@ -1,5 +1,5 @@
-"""What a plan speaks of, built and run: one rank's share of a configuration with drawn weights, and the step that the
-plan assumes, as the loader would make it, with tokens and pixels that are made up. Neither weights nor data are read.
+"""What a plan describes, built and run: one rank of a configuration with random weights, and the step that the plan
+assumes, as the loader would make it, with synthetic tokens and pixels. Neither weights nor data are read.
 
 With the backend `fake` (of a `Platform` for hosts too) one process can be any rank of any world.
 """
@@ -24,7 +24,8 @@ from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
-from megatron_hetero.training.share import Share
+from megatron_hetero.training.building import build_step_trainer
+from megatron_hetero.training.step_trainer import StepTrainer
 
 FAKE = "fake"
 """PyTorch's backend whose collectives do nothing."""
@@ -32,7 +33,7 @@ TOKENS = 50
 """Token ids are below that: any model has as many."""
 
 
-def drawn_share(config: Config, platform: Platform, *, check: bool | None = None) -> Share:
+def drawn_trainer(config: Config, platform: Platform, *, check: bool | None = None) -> StepTrainer:
     """This process's rank of a run of `config`, in the default process group. Raises `UserError`.
 
     `check`: whether groups are checked, which takes the other ranks; None: except on `fake`.
@@ -40,22 +41,22 @@ def drawn_share(config: Config, platform: Platform, *, check: bool | None = None
     job = JobSpec.of(config, dist.get_world_size())
     weights = DrawnWeights(stored_shapes(job.shapes), job.dtype, platform.device)
     checks = platform.backend != FAKE if check is None else check
-    return Share.of(job, platform, dict.fromkeys(job.shapes.modules, weights), check=checks)
+    return build_step_trainer(job, platform, dict.fromkeys(job.shapes.modules, weights), check=checks)
 
 
-def assumed_step(share: Share) -> StepBatch:
-    """A step of `share`, on the host."""
-    planner, layouts = share.planner, share.topology.layouts
-    assumed = AssumedBatch.of(share.job)
+def assumed_step(trainer: StepTrainer) -> StepBatch:
+    """A step of `trainer`, on the host."""
+    planner, layouts = trainer.planner, trainer.topology.layouts
+    assumed = AssumedBatch.of(trainer.job)
     shape, batch = _pack_shape(assumed), assumed.batch
     plans = [planner.plan([shape] * batch.replicas, m) for m in range(batch.micro_batches)]
     pack = _pack(assumed) if planner.rank in layouts[TEXT] else None
     samples = batch.step_samples
     return StepBatch(
-        micro_batches=tuple(MicroBatch(pack, plan, _pixels(share.shapes.encoders, plan)) for plan in plans),
+        micro_batches=tuple(MicroBatch(pack, plan, _pixels(trainer.shapes.encoders, plan)) for plan in plans),
         supervised=assumed.sample.supervised * samples,
         tokens=assumed.sample.tokens * samples,
-        grids={encoder: grids * samples for encoder, grids in assumed.sample.grids.items()},
+        sizes={encoder: sizes * samples for encoder, sizes in assumed.sample.sizes.items()},
         sample_lengths=(assumed.sample.tokens,) * samples,
         encoder_loads=tuple(loads for plan in plans for loads in plan.loads.values()),
     )
@@ -66,8 +67,8 @@ def _pack_shape(assumed: AssumedBatch) -> PackShape:
     return PackShape(
         assumed.lengths,
         tuple(
-            Images((len(grids),) * samples, grids * samples, assumed.places(encoder).astype(np.int64).tobytes())
-            for encoder, grids in assumed.sample.grids.items()
+            Images((len(sizes),) * samples, sizes * samples, assumed.places(encoder).astype(np.int64).tobytes())
+            for encoder, sizes in assumed.sample.sizes.items()
         ),
     )
 
@@ -84,7 +85,7 @@ def _pack(assumed: AssumedBatch) -> PackedBatch:
         position_ids=np.tile(np.arange(tokens), (3, samples)),
         cu_seqlens=np.arange(samples + 1) * tokens,
         # What says where rows go is the plan.
-        grids=np.zeros((0, 3), np.int64),
+        sizes=(),
         rows=np.zeros(0, np.int64),
         encoders=(),
         image_positions=np.zeros(0, np.int64),

@@ -69,3 +69,5 @@ CASES = (
     Case("8b", "pp:2@0-1", "tp:2,pp:3@2-7", 8, 0, f"{SPLIT} 17 18 --schedule.run_ahead 1", "qwen3_vl"),
     Case("32b", "dp:8@0-7", "tp:8,pp:2@8-23", 24, 8, "--train.global_batch_size 8 --schedule.run_ahead 1"),
 )
+LONG = (CASES[8],)
+"""For `make matrix`: the case after it has all that it has, and replicas."""

@@ -17,8 +17,8 @@ from megatron_hetero.engine.optimizer import update
 from megatron_hetero.execution.watch import Stopwatch, Watchdog
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.training.share import Share
-from megatron_hetero.training.trial import FAKE, assumed_step, drawn_share
+from megatron_hetero.training.step_trainer import StepTrainer
+from megatron_hetero.training.trial import FAKE, assumed_step, drawn_trainer
 from tests.fake_cuda.cases import Case
 from tests.fake_cuda.device import GPU, FakeGpu, Usage
 
@@ -61,31 +61,31 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
     dist.init_process_group(FAKE, store=FakeStore(), rank=case.rank, world_size=case.world)
     try:
         usage, before = gpu.usage, gpu.usage.live
-        share = drawn_share(config, Platform(GPU, FAKE, FAKE))
-        phases: Any = _Phases(share.platform, gpu, share.interpreter.watchdog)
-        share.interpreter.watch = share.interpreter.watchdog = phases
-        _make_moments(share)
-        batch = assumed_step(share)
+        trainer = drawn_trainer(config, Platform(GPU, FAKE, FAKE))
+        phases: Any = _Phases(trainer.platform, gpu, trainer.interpreter.watchdog)
+        trainer.interpreter.watch = trainer.interpreter.watchdog = phases
+        _make_moments(trainer)
+        batch = assumed_step(trainer)
         usage.start_again()
         with gpu.during(REST):
-            share.train_step(1, batch)
+            trainer.train_step(1, batch)
         planned = dict(zip(KINDS, plan.memory[case.rank].tolist(), strict=True))
-        return _report(usage, share) | {"peak": usage.peak - before, "planned": planned}
+        return _report(usage, trainer) | {"peak": usage.peak - before, "planned": planned}
     finally:
         dist.destroy_process_group()
         # What modules of the same process share; the next one makes its own.
         parallel_state.destroy_global_memory_buffer()
 
 
-def _make_moments(share: Share) -> None:
+def _make_moments(trainer: StepTrainer) -> None:
     """Let optimizers make their state, as the first update does: the first step takes less memory than all others."""
-    with share.platform.megatron_scope():
-        for optimizer in share.optimizers:
+    with trainer.platform.megatron_scope():
+        for optimizer in trainer.optimizers:
             if optimizer is not None:
                 update(optimizer)
 
 
-def _report(usage: Usage, share: Share) -> dict[str, Any]:
+def _report(usage: Usage, trainer: StepTrainer) -> dict[str, Any]:
     """`kernels`: by phase, how many ran, and `all`. `layers`: of this rank, by module. `ops`: of what kinds they were.
     `waits`: [phase, place, times]. `mixed`: ops that were given tensors of both devices.
     """
@@ -93,8 +93,8 @@ def _report(usage: Usage, share: Share) -> dict[str, Any]:
     ops: Counter[str] = sum(usage.kernels.values(), Counter())
     return {
         "kernels": kernels | {"all": sum(kernels.values())},
-        "layers": {m.name: sum(len(stage.layers) for stage in m.stages) for m in share.modules},
-        "micro_batches": share.batch.micro_batches,
+        "layers": {m.name: sum(len(stage.layers) for stage in m.stages) for m in trainer.modules},
+        "micro_batches": trainer.batch.micro_batches,
         "ops": dict(ops.most_common()),
         "waits": [[*where, times] for where, times in sorted(usage.waits.items())],
         "mixed": dict(usage.mixed),

@@ -23,15 +23,15 @@ from megatron_hetero.execution.watch import Stopwatch
 
 CALLS = {
     "start-up": ("megatron_hetero.distributed.platform", "Platform.init_process_group", 1),
-    "open": ("megatron_hetero.training.trainer", "open_mixture", 1),
-    "comparison": ("megatron_hetero.training.trainer", "require_agreement", 1),
+    "open": ("megatron_hetero.training.inputs", "open_mixture", 1),
+    "comparison": ("megatron_hetero.training.inputs", "require_agreement", 1),
     "groups": ("torch.distributed", "new_group", 3),
     "data": ("megatron_hetero.batch.step_loader", "StepLoader.load", 2),
-    "gradient sums": ("megatron_hetero.training.share", "reduce_gradients", 2),
+    "gradient sums": ("megatron_hetero.training.step_trainer", "reduce_gradients", 2),
     "update": ("megatron_hetero.training.trainer", "Trainer._update", 2),
-    "evaluation": ("megatron_hetero.training.share", "Share.all_reduce", 1),
+    "evaluation": ("megatron_hetero.training.step_trainer", "StepTrainer.all_reduce", 1),
     "save": ("megatron_hetero.checkpoint.state", "write_entries", 2),
-    "save, written": ("megatron_hetero.checkpoint.format.hashed_files", "_HashedStream.record", 2),
+    "save, written": ("megatron_hetero.checkpoint.format.hashed_files", "HashedFile.record", 2),
     "export": ("megatron_hetero.training.export", "gather_parameters", 1),
     "export, written": ("megatron_hetero.hf.folder_writer", "FolderWriter.finish", 1),
 }

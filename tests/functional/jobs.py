@@ -9,13 +9,13 @@ import torch.distributed as dist
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.errors import UserError
-from megatron_hetero.training.trainer import Trainer
+from megatron_hetero.training.starting import build_trainer
 
 
 def refusal(flags: list[str]) -> str | None:
     """The message with which a run of these flags ends on this rank; None where it trains to its end."""
     try:
-        run = Trainer.build(load_config(flags), Platform(CPU, "gloo"))
+        run = build_trainer(load_config(flags), Platform(CPU, "gloo"))
         for step, batch, _ in run.batches():
             run.train_step(step, batch)
     except UserError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from examples import generator as generator_example
+from examples import plain_loop
 from examples.custom_modules import Options, train
 from megatron_hetero import (
     DeviceMicroBatch,
@@ -21,6 +25,7 @@ from megatron_hetero import (
     ScheduleSettings,
     Topology,
     UserError,
+    build,
     build_schedule,
     load_plan,
     plan_boundary,
@@ -33,6 +38,22 @@ def trained(options: Options) -> tuple[list[float], list[str]]:
     """The losses of the example, and what it says."""
     said: list[str] = []
     return train(options, Platform(CPU, "gloo"), said.append), said
+
+
+def differences_of_plain_loop(vision: str, text: str) -> list[float]:
+    """Of the weights that the plain loop trains on this rank, from those of one process."""
+    layouts = {name: Layout.parse(layout, 4) for name, layout in (("vision", vision), ("text", text))}
+    edges = [("vision", "text")]
+    topology = Topology.build(layouts, Platform(CPU, "gloo"), edges=edges, planned=edges)
+    return plain_loop.differences(plain_loop.train(topology), plain_loop.train_alone(CPU))
+
+
+def difference_of_generator(text: str, generator: str) -> float:
+    """Of the weights that the example trains on any rank, from those of one process."""
+    topology = build(generator_example.GRAPH, text=text, generator=generator)
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = generator_example.train(topology)
+    return generator_example.difference(topology, found, generator_example.train_alone(CPU))
 
 
 def refusal(options: Options) -> str:
@@ -95,6 +116,45 @@ def encoded(rows: int) -> str:
     interpreter = Interpreter.build(topology, held, width=1, dtype=torch.float32, timeout_s=0)
     try:
         interpreter.run(build_schedule(LAYOUTS, 2, text="decoder"), two_rows)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+class Shaped(torch.nn.Module):
+    """The decoder's last stage, which takes hidden states of three rows of two."""
+
+    def hidden_shape(self, _: Tensor) -> tuple[int, int]:
+        return 3, 2
+
+    def forward(self, _: Tensor, hidden: Tensor) -> Tensor:
+        return hidden.sum()
+
+
+def sent(shape: tuple[int, int]) -> str:
+    """What the interpreter says on this rank where the decoder's first stage returns hidden states of that shape."""
+    rank, topology = dist.get_rank(), Topology.build(STAGED, Platform(CPU, "gloo"), edges=[("encoder", "decoder")])
+    weight = torch.ones((), requires_grad=True)
+    first = ModuleOnRank({0: lambda _, rows: weight * rows.sum() * torch.ones(shape)})
+    decoder = first if rank == 2 else ModuleOnRank({1: Shaped()})
+    held = {"encoder": ModuleOnRank({0: Weight()})} if rank < 2 else {"decoder": decoder}
+    interpreter = Interpreter.build(topology, held, width=1, dtype=torch.float32, timeout_s=0)
+    schedule = build_schedule(STAGED, 2, text="decoder", forward_only=("encoder", "decoder"))
+    try:
+        interpreter.run(schedule, crossing_rows)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def wrapped() -> str:
+    """What the interpreter says where the encoder of rank 1 is wrapped."""
+    topology, encoder = Topology.build(LAYOUTS, Platform(CPU, "gloo"), edges=[("encoder", "decoder")]), Weight()
+    wrapper = torch.nn.parallel.DistributedDataParallel(encoder)
+    model: Any = wrapper if dist.get_rank() == 1 else encoder
+    held = {"encoder": ModuleOnRank({0: model}), "decoder": ModuleOnRank({0: lambda _, rows: rows.sum()})}
+    try:
+        Interpreter.build(topology, held, width=1, dtype=torch.float32, timeout_s=0)
     except UserError as error:
         return str(error)
     return ""

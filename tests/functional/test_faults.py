@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_hetero.layout.layout import ModuleShape, resolve
+from megatron_hetero.layout.layout import ModuleShape
+from megatron_hetero.layout.modules import resolve
 from megatron_hetero.outputs.checkpoints import unfinished, whole
 from megatron_hetero.schedule.builders import build_schedule
 from tests.functional.dying import ACTIONS, CALLS
@@ -57,7 +58,7 @@ def test_a_killed_rank_leaves_no_process(layout: str, phase: str, victim: int, f
     assert seconds_until_all_are_gone(folder, layout, phase, victim) < LIMIT_S
 
 
-def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder: Path) -> None:
+def test_a_killed_rank_is_started_again_and_the_run_resumes(folder: Path) -> None:
     """With `--max-restarts`, from the last whole checkpoint and without help: it dies while the next is written."""
     program = "--max-restarts", "1", "-m", "tests.functional.dying", str(folder / "died once"), "1", "save, written"
     flags = f"--vision-parallel sp:2 --text-parallel pp:2 --train.iters 3 --log.dir {folder}/again --export.hf_dir none"

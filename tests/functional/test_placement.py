@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.functional.forked import Forked, pretrain
 from tests.functional.test_torchrun import CONFIG, PROGRAM, run
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
@@ -19,25 +20,26 @@ from tests.support.matrix import thinned
 DISJOINT = ("--vision-parallel", "dp:1@0", "--text-parallel", "pp:2@1-2")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2, tied=True))
-    write_data(tmp_path, 8)
-    (tmp_path / "config.yaml").write_text(CONFIG.replace("micro_batch_size: 2", "micro_batch_size: 1"))
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("placement")
+    write_model(folder / "model", ModelChoice(vision_layers=2, text_layers=2, tied=True))
+    write_data(folder, 8)
+    (folder / "config.yaml").write_text(CONFIG.replace("micro_batch_size: 2", "micro_batch_size: 1"))
+    return folder
 
 
-def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "log/metrics.jsonl").read_text().splitlines()]
+def losses(log: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (log / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected(folder: Path) -> list[float]:
-    """The losses of one rank without torchrun."""
-    alone = ("--vision-parallel", "dp:1", "--text-parallel", "dp:1", "--log.dir", str(folder / "log"))
-    command = [sys.executable, str(PROGRAM), "--config", str(folder / "config.yaml"), *alone]
-    subprocess.run(command, check=True, capture_output=True, timeout=90, env=_environment())
-    return losses(folder)
+    """The losses of one rank."""
+    flags = "--config", str(folder / "config.yaml"), "--vision-parallel", "dp:1", "--text-parallel", "dp:1"
+    with Forked(folder / "alone", pretrain, [(*flags, "--log.dir", str(folder / "log of one"))]) as run:
+        run.require_success()
+    return losses(folder / "log of one")
 
 
 def _environment(**more: str) -> dict[str, str]:
@@ -50,17 +52,21 @@ def _free_port() -> str:
         return str(found.getsockname()[1])
 
 
-def test_disjoint_modules_train_as_one_rank_does(folder: Path, expected: list[float]) -> None:
+def outputs(folder: Path) -> tuple[str, ...]:
+    return "--log.dir", str(folder / "log"), "--export.hf_dir", str(folder / "out")
+
+
+def test_disjoint_modules_train_as_one_rank_does(folder: Path, expected: list[float], tmp_path: Path) -> None:
     profile = ("--train.profile.start", "2", "--train.profile.steps", "1")
-    status, output = run(folder, *DISJOINT, *profile, ranks=3)
+    status, output = run(folder, *DISJOINT, *profile, *outputs(tmp_path), ranks=3)
     assert status == 0, output
-    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert losses(tmp_path / "log") == pytest.approx(expected, rel=1e-5)
     for rank, action in enumerate(("vision.0.F1", "text.0>1.F3", "text.1.B0")):
-        trace = json.loads((folder / f"log/trace-rank{rank}.json").read_text())
+        trace = json.loads((tmp_path / f"log/trace-rank{rank}.json").read_text())
         assert action in {event.get("name") for event in trace["traceEvents"]}
 
 
-def test_two_agents_train_a_disjoint_layout(folder: Path, expected: list[float]) -> None:
+def test_two_agents_train_a_disjoint_layout(folder: Path, expected: list[float], tmp_path: Path) -> None:
     port = _free_port()
     agents = [
         subprocess.Popen(
@@ -82,6 +88,7 @@ def test_two_agents_train_a_disjoint_layout(folder: Path, expected: list[float])
                 "--config",
                 str(folder / "config.yaml"),
                 *DISJOINT,
+                *outputs(tmp_path),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -91,22 +98,22 @@ def test_two_agents_train_a_disjoint_layout(folder: Path, expected: list[float])
         for node in range(2)
     ]
     try:
-        outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+        said = [agent.communicate(timeout=120)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert losses(tmp_path / "log") == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("how", thinned(["SIGSTOP", "SIGKILL"], 2))
-def test_ranks_without_an_agent_name_what_they_wait_for(how: str, folder: Path) -> None:
+def test_ranks_without_an_agent_name_what_they_wait_for(how: str, folder: Path, tmp_path: Path) -> None:
     """Nobody watches over ranks that srun started: they end by themselves, and say in which action of which micro-batch
     they waited for whom; the first one says it for all, where the time is over.
     """
     settings = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
-    flags = [*DISJOINT, "--train.iters", "10000", "--schedule.timeout_s", "3"]
-    program = ["-m", "tests.functional.dying", str(folder / f"died by {how}"), "1", f"pipeline/{how}"]
+    flags = [*DISJOINT, "--train.iters", "10000", "--schedule.timeout_s", "6", *outputs(tmp_path)]
+    program = ["-m", "tests.functional.dying", str(tmp_path / "died"), "1", f"pipeline/{how}"]
     ranks = [
         subprocess.Popen(
             [sys.executable, *program, "--config", str(folder / "config.yaml"), *flags],
@@ -118,14 +125,14 @@ def test_ranks_without_an_agent_name_what_they_wait_for(how: str, folder: Path) 
         for rank in range(3)
     ]
     try:
-        outputs = {rank: ranks[rank].communicate(timeout=60)[0] for rank in (0, 2)}
+        said = {rank: ranks[rank].communicate(timeout=150)[0] for rank in (0, 2)}
     finally:
         for process in ranks:
             process.kill()
             process.communicate()
-    assert ranks[0].returncode == ranks[2].returncode == 1, outputs
-    telling = {rank: told for rank, told in outputs.items() if f"rank {rank}" in told}
-    assert len(telling) == (2 if how == "SIGKILL" else 1), outputs
+    assert ranks[0].returncode == ranks[2].returncode == 1, said
+    telling = {rank: told for rank, told in said.items() if f"rank {rank}" in told}
+    assert len(telling) == (2 if how == "SIGKILL" else 1), said
     for told in telling.values():
         assert how == "SIGKILL" or "rank 1 did not say to wait too" in told
         found = re.search(r"action (\S+) of micro-batch (\d), with ranks? ([\d, -]+) over \S", told)

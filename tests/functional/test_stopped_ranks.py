@@ -4,24 +4,18 @@ one that is only slow outside of steps does not.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import pretrain_vlm
-from megatron_hetero.distributed.launch import guarded
 from tests.functional.dying import arm
+from tests.functional.forked import Forked, pretrain
 from tests.functional.test_torchrun import CONFIG
 from tests.support.folders import ModelChoice, write_data, write_model
-from tests.support.pool import PRELOADED
 
 TIMEOUT_S = 3.0
 WAITED_FOR = {
@@ -44,16 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _rank(folder: Path, own: Path, environ: Mapping[str, str], phases: Mapping[str, float | None]) -> None:
+def _rank(folder: Path, own: Path, phases: Mapping[str, float | None]) -> None:
     """The program on a rank that stands still in some phases: for so many seconds, or for ever."""
-    os.environ.update(environ)
-    said = os.open(own / f"said-{environ['RANK']}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
     for phase, seconds in phases.items():
         arm(phase, (lambda: os.kill(os.getpid(), signal.SIGSTOP)) if seconds is None else _slow(seconds, own))
     flags = f"--config {folder}/config.yaml --log.dir {own}/log --checkpoint.dir {own}/c --export.hf_dir {own}/e"
-    guarded(pretrain_vlm.main, [*flags.split(), *FLAGS.split()])
+    pretrain(*flags.split(), *FLAGS.split())
 
 
 def _slow(seconds: float, own: Path) -> Callable[[], None]:
@@ -65,33 +55,8 @@ def _slow(seconds: float, own: Path) -> Callable[[], None]:
     return stand
 
 
-class Ranks:
-    """Two ranks of a run, in processes that need not import anything."""
-
-    def __init__(self, folder: Path, own: Path, phases: tuple[Mapping[str, float | None], ...]) -> None:
-        own.mkdir()
-        self.own = own
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-        self.ranks = [
-            context.Process(target=_rank, args=(folder, own, places | {"RANK": str(rank)}, of_rank), daemon=True)
-            for rank, of_rank in enumerate(phases)
-        ]
-        for rank in self.ranks:
-            rank.start()
-
-    def said(self, rank: int) -> str:
-        return (self.own / f"said-{rank}").read_text()
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            with suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGKILL)
-            rank.join()
+def ranks(folder: Path, own: Path, phases: Sequence[Mapping[str, float | None]]) -> Forked:
+    return Forked(own, _rank, [(folder, own, of_rank) for of_rank in phases])
 
 
 def _is_stopped(pid: int) -> bool:
@@ -105,7 +70,7 @@ def test_a_stopped_rank_ends_the_run_in_time(phases: tuple[str, ...], folder: Pa
     runs = {}
     for phase, victim in victims.items():
         stands: dict[str, float | None] = {"groups" if phase == "first-rank" else phase: None}
-        runs[phase] = Ranks(folder, tmp_path / phase, (stands, {}) if victim == 0 else ({}, stands))
+        runs[phase] = ranks(folder, tmp_path / phase, (stands, {}) if victim == 0 else ({}, stands))
     try:
         stopped: dict[str, float] = {}
         while len(stopped) < len(runs):
@@ -132,7 +97,7 @@ def test_a_stopped_rank_ends_the_run_in_time(phases: tuple[str, ...], folder: Pa
 def test_slow_files_are_waited_for(folder: Path, tmp_path: Path) -> None:
     """Longer than `schedule.timeout_s`, each: the start of one rank, a file of a checkpoint, the end of an export."""
     slow = 1.3 * TIMEOUT_S
-    run = Ranks(folder, tmp_path / "run", ({"export, written": slow}, {"open": slow, "save, written": slow}))
+    run = ranks(folder, tmp_path / "run", ({"export, written": slow}, {"open": slow, "save, written": slow}))
     try:
         for rank in run.ranks:
             rank.join(60)

@@ -70,7 +70,7 @@ def require_whole(checkpoints: Path) -> list[int]:
     return list(whole(checkpoints))
 
 
-def test_a_run_that_is_stopped_saves_and_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_saves_and_resumes(folder: Path, tmp_path: Path) -> None:
     flags = f"--train.iters 100000 --log.dir {tmp_path}/log --checkpoint.dir {tmp_path}/checkpoints".split()
     program = "-m", "tests.functional.leaving", str(tmp_path)
     stops = [0]
@@ -177,7 +177,7 @@ def wait_until_ranks_listen(process: subprocess.Popen[str], ranks: int) -> None:
     raise AssertionError("no ranks that listen")
 
 
-def test_a_job_that_was_warned_is_queued_again_and_goes_on(folder: Path, cluster: Path) -> None:
+def test_a_job_that_was_warned_is_queued_again_and_resumes(folder: Path, cluster: Path) -> None:
     """Warned as early as can be, while its ranks start: each job comes one step further at least."""
     checkpoints, flags = cluster / "runs/checkpoints", ["--config", f"{folder}/config.yaml", "--log.dir", "runs/log"]
     with killed_after(job(cluster, *flags, "--train.iters", "100000")) as first:

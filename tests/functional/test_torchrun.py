@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from tests.functional.forked import Forked, pretrain
 from tests.functional.test_bad_input import unreadable_image
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.oracle import Oracle
@@ -115,8 +116,9 @@ def test_sgd_run_equals_transformers(folder: Path) -> None:
 
 
 def test_export_loads_without_a_warning(folder: Path) -> None:
-    status, output = run(folder, "--model.dtype", "bfloat16", "--train.iters", "1")
-    assert status == 0, output
+    flags = "--config", str(folder / "config.yaml"), "--model.dtype", "bfloat16", "--train.iters", "1"
+    with Forked(folder / "said", pretrain, [flags, flags]) as run:
+        run.require_success()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, info = cast(Any, Qwen2_5_VLForConditionalGeneration).from_pretrained(
@@ -126,7 +128,7 @@ def test_export_loads_without_a_warning(folder: Path) -> None:
     assert model.dtype == torch.bfloat16
 
 
-def test_an_error_is_told_once(folder: Path) -> None:
+def test_an_error_is_reported_once(folder: Path) -> None:
     unreadable_image(folder)
     start = time.monotonic()
     status, output = run(folder)
@@ -138,6 +140,7 @@ def test_an_error_is_told_once(folder: Path) -> None:
     assert not (folder / "out").exists()
 
 
+@pytest.mark.long  # In `make test` there is one that is killed in the midst of a pipeline: see `test_faults`.
 def test_a_killed_rank_takes_the_others_along(folder: Path) -> None:
     with started(folder, "--train.iters", "100000") as process:
         wait_for_step(process, "step      3/100000")

@@ -77,7 +77,7 @@ def test_files_that_differ_under_one_path(folder: Path, pools: Callable[[int], P
     assert message == same and message.startswith("on rank 1: /proc/self/cwd/data.jsonl: no such file")
 
 
-def test_the_hash_of_weights_tells_them_apart(tmp_path: Path) -> None:
+def test_the_hash_of_weights_distinguishes_them(tmp_path: Path) -> None:
     weights = {f"w{i}": torch.randn(300, 300, generator=torch.Generator().manual_seed(i)) for i in range(8)}
     found = set()
     for number, changed in enumerate(({}, {"w0": weights["w0"] * 1.001}, {"w7": weights["w7"] * 1.001})):

@@ -33,7 +33,7 @@ from megatron_hetero.job import JobSpec
 from megatron_hetero.models.opening import open_modules
 from megatron_hetero.outputs.checkpoints import MANIFEST, record_file
 from megatron_hetero.processor.processor import Processor
-from megatron_hetero.training.metrics_history import evaluations_since
+from megatron_hetero.training.log.history import evaluations_since
 from tests.fuzz import good_input, words
 from tests.support.mutations import ODD, mutated_bytes, mutated_json, mutated_text, mutated_value
 
@@ -265,7 +265,7 @@ def _run_pictures(good: Path, rng: random.Random, case: Path) -> bool:
 
     def read() -> None:
         sample = processor.tokenize(record)
-        if not np.isfinite(processor.patches(record, 0, sample.grids[0])).all():
+        if not np.isfinite(processor.patches(record, 0, sample.sizes[0])).all():
             raise Odd("pixels that are not finite")
 
     return _refused(read)
@@ -327,7 +327,7 @@ def _run_models(good: Path, rng: random.Random, case: Path) -> bool:
         processor = Processor.from_folder(case / "model")
         record = Record("d", 0, f"{case}/train.jsonl:1", _TURNS, ("a.png",), case)
         sample = processor.tokenize(record)
-        processor.patches(record, 0, sample.grids[0])
+        processor.patches(record, 0, sample.sizes[0])
 
     return _refused(read)
 

@@ -14,6 +14,7 @@ from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.training.export import assemble, gather_parameters
+from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
 from tests.support.pool import platform
 
@@ -60,7 +61,7 @@ def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float
 
 
 def _build(flags: list[str]) -> Trainer:
-    run = Trainer.build(load_config(flags), platform())
+    run = build_trainer(load_config(flags), platform())
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
     return run
 

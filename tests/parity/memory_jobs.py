@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.encoder import Encoder, encoder_shape
-from benchmarks.meter import total_bytes
+from measuring.encoder import Encoder, encoder_shape
+from measuring.meter import total_bytes
 from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.models.common.images.size import ImageSize
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.sharding.items import Size
 
 
 def shape() -> VisionShape:
@@ -18,7 +18,7 @@ def shape() -> VisionShape:
     return VisionShape(**{**vars(narrow), "full_layers": frozenset({3, 7})})
 
 
-def measure(layout: str, grids: tuple[Size, ...]) -> dict[str, Any]:
+def measure(layout: str, grids: tuple[ImageSize, ...]) -> dict[str, Any]:
     """Saved activations (bytes), collectives by name, and bytes sent in one forward and backward pass."""
     encoder = Encoder.build(shape(), layout, grids, Platform(CPU, "gloo"))
     records = encoder.meter().records

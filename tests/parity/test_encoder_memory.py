@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.meter import predicted_sp_bytes, predicted_sp_collectives
-from megatron_hetero.sharding.items import Size
+from measuring.meter import predicted_sp_bytes, predicted_sp_collectives
+from megatron_hetero.models.common.images.size import ImageSize
 from tests.parity import memory_jobs
 from tests.support.pool import Pool
 
-SQUARE: tuple[Size, ...] = ((1, 64, 64),)
+SQUARE: tuple[ImageSize, ...] = (ImageSize(1, 64, 64),)
 """64 windows."""
-RAGGED: tuple[Size, ...] = ((1, 20, 36), (1, 6, 4))
+RAGGED: tuple[ImageSize, ...] = (ImageSize(1, 20, 36), ImageSize(1, 6, 4))
 """Two images whose last windows are smaller, so that shards are uneven."""
-TINY: tuple[Size, ...] = ((1, 4, 12),)
+TINY: tuple[ImageSize, ...] = (ImageSize(1, 4, 12),)
 """Two windows: two of four shards are empty."""
 FP32 = 4
 
@@ -27,7 +27,7 @@ def test_saved_activations_are_shared_out(pools: Callable[[int], Pool]) -> None:
 
 
 @pytest.mark.parametrize("grids", [SQUARE, RAGGED, TINY], ids=["square", "ragged", "tiny"])
-def test_collectives_and_bytes_are_as_predicted(grids: tuple[Size, ...], pools: Callable[[int], Pool]) -> None:
+def test_collectives_and_bytes_are_as_predicted(grids: tuple[ImageSize, ...], pools: Callable[[int], Pool]) -> None:
     shape = memory_jobs.shape()
     ranks = pools(4).run(memory_jobs.measure, "sp:4", grids)
     assert predicted_sp_collectives(shape) == 2 * 2 * 2  # two layers, two ways, two exchanges
@@ -40,6 +40,6 @@ def test_one_rank_communicates_nothing(pools: Callable[[int], Pool]) -> None:
 
 
 @pytest.mark.parametrize("grids", [SQUARE, RAGGED], ids=["square", "ragged"])
-def test_sp_sends_at_most_a_quarter_of_tp(grids: tuple[Size, ...], pools: Callable[[int], Pool]) -> None:
+def test_sp_sends_at_most_a_quarter_of_tp(grids: tuple[ImageSize, ...], pools: Callable[[int], Pool]) -> None:
     sp, tp = (pools(4).run(memory_jobs.measure, layout, grids) for layout in ("sp:4", "tp:4"))
     assert max(rank["sent"] for rank in sp) <= 0.25 * max(rank["sent"] for rank in tp)

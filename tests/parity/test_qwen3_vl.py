@@ -4,6 +4,7 @@ language model at several depths, on whichever stages these are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from tests.parity.cases import (
     schedules_agree,
     three_steps_equal,
 )
-from tests.support.matrix import thinned
+from tests.support.matrix import long, thinned
 from tests.support.pool import Pool
 
 ONE_BY_ONE = ("--parallel_layers.text", "1", "1", "1", "1")
@@ -33,13 +34,10 @@ CASES = [
     Case("dp:1", "dp:1", 1, model="qwen3", micro=2),
     Case("dp:1", "dp:1", 1, model="qwen3-tied", flags=RECOMPUTE),
     Case("sp:2", "tp:2", 2, model="qwen3", micro=2),
-    Case("sp:2", "tp:2", 2, model="qwen3-tied", flags=WHOLE),
     Case("tp:2", "dp:2", 2, model="qwen3-tied", micro=2),
     Case("tp:2", "sp:2", 2, model="qwen3", flags=WHOLE),
     Case("cp:2", "cp:2", 2, model="qwen3", micro=2),
-    Case("dp:2", "cp:2", 2, model="qwen3-one-kv-head"),
     Case("tp:4", "tp:4", 4, model="qwen3-one-kv-head", flags=WHOLE),
-    Case("tp:4", "tp:4", 4, model="qwen3", micro=2, flags=RECOMPUTE),
     Case("sp:4", "tp:2,dp:2", 4, model="qwen3-one-kv-head", micro=2),
     Case("sp:2,tp:2", "cp:2,tp:2", 4, model="qwen3", micro=2),
     Case("cp:2,tp:2", "sp:2,cp:2", 4, model="qwen3-tied", micro=2),
@@ -47,21 +45,15 @@ CASES = [
     Case("dp:4", "dp:4", 4, model="qwen3", micro=2),
     Case("sp:2,dp:3", "tp:3,dp:2", 6, model="qwen3-twelve-heads", micro=2),
     Case("sp:6", "cp:3,dp:2", 6, model="qwen3-twelve-heads", micro=2),
-    Case("sp:4", "pp:4", 4, model="qwen3", flags=ONE_BY_ONE, given_batch=8),
     Case("sp:4", "pp:4", 4, model="qwen3-tied", flags=(*ONE_BY_ONE, *RECOMPUTED)),
-    Case("sp:4", "tp:2,pp:2", 4, model="qwen3-tied", flags=SPLIT),
     Case("dp:2", "pp:2", 2, model="qwen3", flags=VIRTUAL, given_batch=8),
     Case("tp:2", "pp:2", 2, model="qwen3-tied", flags=(*VIRTUAL, *ONE_BY_ONE, *RECOMPUTE)),
     Case("dp:2,tp:2", "pp:2,dp:2", 4, model="qwen3-tied", flags=SPLIT, micro=2),
     Case("pp:2,sp:2", "pp:2,tp:2", 4, model="qwen3", flags=(*SPLIT, "--parallel_layers.vision", "1", "3")),
     Case("pp:2,dp:2", "pp:4", 4, model="qwen3", flags=ONE_BY_ONE),
-    Case("pp:2,dp:2", "pp:4", 4, model="qwen3-tied", flags=(*ONE_BY_ONE, *RECOMPUTED)),
     Case("pp:3", "pp:3", 3, model="qwen3-deep", flags=("--parallel_layers.text", "1", "1", "4"), given_batch=8),
-    Case("dp:1@0", "tp:1@1", 2, model="qwen3", given_batch=8),
     Case("sp:2@0-1", "tp:2,pp:2@2-5", 6, model="qwen3-tied", flags=SPLIT),
-    Case("dp:1@0", "pp:4@1-4", 5, model="qwen3", flags=ONE_BY_ONE, given_batch=8),
     Case("dp:1@0", "pp:4@1-4", 5, model="qwen3-tied", flags=(*ONE_BY_ONE, *NOT_AHEAD)),
-    Case("pp:2@0-1", "tp:2,pp:2@2-5", 6, model="qwen3", flags=SPLIT),
     Case("pp:3@0-2", "pp:2@3-4", 5, model="qwen3-deep", flags=("--parallel_layers.text", "1", "5"), given_batch=8),
     Case("dp:3@0-2", "tp:1,dp:2@3-4", 5, model="qwen3-twelve-heads", micro=2),
     Case("sp:2@0-1", "pp:2@1-2", 3, model="qwen3", flags=SPLIT, given_batch=8),
@@ -72,11 +64,39 @@ CASES = [
     Case("dp:1@0", "tp:2@2-3", 4, model="qwen3-two-qwen3-encoders", detail="pp:1@1"),
     Case("dp:2", "pp:2", 2, model="qwen3-two-qwen3-encoders", detail="pp:2", flags=SPLIT),
 ]
+MORE = [
+    Case("sp:2", "tp:2", 2, model="qwen3-tied", flags=WHOLE),
+    Case("dp:2", "cp:2", 2, model="qwen3-one-kv-head"),
+    Case("tp:4", "tp:4", 4, model="qwen3", micro=2, flags=RECOMPUTE),
+    Case("sp:4", "pp:4", 4, model="qwen3", flags=ONE_BY_ONE, given_batch=8),
+    Case("sp:4", "tp:2,pp:2", 4, model="qwen3-tied", flags=SPLIT),
+    Case("pp:2,dp:2", "pp:4", 4, model="qwen3-tied", flags=(*ONE_BY_ONE, *RECOMPUTED)),
+    Case("dp:1@0", "tp:1@1", 2, model="qwen3", given_batch=8),
+    Case("dp:1@0", "pp:4@1-4", 5, model="qwen3", flags=ONE_BY_ONE, given_batch=8),
+    Case("pp:2@0-1", "tp:2,pp:2@2-5", 6, model="qwen3", flags=SPLIT),
+]
+"""For `make matrix`: whatever these have, a row above has, if with something else beside it."""
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", [*CASES, *long(MORE)], ids=str)
 def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
     gradients_equal(case, expected(case), pools(case.ranks))
+
+
+def properties(case: Case) -> set[object]:
+    """What a row shows: axes of each module and their products, placement, cuts, model, and what else is set."""
+    axes = [(module, frozenset(re.findall("[a-z]+", layout))) for module, layout in _layouts(case)]
+    placed = any("@" in layout for _, layout in _layouts(case))
+    return {*axes, placed, case.model, case.micro, *(flag for flag in case.flags if flag.startswith("--"))}
+
+
+def _layouts(case: Case) -> list[tuple[str, str]]:
+    return [("vision", case.vision), ("text", case.text), *([("vision", case.detail)] if case.detail else [])]
+
+
+def test_rows_for_make_matrix_have_nothing_that_the_others_lack() -> None:
+    assert len(CASES) >= 30
+    assert set.union(*map(properties, MORE)) <= set.union(*map(properties, CASES))
 
 
 UPDATED = [

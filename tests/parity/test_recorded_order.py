@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.material import ModelSize, write_samples
-from benchmarks.recording import on_one_clock, require_order, step_seconds
-from benchmarks.scheduling import ScheduleBench
+from measuring.material import ModelSize, write_samples
+from measuring.recording import on_one_clock, require_order, step_seconds
+from measuring.scheduling import ScheduleBench
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.pool import Pool

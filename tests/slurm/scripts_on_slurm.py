@@ -148,7 +148,7 @@ def test_steps_have_the_environment_and_the_cores_of_the_job(cluster: Cluster) -
 # ------------------------------------------------------------------------------------------- stopping and going on
 
 
-def test_a_job_goes_on_after_its_time_is_up(cluster: Cluster) -> None:
+def test_a_job_resumes_after_its_time_is_up(cluster: Cluster) -> None:
     """Slurm warns up to a minute early."""
     training = Training(cluster, "time")
     job = requeueing(training, "--nodes 2 --time 2 --signal=B:USR1@50", WARNING_S="50")
@@ -194,7 +194,7 @@ def test_of_an_array_only_the_task_that_is_asked_is_queued_again(cluster: Cluste
     assert training.losses(f"runs/{array}/{number}") == left_alone
 
 
-def test_a_preempted_job_saves_and_goes_on(cluster: Cluster) -> None:
+def test_a_preempted_job_saves_and_resumes(cluster: Cluster) -> None:
     training = Training(cluster, "preempted")
     job = requeueing(training, "--nodes 2 --partition spare --exclusive")
     cluster.wait_for(job, "(?m)^step +1/")
@@ -222,7 +222,7 @@ def test_nothing_is_left_of_a_job_that_is_cancelled(cluster: Cluster) -> None:
     assert cluster.record(job)["JobState"] == "CANCELLED"
 
 
-def test_a_job_goes_on_after_a_node_failed(cluster: Cluster) -> None:
+def test_a_job_resumes_after_a_node_failed(cluster: Cluster) -> None:
     """The last test: the node stays dead."""
     training = Training(cluster, "node")
     job = requeueing(training, "--nodes 2", interval=5)

@@ -15,6 +15,11 @@ def thinned(rows: Iterable[Any], every: int) -> list[Any]:
     return [_row(row) if number % every == 0 else _row(row, pytest.mark.long) for number, row in enumerate(rows)]
 
 
+def long(rows: Iterable[Any]) -> list[Any]:
+    """Rows for `parametrize`, all of which `make test` leaves out."""
+    return [_row(row, pytest.mark.long) for row in rows]
+
+
 def _row(row: Any, *marks: pytest.MarkDecorator) -> Any:
     values: Sequence[Any] = row if isinstance(row, tuple) else (row,)
     return pytest.param(*values, marks=marks)

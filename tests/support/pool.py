@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
 import queue
+import signal
 import sys
 import time
 import traceback
@@ -20,6 +22,7 @@ from tests.support.nccl_rules.coordinator import Coordinator
 from tests.support.nccl_rules.waiting import RANK_HAS_ENDED
 
 TIMEOUT_S = 120.0
+_PR_SET_PDEATHSIG = 1
 PRELOADED = [
     "torch.distributed",
     "megatron.core.models.gpt.gpt_model",
@@ -116,6 +119,8 @@ class Pool:
             missing.discard(rank)
             patience = time.monotonic() + timeout_s
             yield rank, Outcome(result, failure)
+        for jobs in self._jobs:
+            jobs.put(None)
 
     @property
     def alive(self) -> bool:
@@ -123,9 +128,10 @@ class Pool:
         return all(worker.is_alive() for worker in self._workers)
 
     def close(self) -> None:
-        """Stop all workers."""
+        """End all workers. They are killed: one that trains takes SIGTERM as a request to stop, and may wait."""
         for worker in self._workers:
-            worker.terminate()
+            worker.kill()
+        for worker in self._workers:
             worker.join()
 
 
@@ -158,6 +164,7 @@ def platform() -> Any:
 def _serve(
     rank: int, ranks: int, store: str, packages: Sequence[Path], coordinator: Any, jobs: Any, results: Any
 ) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # Where pytest is killed nobody else would end it.
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:0] = [str(folder) for folder in packages]
     import torch
@@ -179,10 +186,13 @@ def _serve(
         client = install(coordinator, files, rank, ranks)
     gc.freeze()  # What has been imported need not be looked through after every job.
     for number in count():
-        function, args = jobs.get()
-        if dist.is_initialized():  # By now all ranks have done the job before.
+        job = jobs.get()
+        if job is None:  # All ranks have done the last one. A group of gloo polls in a thread as long as it exists.
             gc.collect()
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            continue
+        function, args = job
         # Each job has a store and process groups of its own: groups are found by names that come again.
         job_store = dist.PrefixStore(str(number), jobs_store)
         if client is None:

@@ -83,14 +83,14 @@ class _Rank:
 
     def __init__(self, schedule: Schedule, wiring: Wiring, groups: dict[str, Any]):
         self.schedule, self.wiring, self.groups = schedule, wiring, groups
-        self.rank, self.text = dist.get_rank(), schedule.text.name
+        self.rank = dist.get_rank()
         self.actions = schedule.actions_of(self.rank)
         self.watchdog = Watchdog(0, self.rank)  # Tells the process group what this rank does.
         self.works: dict[Action, Any] = {}
         self.leaving: list[Any] = []
         self.deferred: dict[str, deque[Action]] = {}
         self.ran: set[tuple[str, int | None, int]] = set()
-        self.embedded: set[int] = set()
+        self.embedded: set[tuple[str, int]] = set()
 
     def run(self) -> None:
         """All actions, in order."""
@@ -124,7 +124,7 @@ class _Rank:
         if action.kind != "B":
             self.ran.add((action.module, action.stage, action.micro_batch))
             self._receive_what_is_known(action.module)
-        elif action.module == self.text and any(action.stage == (e.target_stage or 0) for e in self.schedule.edges):
+        elif any((e.target, e.target_stage or 0) == (action.module, action.stage) for e in self.schedule.edges):
             # The next crossing, where it is the return of this micro-batch's rows, starts amid the backward.
             following = next((a for a in self.actions[at:] if a.op in ("start", "finish")), None)
             returns = ("start", "B", action.micro_batch)
@@ -132,7 +132,7 @@ class _Rank:
             if (
                 following
                 and is_return
-                and (following.edge.target_stage or 0) == action.stage
+                and (following.edge.target, following.edge.target_stage or 0) == (action.module, action.stage)
                 and self.schedule.returns_early(following.edge)
             ):
                 self.works[following] = self._start(following)
@@ -164,10 +164,11 @@ class _Rank:
     def _finish(self, action: Action) -> None:
         own, other, receives = self._sides(action)
         is_first = not action.edge.target_stage
-        embeds = is_first and action.kind == "F" and self.rank in self.schedule.text.stage_ranks(0)
-        if embeds and action.micro_batch not in self.embedded:
-            self.embedded.add(action.micro_batch)
-            self._work(self.text, 0)
+        target = action.edge.target
+        embeds = is_first and action.kind == "F" and self.rank in self.schedule.module[target].stage_ranks(0)
+        if embeds and (target, action.micro_batch) not in self.embedded:
+            self.embedded.add((target, action.micro_batch))
+            self._work(target, 0)
         _wait(self.works[replace(action, op="start")])
         if receives:
             _wait(self._batch(action, own, own) if other else self._all_to_all(action))

@@ -16,10 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_hetero.distributed.communicators import (
     AXES_OF_GROUPS,
+    MEGATRON_AXES,
     Axes,
+    CommunicatorKind,
     Direction,
     EdgeUse,
-    Kind,
     Link,
     communicators,
     edge_peers,
@@ -43,11 +44,11 @@ def _layouts(world_size: int, vision: str, text: str) -> dict[str, Layout]:
     return {"vision": Layout.parse(vision, world_size), "text": Layout.parse(text, world_size)}
 
 
-def _kinds(world_size: int, vision: str, text: str, **options: Any) -> tuple[Kind, ...]:
+def _kinds(world_size: int, vision: str, text: str, **options: Any) -> tuple[CommunicatorKind, ...]:
     return communicators(_layouts(world_size, vision, text), edges=[EDGE], **options)
 
 
-def _text(kinds: Sequence[Kind]) -> dict[str, tuple[tuple[int, ...], ...]]:
+def _text(kinds: Sequence[CommunicatorKind]) -> dict[str, tuple[tuple[int, ...], ...]]:
     return {str(kind): kind.groups for kind in kinds}
 
 
@@ -96,7 +97,7 @@ def _drawn(draw: st.DrawFn) -> tuple[dict[str, Layout], dict[str, Any]]:
         first = draw(st.integers(0, world))
         step = draw(st.sampled_from([1, 1, 2]))
         layouts[name] = Layout(**degrees, ranks=tuple(range(first, first + step * size, step)))
-    options = {name: draw(st.sets(st.sampled_from([*layouts]))) for name in ("tied", "interleaved")}
+    options = {name: draw(st.sets(st.sampled_from([*layouts]))) for name in ("tied", "interleaved", "megatron")}
     return layouts, options
 
 
@@ -117,12 +118,12 @@ def test_kinds_are_disjoint_and_every_use_has_its_own(drawn: tuple[dict[str, Lay
     _assert_complete(layouts, kinds, options)
 
 
-def _assert_complete(layouts: dict[str, Layout], kinds: Sequence[Kind], options: dict[str, Any]) -> None:
+def _assert_complete(layouts: dict[str, Layout], kinds: Sequence[CommunicatorKind], options: dict[str, Any]) -> None:
     """Every rank finds what it communicates over."""
     for name, layout in layouts.items():
         for rank in layout.ranks:
             mine = {use: kind for kind in kinds for use in kind.uses_of(rank)}
-            for axes in AXES_OF_GROUPS:
+            for axes in (*AXES_OF_GROUPS, *(MEGATRON_AXES[:-1] if name in options["megatron"] else ())):
                 ranks = layout.group_of(rank, *axes)
                 assert (Axes(name, axes) in mine) == (len(ranks) > 1)
                 assert len(ranks) == 1 or ranks in mine[Axes(name, axes)].groups
@@ -184,14 +185,13 @@ class Recording(Platform):
         return super().host_group(what)
 
 
-def _calls(rank: int, world_size: int) -> tuple[list[Any], float]:
+def _calls(rank: int, world_size: int, **options: Any) -> tuple[list[Any], float]:
     platform, layouts = Recording(CPU, "fake", host_backend="fake"), _layouts(world_size, *LARGEST[world_size])
     object.__setattr__(platform, "calls", [])
     with _fake_world(rank, world_size):
         start = time.perf_counter()
-        Topology.build(
-            layouts, platform, decoding=["vision"], edges=[EDGE], tied=["text"], interleaved=["text"], check=False
-        )
+        options |= {"decoding": ["vision"], "edges": [EDGE], "tied": ["text"], "interleaved": ["text"]}
+        Topology.build(layouts, platform, **options, check=False)
         return platform.calls, time.perf_counter() - start
 
 
@@ -218,4 +218,4 @@ def test_encoders_with_equal_replicas_share_their_hosts() -> None:
 
 
 def test_the_number_of_calls_does_not_depend_on_the_world() -> None:
-    assert len(_calls(0, 64)[0]) == len(_calls(0, 1024)[0])
+    assert len(_calls(0, 64, megatron=[])[0]) == len(_calls(0, 1024, megatron=[])[0])

@@ -11,12 +11,13 @@ import pytest
 from megatron_hetero.cli.make_demo import DemoOptions, make_demo
 from megatron_hetero.config.schema import load_config, require_modules
 from megatron_hetero.job import JobSpec
-from megatron_hetero.layout.layout import ModuleShape, resolve
+from megatron_hetero.layout.layout import ModuleShape
+from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.registry import FAMILIES
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import parameter_count
 from megatron_hetero.planning.estimate import Plan
 from megatron_hetero.planning.problems import problems_of
+from tests.support.shapes import parameter_count, shapes_of_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS = {
@@ -34,7 +35,7 @@ NUMBERS = {"one": 1, "two": 2, "four": 4}
 
 
 def _published(model: str) -> ModelShapes:
-    return ModelShapes.from_folder(EXAMPLES / "models" / model)
+    return shapes_of_folder(EXAMPLES / "models" / model)
 
 
 def _shapes(model: str) -> dict[str, ModuleShape]:

@@ -27,6 +27,7 @@ execution sharding
 models
 processor job
 engine
+recipe
 batch
 checkpoint planning
 training
@@ -130,3 +131,31 @@ def test_code_names_no_model() -> None:
 
 def _is_a_word(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[\w.]+", value) is not None
+
+
+ROOT = PACKAGE.parent
+
+
+@pytest.mark.parametrize(
+    "folder, below", [("tests", "benchmarks"), ("measuring", "benchmarks"), ("measuring", "tests")]
+)
+def test_what_may_not_import_what(folder: str, below: str) -> None:
+    """Tests and benchmarks share what they measure with; the tests of benchmarks live beside them."""
+    importing = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / folder).rglob("*.py")
+        for name in _top_level_names(ast.parse(file.read_text(encoding="utf-8")))
+        if name == below
+    }
+    assert not importing
+
+
+def _top_level_names(tree: ast.Module) -> set[str]:
+    """The packages that a module imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return {name.partition(".")[0] for name in found}

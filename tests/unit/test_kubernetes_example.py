@@ -13,8 +13,8 @@ import yaml
 from kubeflow_trainer_api import models
 
 from megatron_hetero.config.schema import load_command
-from megatron_hetero.layout.layout import resolve
-from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.layout.modules import resolve
+from tests.support.shapes import shapes_of_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -77,6 +77,6 @@ def test_the_check_is_of_what_is_trained(jobset: dict[str, Any]) -> None:
     argv = [re.sub("^--config=", f"--config={EXAMPLES.parent}/", word) for word in check["command"][2:] + check["args"]]
     config, plan = load_command(argv)
     assert plan is not None and plan.world_size == 16
-    resolve(config.parallel, ModelShapes.from_folder(EXAMPLES / "models/qwen2_5_vl_32b").module_shapes(), 16)
+    resolve(config.parallel, shapes_of_folder(EXAMPLES / "models/qwen2_5_vl_32b").module_shapes(), 16)
     (rule,) = _job(jobset)["template"]["spec"]["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["containerName"] == check["name"]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.degrees import problem_of
-from megatron_hetero.layout.layout import AXES, Coordinate, Layout, ModuleShape, resolve, validate
+from megatron_hetero.layout.layout import AXES, Coordinate, Layout, ModuleShape
+from megatron_hetero.layout.modules import resolve, validate
 
 VISION = ModuleShape("vision", 16, 16, 1280, 32, "encoder")
 TEXT = ModuleShape("text", 28, 4, 3584, 28, "text")
@@ -116,7 +117,7 @@ FAULTY = [
 @pytest.mark.parametrize(("text", "part"), FAULTY)
 def test_faulty_text_is_an_error_whose_suggestion_passes(text: str, part: str) -> None:
     with pytest.raises(UserError) as error:
-        Layout.parse(text, 8, module="text", shape=TEXT)
+        Layout.parse(text, 8, module="text", shape=TEXT, flags=True)
     assert part in str(error.value)
     assert "text layout" in str(error.value) and "--text-parallel" in str(error.value)
     module, better = suggestion(error)
@@ -131,7 +132,7 @@ def test_the_suggestion_suits_what_the_other_module_covers(text: str, other: str
     mended = []
     for _ in range(2):
         try:
-            resolve(texts, SHAPES, 8)
+            resolve(texts, SHAPES, 8, flags=True)
             break
         except UserError as error:
             match = re.search(r"[Tt]ry `--(\w+)-parallel (\S+)`", str(error))
@@ -152,7 +153,7 @@ def require_suits(shape: ModuleShape, layout: Layout, world: int) -> None:
 @example("tp:9999999,pp:9999999@9", 3, TEXT)
 def test_any_text_parses_or_suggests_what_does(text: str, world: int, shape: ModuleShape) -> None:
     try:
-        layout = Layout.parse(text, world, module="text", shape=shape)
+        layout = Layout.parse(text, world, module="text", shape=shape, flags=True)
     except UserError as error:
         found = re.search(r"Try `--text-parallel (\S+)`", str(error))
         assert found
@@ -167,16 +168,16 @@ def test_any_text_parses_or_suggests_what_does(text: str, world: int, shape: Mod
     ("text", "world", "ranks"),
     [("tp:4", 1, 4), ("tp:2,pp:2@4-7", 4, 8), ("tp:3", 8, 0), ("tp:64", 8, 0), ("dp:20001", 8, 0)],
 )
-def test_a_layout_for_more_ranks_is_told_how_they_are_started(text: str, world: int, ranks: int) -> None:
+def test_a_layout_for_more_ranks_says_how_they_are_started(text: str, world: int, ranks: int) -> None:
     with pytest.raises(UserError) as error:
-        Layout.parse(text, world, module="text", shape=TEXT)
+        Layout.parse(text, world, module="text", shape=TEXT, flags=True)
     assert (f"or start {ranks} ranks with python -m megatron_hetero.run" in str(error.value)) == bool(ranks)
     assert ("torchrun" in str(error.value)) == bool(ranks)
 
 
 def test_without_a_world_ranks_are_needed() -> None:
     with pytest.raises(UserError, match="found no ranks") as error:
-        Layout.parse("tp:2,pp:2")
+        Layout.parse("tp:2,pp:2", module="text", flags=True)
     assert Layout.parse(suggestion(error)[1]) == Layout(2, 1, 1, 1, 2, (0, 1, 2, 3))
 
 
@@ -275,7 +276,7 @@ def test_fewer_key_value_heads_than_ranks_are_legal() -> None:
 )
 def test_unfit_layouts_are_errors(texts: dict[str, str], parts: list[str]) -> None:
     with pytest.raises(UserError) as error:
-        resolve(texts, SHAPES, 8)
+        resolve(texts, SHAPES, 8, flags=True)
     for part in parts:
         assert part in str(error.value)
 
@@ -283,7 +284,7 @@ def test_unfit_layouts_are_errors(texts: dict[str, str], parts: list[str]) -> No
 def test_more_stages_than_layers_is_an_error() -> None:
     shape = ModuleShape("text", 8, 8, 64, 3, "text")
     with pytest.raises(UserError, match="3 layers and pp:4") as error:
-        resolve({"text": "pp:4"}, {"text": shape}, 4)
+        resolve({"text": "pp:4"}, {"text": shape}, 4, flags=True)
     assert suggestion(error)[1] == "dp:2,pp:2"
 
 
@@ -291,7 +292,7 @@ def test_a_module_without_layout_and_ranks_outside_the_world_are_errors() -> Non
     with pytest.raises(UserError, match="module text: found no layout"):
         validate(SHAPES, {"vision": Layout.parse("dp:4", 4)}, 4)
     with pytest.raises(UserError, match="ranks 4-7") as error:
-        validate(SHAPES, {"vision": Layout.parse("sp:8", 8), "text": Layout.parse("dp:4", 4)}, 4)
+        validate(SHAPES, {"vision": Layout.parse("sp:8", 8), "text": Layout.parse("dp:4", 4)}, 4, flags=True)
     assert suggestion(error) == ("vision", "sp:4")
 
 
@@ -305,13 +306,35 @@ def test_following_the_suggestions_ends_at_a_legal_pair(
     world = max(first.ranks[-1], second.ranks[-1]) + 1 + more
     for _ in range(4):  # Both modules' shapes, idle ranks; then all is well.
         try:
-            validate(modules, found, world)
+            validate(modules, found, world, flags=True)
             return
         except UserError as error:
             match = re.search(r"[Tt]ry `--(\w+)-parallel (\S+)`", str(error))
             assert match, error
             found[match[1]] = Layout.parse(match[2], world)
     raise AssertionError("the suggestions do not lead anywhere")
+
+
+@pytest.mark.parametrize(
+    ("texts", "found"),
+    [
+        ({"text": "tp:8"}, r'text layout `tp:8` \(axis tp\): .* try `text="tp:4,dp:2"`'),
+        ({"visoin": "sp:8"}, r"layout of `visoin`: found module `visoin` \(did you mean `vision`\?\), expected one of"),
+        ({"text": "dp:9"}, r'Try `text="dp:8"`, or start 9 ranks\.$'),
+        ({"vision": "sp:3"}, r'vision layout `sp:3`: .* Try `vision="sp:2,dp:4"`'),
+        ({"vision": "sp:4@0-3", "text": "tp:2@2-5"}, r'found no module that covers them.* try `text="tp:2,dp:3@2-7"`'),
+    ],
+)
+def test_a_program_that_calls_the_library_is_told_no_flags(texts: dict[str, str], found: str) -> None:
+    """Unless its users give flags."""
+    with pytest.raises(UserError, match=found) as error:
+        resolve(texts, SHAPES, 8)
+    assert "--" not in str(error.value)
+
+
+def test_a_layout_of_no_module() -> None:
+    with pytest.raises(UserError, match=r"^layout `xp:2` \(axis xp\): found axis `xp`.* Try `dp:8`"):
+        Layout.parse("xp:2", 8)
 
 
 def test_stages_are_layouts_of_their_own() -> None:

@@ -16,7 +16,7 @@ from megatron_hetero.errors import UserError
 
 def start(place: dist.Store, rank: int, world_size: int, timeout_s: float = 10.0) -> int:
     """What `meet` does with a store, on a thread."""
-    patience = Patience(timeout_s, tells=rank == 0)
+    patience = Patience(timeout_s, reports=rank == 0)
     if rank > 0:
         return join(place, rank, patience)
     attempt = gather(place, world_size, patience)

@@ -15,7 +15,8 @@ import megatron_hetero
 
 ROOT = Path(__file__).parents[2]
 PLANNING = (
-    "Layout BoundaryPlan Ownership Schedule Simulation UserError build_schedule plan_boundary resolve simulate timeline"
+    "Layout BoundaryPlan Ownership Schedule Simulation UserError build_schedule own_samples own_tokens plan_boundary "
+    "resolve simulate timeline tokens_of"
 )
 
 
@@ -30,6 +31,15 @@ def loaded(statement: str) -> set[str]:
 def test_the_package_and_what_plans_import_no_torch() -> None:
     names = "; ".join(f"megatron_hetero.{name}" for name in PLANNING.split())
     assert loaded(f"import megatron_hetero; {names}") == set()
+
+
+def test_what_runs_imports_no_megatron() -> None:
+    """It takes seconds; only a `Topology.collection` needs it, and what is for Megatron's models when it is called."""
+    names = (
+        "Boundary Interpreter Platform Topology boundary_communicators build_optimizers cross finish_gradients guarded "
+        "megatron_schedule micro_batch prepare_megatron process_group"
+    )
+    assert loaded("; ".join(f"from megatron_hetero import {name}" for name in names.split())) == {"torch"}
 
 
 @pytest.mark.parametrize("name", megatron_hetero.__all__)
@@ -71,7 +81,9 @@ def test_code_in_the_guide_calls_public_names_only() -> None:
     )
     nodes = [node for block in blocks for node in ast.walk(ast.parse(block))]
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    assert called - set(megatron_hetero.__all__) == {"encoder", "decoder"}
+    of_others = {"GPTModel", "Siglip", "forward_backward", "fully_shard", "len", "partial", "vars", "zip"}
+    own = {"boundary", "encoder", "decoder", "run", "text_loss", "vision"}
+    assert called - set(megatron_hetero.__all__) == own | of_others
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -55,7 +55,7 @@ def test_what_torch_reads_is_refused_with_the_name_of_the_variable() -> None:
         require_torch_settings({"TORCH_DISTRIBUTED_DEBUG": "foo"})
 
 
-def test_interfaces_that_are_not_there_are_named_beside_those_that_are() -> None:
+def test_interfaces_that_are_not_there_are_named_next_to_those_that_are() -> None:
     there = socket.if_nameindex()[0][1]
     require_interfaces({})
     require_interfaces({"GLOO_SOCKET_IFNAME": there})

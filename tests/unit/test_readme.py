@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_hetero.config.schema import flag_table_markdown, load_config
+from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.validation import validate_record
+from tests.support.flag_table import flag_table_markdown
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

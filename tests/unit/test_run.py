@@ -102,7 +102,7 @@ def test_nohup_protects_the_launcher_too(tmp_path: Path) -> None:
     assert main([program(tmp_path, "os.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(0.5)")]) == 0
 
 
-def test_a_program_that_is_not_ours_is_told_of_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_is_not_ours_is_reported_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([program(tmp_path, "import sys; sys.exit(3)", ours=False)]) == 3
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and "exited with status 3" in err

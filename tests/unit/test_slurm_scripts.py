@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.layout.layout import resolve
-from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.layout.modules import resolve
+from tests.support.shapes import shapes_of_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = ("disjoint.sbatch", "many_nodes.sbatch", "one_node.sbatch", "requeue.sbatch")
@@ -150,7 +150,7 @@ def test_the_disjoint_job_gives_modules_nodes_of_their_own(cluster: Cluster) -> 
     flags = "--config", str(EXAMPLES / "qwen2_5_vl_32b.yaml")
     words = cluster.started("disjoint.sbatch", *flags, SLURM_JOB_NUM_NODES="6", VISION_NODES="2", TEXT="tp:8,pp:2")
     config = load_config(own_flags(words))
-    shapes = ModelShapes.from_folder(EXAMPLES / "models/qwen2_5_vl_32b").module_shapes()
+    shapes = shapes_of_folder(EXAMPLES / "models/qwen2_5_vl_32b").module_shapes()
     layouts = resolve(config.parallel, shapes, 48)
     assert str(layouts["vision"]) == "sp:8,dp:2@0-15"
     assert str(layouts["text"]) == "tp:8,dp:2,pp:2@16-47"
@@ -232,7 +232,7 @@ def test_gpus_that_slurm_spread_unevenly_are_refused(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_bad_configuration_is_told_once_before_any_rank_starts(script: str, cluster: Cluster) -> None:
+def test_a_bad_configuration_is_reported_once_before_any_rank_starts(script: str, cluster: Cluster) -> None:
     (cluster.folder / "plan").write_text(f'echo "$@" >{cluster.folder}/planned; echo "error: no such flag" >&2; exit 1')
     said = cluster.refused(script, "--nonsense", "1")
     assert said.startswith("error: no such flag\n") and said.count("\n") == 2

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_hetero.distributed.communicators import AXES_OF_GROUPS, ENDS
+from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.distributed.topology import Topology, _check_message, _check_messages, _check_sum
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
-from tests.support.pool import Pool
-from tests.unit import jobs_topology as jobs
+from tests.support.pool import world
+from tests.support.ranks import on_ranks
 
+PLATFORM = Platform(CPU, "gloo")
 PAIRS = [
     ("sp:4", "tp:4"),
     ("dp:4", "tp:2,dp:2"),
@@ -21,53 +28,116 @@ PAIRS = [
 ]
 
 
+def build(texts: dict[str, str], **options: Any) -> Topology:
+    world_size = dist.get_world_size()
+    return Topology.build({name: Layout.parse(text, world_size) for name, text in texts.items()}, PLATFORM, **options)
+
+
+def answered(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The ranks of a group, in its order, as they answer themselves."""
+    found = torch.empty(group.size(), dtype=torch.int64)
+    dist.all_gather_into_tensor(found, torch.tensor([dist.get_rank()]), group=group)
+    return tuple(found.tolist())
+
+
+def require_ranks_of_the_layouts(texts: dict[str, str]) -> None:
+    topology, rank = build(texts), dist.get_rank()
+    for module, layout in topology.layouts.items():
+        for axes in AXES_OF_GROUPS if rank in layout else ():
+            assert answered(topology.group(module, *axes)) == layout.group_of(rank, *axes), (module, axes)
+
+
 @pytest.mark.parametrize("vision, text", PAIRS)
-def test_groups_have_the_ranks_of_the_layout(vision: str, text: str, pools: Callable[[int], Pool]) -> None:
-    texts = {"vision": vision, "text": text}
-    for rank, found in enumerate(pools(4).run(jobs.members, texts)):
-        for (module, axes), ranks in found.items():
-            assert ranks == Layout.parse(texts[module], 4).group_of(rank, *axes)
+@on_ranks(4)
+def test_groups_have_the_ranks_of_the_layout(vision: str, text: str) -> None:
+    require_ranks_of_the_layouts({"vision": vision, "text": text})
 
 
-def test_groups_of_eight_ranks(pools: Callable[[int], Pool]) -> None:
-    texts = {"vision": "tp:2,sp:2,dp:2", "text": "tp:4,dp:2"}
-    for rank, found in enumerate(pools(8).run(jobs.members, texts)):
-        for (module, axes), ranks in found.items():
-            assert ranks == Layout.parse(texts[module], 8).group_of(rank, *axes)
+@on_ranks(8)
+def test_groups_of_eight_ranks() -> None:
+    require_ranks_of_the_layouts({"vision": "tp:2,sp:2,dp:2", "text": "tp:4,dp:2"})
 
 
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("pp:4", {0: (0, 3), 1: None, 2: None, 3: (0, 3)}),
+        ("pp:4", {0: (0, 3), 3: (0, 3)}),
         ("tp:2,pp:2", {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}),
-        ("pp:3@0,2-3", {0: (0, 3), 1: None, 2: None, 3: (0, 3)}),
-        ("tp:4", {0: None, 1: None, 2: None, 3: None}),
+        ("pp:3@0,2-3", {0: (0, 3), 3: (0, 3)}),
+        ("tp:4", {}),
     ],
 )
-def test_first_and_last_stage(text: str, expected: dict, pools: Callable[[int], Pool]) -> None:
-    found = pools(4).run(jobs.ends, {"vision": "dp:4", "text": text}, "text")
-    assert dict(enumerate(found)) == expected
+@on_ranks(4)
+def test_first_and_last_stage(text: str, expected: dict[int, tuple[int, ...]]) -> None:
+    topology, rank = build({"vision": "dp:4", "text": text}, tied=["text"]), dist.get_rank()
+    group = topology.collection("text").embd if rank in topology.layouts["text"] else None
+    if rank in expected:
+        assert group is not None and group is topology.group("text", *ENDS)
+        assert answered(group) == expected[rank]
+    else:
+        assert group is None
 
 
-def test_megatrons_collection(pools: Callable[[int], Pool]) -> None:
-    for found in pools(8).run(jobs.collection, {"vision": "tp:2,sp:2,dp:2", "text": "tp:8"}, "vision"):
-        assert found == {
-            "tp": 2, "sp": 2, "context": 1, "cp": 2, "dp": 2, "pp": 1, "dp_cp": 4, "mp": 2, "tp_cp": 4, "tp_ep_pp": 2,
-            "expt_dp": 4, "intra_dist_opt": 8, "ep": 1, "embd": None, "pos_embd": None,
-        }  # fmt: skip
+@on_ranks(8)
+def test_megatrons_collection() -> None:
+    groups = build({"vision": "tp:2,sp:2,dp:2", "text": "tp:8"}).collection("vision")
+    sizes = {
+        "tp": 2, "sp": 2, "context": 1, "cp": 2, "dp": 2, "pp": 1, "dp_cp": 4, "mp": 2, "tp_cp": 4, "tp_ep_pp": 2,
+        "expt_dp": 4, "intra_dist_opt": 8, "ep": 1,
+    }  # fmt: skip
+    assert {name: getattr(groups, name).size() for name in sizes} == sizes
+    assert groups.embd is groups.pos_embd is None
 
 
-def test_equal_sets_share_a_group_but_the_loader_has_its_own(pools: Callable[[int], Pool]) -> None:
-    assert set(pools(4).run(jobs.shared)) == {(True, True, True)}
+@on_ranks(4)
+def test_equal_sets_share_a_group_but_the_loader_has_its_own() -> None:
+    topology = build({"vision": "sp:4", "text": "tp:4"})
+    assert topology.group("vision", "sp", "cp") is topology.group("text", "tp") is topology.world
+    assert topology.host is not topology.world
+    assert topology.files not in (topology.host, topology.world)
+    assert topology.group("vision", "cp", "sp") is topology.world
+    with pytest.raises(KeyError, match="no module `audio`; there are vision, text"):
+        topology.group("audio", "tp")
 
 
-def test_groups_without_a_communicator(pools: Callable[[int], Pool]) -> None:
-    pools(4).run(jobs.without_communicator)
+@on_ranks(4)
+def test_a_group_that_this_rank_lacks_is_explained() -> None:
+    topology = build({"vision": "sp:2@0-1", "text": "tp:2@2-3"})
+    mine, other = ("vision", "text") if topology.rank < 2 else ("text", "vision")
+    with pytest.raises(KeyError, match=rf"rank {topology.rank} has no part of `{other}`, whose ranks are \d-\d"):
+        topology.group(other, "tp")
+    with pytest.raises(KeyError, match=f"no group of the first and the last stage of `{mine}`"):
+        topology.group(mine, *ENDS)
 
 
-def test_a_topology_beside_other_groups(pools: Callable[[int], Pool]) -> None:
-    pools(4).run(jobs.after_other_groups)
+@on_ranks(4)
+def test_groups_without_a_communicator() -> None:
+    """Of one rank they copy, of several they say where they are and refuse to communicate."""
+    topology = build({"vision": "sp:2,dp:2", "text": "tp:2,pp:2"}, megatron=[])
+    alone, rank = topology.group("text", "cp"), dist.get_rank()
+    assert (alone.size(), dist.get_rank(alone), dist.get_process_group_ranks(alone)) == (1, 0, [rank])
+    mine, out = torch.full((3,), float(rank)), torch.empty(3)
+    dist.all_reduce(mine, group=alone)
+    dist.all_gather_into_tensor(out, mine, group=alone)
+    assert torch.equal(out, torch.full((3,), float(rank)))
+    dist.reduce_scatter_tensor(out.zero_(), mine, group=alone)
+    dist.all_to_all_single(mine, out + 1, [3], [3], group=alone)
+    dist.broadcast(mine, rank, group=alone)
+    dist.barrier(group=alone)
+    assert torch.equal(mine, torch.full((3,), float(rank) + 1))
+    several = topology.group("text", "tp", "pp")
+    assert (several.size(), dist.get_rank(several)) == (4, rank)
+    with pytest.raises(RuntimeError, match=r"found a collective over ranks \(0, 1, 2, 3\), expected none"):
+        dist.all_reduce(mine, group=several)
+
+
+@on_ranks(4)
+def test_a_topology_next_to_other_groups() -> None:
+    """In a program whose ranks have made different numbers of groups before."""
+    for ranks in ([0, 1], [0, 2], [0, 3]):
+        dist.new_group(ranks)
+    topology = build({"vision": "sp:2,dp:2", "text": "tp:2,pp:2"}, decoding=["vision"])
+    assert answered(topology.group("text", "tp")) == topology.layouts["text"].group_of(dist.get_rank(), "tp")
 
 
 @pytest.mark.parametrize(
@@ -90,34 +160,91 @@ def test_a_topology_beside_other_groups(pools: Callable[[int], Pool]) -> None:
         ("tp:2,pp:2", False, {1: {("forward", 0): (1, 3), ("backward", 1): (1, 3)}}),
     ],
 )
-def test_links(text: str, interleaved: bool, expected: dict, pools: Callable[[int], Pool]) -> None:
-    found = pools(4).run(jobs.links, text, interleaved)
-    assert {rank: found[rank] for rank in expected} == expected
+@on_ranks(4)
+def test_links(text: str, interleaved: bool, expected: dict[int, dict[tuple[str, int], tuple[int, ...]]]) -> None:
+    """By direction and sending stage. Messages go over all of them at once: receives first, which must not hold up
+    sends.
+    """
+    topology = build({"text": text}, interleaved=["text"] if interleaved else [])
+    layout, rank = topology.layouts["text"], dist.get_rank()
+    if rank not in layout:
+        assert "text" not in topology.pipelines
+        return
+    groups = topology.pipelines["text"]
+    members = {link: tuple(dist.get_process_group_ranks(group)) for link, group in groups.items()}
+    assert members == expected.get(rank, members)
+    mine, stage = torch.tensor([rank]), layout.coordinate(rank).pp
+    peers = {link: next(r for r in ranks if r != rank) for link, ranks in members.items()}
+    arriving, works = {}, []
+    for (direction, sender), group in groups.items():
+        if sender != stage:
+            arriving[direction, sender] = buffer = torch.empty(1, dtype=torch.int64)
+            works.append(dist.irecv(buffer, peers[direction, sender], group))
+    for (direction, sender), group in groups.items():
+        if sender == stage:
+            works.append(dist.isend(mine, peers[direction, sender], group))
+    for work in works:
+        work.wait()
+    assert {link: int(buffer) for link, buffer in arriving.items()} == {link: peers[link] for link in arriving}
 
 
 @pytest.mark.parametrize(
-    "vision, text, expected",
+    "vision, text, members",
     [
-        ("dp:2@0-1", "tp:2@2-3", {0: ((0, 1, 2, 3), True), 3: ((0, 1, 2, 3), True)}),
-        ("pp:2@0-1", "pp:2@1,3", {0: None, 1: ((1,), False), 3: None}),
-        ("sp:4", "pp:4", {3: ((0, 1, 2, 3), True)}),
+        ("dp:2@0-1", "tp:2@2-3", (0, 1, 2, 3)),
+        ("pp:2@0-1", "pp:2@1,3", (1,)),
+        ("sp:4", "pp:4", (0, 1, 2, 3)),
     ],
 )
-def test_boundaries_have_a_group_for_each_direction(
-    vision: str, text: str, expected: dict, pools: Callable[[int], Pool]
-) -> None:
-    found = pools(4).run(jobs.boundary, {"vision": vision, "text": text})
-    assert {rank: found[rank] for rank in expected} == expected
+@on_ranks(4)
+def test_boundaries_have_a_group_for_each_direction(vision: str, text: str, members: tuple[int, ...]) -> None:
+    """One group for both where a rank is alone, none on ranks that are on no side."""
+    topology = build({"vision": vision, "text": text}, edges=[("vision", "text")])
+    groups = topology.boundaries.get(Edge("vision", "text"))
+    if dist.get_rank() not in members:
+        assert groups is None
+        return
+    assert groups is not None
+    assert tuple(dist.get_process_group_ranks(groups.forward)) == members
+    assert tuple(dist.get_process_group_ranks(groups.backward)) == members
+    assert (groups.forward is not groups.backward) == (len(members) > 1)
 
 
-def test_the_self_check_finds_wrong_groups(pools: Callable[[int], Pool]) -> None:
-    pool = pools(4)
-    for rank, message in enumerate(pool.run(jobs.check, "sum")):
-        ranks, expected = ((0, 1), 3) if rank < 2 else ((2, 3), 7)
-        assert message.startswith(f"process group of ranks {ranks}: found sum 10 and position {rank}")
-        assert f"expected sum {expected} and {rank % 2} on rank {rank}" in message and "different orders" in message
-    by_rank = pool.run(jobs.check, "order")
-    assert "position 0, expected sum 10 and 1 on rank 0" in by_rank[0] and by_rank[2] == by_rank[3] == ""
-    assert "found ranks (0, 1, 2, 3)" in pool.run(jobs.check, "ranks")[0]
-    assert set(pool.run(jobs.check, "message")) == {""}
-    assert set(pool.run(jobs.check, "right")) == {""}
+# ------------------------------------------------------------- the self-check, of groups that ranks tell apart wrongly
+
+
+@on_ranks(4)
+def test_the_self_check_finds_a_wrong_sum() -> None:
+    rank = dist.get_rank()
+    ranks, expected = ((0, 1), 3) if rank < 2 else ((2, 3), 7)
+    with pytest.raises(RuntimeError) as error:
+        _check_sum(world(), ranks, rank, CPU)
+    message = str(error.value)
+    assert message.startswith(f"process group of ranks {ranks}: found sum 10 and position {rank}")
+    assert f"expected sum {expected} and {rank % 2} on rank {rank}" in message and "different orders" in message
+
+
+@on_ranks(4)
+def test_the_self_check_finds_a_wrong_order() -> None:
+    rank = dist.get_rank()
+    if rank < 2:
+        with pytest.raises(RuntimeError, match=f"position {rank}, expected sum 10 and {1 - rank} on rank {rank}"):
+            _check_sum(world(), (1, 0, 2, 3), rank, CPU)
+    else:
+        _check_sum(world(), (1, 0, 2, 3), rank, CPU)
+
+
+@on_ranks(4)
+def test_the_self_check_finds_wrong_ranks_of_messages() -> None:
+    with pytest.raises(RuntimeError, match=r"found ranks \(0, 1, 2, 3\)"):
+        _check_messages(world(), (1, 0, 2, 3), dist.get_rank(), (), (), CPU)
+
+
+@on_ranks(4)
+def test_the_self_check_passes_groups_that_are_right() -> None:
+    rank = dist.get_rank()
+    _check_sum(world(), (0, 1, 2, 3), rank, CPU)
+    others = tuple(r for r in range(4) if r != rank)
+    _check_messages(world(), (0, 1, 2, 3), rank, others, others, CPU)
+    pairs: list[Any] = [dist.new_group(list(pair)) for pair in ((0, 1), (2, 3))]
+    _check_message(pairs[rank // 2], rank, sends=rank % 2 == 0, device=CPU)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_hetero.checkpoint.format.storage import read_index
+from megatron_hetero.checkpoint.format.index import INDEX, read_index
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.config.load import MOST_BYTES, read_yaml
 from megatron_hetero.config.schema import Config
@@ -82,7 +82,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "index": lambda path: read_index(path.parent),
     "manifest": lambda path: read_manifest(path.parent),
 }
-NAMES = {"record": "run.json", "index": ".metadata", "manifest": MANIFEST}
+NAMES = {"record": "run.json", "index": INDEX, "manifest": MANIFEST}
 
 
 @pytest.mark.parametrize("make, said", [(pipe, "a named pipe"), (zeros, "a device")])
@@ -93,7 +93,7 @@ def test_readers_refuse_what_is_no_file(kind: str, make: Callable[[Path], Path],
         READERS[kind](path)
 
 
-@pytest.mark.parametrize("kind", ["--config", "record", "manifest"])
+@pytest.mark.parametrize("kind", ["--config", "record", "index", "manifest"])
 def test_readers_refuse_what_is_too_large(kind: str, tmp_path: Path) -> None:
     path = sparse(tmp_path / NAMES.get(kind, "x"))
     with pytest.raises(UserError, match="1000000000000 bytes"):

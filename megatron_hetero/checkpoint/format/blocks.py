@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_hetero.hf.weight_map import Interval, Piece, WeightMap
+from megatron_hetero.hf.weight_map import Interval, TensorSlice, WeightMap
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class Block:
         return flat.as_strided(size, strides, int(flat.storage_offset()) + self.offset)
 
 
-def cut(pieces: Iterable[Piece], width: int, start: int, stop: int) -> Iterator[Block]:
-    """The blocks of elements [start, stop) of a parameter made of `pieces`, with rows of `width` elements. Offsets
+def cut(slices: Iterable[TensorSlice], width: int, start: int, stop: int) -> Iterator[Block]:
+    """The blocks of elements [start, stop) of a parameter made of `slices`, with rows of `width` elements. Offsets
     count from `start`; padding is skipped.
     """
-    for piece in pieces:
-        left = 0 if piece.columns is None else piece.columns[0]
-        used = width if piece.columns is None else piece.columns[1] - left
-        lines = (piece.at, piece.at + piece.rows[1] - piece.rows[0])
+    for tensor_slice in slices:
+        left = 0 if tensor_slice.columns is None else tensor_slice.columns[0]
+        used = width if tensor_slice.columns is None else tensor_slice.columns[1] - left
+        lines = (tensor_slice.at, tensor_slice.at + tensor_slice.rows[1] - tensor_slice.rows[0])
         for rows, columns in _rectangles(start, stop, width):
-            (top, bottom), (first, last) = _common(rows, lines), _common(columns, (0, used))
+            (top, bottom), (first, last) = common(rows, lines), common(columns, (0, used))
             if top < bottom and first < last:
-                shift = piece.rows[0] - piece.at
+                shift = tensor_slice.rows[0] - tensor_slice.at
                 yield Block(
-                    piece.name,
+                    tensor_slice.name,
                     (top + shift, bottom + shift),
                     (first + left, last + left),
                     top * width + first - start,
@@ -68,14 +68,18 @@ def cut(pieces: Iterable[Piece], width: int, start: int, stop: int) -> Iterator[
                 )
 
 
-def first_held(maps: Sequence[WeightMap], tp_rank: int) -> dict[str, tuple[Piece, ...]]:
-    """The pieces that `tp_rank` is the first of its tensor-parallel group to hold, each once. Over the group, they
+def first_held(maps: Sequence[WeightMap], tp_rank: int) -> dict[str, tuple[TensorSlice, ...]]:
+    """The slices that `tp_rank` is the first of its tensor-parallel group to hold, each once. Over the group, they
     cover every held element exactly once.
     """
-    seen = {piece.rectangle for m in maps[:tp_rank] for pieces in m.values() for piece in pieces}
-    own: dict[str, tuple[Piece, ...]] = {}
-    for name, pieces in maps[tp_rank].items():
-        new = {piece.rectangle: piece for piece in reversed(pieces) if piece.rectangle not in seen and not piece.empty}
+    seen = {tensor_slice.rectangle for m in maps[:tp_rank] for slices in m.values() for tensor_slice in slices}
+    own: dict[str, tuple[TensorSlice, ...]] = {}
+    for name, slices in maps[tp_rank].items():
+        new = {
+            tensor_slice.rectangle: tensor_slice
+            for tensor_slice in reversed(slices)
+            if tensor_slice.rectangle not in seen and not tensor_slice.empty
+        }
         own[name] = tuple(new.values())
         seen |= new.keys()
     return own
@@ -98,5 +102,6 @@ def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[Interval, I
         yield (last, last + 1), (0, end)
 
 
-def _common(a: Interval, b: Interval) -> Interval:
+def common(a: Interval, b: Interval) -> Interval:
+    """What two intervals have in common; if nothing, it does not begin before it ends."""
     return max(a[0], b[0]), min(a[1], b[1])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from megatron_hetero.config.optimizers import NONE, OPTIMIZERS
 from megatron_hetero.job import DTYPES
 
-_Check = Callable[[Any], bool]
+_Check = Callable[[object], bool]
 _MISSING = object()
 
 
-def require_fields(values: Any) -> None:
+def require_fields(values: object) -> None:
     """Check the values of a record, as JSON gives them. Raises `ValueError` naming the first field that is wrong."""
     runs = isinstance(values, dict) and values.get("imported_from") is None
     for name, fits in {**_ALWAYS, **(_OF_RUNS if runs else {})}.items():
@@ -23,7 +22,7 @@ def require_fields(values: Any) -> None:
             _require(name, found, fits)
 
 
-def _at(values: Any, name: str) -> Any:
+def _at(values: object, name: str) -> object:
     for part in name.split("."):
         if not isinstance(values, dict) or part not in values:
             return _MISSING
@@ -31,30 +30,30 @@ def _at(values: Any, name: str) -> Any:
     return values
 
 
-def _require(name: str, found: Any, fits: _Check) -> None:
+def _require(name: str, found: object, fits: _Check) -> None:
     if found is _MISSING:
         raise ValueError(f"{name} is missing")
     if not fits(found):
         raise ValueError(f"{name} cannot be {found!r:.80}")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_flag(value: Any) -> bool:
+def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and "\0" not in value
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: object) -> bool:
     return isinstance(value, str) and value in (NONE.name, *OPTIMIZERS)
 
 
-def _is_path(value: Any) -> bool:
+def _is_path(value: object) -> bool:
     return _is_text(value) and value != ""
 
 
@@ -74,7 +73,7 @@ def _with(**fields: _Check) -> _Check:
     return lambda value: all(fits(_at(value, name)) for name, fits in fields.items())
 
 
-def _is_dtype(value: Any) -> bool:
+def _is_dtype(value: object) -> bool:
     return _is_text(value) and value in DTYPES
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 # Positions are learned last, abruptly, between steps 150 and 300 depending on the seed; the other steps are margin.
 # With half of the pictures, the same steps fit the training pictures but generalize less.
 ITERS = 450
@@ -12,7 +10,7 @@ LEARNING_RATE = 2e-3
 WARMUP = 20
 
 
-def run_config(seed: int) -> dict[str, Any]:
+def run_config(seed: int) -> dict[str, dict[str, object]]:
     """The sections of `config.yaml`; paths are relative to its folder."""
     return {
         "model": {"hf_path": "model", "dtype": "float32"},

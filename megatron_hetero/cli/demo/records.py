@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_hetero.cli.demo.pictures import (
     Pair,
@@ -32,11 +31,11 @@ class Sample:
     answer: str
     scenes: tuple[Scene, ...]
 
-    def record(self, name: str) -> dict[str, Any]:
+    def record(self, name: str) -> dict[str, object]:
         """The LLaVA-style record; its pictures are named after it."""
         question = f"{IMAGE}\n" * len(self.scenes) + self.question
         turns = [{"from": "human", "value": question}, {"from": "gpt", "value": self.answer}]
-        record: dict[str, Any] = {"id": name, "conversations": turns}
+        record: dict[str, object] = {"id": name, "conversations": turns}
         files = self.files(name)
         if files:
             record["image"] = files[0] if len(files) == 1 else files

@@ -10,7 +10,7 @@ assigned to the members of `cp` first, the tokens of each of them to the members
 
     own tokens, own heads    -- sp: heads for tokens -->    the cp member's tokens, 1 / sp of the heads
                              -- cp: gather keys ------->    and the keys and values that these tokens see
-                             -- attention, on pieces -->
+                             -- attention, on segments -->
                              -- sp: tokens for heads -->    own tokens, own heads
 
 A forward pass takes two all-to-alls where sp > 1 and one all-gather where cp > 1; the backward pass two all-to-alls and
@@ -34,11 +34,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_hetero.distributed.module_groups import ModuleGroups
 from megatron_hetero.distributed.platform import on_device
-from megatron_hetero.distributed.topology import ModuleGroups
 from megatron_hetero.models.common.exchange import gather_keys, ulysses_gather_heads, ulysses_scatter_heads
 from megatron_hetero.models.common.kernels import HALF, Kernel, kernel_for
-from megatron_hetero.models.common.segments import Segments
+from megatron_hetero.models.common.segments import PackedSegments
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -47,15 +47,15 @@ CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 class AttentionPlan:
     """What Megatron's layers carry as `packed_seq_params` to `PackedSelfAttention`.
 
-    `full` are the pieces of this rank's context-parallel member. `sp_lengths`: tokens without padding of each `sp`
+    `full` are the segments of this rank's context-parallel member. `sp_lengths`: tokens without padding of each `sp`
     member of that one, `cp_lengths`: tokens of each `cp` member. `windows` are the sequences of this rank's own shard,
     for layers that attend locally.
     """
 
-    full: Segments
+    full: PackedSegments
     sp_lengths: tuple[int, ...]
     cp_lengths: tuple[int, ...]
-    windows: Segments | None = None
+    windows: PackedSegments | None = None
 
 
 @lru_cache(maxsize=16)
@@ -98,10 +98,16 @@ class TorchAttention(torch.nn.Module):
         self.kernel = kernel
 
     def forward(
-        self, q_nHD: Tensor, k_KHD: Tensor, v_KHD: Tensor, attention_mask: None = None, *, packed_seq_params: Segments,
+        self,
+        q_nHD: Tensor,
+        k_KHD: Tensor,
+        v_KHD: Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedSegments,
         **_: Any,
-    ) -> Tensor:  # fmt: skip
-        """Attention inside each piece of `packed_seq_params`; returns [n, H * D]."""
+    ) -> Tensor:
+        """Attention inside each segment of `packed_seq_params`; returns [n, H * D]."""
         kernel = self.kernel or kernel_for(q_nHD.device, q_nHD.dtype, q_nHD.shape[2])
         return kernel(q_nHD, k_KHD, v_KHD, packed_seq_params, causal=self.causal, scale=self.scale).flatten(1)
 
@@ -132,7 +138,7 @@ class PackedSelfAttention(SelfAttention):
         pg_collection: ModuleGroups | None = None,
         windowed: bool = False,
     ):
-        assert pg_collection is not None
+        assert pg_collection is not None, "Megatron passes the groups of its layer specification"
         sp, context = pg_collection.sp, pg_collection.context
         exchanges = not windowed and (sp.size() > 1 or context.size() > 1)
         submodules = replace(
@@ -181,7 +187,7 @@ class PackedSelfAttention(SelfAttention):
     def _padded_length(self, hidden_states: Tensor) -> int:
         return hidden_states.shape[0] * (self.tp_group.size() if self.config.sequence_parallel else 1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: PackedSegments | None) -> Tensor:
         if not len(q):
             # No kernel accepts that. Gradients (of zero) flow, so that the backward pass takes part in all exchanges.
             return q.flatten(1) + (k[:0].sum() + v[:0].sum())
@@ -191,7 +197,7 @@ class PackedSelfAttention(SelfAttention):
 
 
 def attend_across(
-    attend: Callable[[Tensor, Tensor, Tensor, Segments], Tensor],
+    attend: Callable[[Tensor, Tensor, Tensor, PackedSegments], Tensor],
     q_nHD: Tensor,
     k_nHD: Tensor,
     v_nHD: Tensor,
@@ -207,7 +213,7 @@ def attend_across(
     if sp.size() > 1:
         q, k, v = ulysses_scatter_heads(q, k, v, plan.sp_lengths, sp)
     if context.size() > 1:
-        assert plan.full.key_index is not None, "pieces of one member alone, under cp"
+        assert plan.full.key_index is not None, "segments of one member alone, under cp"
         k, v = gather_keys(k, v, plan.cp_lengths, plan.full.key_index, context)
     out = attend(q, k, v, plan.full)
     return ulysses_gather_heads(out, plan.sp_lengths, sp) if sp.size() > 1 else out

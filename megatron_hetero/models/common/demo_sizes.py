@@ -20,7 +20,7 @@ class DemoSizes:
     text_heads: int = 4
     text_kv_heads: int = 2
     # Small models learn in fewer steps from larger weights than the real ones' 0.02, and in pictures of a few tokens
-    # they tell positions apart by faster rotations than theirs, which serve thousands.
+    # they need faster rotations to distinguish positions than the real ones', which serve thousands.
     initializer_range: float = 0.1
     rope_theta: float = 8.0
 

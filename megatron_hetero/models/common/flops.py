@@ -21,7 +21,7 @@ class VisionFlopShape:
 
     `patch_elements` is the input of the patch embedding, `merge` the number of patches in a merged row,
     `full_layers` the number of the layers with attention over the whole image, `out` the merger's output width.
-    `gated`: the MLP has a gate. `more_mergers`: how many of the layers have a merger of their own, besides the last.
+    `gated`: the MLP has a gate. `more_mergers`: how many layers before the last have a merger of their own.
     """
 
     layers: int
@@ -49,7 +49,7 @@ class TextFlopShape:
 
 @dataclass(frozen=True)
 class Passes:
-    """Which gradients a part computes, besides its forward pass: of its input, of its weights.
+    """Which gradients a part computes, in addition to its forward pass: of its input, of its weights.
 
     Both for a part that trains behind others that train; `inputs` only for a frozen part behind others that
     train; neither for a frozen part with nothing that trains before it.

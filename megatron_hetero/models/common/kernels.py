@@ -1,11 +1,11 @@
-"""What computes attention inside the pieces of a pack, and which of it runs where.
+"""What computes attention inside the segments of a pack, and which of it runs where.
 
 Shape suffixes: n tokens of queries, K of keys, H heads of this rank, h of them for keys and values (a divisor of H),
 D elements per head.
 
-    flash_attn   one launch for all pieces, by the package flash-attn
-    torch_flash  one launch for all pieces, by the flash kernel that PyTorch brings
-    bucketed     one call of PyTorch's fused attention for all pieces of one shape, on any device and in any precision
+    flash_attn   one launch for all segments, by the package flash-attn
+    torch_flash  one launch for all segments, by the flash kernel that PyTorch brings
+    bucketed     one call of PyTorch's fused attention for all segments of one shape, on any device and in any precision
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hetero.models.common.optional import FLASH_ATTN, find, unusable
-from megatron_hetero.models.common.segments import Bucket, Segments
+from megatron_hetero.models.common.segments import PackedSegments, ShapeBucket
 
 HALF = (torch.bfloat16, torch.float16)
 # Limits of the flash kernel in PyTorch and in flash-attn 2: aten/src/ATen/native/transformers/cuda/flash_attn/
@@ -32,14 +32,21 @@ KernelName = Literal["flash_attn", "torch_flash", "bucketed"]
 
 
 class Kernel(Protocol):
-    """Attention inside each piece of `segments`, [n, H, D]. Causal pieces end with their last query and last key.
+    """Attention inside each segment of `segments`, [n, H, D]. Causal segments end with their last query and last key.
 
     `scale`: of the scores; 1 / sqrt(D) where None.
     """
 
     def __call__(  # noqa: D102 (above)
-        self, q_nHD: Tensor, k_KhD: Tensor, v_KhD: Tensor, segments: Segments, *, causal: bool, scale: float | None
-    ) -> Tensor: ...  # fmt: skip
+        self,
+        q_nHD: Tensor,
+        k_KhD: Tensor,
+        v_KhD: Tensor,
+        segments: PackedSegments,
+        *,
+        causal: bool,
+        scale: float | None,
+    ) -> Tensor: ...
 
 
 def choose_kernel(
@@ -77,7 +84,7 @@ def torch_flash(
     q_nHD: Tensor,
     k_KhD: Tensor,
     v_KhD: Tensor,
-    segments: Segments,
+    segments: PackedSegments,
     *,
     causal: bool,
     scale: float | None,
@@ -88,8 +95,8 @@ def torch_flash(
 
     It takes fewer heads for keys and values, in the backward pass too (their gradients are summed over the query heads
     that share them), wants int32 offsets, elements of a head side by side and a multiple of 8 of them, and aligns
-    causal pieces at the last query and key: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
-    `mha_varlen_fwd` and `mha_varlen_bwd`; mask.h beside it, `Mask::apply_mask`.
+    causal segments at the last query and key: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
+    `mha_varlen_fwd` and `mha_varlen_bwd`; mask.h in the same folder, `Mask::apply_mask`.
     """
     op = op or torch.ops.aten._flash_attention_forward
     dim = q_nHD.shape[2]
@@ -113,7 +120,7 @@ def flash_attn(
     q_nHD: Tensor,
     k_KhD: Tensor,
     v_KhD: Tensor,
-    segments: Segments,
+    segments: PackedSegments,
     *,
     causal: bool,
     scale: float | None,
@@ -136,11 +143,11 @@ def flash_attn(
 
 
 def bucketed(
-    q_nHD: Tensor, k_KhD: Tensor, v_KhD: Tensor, segments: Segments, *, causal: bool, scale: float | None
+    q_nHD: Tensor, k_KhD: Tensor, v_KhD: Tensor, segments: PackedSegments, *, causal: bool, scale: float | None
 ) -> Tensor:
     """By PyTorch's `scaled_dot_product_attention`, called once for each bucket of `segments`."""
-    queries = [bucket.queries * bucket.pieces for bucket in segments.buckets]
-    keys = [bucket.keys * bucket.pieces for bucket in segments.buckets]
+    queries = [bucket.queries * bucket.segments for bucket in segments.buckets]
+    keys = [bucket.keys * bucket.segments for bucket in segments.buckets]
     q_parts = _ordered(q_nHD, segments.order).split(queries)
     k_parts, v_parts = (_ordered(x, segments.key_order).split(keys) for x in (k_KhD, v_KhD))
     inputs = zip(q_parts, k_parts, v_parts, segments.buckets, strict=True)
@@ -154,10 +161,10 @@ def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _bucket(
-    q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, segments: Segments, causal: bool, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, bucket: ShapeBucket, segments: PackedSegments, causal: bool, scale: float | None
 ) -> Tensor:
-    q, k, v = (x.unflatten(0, (bucket.pieces, -1)).transpose(1, 2) for x in (q, k, v))
-    # `is_causal` of this function aligns at the first query and key. The one query of a piece sees all its keys.
+    q, k, v = (x.unflatten(0, (bucket.segments, -1)).transpose(1, 2) for x in (q, k, v))
+    # `is_causal` of this function aligns at the first query and key. The one query of a segment sees all its keys.
     masked = causal and 1 < bucket.queries < bucket.keys
     out = F.scaled_dot_product_attention(
         q,

@@ -28,11 +28,6 @@ class OptionalPackage:
     versions: str
     imports: tuple[str, ...]
 
-    @property
-    def requirement(self) -> str:
-        """As pip takes it, for example `flash-attn>=2.1,<3`."""
-        return self.name + self.versions
-
 
 TRANSFORMER_ENGINE = OptionalPackage(
     # What megatron-core 0.16.1 asks for in its own extra `dev`.

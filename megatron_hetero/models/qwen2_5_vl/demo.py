@@ -19,14 +19,14 @@ SYSTEM_PROMPT = "You are a helpful assistant."
 CHAT_TEMPLATE = chat_template(SYSTEM_PROMPT)
 
 
-def write_model(folder: Path, corpus: Iterable[str], shape: DemoSizes, seed: int) -> None:
+def write_model(folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int) -> None:
     """Write config, weights, tokenizer and image processor into `folder` as `save_pretrained` does. `corpus`: all text
-    that the tokenizer will meet besides what the template writes.
+    that the tokenizer will meet in addition to what the template writes.
     """
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     tokenizer = train_tokenizer([SYSTEM_PROMPT, "system user assistant", *corpus])
-    config = model_config(shape, tokenizer)
+    config = model_config(sizes, tokenizer)
     writing.write_folder(
         folder, writing.build_model(Qwen2_5_VLForConditionalGeneration, config, tokenizer, seed), tokenizer
     )
@@ -40,31 +40,31 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int = 384) -> Qwen2Tokeni
     return writing.train_tokenizer(Qwen2Tokenizer, corpus, vocab_size, CHAT_TEMPLATE)
 
 
-def model_config(shape: DemoSizes, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
-    """The configuration of a model of this shape with this tokenizer."""
+def model_config(sizes: DemoSizes, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
+    """The configuration of a model of these sizes with this tokenizer."""
     from transformers import Qwen2_5_VLConfig
 
-    sections = {"mrope_section": mrope_section(shape.text_hidden // shape.text_heads)}
+    sections = {"mrope_section": mrope_section(sizes.text_hidden // sizes.text_heads)}
     return Qwen2_5_VLConfig(
-        vision_config=_vision_config(shape),
-        text_config=writing.text_config(shape, tokenizer, sections),
+        vision_config=_vision_config(sizes),
+        text_config=writing.text_config(sizes, tokenizer, sections),
         tie_word_embeddings=True,
         **writing.token_ids(tokenizer),
     )
 
 
-def _vision_config(shape: DemoSizes) -> dict[str, Any]:
+def _vision_config(sizes: DemoSizes) -> dict[str, Any]:
     return {
-        "depth": shape.vision_layers,
-        "hidden_size": shape.vision_hidden,
-        "intermediate_size": 2 * shape.vision_hidden,
-        "num_heads": shape.vision_heads,
-        "out_hidden_size": shape.text_hidden,
+        "depth": sizes.vision_layers,
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "num_heads": sizes.vision_heads,
+        "out_hidden_size": sizes.text_hidden,
         "patch_size": 14,
         "window_size": 112,
         # Full attention in every second layer, the last one included.
-        "fullatt_block_indexes": list(range(shape.vision_layers - 1, -1, -2))[::-1],
-        "initializer_range": shape.initializer_range,
+        "fullatt_block_indexes": list(range(sizes.vision_layers - 1, -1, -2))[::-1],
+        "initializer_range": sizes.initializer_range,
     }
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from megatron_hetero.files.json_objects import Table
-from megatron_hetero.hf.weight_map import WeightMap
-from megatron_hetero.models.common.demo_sizes import DemoSizes
 from megatron_hetero.models.common.images.family import PictureFamily
-from megatron_hetero.models.family import Family, TensorShapes
+from megatron_hetero.models.family import Family
 from megatron_hetero.models.qwen2_5_vl import checks, demo, joining, shapes, weights
 from megatron_hetero.models.qwen2_5_vl.config_rules import CONFIG
-from megatron_hetero.models.qwen2_5_vl.shapes import FAMILY, TextShape, VisionShape
-from megatron_hetero.sharding.stages import Stage
+from megatron_hetero.models.qwen2_5_vl.shapes import FAMILY, VisionShape
 
 
 class Qwen25VL(PictureFamily):
@@ -35,28 +30,21 @@ class Qwen25VL(PictureFamily):
 
         return Qwen2_5_VLForConditionalGeneration
 
-    def check_encoder(self, folder: Path, config: Any) -> None:
-        checks.check_vision(folder, config)
-
-    def check_text(self, folder: Path, config: Any) -> None:
-        checks.check_text(folder, config)
-
-    def joined(self, own: Any, encoder: Any, text_alone: bool) -> Any:
-        return joining.joined(own, encoder, text_alone)
+    check_encoder = staticmethod(checks.check_vision)
+    check_text = staticmethod(checks.check_text)
+    joined = staticmethod(joining.joined)
 
     def encoder_shape(self, config: Any) -> VisionShape:
         return shapes.vision_shape(config.vision_config)
 
-    def text_shape(self, config: Any) -> TextShape:
-        return shapes.text_shape(config)
+    text_shape = staticmethod(shapes.text_shape)
 
     def image_processor_class(self) -> type:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         return Qwen2VLImageProcessorPil
 
-    def write_demo(self, folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int) -> None:
-        demo.write_model(folder, corpus, sizes, seed)
+    write_demo = staticmethod(demo.write_model)
 
     def encoder_model(self) -> type:
         from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
@@ -71,17 +59,10 @@ class Qwen25VL(PictureFamily):
     def published_name(self, name: str) -> str:
         return name
 
-    def encoder_tensors(self, shape: VisionShape) -> TensorShapes:
-        return weights.encoder_tensors(shape)
-
-    def text_tensors(self, shape: TextShape) -> TensorShapes:
-        return weights.text_tensors(shape)
-
-    def encoder_map(self, prefix: str, shape: VisionShape, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
-        return weights.encoder_map(prefix, shape, tp_rank, tp, stage)
-
-    def text_map(self, shape: TextShape, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
-        return weights.text_map(shape, tp_rank, tp, stage)
+    encoder_tensors = staticmethod(weights.encoder_tensors)
+    text_tensors = staticmethod(weights.text_tensors)
+    encoder_map = staticmethod(weights.encoder_map)
+    text_map = staticmethod(weights.text_map)
 
 
 QWEN2_5_VL: Family = Qwen25VL()

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_hetero.models.common.images.geometry import patch_places
-from megatron_hetero.sharding.items import Size
+from megatron_hetero.models.common.images.size import ImageSize
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +36,9 @@ class ImageGeometry:
 
 
 @lru_cache(maxsize=1024)
-def image_geometry(grid: Size, merge: int, window: int) -> ImageGeometry:
-    """The geometry of an image of `grid` patches (frames, rows, columns), with `window` units a side per window."""
-    frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
+def image_geometry(size: ImageSize, merge: int, window: int) -> ImageGeometry:
+    """The geometry of an image of that size, with `window` units a side per window."""
+    frames, rows, columns = size[0], size[1] // merge, size[2] // merge
     frame, row, column = np.indices((frames, rows, columns))
     across, down = -(-columns // window), -(-rows // window)
     window_of = ((frame * down + row // window) * across + column // window).ravel()

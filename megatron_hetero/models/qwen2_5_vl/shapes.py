@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from megatron_hetero.models.common.flops import TextFlopShape, VisionFlopShape
-from megatron_hetero.models.common.images.shape import ImageSizes
-from megatron_hetero.models.common.language_shape import kv_copies, text_flop_shape
+from megatron_hetero.models.common.flops import VisionFlopShape
+from megatron_hetero.models.common.images.shape import ImageEncoderShape
+from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.language_shape import LanguageModelShape
 from megatron_hetero.models.family import LayerKind
 from megatron_hetero.models.qwen2_5_vl.geometry import ImageGeometry, image_geometry
 from megatron_hetero.names import ROWS
-from megatron_hetero.sharding.items import Size
 
 FAMILY = "qwen2_5_vl"
 DEFAULT_SECTIONS = (16, 24, 24)
@@ -21,24 +21,17 @@ DEFAULT_SECTIONS = (16, 24, 24)
 
 
 @dataclass(frozen=True)
-class VisionShape(ImageSizes):
-    """The vision encoder with its merger (`projector`). Sizes in elements; `window` in merged units per side."""
+class VisionShape(ImageEncoderShape):
+    """The vision encoder with its merger (`projector`)."""
 
-    layers: int
-    hidden: int
-    heads: int
-    ffn: int
-    channels: int
-    patch: int
-    temporal_patch: int
-    merge: int
     window: int
+    """Units per side of a window."""
     full_layers: frozenset[int]
-    out_hidden: int
-    rope_theta: float
 
-    norm_eps: float = 1e-6
-    family: str = FAMILY
+    @property
+    def family(self) -> str:
+        """The `model_type` of its family."""
+        return FAMILY
 
     @property
     def layer_kind(self) -> LayerKind:
@@ -55,11 +48,11 @@ class VisionShape(ImageSizes):
         """Rows alone."""
         return {ROWS: self.layers - 1}
 
-    def order(self, size: Size) -> ImageGeometry:
+    def order(self, size: ImageSize) -> ImageGeometry:
         """The image in window order."""
         return image_geometry(size, self.merge, self.window)
 
-    def windows(self, size: Size) -> list[int]:
+    def windows(self, size: ImageSize) -> list[int]:
         """Patches of each window of local attention."""
         return (self.order(size).windows * self.unit).tolist()
 
@@ -86,21 +79,13 @@ def _flops_per_patch(shape: VisionShape) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class TextShape:
-    """The language model. `tied` means that the head shares the embedding's weight."""
+class TextShape(LanguageModelShape):
+    """The language model."""
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    tied: bool
-    rope_theta: float
-    mrope_section: tuple[int, ...]
-    norm_eps: float
-    max_positions: int
-    family: str = FAMILY
+    @property
+    def family(self) -> str:
+        """The `model_type` of its family."""
+        return FAMILY
 
     @property
     def layer_kind(self) -> LayerKind:
@@ -108,22 +93,9 @@ class TextShape:
         return LayerKind()
 
     @property
-    def head_dim(self) -> int:
-        """Elements of one attention head."""
-        return self.hidden // self.heads
-
-    @property
     def turns(self) -> tuple[int, ...]:
         """For each rotary frequency the position that it turns with: a section for time, for height, for width."""
         return tuple(dim for dim, count in enumerate(self.mrope_section) for _ in range(count))
-
-    def flop_shape(self, layers: int, head: bool) -> TextFlopShape:
-        """What the operations of some of the layers depend on."""
-        return text_flop_shape(self, layers, head)
-
-    def kv_copies(self, tp: int) -> int:
-        """How often each key/value head is held under `tp`."""
-        return kv_copies(self.kv_heads, tp)
 
     def entry_layer(self, output: str) -> int | None:
         """Rows take the place of embeddings; nothing enters deeper."""
@@ -132,36 +104,14 @@ class TextShape:
 
 def vision_shape(vision: Any) -> VisionShape:
     """Of the configuration `vision_config`."""
-    return VisionShape(
-        layers=vision.depth,
-        hidden=vision.hidden_size,
-        heads=vision.num_heads,
-        ffn=vision.intermediate_size,
-        channels=vision.in_channels,
-        patch=vision.patch_size,
-        temporal_patch=vision.temporal_patch_size,
-        merge=vision.spatial_merge_size,
+    return VisionShape.of(
+        vision,
         window=vision.window_size // vision.spatial_merge_size // vision.patch_size,
         full_layers=frozenset(vision.fullatt_block_indexes),
-        out_hidden=vision.out_hidden_size,
-        rope_theta=float(vision.rope_parameters["rope_theta"]),
     )
 
 
 def text_shape(config: Any) -> TextShape:
     """Of the configuration of a whole model."""
     text = config.text_config
-    rope = text.rope_parameters
-    return TextShape(
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        heads=text.num_attention_heads,
-        kv_heads=text.num_key_value_heads,
-        ffn=text.intermediate_size,
-        vocab=text.vocab_size,
-        tied=bool(config.tie_word_embeddings),
-        rope_theta=float(rope["rope_theta"]),
-        mrope_section=tuple(rope.get("mrope_section", DEFAULT_SECTIONS)),
-        norm_eps=text.rms_norm_eps,
-        max_positions=text.max_position_embeddings,
-    )
+    return TextShape.of(config, text.hidden_size // text.num_attention_heads, DEFAULT_SECTIONS)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_hetero.hf.weight_map import Piece, WeightMap, share
+from megatron_hetero.hf.weight_map import TensorSlice, WeightMap, share
 from megatron_hetero.models.common.weights import text
-from megatron_hetero.models.common.weights.pieces import columns, gate_and_up, whole
+from megatron_hetero.models.common.weights.slices import columns, gate_and_up, whole
 from megatron_hetero.models.common.weights.vision import (
     KINDS,
     attention_map,
@@ -54,21 +54,21 @@ def _layer_shapes(v: VisionShape) -> TensorShapes:
 
 def encoder_map(prefix: str, v: VisionShape, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
     """The map of what `stage` of an encoder holds on one rank of a tensor-parallel group of `tp`."""
-    result: dict[str, tuple[Piece, ...]] = {}
+    result: dict[str, tuple[TensorSlice, ...]] = {}
     if stage.is_first:
         result["patch_embed.weight"] = whole(prefix + "patch_embed.proj.weight", v.hidden)
     for i in stage.layers:
         layer = _layer_map(f"{prefix}blocks.{i}.", v, tp_rank, tp)
-        result |= {f"{LAYERS}{i}.{name}": pieces for name, pieces in layer.items()}
+        result |= {f"{LAYERS}{i}.{name}": slices for name, slices in layer.items()}
     if stage.is_last:
         stored = prefix + "merger."
         result["merger.norm.weight"] = whole(stored + "ln_q.weight", v.hidden)
         linears = merger_map(v, stored + _MLP[0], stored + _MLP[1], tp_rank, tp)
-        result |= {f"merger.{name}": pieces for name, pieces in linears.items()}
+        result |= {f"merger.{name}": slices for name, slices in linears.items()}
     return result
 
 
-def _layer_map(stored: str, v: VisionShape, tp_rank: int, tp: int) -> dict[str, tuple[Piece, ...]]:
+def _layer_map(stored: str, v: VisionShape, tp_rank: int, tp: int) -> dict[str, tuple[TensorSlice, ...]]:
     result = {
         "input_layernorm.weight": whole(stored + "norm1.weight", v.hidden),
         "pre_mlp_layernorm.weight": whole(stored + "norm2.weight", v.hidden),

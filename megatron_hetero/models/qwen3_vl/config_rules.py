@@ -12,12 +12,12 @@ from megatron_hetero.models.common.configuration.rules import LANGUAGE, ROPE, SI
 INTERLEAVED = replace(
     one_of(True),
     because="height, width and time take rotary frequencies in turns",
-    fix="take a model that was trained that way",
+    fix="use a model that was trained that way",
 )
 WITHOUT_BIAS = replace(
     one_of(False, None),
     because="queries, keys and values of this family have no bias",
-    fix="take a model without, as the published ones are",
+    fix="use a model without them, such as the published ones",
 )
 _ROPE: Table = {**ROPE, "mrope_interleaved": INTERLEAVED}
 _VISION: Table = {**VISION, "num_position_embeddings": whole(1, 2**20), "deepstack_visual_indexes": SOME_LAYERS}

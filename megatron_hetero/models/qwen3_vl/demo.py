@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 CHAT_TEMPLATE = chat_template()
 
 
-def write_model(folder: Path, corpus: Iterable[str], shape: DemoSizes, seed: int) -> None:
+def write_model(folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int) -> None:
     """Write config, weights, tokenizer and image processor into `folder` as `save_pretrained` does. `corpus`: all text
-    that the tokenizer will meet besides what the template writes.
+    that the tokenizer will meet in addition to what the template writes.
     """
     from transformers import Qwen3VLForConditionalGeneration
 
     tokenizer = train_tokenizer(["user assistant", *corpus])
-    config = model_config(shape, tokenizer)
+    config = model_config(sizes, tokenizer)
     writing.write_folder(
         folder, writing.build_model(Qwen3VLForConditionalGeneration, config, tokenizer, seed), tokenizer
     )
@@ -42,32 +42,32 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int = 384) -> Qwen2Tokeni
     return writing.train_tokenizer(Qwen2Tokenizer, corpus, vocab_size, CHAT_TEMPLATE)
 
 
-def model_config(shape: DemoSizes, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
-    """The configuration of a model of this shape with this tokenizer."""
+def model_config(sizes: DemoSizes, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
+    """The configuration of a model of these sizes with this tokenizer."""
     from transformers import Qwen3VLConfig
 
-    size_of_heads = shape.text_hidden // shape.text_heads
-    text = writing.text_config(shape, tokenizer, rope_settings(size_of_heads))
+    size_of_heads = sizes.text_hidden // sizes.text_heads
+    text = writing.text_config(sizes, tokenizer, rope_settings(size_of_heads))
     return Qwen3VLConfig(
-        vision_config=_vision_config(shape),
+        vision_config=_vision_config(sizes),
         text_config=text | {"head_dim": size_of_heads},
         tie_word_embeddings=True,
         **writing.token_ids(tokenizer),
     )
 
 
-def _vision_config(shape: DemoSizes) -> dict[str, Any]:
+def _vision_config(sizes: DemoSizes) -> dict[str, Any]:
     return {
-        "depth": shape.vision_layers,
-        "hidden_size": shape.vision_hidden,
-        "intermediate_size": 2 * shape.vision_hidden,
-        "num_heads": shape.vision_heads,
-        "out_hidden_size": shape.text_hidden,
+        "depth": sizes.vision_layers,
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "num_heads": sizes.vision_heads,
+        "out_hidden_size": sizes.text_hidden,
         "patch_size": 16,
         "num_position_embeddings": 16**2,
         # As many as the language model has layers for, three at most, as in published models.
-        "deepstack_visual_indexes": list(range(min(3, shape.vision_layers - 1, shape.text_layers))),
-        "initializer_range": shape.initializer_range,
+        "deepstack_visual_indexes": list(range(min(3, sizes.vision_layers - 1, sizes.text_layers))),
+        "initializer_range": sizes.initializer_range,
     }
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_hetero.models.common.images.geometry import patch_places
-from megatron_hetero.sharding.items import Size
+from megatron_hetero.models.common.images.size import ImageSize
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +37,8 @@ class RasterOrder:
 
 
 @lru_cache(maxsize=1024)
-def raster_order(grid: Size, merge: int) -> RasterOrder:
-    """The order of an image of `grid` patches (frames, rows, columns)."""
-    frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
+def raster_order(size: ImageSize, merge: int) -> RasterOrder:
+    """The order of an image of that size."""
+    frames, rows, columns = size[0], size[1] // merge, size[2] // merge
     units = np.arange(frames * rows * columns, dtype=np.int32)
     return RasterOrder(units, np.ones_like(units), rows, columns, merge)

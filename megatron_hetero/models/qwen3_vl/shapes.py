@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from megatron_hetero.models.common.flops import TextFlopShape, VisionFlopShape
-from megatron_hetero.models.common.images.shape import ImageSizes
-from megatron_hetero.models.common.language_shape import kv_copies, text_flop_shape
+from megatron_hetero.models.common.flops import VisionFlopShape
+from megatron_hetero.models.common.images.shape import ImageEncoderShape
+from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.language_shape import LanguageModelShape
 from megatron_hetero.models.family import LayerKind
 from megatron_hetero.models.qwen3_vl.geometry import RasterOrder, raster_order
 from megatron_hetero.names import ROWS
-from megatron_hetero.sharding.items import Size
 
 FAMILY = "qwen3_vl"
 DEFAULT_SECTIONS = (24, 20, 20)
@@ -25,26 +25,18 @@ DEEPSTACK = "deepstack."
 
 
 @dataclass(frozen=True)
-class VisionShape(ImageSizes):
-    """The vision encoder with its mergers (`projector`). Sizes in elements; `table_side`: places per side of the
-    learned table of positions; `deepstack`: the layers whose outputs are merged besides the last one's, in order.
-    """
+class VisionShape(ImageEncoderShape):
+    """The vision encoder with its mergers (`projector`)."""
 
-    layers: int
-    hidden: int
-    heads: int
-    ffn: int
-    channels: int
-    patch: int
-    temporal_patch: int
-    merge: int
     table_side: int
+    """Places per side of the learned table of positions."""
     deepstack: tuple[int, ...]
-    out_hidden: int
-    rope_theta: float
+    """The layers before the last whose outputs are merged too, in order."""
 
-    norm_eps: float = 1e-6
-    family: str = FAMILY
+    @property
+    def family(self) -> str:
+        """The `model_type` of its family."""
+        return FAMILY
 
     @property
     def layer_kind(self) -> LayerKind:
@@ -66,11 +58,11 @@ class VisionShape(ImageSizes):
         """All layers."""
         return range(self.layers)
 
-    def order(self, size: Size) -> RasterOrder:
+    def order(self, size: ImageSize) -> RasterOrder:
         """The image in raster order."""
         return raster_order(size, self.merge)
 
-    def windows(self, size: Size) -> list[int]:
+    def windows(self, size: ImageSize) -> list[int]:
         """Patches of each unit: no attention is local, so that any cut will do."""
         return [self.unit] * self.rows(size)
 
@@ -102,22 +94,13 @@ def _flops_per_patch(shape: VisionShape) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class TextShape:
-    """The language model. `tied` means that the head shares the embedding's weight."""
+class TextShape(LanguageModelShape):
+    """The language model."""
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    tied: bool
-    rope_theta: float
-    mrope_section: tuple[int, ...]
-    norm_eps: float
-    max_positions: int
-    family: str = FAMILY
+    @property
+    def family(self) -> str:
+        """The `model_type` of its family."""
+        return FAMILY
 
     @property
     def layer_kind(self) -> LayerKind:
@@ -130,14 +113,6 @@ class TextShape:
         sections of height and width are used up.
         """
         return tuple(i % 3 if i % 3 and i < 3 * self.mrope_section[i % 3] else 0 for i in range(self.head_dim // 2))
-
-    def flop_shape(self, layers: int, head: bool) -> TextFlopShape:
-        """What the operations of some of the layers depend on."""
-        return text_flop_shape(self, layers, head)
-
-    def kv_copies(self, tp: int) -> int:
-        """How often each key/value head is held under `tp`."""
-        return kv_copies(self.kv_heads, tp)
 
     def entry_layer(self, output: str) -> int | None:
         """Rows take the place of embeddings; those of the encoder's earlier layers are added after as many layers of
@@ -152,37 +127,10 @@ class TextShape:
 
 def vision_shape(vision: Any) -> VisionShape:
     """Of the configuration `vision_config`."""
-    return VisionShape(
-        layers=vision.depth,
-        hidden=vision.hidden_size,
-        heads=vision.num_heads,
-        ffn=vision.intermediate_size,
-        channels=vision.in_channels,
-        patch=vision.patch_size,
-        temporal_patch=vision.temporal_patch_size,
-        merge=vision.spatial_merge_size,
-        table_side=math.isqrt(vision.num_position_embeddings),
-        deepstack=tuple(vision.deepstack_visual_indexes),
-        out_hidden=vision.out_hidden_size,
-        rope_theta=float(vision.rope_parameters["rope_theta"]),
-    )
+    side, deepstack = math.isqrt(vision.num_position_embeddings), tuple(vision.deepstack_visual_indexes)
+    return VisionShape.of(vision, table_side=side, deepstack=deepstack)
 
 
 def text_shape(config: Any) -> TextShape:
     """Of the configuration of a whole model."""
-    text = config.text_config
-    rope = text.rope_parameters
-    return TextShape(
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        heads=text.num_attention_heads,
-        kv_heads=text.num_key_value_heads,
-        head_dim=text.head_dim,
-        ffn=text.intermediate_size,
-        vocab=text.vocab_size,
-        tied=bool(config.tie_word_embeddings),
-        rope_theta=float(rope["rope_theta"]),
-        mrope_section=tuple(rope.get("mrope_section", DEFAULT_SECTIONS)),
-        norm_eps=text.rms_norm_eps,
-        max_positions=text.max_position_embeddings,
-    )
+    return TextShape.of(config, config.text_config.head_dim, DEFAULT_SECTIONS)

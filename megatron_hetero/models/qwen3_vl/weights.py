@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_hetero.hf.weight_map import Piece, WeightMap, share, stack
+from megatron_hetero.hf.weight_map import TensorSlice, WeightMap, share, stack
 from megatron_hetero.models.common.weights import text
-from megatron_hetero.models.common.weights.pieces import columns, whole
+from megatron_hetero.models.common.weights.slices import columns, whole
 from megatron_hetero.models.common.weights.vision import (
     KINDS,
     attention_map,
@@ -76,12 +76,12 @@ def _layer_shapes(v: VisionShape) -> TensorShapes:
 
 def encoder_map(prefix: str, v: VisionShape, tp_rank: int, tp: int, stage: Stage) -> WeightMap:
     """The map of what `stage` of an encoder holds on one rank of a tensor-parallel group of `tp`."""
-    result: dict[str, tuple[Piece, ...]] = {}
+    result: dict[str, tuple[TensorSlice, ...]] = {}
     if stage.is_first:
         result = {f"patch_embed.{kind}": whole(f"{prefix}patch_embed.proj.{kind}", v.hidden) for kind in KINDS}
     for i in stage.layers:
         layer = _layer_map(f"{prefix}blocks.{i}.", v, tp_rank, tp)
-        result |= {f"{LAYERS}{i}.{name}": pieces for name, pieces in layer.items()}
+        result |= {f"{LAYERS}{i}.{name}": slices for name, slices in layer.items()}
     if stage.is_last:
         result |= _merger_map("merger.", prefix, v, v.hidden, tp_rank, tp)
     if stage.is_first:
@@ -92,21 +92,21 @@ def encoder_map(prefix: str, v: VisionShape, tp_rank: int, tp: int, stage: Stage
     return result
 
 
-def _norm_map(own: str, stored: str, width: int) -> dict[str, tuple[Piece, ...]]:
+def _norm_map(own: str, stored: str, width: int) -> dict[str, tuple[TensorSlice, ...]]:
     return {f"{own}.{kind}": whole(f"{stored}.{kind}", width) for kind in KINDS}
 
 
 def _merger_map(
     name: str, prefix: str, v: VisionShape, normed: int, tp_rank: int, tp: int
-) -> dict[str, tuple[Piece, ...]]:
+) -> dict[str, tuple[TensorSlice, ...]]:
     """`normed`: what its norm is over."""
     stored = prefix + name
     fc1, fc2 = (stored + linear for linear in _LINEARS)
     found = _norm_map("norm", stored + "norm", normed) | merger_map(v, fc1, fc2, tp_rank, tp)
-    return {name + own: pieces for own, pieces in found.items()}
+    return {name + own: slices for own, slices in found.items()}
 
 
-def _layer_map(stored: str, v: VisionShape, tp_rank: int, tp: int) -> dict[str, tuple[Piece, ...]]:
+def _layer_map(stored: str, v: VisionShape, tp_rank: int, tp: int) -> dict[str, tuple[TensorSlice, ...]]:
     part, _ = share(v.ffn, tp_rank, tp)
     return {
         **_norm_map("input_layernorm", stored + "norm1", v.hidden),

@@ -15,7 +15,7 @@ s / tp with sequence-parallel activations), of width h:
 
 Recomputed layers keep their input [l, h]; one at a time keeps all of the above during its backward pass.
 
-What actions need besides, for a moment (their workspace), is greatest where a layer's MLP goes backward (gradients of
+The transient memory of actions (their workspace) peaks where a layer's MLP goes backward (gradients of
 gate and up [s, 2 ffn] and of their product [s, ffn]), and in the loss (logits as the head gives them and once more in
 fp32 [supervised, vocabulary / tp], and the gathered input of the head [s, h]).
 
@@ -33,7 +33,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.flops import Passes
 from megatron_hetero.models.family import EncoderShape, LayerKind, TextShape
 from megatron_hetero.names import ROWS
-from megatron_hetero.planning.shards import Shard, Spans
+from megatron_hetero.planning.shards import SequenceShard, Spans
 from megatron_hetero.sharding.stages import Stage
 
 FP32 = 4
@@ -44,7 +44,7 @@ class LayerShape:
     """A transformer layer on one rank of its tp group; widths in elements. `itemsize`: bytes of an element.
 
     `gpu`: whether a GPU computes it, where bias, activation and gate of the MLP are one function, and attention takes
-    pieces in any order (in half precision).
+    segments in any order (in half precision).
     """
 
     hidden: int
@@ -70,7 +70,7 @@ class StageBytes:
     `again`: what recomputed layers add for the time of their backward pass, when what follows the layers has been let
     go already.
 
-    `forward`, `backward`: workspace at the end of a forward, and beside `again` in a backward. `gathered`: of one
+    `forward`, `backward`: workspace at the end of a forward, and on top of `again` in a backward. `gathered`: of one
     tensor that is gathered over tp.
     """
 
@@ -103,10 +103,10 @@ def mlp_bytes(shape: LayerShape, padded: int) -> int:
     return shape.itemsize * padded * shape.ffn * ((2 if shape.gpu else 4) + shape.passes.weights)
 
 
-def attention_bytes(shape: LayerShape, shard: Shard, *, windowed: bool) -> int:
+def attention_bytes(shape: LayerShape, shard: SequenceShard, *, windowed: bool) -> int:
     """Attention with the projection that follows it, without that before it."""
     projected = shape.itemsize * shard.padded * shape.heads * shape.head_dim * shape.passes.weights
-    spans = shard.windows if windowed else shard.pieces
+    spans = shard.windows if windowed else shard.segments
     queries = sum(q for q, _ in spans)
     if not queries:
         return projected
@@ -128,7 +128,7 @@ def _mask_bytes(shape: LayerShape, spans: Spans) -> int:
     return sum(q * k * shape.itemsize for q, k in Counter(spans) if 1 < q < k)
 
 
-def layer_bytes(shape: LayerShape, shard: Shard, *, windowed: bool = False) -> int:
+def layer_bytes(shape: LayerShape, shard: SequenceShard, *, windowed: bool = False) -> int:
     """One layer that keeps everything."""
     if not shape.passes.inputs:
         return 0
@@ -136,14 +136,14 @@ def layer_bytes(shape: LayerShape, shard: Shard, *, windowed: bool = False) -> i
     return 2 * norm_bytes(shape, shard.local) + attention + mlp_bytes(shape, shard.padded)
 
 
-def _head_norm_bytes(shape: LayerShape, shard: Shard) -> int:
+def _head_norm_bytes(shape: LayerShape, shard: SequenceShard) -> int:
     if not shape.kind.head_norms:
         return 0
     heads = (shape.heads + shape.kv_heads) * shard.padded
     return heads * (FP32 * shape.head_dim + FP32 + shape.itemsize * shape.head_dim * shape.passes.weights)
 
 
-def _layers(shape: LayerShape, shard: Shard, windowed: Sequence[bool], recompute: bool) -> tuple[int, int]:
+def _layers(shape: LayerShape, shard: SequenceShard, windowed: Sequence[bool], recompute: bool) -> tuple[int, int]:
     """What layers save, with the table of rotary embeddings; and the most that those add that are recomputed."""
     if not shape.passes.inputs:
         return 0, 0
@@ -158,12 +158,12 @@ def _layers(shape: LayerShape, shard: Shard, windowed: Sequence[bool], recompute
     return table + count * hidden, again
 
 
-def _layer_workspace(shape: LayerShape, shard: Shard) -> int:
+def _layer_workspace(shape: LayerShape, shard: SequenceShard) -> int:
     """Of one layer: gradients inside its MLP, and one of its output."""
     return shape.itemsize * ((3 if shape.kind.gated else 2) * shard.padded * shape.ffn + shard.local * shape.hidden)
 
 
-def _gathered(shape: LayerShape, shard: Shard) -> int:
+def _gathered(shape: LayerShape, shard: SequenceShard) -> int:
     """Megatron gathers the input of products that are split over tp into one buffer."""
     return shape.itemsize * shard.padded * shape.hidden if shard.local < shard.padded else 0
 
@@ -172,7 +172,7 @@ def text_stage(
     shape: TextShape,
     layout: Layout,
     stage: Stage,
-    shard: Shard,
+    shard: SequenceShard,
     itemsize: int,
     passes: Passes,
     recompute: bool,
@@ -213,16 +213,16 @@ def _head_bytes(shape: TextShape, layout: Layout, supervised: int, itemsize: int
     return supervised * (itemsize * shape.hidden * passes.weights + probabilities + 8 + 8 + 1)
 
 
-def _loss_workspace(shape: TextShape, layout: Layout, shard: Shard, itemsize: int) -> int:
-    """Beside the probabilities: logits, as the head gives them and in fp32, and the hidden states of the whole shard.
-    As much in the backward: the gradient in fp32 and as the head takes it.
+def _loss_workspace(shape: TextShape, layout: Layout, shard: SequenceShard, itemsize: int) -> int:
+    """In addition to the probabilities: logits, as the head gives them and in fp32, and the hidden states of the whole
+    shard. As much in the backward: the gradient in fp32 and as the head takes it.
     """
     logits = shard.supervised * -(-shape.vocab // layout.tp)
     return logits * (FP32 + (itemsize if itemsize < FP32 else 0)) + itemsize * shard.padded * shape.hidden
 
 
 def encoder_stage(
-    shape: EncoderShape, layout: Layout, stage: Stage, shard: Shard, itemsize: int, trains: tuple[bool, bool],
+    shape: EncoderShape, layout: Layout, stage: Stage, shard: SequenceShard, itemsize: int, trains: tuple[bool, bool],
     recompute: bool, gpu: bool,
 ) -> StageBytes:  # fmt: skip
     """A stage of an encoder. `trains`: whether the encoder does, and whether its projector does."""
@@ -253,7 +253,7 @@ def encoder_layer(shape: EncoderShape, layout: Layout, itemsize: int, passes: Pa
     )  # fmt: skip
 
 
-def _merger_bytes(shape: EncoderShape, layout: Layout, shard: Shard, itemsize: int, passes: Passes) -> int:
+def _merger_bytes(shape: EncoderShape, layout: Layout, shard: SequenceShard, itemsize: int, passes: Passes) -> int:
     """Norm, what goes into gelu, and what comes out of it."""
     if not (passes.inputs or passes.weights):
         return 0

@@ -1,4 +1,4 @@
-"""What lives on a rank at once: its actions one after the other, with what each of them makes and lets go. Pure.
+"""What is alive on a rank at once: its actions in order, with what each of them allocates and frees. Pure.
 
 The interpreter's rules (`execution.step`), in bytes:
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.planning.memory.activations import StageBytes
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.schedule.program import Module, Role, Schedule
+from megatron_hetero.schedule.program import Module, Role, Schedule, StageId
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Ledger:
         self.busiest = max(self.busiest, self.peak)
 
     def _work(self, size: int) -> None:
-        """Something of `size` lives for a moment."""
+        """Something of `size` is allocated and freed at once."""
         self.busiest = max(self.busiest, self.total + size)
 
     def _end(self, name: object) -> None:
@@ -128,13 +128,11 @@ class _Ledger:
 
     def _leaving(self, work: Action) -> list[Edge]:
         """The edges along which rows of a stage leave this rank."""
-        here = work.module, work.stage
-        return [e for e in self.of_rank.held if (e.source, self.schedule.stages_of(e)[0]) == here]
+        return [edge for edge in self.schedule.leaving.get(_stage(work), ()) if edge in self.of_rank.held]
 
     def _entering(self, work: Action) -> list[Edge]:
         """The edges along which rows enter a stage on this rank."""
-        here = work.module, work.stage
-        return [e for e in self.of_rank.needed if (e.target, self.schedule.stages_of(e)[1]) == here]
+        return [edge for edge in self.schedule.entering.get(_stage(work), ()) if edge in self.of_rank.needed]
 
     def _start(self, action: Action) -> None:
         (reads, holds), edge = self._sides(action), action.edge
@@ -183,3 +181,8 @@ class _Ledger:
     def _sides(self, action: Action) -> tuple[bool, bool]:
         """Whether the rank gets rows along the edge, and whether it holds them."""
         return action.edge in self.of_rank.needed, action.edge in self.of_rank.held
+
+
+def _stage(work: Action) -> StageId:
+    assert work.stage is not None, "work has a stage"
+    return work.module, work.stage

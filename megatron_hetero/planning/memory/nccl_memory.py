@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_hetero.distributed.communicators import Axes, Kind, Ranks, Use
+from megatron_hetero.distributed.communicators import Axes, CommunicatorKind, Ranks, Use
 
 NODE = 8
 """Ranks of a node."""
@@ -27,7 +27,7 @@ RING_BYTES = 16 * (4 * 2**20 + 120 * 640 * 8 * 8 + 512 * 2**10)
 """For rings."""
 
 
-def kind_bytes(kind: Kind) -> int:
+def kind_bytes(kind: CommunicatorKind) -> int:
     """The most that a rank's communicator of this kind takes."""
     others = max(map(_counted, kind.groups))
     exchanges = any(_exchanges(use) for use in kind.uses)
@@ -35,7 +35,7 @@ def kind_bytes(kind: Kind) -> int:
     return exchanges * others * PEER_BYTES + rings * RING_BYTES
 
 
-def rank_bytes(kinds: Sequence[Kind], rank: int) -> int:
+def rank_bytes(kinds: Sequence[CommunicatorKind], rank: int) -> int:
     """What all communicators of a rank take, that of the world included."""
     return RING_BYTES + sum(kind_bytes(kind) for kind in kinds if kind.uses_of(rank))
 

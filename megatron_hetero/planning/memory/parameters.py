@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hetero.config.optimizers import OptimizerKind
-from megatron_hetero.hf.weight_map import Piece
+from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of, stored_shapes, tied_parameter, weight_map
 from megatron_hetero.sharding.stages import LAYERS, Stage
@@ -68,16 +68,16 @@ def parameters_of(
     for stage in stages:
         tied = tied_parameter(module, shapes, stage)
         # The first tp rank's part is never smaller than others', which pad theirs.
-        pieces = weight_map(module, shapes, 0, tp, stage)
-        for name in sorted(pieces, key=_place):
-            elements = sum(_elements(piece, stored[piece.name]) for piece in pieces[name])
+        slices = weight_map(module, shapes, 0, tp, stage)
+        for name in sorted(slices, key=_place):
+            elements = sum(_elements(tensor_slice, stored[tensor_slice.name]) for tensor_slice in slices[name])
             found.append(Parameter(name, elements, group_of(module, name) not in freeze, name == tied))
     return tuple(found)
 
 
-def _elements(piece: Piece, shape: tuple[int, ...]) -> int:
-    width = math.prod(shape[1:]) if piece.columns is None else piece.columns[1] - piece.columns[0]
-    return (piece.rows[1] - piece.rows[0]) * width
+def _elements(tensor_slice: TensorSlice, shape: tuple[int, ...]) -> int:
+    width = math.prod(shape[1:]) if tensor_slice.columns is None else tensor_slice.columns[1] - tensor_slice.columns[0]
+    return (tensor_slice.rows[1] - tensor_slice.rows[0]) * width
 
 
 def _place(name: str) -> tuple[int, int, int]:
@@ -90,20 +90,20 @@ def _place(name: str) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class ParameterBucket:
     """Part of a buffer: where its parameters begin and end in it, in elements, and its size."""
 
     bounds: tuple[tuple[int, int], ...]
     size: int
 
 
-def buckets_of(parameters: Sequence[Parameter], ranks: int, distributed: bool) -> tuple[Bucket, ...]:
-    """The buckets of the trained parameters over so many data- and context-parallel ranks."""
+def buckets_of(parameters: Sequence[Parameter], ranks: int, distributed: bool) -> tuple[ParameterBucket, ...]:
+    """The buckets of the trained parameters over `ranks` data- and context-parallel ranks."""
     trained = [p for p in reversed(parameters) if p.trains]
     if not distributed:
         ends = np.cumsum([p.elements for p in trained]).tolist()
         bounds = tuple((end - p.elements, end) for p, end in zip(trained, ends, strict=True))
-        return (Bucket(bounds, ends[-1]),) if trained else ()
+        return (ParameterBucket(bounds, ends[-1]),) if trained else ()
     return tuple(_bucket(group, ranks) for group in _groups(trained))
 
 
@@ -122,13 +122,13 @@ def _groups(trained: Sequence[Parameter]) -> Iterator[list[Parameter]]:
         yield group
 
 
-def _bucket(parameters: Sequence[Parameter], ranks: int) -> Bucket:
+def _bucket(parameters: Sequence[Parameter], ranks: int) -> ParameterBucket:
     bounds, end = [], 0
     for parameter in parameters:
         start = _rounded(end, PARAMETER_ALIGNMENT)
         end = start + parameter.elements
         bounds.append((start, end))
-    return Bucket(tuple(bounds), _rounded(end, math.lcm(ranks, BUCKET_ALIGNMENT)))
+    return ParameterBucket(tuple(bounds), _rounded(end, math.lcm(ranks, BUCKET_ALIGNMENT)))
 
 
 def _rounded(size: int, unit: int) -> int:
@@ -153,7 +153,7 @@ class ParameterBytes:
 def parameter_bytes(
     parameters: Sequence[Parameter], ranks: int, itemsize: int, optimizer: OptimizerKind
 ) -> ParameterBytes:
-    """What `parameters` take on each of so many data- and context-parallel ranks. `itemsize`: bytes of a weight."""
+    """What `parameters` take on each of `ranks` data- and context-parallel ranks. `itemsize`: bytes of a weight."""
     buckets = buckets_of(parameters, ranks, optimizer.sharded)
     buffer, frozen = sum(b.size for b in buckets), sum(p.elements for p in parameters if not p.trains)
     trained = sum(p.elements for p in parameters if p.trains)
@@ -169,7 +169,7 @@ def parameter_bytes(
     )  # fmt: skip
 
 
-def _owned(buckets: Sequence[Bucket], ranks: int) -> tuple[np.ndarray, np.ndarray]:
+def _owned(buckets: Sequence[ParameterBucket], ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """Elements of parameters in each rank's parts of the buckets, and how many parameters they are of."""
     elements, shards = np.zeros((2, ranks), np.int64)
     for bucket in buckets:

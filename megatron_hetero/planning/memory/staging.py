@@ -24,7 +24,7 @@ from megatron_hetero.schedule.actions import Action
 @dataclass(frozen=True)
 class CrossingLoans:
     """What one crossing borrows on one rank, in bytes, in order. `whole`: until the end of the crossing. `scatter`,
-    `gather`: until the exchange has ended, where 0 is nothing; None where there is none. `kept`: for a moment.
+    `gather`: until the exchange has ended, where 0 is nothing; None where there is none. `kept`: returned at once.
     """
 
     whole: tuple[int, ...]
@@ -58,15 +58,15 @@ def _loans(row: list[int], rounded: bool, scatter: bool, gather: bool) -> Crossi
 
 
 @dataclass
-class BufferPool:
-    """As the communicator's pool, of sizes only. `peak`: the most bytes that it held."""
+class SimulatedBufferPool:
+    """The communicator's `BufferPool`, of sizes only. `peak`: the most bytes that it held."""
 
     free: list[int] = field(default_factory=list)
     held: int = 0
     peak: int = 0
 
     def take(self, size: int) -> int:
-        """Lend a buffer of at least so many bytes; returns its size."""
+        """Lend a buffer of at least `size` bytes; returns its size."""
         fitting = [buffer for buffer in self.free if buffer >= size]
         if fitting:
             self.free.remove(min(fitting))
@@ -82,22 +82,22 @@ class BufferPool:
 
 def peak_staging(actions: Iterable[Action], forward: CrossingLoans, backward: CrossingLoans | None) -> int:
     """The most bytes that the communicator of one boundary holds on a rank that executes `actions`, those of the
-    boundary alone, when every crossing borrows alike.
+    boundary alone, when every crossing borrows the same.
     """
-    pool, courses = BufferPool(), {}
+    pool, crossings = SimulatedBufferPool(), {}
     for action in actions:
         key, loans = (action.kind, action.micro_batch), forward if action.kind == "F" else backward
         if action.op == "start" and loans is not None:
-            courses[key] = _course(pool, loans)
-            next(courses[key], None)
-        elif action.op == "finish" and key in courses:
-            for _ in courses.pop(key):
+            crossings[key] = _crossing(pool, loans)
+            next(crossings[key], None)
+        elif action.op == "finish" and key in crossings:
+            for _ in crossings.pop(key):
                 pass
     return pool.peak
 
 
-def _course(pool: BufferPool, loans: CrossingLoans) -> Iterator[None]:
-    """A crossing, with a yield wherever an exchange is in the air."""
+def _crossing(pool: SimulatedBufferPool, loans: CrossingLoans) -> Iterator[None]:
+    """A crossing, with a yield wherever an exchange is in flight."""
     whole = [pool.take(size) for size in loans.whole]
     flight = _borrow(pool, loans.scatter or ())
     pool.free += _borrow(pool, (loans.kept,))
@@ -111,6 +111,6 @@ def _course(pool: BufferPool, loans: CrossingLoans) -> Iterator[None]:
     pool.free += reversed(whole)
 
 
-def _borrow(pool: BufferPool, sizes: Iterable[int]) -> list[int]:
+def _borrow(pool: SimulatedBufferPool, sizes: Iterable[int]) -> list[int]:
     """Rows that are none, or one run, are not staged."""
     return [pool.take(size) for size in sizes if size]

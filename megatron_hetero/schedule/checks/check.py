@@ -35,7 +35,7 @@ class ScheduleError(UserError):
 
 
 @dataclass(frozen=True)
-class Problem:
+class ScheduleProblem:
     """An error in a schedule. `points`: its location, as roles and indices of actions, the main one first. `details`:
     further lines of the message.
     """
@@ -66,7 +66,7 @@ def check_schedule(schedule: Schedule, wiring: Wiring = DESIGN) -> None:
     raise ScheduleError("\n".join([str(message), *problem.details, excerpt(schedule, problem.points)]))
 
 
-def find_problem(schedule: Schedule, wiring: Wiring = DESIGN) -> Problem | None:
+def find_problem(schedule: Schedule, wiring: Wiring = DESIGN) -> ScheduleProblem | None:
     """The first problem of the schedule, if any."""
     for find in (_wrong_actions, _wrong_order, _wrong_queues, _wrong_crossings):
         problem = next(find(schedule), None)
@@ -78,7 +78,7 @@ def find_problem(schedule: Schedule, wiring: Wiring = DESIGN) -> Problem | None:
 # ---------------------------------------------------------------------------------------- 1. the actions
 
 
-def _wrong_actions(schedule: Schedule) -> Iterator[Problem]:
+def _wrong_actions(schedule: Schedule) -> Iterator[ScheduleProblem]:
     for index, role in enumerate(schedule.roles):
         expected = expected_actions(schedule, role)
         missing = Counter(expected) - Counter(role.actions)
@@ -92,12 +92,12 @@ def _wrong_actions(schedule: Schedule) -> Iterator[Problem]:
             yield _missing(schedule, index, next(iter(missing)))
 
 
-def _unexpected(role: int, at: int, action: Action, twice: bool, missing: Sequence[Action]) -> Problem:
+def _unexpected(role: int, at: int, action: Action, twice: bool, missing: Sequence[Action]) -> ScheduleProblem:
     found = f"`{action}` twice" if twice else f"`{action}`, which is none of its actions"
     because = "every action is executed once, on the ranks of its stage"
     if missing:
         because += f"; `{_closest(action, missing)}` is missing"
-    return Problem(((role, at),), found, "each of its actions once", because)
+    return ScheduleProblem(((role, at),), found, "each of its actions once", because)
 
 
 def _closest(action: Action, others: Sequence[Action]) -> Action:
@@ -106,10 +106,10 @@ def _closest(action: Action, others: Sequence[Action]) -> Action:
     return max(others, key=lambda other: sum(getattr(action, f) == getattr(other, f) for f in fields))
 
 
-def _missing(schedule: Schedule, index: int, missing: Action) -> Problem:
+def _missing(schedule: Schedule, index: int, missing: Action) -> ScheduleProblem:
     role = schedule.roles[index]
     users = (at for at, action in enumerate(role.actions) if missing in local_dependencies(schedule, role, action))
-    return Problem(
+    return ScheduleProblem(
         ((index, next(users, len(role.actions))),), f"no `{missing}`", "each of its actions once", _purpose(missing)
     )
 
@@ -128,21 +128,23 @@ def _purpose(action: Action) -> str:
 # ------------------------------------------------------------------------------------- 2. order on a rank
 
 
-def _wrong_order(schedule: Schedule) -> Iterator[Problem]:
+def _wrong_order(schedule: Schedule) -> Iterator[ScheduleProblem]:
     for index, role in enumerate(schedule.roles):
         done: set[Action] = set()
         for at, action in enumerate(role.actions):
             for needed in local_dependencies(schedule, role, action):
                 if needed not in done:
                     found, because = f"`{needed}` after it", f"`{action}` depends on it"
-                    yield Problem(((index, at), (index, role.actions.index(needed))), found, "it before", because)
+                    yield ScheduleProblem(
+                        ((index, at), (index, role.actions.index(needed))), found, "it before", because
+                    )
             done.add(action)
 
 
 # ----------------------------------------------------------------------------------------------- 3. queues
 
 
-def _wrong_queues(schedule: Schedule) -> Iterator[Problem]:
+def _wrong_queues(schedule: Schedule) -> Iterator[ScheduleProblem]:
     dependencies = Dependencies(schedule)
     for index, role in enumerate(schedule.roles):
         for key, posted in _by_source(schedule, role).items():
@@ -175,7 +177,7 @@ def _by_target(schedule: Schedule, sender: Role, key: tuple[str, int]) -> dict[i
 
 def _first_difference(
     schedule: Schedule, receiver: tuple[int, list[Action]], sender: tuple[int, dict[int, list[Action]]]
-) -> Iterator[Problem]:
+) -> Iterator[ScheduleProblem]:
     index, posted = receiver
     role, first = schedule.roles[index], posted[0]
     assert first.stage is not None, "an irecv has a stage"
@@ -185,7 +187,7 @@ def _first_difference(
             at = role.actions.index(mine) if mine in role.actions else len(role.actions) - 1
             who = schedule.roles[sender[0]]
             because = f"{who} sends in that order, and messages between two ranks arrive in the order they are sent"
-            yield Problem(((index, at),), f"`{mine}`", f"`{theirs}`", because)
+            yield ScheduleProblem(((index, at),), f"`{mine}`", f"`{theirs}`", because)
             return
 
 
@@ -197,7 +199,7 @@ edges those of one direction, starts and finishes separately.
 """
 
 
-def _wrong_crossings(schedule: Schedule) -> Iterator[Problem]:
+def _wrong_crossings(schedule: Schedule) -> Iterator[ScheduleProblem]:
     lanes = [_lanes(schedule, role) for role in schedule.roles]
     for lane in {lane: None for each in lanes for lane in each}:
         members = [(index, each[lane]) for index, each in enumerate(lanes) if lane in each]
@@ -216,7 +218,9 @@ def _lanes(schedule: Schedule, role: Role) -> dict[Lane, list[int]]:
     return found
 
 
-def _different_order(schedule: Schedule, one: tuple[int, list[int]], other: tuple[int, list[int]]) -> Iterator[Problem]:
+def _different_order(
+    schedule: Schedule, one: tuple[int, list[int]], other: tuple[int, list[int]]
+) -> Iterator[ScheduleProblem]:
     """The first crossing that two roles, among those of both, execute in different orders."""
     edges = [{_action(schedule, (role, at)).edge for at in ats} for role, ats in (one, other)]
     both = edges[0] & edges[1]
@@ -224,8 +228,8 @@ def _different_order(schedule: Schedule, one: tuple[int, list[int]], other: tupl
     for mine, theirs in zip(*common, strict=True):
         if _action(schedule, mine) != _action(schedule, theirs):
             expected = f"`{_action(schedule, theirs)}`, as {schedule.roles[theirs[0]]} do there"
-            because = "participants do crossings in one order, or each waits for another one"
-            yield Problem((mine, theirs), f"`{_action(schedule, mine)}`", expected, because)
+            because = "participants do crossings in one order, or each waits for another"
+            yield ScheduleProblem((mine, theirs), f"`{_action(schedule, mine)}`", expected, because)
             return
 
 
@@ -236,13 +240,13 @@ def _action(schedule: Schedule, point: Point) -> Action:
 # --------------------------------------------------------------------------------------------- 5. deadlock
 
 
-def _deadlock(schedule: Schedule, wiring: Wiring) -> Problem | None:
+def _deadlock(schedule: Schedule, wiring: Wiring) -> ScheduleProblem | None:
     cycle = find_cycle(schedule, wiring)
     if cycle is None:
         return None
     cycle = _from_first(cycle)
     names = [name for name, _ in groupby((*cycle, cycle[0]), key=lambda each: each.ranks)]
-    problem = Problem(
+    problem = ScheduleProblem(
         tuple(dict.fromkeys((schedule.role_index[each.rank], each.at) for each in cycle)),
         "a deadlock",
         "an order in which all can proceed",
@@ -279,7 +283,7 @@ def live_activations(schedule: Schedule, role: Role, module: str) -> list[int]:
     return counts
 
 
-def _too_many_activations(schedule: Schedule) -> Iterator[Problem]:
+def _too_many_activations(schedule: Schedule) -> Iterator[ScheduleProblem]:
     for index, role in enumerate(schedule.roles):
         for name, coordinate in _held(schedule, role):
             bound = schedule.activation_bound(schedule.module[name], coordinate)
@@ -288,7 +292,7 @@ def _too_many_activations(schedule: Schedule) -> Iterator[Problem]:
                 at = next(i for i, count in enumerate(counts) if count > bound)
                 found, expected = f"activations of {counts[at]} micro-batches of `{name}`", f"at most {bound}"
                 because = f"`{schedule.module[name]}` bounds them, however many micro-batches there are"
-                yield Problem(((index, at),), found, expected, because)
+                yield ScheduleProblem(((index, at),), found, expected, because)
 
 
 def _held(schedule: Schedule, role: Role) -> Iterable[tuple[str, int]]:

@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 
 from megatron_hetero.distributed.communicators import EdgeUse, Link
 from megatron_hetero.schedule.actions import Action, start
-from megatron_hetero.schedule.communication import use_of
+from megatron_hetero.schedule.communication import starts_early, use_of
 from megatron_hetero.schedule.program import Role, Schedule
 
 
@@ -87,7 +87,6 @@ class _Host:
 
     def __init__(self, schedule: Schedule, role: Role, wiring: Wiring, link: LinkOf):
         self.schedule, self.role, self.wiring, self.link = schedule, role, wiring, link
-        self.text = schedule.text.name
         self.issued: list[Issue] = []
         self.crosses = {edge: schedule.crosses(role, edge) for edge in schedule.edges}
         self.position = {action: at for at, action in enumerate(role.actions)}
@@ -97,7 +96,7 @@ class _Host:
         self.early: dict[Action, int] = {}  # by irecv that its `wait` precedes, that wait
         self.ran: set[tuple[str, int | None, int]] = set()
         self.deferred: dict[str, deque[Action]] = {}
-        self.embedded: set[int] = set()
+        self.embedded: set[tuple[str, int]] = set()
 
     def issue(self, at: int, action: Action) -> None:
         match action.op:
@@ -129,11 +128,11 @@ class _Host:
     # ------------------------------------------------------------------------------------------------ work
 
     def _run(self, at: int, action: Action) -> None:
-        returns = action.kind == "B" and action.module == self.text and self._enters(action.stage)
         self._work(at, "", (action, 0))
-        if returns:
-            if early := self._starts_early(action):
-                self._start(early)
+        if action.kind == "B" and (action.module, action.stage) in self.schedule.entering:
+            following = self.crossings[self.next_crossing] if self.next_crossing < len(self.crossings) else None
+            if following is not None and starts_early(self.schedule, action, following):
+                self._start(following)
             self._work(at, "the rest of ", (action, 1))
         if action.kind != "B":
             self.ran.add((action.module, action.stage, action.micro_batch))
@@ -141,18 +140,6 @@ class _Host:
 
     def _work(self, at: int, part: str, key: Hashable) -> None:
         self.issued.append(Issue(at, part, None, key, key))
-
-    def _starts_early(self, action: Action) -> Action | None:
-        """The start of B of this micro-batch, if it is the next crossing of the rank."""
-        following = self.crossings[self.next_crossing] if self.next_crossing < len(self.crossings) else None
-        if following and (following.op, following.kind, following.micro_batch) == ("start", "B", action.micro_batch):
-            fits = self.schedule.stages_of(following.edge)[1] == action.stage
-            return following if fits and self.schedule.returns_early(following.edge) else None
-        return None
-
-    def _enters(self, stage: int | None) -> bool:
-        """Whether edges enter a stage of the text module."""
-        return any(self.schedule.stages_of(edge)[1] == stage for edge in self.schedule.edges)
 
     # ------------------------------------------------------------------------------------------- pipelines
 
@@ -206,9 +193,9 @@ class _Host:
 
     def _finish(self, at: int, action: Action) -> None:
         embeds = action.kind == "F" and self.crosses[action.edge][1] and self.schedule.stages_of(action.edge)[1] == 0
-        if embeds and action.micro_batch not in self.embedded:
-            self.embedded.add(action.micro_batch)
-            self._work(at, "the embedding before ", ("embed", action.micro_batch))
+        if embeds and (key := (action.edge.target, action.micro_batch)) not in self.embedded:
+            self.embedded.add(key)
+            self._work(at, "the embedding before ", ("embed", key))
         started = start(action.kind, action.edge, action.micro_batch)
         self._stream_wait(at, "", self.operation[started])
         if not self.schedule.collective[action.edge] and not self._gathers(action):

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.boundary.communicator import BoundaryCommunicator, LoadedPlan, load_plan
+from megatron_hetero.boundary.communicator import BoundaryCommunicator
+from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import BoundaryPlan, RankPlan, plan_boundary
 from megatron_hetero.boundary.routes import DirectionPlan
@@ -59,7 +60,7 @@ class Spy:
         return self._real["batch_isend_irecv"](batch)
 
     def _all_reduce(self, tensor: Tensor, *args: Any, **options: Any) -> Any:
-        assert tensor.nbytes == 24
+        assert tensor.nbytes == 32
         self.checks += 1
         return self._real["all_reduce"](tensor, *args, **options)
 

@@ -31,7 +31,7 @@ def test_random_ownerships(world: int, ranks: tuple[int, ...], placement: Placem
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_bf16_on_the_way_rounds_all_rows_alike(placement: Placement, pools: Pools) -> None:
+def test_bf16_on_the_way_rounds_all_rows_equally(placement: Placement, pools: Pools) -> None:
     assert sum(pools(4).run(jobs.round_on_the_way, ALL_4, placement, range(1, 21)))
 
 
@@ -56,13 +56,14 @@ def test_buffers_grow_in_large_steps(pools: Pools) -> None:
     assert 0 < most <= 2 * 12
 
 
+FIX = r"Give the boundary this batch's plan and the rows that it names\."
 KINDS = {
-    "width": r"rows of shape \(\d+, 4\), expected \[rows, 3\]",
-    "dims": r"rows of shape \(1, \d+, 3\), expected \[rows, 3\]",
+    "width": r"rows of shape \(\d+, 4\), expected \[rows, 3\], .*",
+    "dims": r"rows of shape \(1, \d+, 3\), expected \[rows, 3\], .*",
     "dtype": r"rows of torch.float32, expected torch.float64, as .*",
-    "count": r"\d+ rows, expected the \d+ that this rank holds in the plan; .*",
-    "part": r"the part of rank \d of the plan, expected its own",
-    "plan": r"a plan for ranks \(0, 1\), expected one for the communicator's ranks \(0, 1, 2, 3\)",
+    "count": r"\d+ rows, expected the \d+ that this rank holds in the plan\. Plan with the ids .*",
+    "part": rf"the part of rank \d of the plan, expected its own\. {FIX}",
+    "plan": rf"a plan for ranks \(0, 1\), expected one for the communicator's ranks \(0, 1, 2, 3\)\. {FIX}",
 }
 
 
@@ -90,7 +91,7 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(kind: str, placement: Placem
         assert others == ([mixture(direction, "0-1,3", "2")] if kind == "plan" else [])
 
 
-def test_all_that_is_wrong_is_told(pools: Pools) -> None:
+def test_all_that_is_wrong_is_reported(pools: Pools) -> None:
     for forward, *_ in pools(4).run(jobs.go_wrong, "width", "mixed", (1, 3), True):
         for rank, line in zip((1, 3), forward.splitlines(), strict=True):
             assert_says(line, "forward", rank, KINDS["width"])
@@ -116,7 +117,7 @@ def test_plans_of_different_batches_are_refused_on_all_ranks(
     assert pools(4).run(jobs.mix_batches, of_ranks) == [expected] * 4
 
 
-def test_a_plan_that_is_wrong_on_all_ranks_alike_is_not_seen(pools: Pools) -> None:
+def test_a_plan_that_is_equally_wrong_on_all_ranks_is_not_seen(pools: Pools) -> None:
     assert {said[:2] for said in pools(4).run(jobs.mix_batches, (1, 1, 1, 1))} == {("", "")}
 
 

@@ -140,7 +140,7 @@ def test_each_edge_has_the_minimum_of_its_ownerships(
     packs = random_packs(batch, layouts["text"], seed)
     planners = [StepPlanner({"vision": SHAPE}, layouts, sequence_parallel, r, 24, "off", EDGES) for r in range(8)]
     plans = [planner.plan(packs) for planner in planners]
-    grids = [grid for pack in packs for grid in pack.images[0].grids]
+    grids = [grid for pack in packs for grid in pack.images[0].sizes]
     if not grids:
         assert not any(plan.boundaries for plan in plans)
         return
@@ -160,7 +160,7 @@ def test_each_edge_has_the_minimum_of_its_ownerships(
 
 
 def _expected(edge: Edge, layouts: dict[str, Layout], sharded: dict[str, bool], packs: list[PackShape]) -> Boundary:
-    grids = tuple(grid for pack in packs for grid in pack.images[0].grids)
+    grids = tuple(grid for pack in packs for grid in pack.images[0].sizes)
     vision, text = layouts["vision"], layouts["text"]
     assigned = tuple(map(tuple, assign_in_order(len(grids), vision.dp)))
     at_source, at_target = edge.source_coordinate(vision), edge.target_coordinate(text)

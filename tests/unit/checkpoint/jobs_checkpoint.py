@@ -22,7 +22,8 @@ import pretrain_vlm
 from megatron_hetero.checkpoint import shared_folder, state
 from megatron_hetero.checkpoint.contents import Entry
 from megatron_hetero.checkpoint.format import storage
-from megatron_hetero.checkpoint.format.storage import index_shapes, read_entries, read_index
+from megatron_hetero.checkpoint.format.index import index_dtypes, index_shapes, read_index
+from megatron_hetero.checkpoint.format.storage import read_entries
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
@@ -88,7 +89,7 @@ def train(flags: list[str], copy: Path | None = None, until: int | None = None) 
 
 
 def started_again_on(flags: list[str], rank: int) -> int:
-    """The step that a run goes on from which was started again, as torchrun counted on the host of `rank` alone."""
+    """The step that a restarted run resumes from, as torchrun counted on the host of `rank` alone."""
     counted = {"TORCHELASTIC_RESTART_COUNT": str(int(dist.get_rank() == rank))}
     with mock.patch.dict(os.environ, counted):
         return build(flags).resumed.step
@@ -214,7 +215,7 @@ def saves_apart(flags: list[str], folder: Path, where: str) -> str:
     if run.topology.rank == 1 and where == "the folder":
         config = replace(run.config, checkpoint=replace(run.config.checkpoint, dir=folder / "elsewhere"))
         run.saver.config = config
-    lost = [] if where == "the folder" or run.topology.rank == 0 else ["__1_0.distcp"]
+    lost = [] if where == "the folder" or run.topology.rank == 0 else ["tensors-1-0.safetensors"]
     real = storage.write_entries
 
     def write(partial: Path, *args: Any, **options: Any) -> Any:
@@ -228,7 +229,7 @@ def saves_apart(flags: list[str], folder: Path, where: str) -> str:
 
 
 def resumes_with_other_generators(flags: list[str]) -> int:
-    """The step that a run goes on after which has generators of other kinds, as on a GPU."""
+    """The step that a run resumes after which has generators of other kinds, as on a GPU."""
     real = Platform.random_states
     with mock.patch.object(
         Platform, "random_states", lambda self: real(self) | {"other": torch.zeros(3, dtype=torch.uint8)}
@@ -282,16 +283,14 @@ def error_of(flags: list[str]) -> str:
         run = build(flags)
     except UserError as error:
         return str(error)
-    return f"no error: it goes on after step {run.resumed.step}"
+    return f"no error: it resumes after step {run.resumed.step}"
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Everything in a checkpoint, read by one process without process groups."""
     index = read_index(checkpoint)
-    found: dict[str, torch.Tensor] = {}
-    for key, shape in index_shapes(index).items():
-        kind: Any = index.state_dict_metadata[key]
-        found[key] = torch.empty(shape, dtype=kind.properties.dtype)
+    dtypes = index_dtypes(index)
+    found = {key: torch.empty(shape, dtype=dtypes[key]) for key, shape in index_shapes(index).items()}
     entries = [Entry(key, tuple(v.shape), (0,) * v.dim(), v) for key, v in found.items()]
     read_entries(checkpoint, index, entries, None)
     return found

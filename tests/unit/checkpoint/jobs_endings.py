@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -43,6 +44,14 @@ def program(flags: list[str], step: int, harm: Harm, folder: Path) -> tuple[bool
             return False, str(error)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def exit_codes(flags: list[str], folder: Path) -> list[int]:
+    """What Weights & Biases is told when the program has done all that."""
+    package = mock.MagicMock()
+    with mock.patch.dict(sys.modules, wandb=package):
+        program([*flags, "--log.wandb", "mine"], 1, nothing, folder)
+    return [call.kwargs["exit_code"] for call in package.init.return_value.finish.call_args_list]
 
 
 def nothing(rank: int, folder: Path) -> None:

@@ -44,7 +44,7 @@ def interrupted(run: Path, other: Path) -> Path:
     ["--train.micro_batch_size 4", "--vision-parallel dp:1@0 --text-parallel dp:1@1 --checkpoint.async true"],
     ids=["shared", "apart"],
 )
-def test_the_same_layout_goes_on_bit_by_bit(more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
+def test_the_same_layout_resumes_bit_by_bit(more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     """Thirty steps, and fifteen and fifteen."""
     whole, cut = (
         flags(folders, tmp_path / name, "sp:2", "tp:2", f"{more} --train.iters 30 --checkpoint.interval 100")
@@ -61,7 +61,7 @@ def test_the_same_layout_goes_on_bit_by_bit(more: str, folders: Path, tmp_path: 
     assert [(line["step"], line["loss"]) for line in history] == list(enumerate(untouched["losses"], 1))
 
 
-def test_training_may_go_on_meanwhile(untouched: Untouched, folders: Path, tmp_path: Path, pools: Pools) -> None:
+def test_training_may_continue_meanwhile(untouched: Untouched, folders: Path, tmp_path: Path, pools: Pools) -> None:
     more = "--checkpoint.async true --checkpoint.interval 1"
     found = pools(2).run(jobs.train, flags(folders, tmp_path, "sp:2", "tp:2", more))[0]
     assert found["losses"] == untouched.found["losses"]
@@ -123,7 +123,7 @@ CHAINS = {
 
 @pytest.mark.parametrize("name", thinned(CHAINS, 3))
 def test_a_chain_of_layouts(name: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
-    """Each run goes on from a checkpoint of the one before, with the same bits, and the next losses are those
+    """Each run resumes from a checkpoint of the one before, with the same bits, and the next losses are those
     of the one before, to rounding.
     """
     model, links = CHAINS[name]
@@ -189,7 +189,7 @@ def test_type_and_frozen_parts_may_change(untouched: Untouched, folders: Path, t
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_plain_sgd_goes_on_too(dtype: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
+def test_plain_sgd_resumes_too(dtype: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     more = f"--optimizer.name sgd --optimizer.weight_decay 0 --model.dtype {dtype} --data.workers 0"
     line = flags(folders, tmp_path / "whole", "dp:2", "tp:2", more)
     untouched = pools(2).run(jobs.train, line)[0]

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.checkpoint.format.blocks import Block, cut, first_held
-from megatron_hetero.hf.weight_map import Piece, load_pieces, share, stack
+from megatron_hetero.hf.weight_map import TensorSlice, load_slices, share, stack
 
 
 def test_a_flat_range_is_at_most_three_rectangles() -> None:
-    pieces = [Piece("w", (10, 14), columns=(8, 12))]
-    assert list(cut(pieces, 4, 2, 13)) == [
+    slices = [TensorSlice("w", (10, 14), columns=(8, 12))]
+    assert list(cut(slices, 4, 2, 13)) == [
         Block("w", (10, 11), (10, 12), 0, 4),
         Block("w", (11, 13), (8, 12), 2, 4),
         Block("w", (13, 14), (8, 9), 10, 4),
@@ -27,10 +27,10 @@ def test_ranges_of_all_ranks_are_every_element_once(rows: int, columns: int, tp:
     for tp_rank in range(tp):
         part, length = share(rows, tp_rank, tp)
         # Padded shares of a and, below them, all of b on every rank.
-        maps.append({"p": (Piece("a", part), Piece("b", (0, rows), at=length))})
+        maps.append({"p": (TensorSlice("a", part), TensorSlice("b", (0, rows), at=length))})
     for tp_rank, m in enumerate(maps):
         parameter = torch.full((share(rows, tp_rank, tp)[1] + rows, columns), -7)
-        load_pieces(parameter, m["p"], [stored[piece.name][piece.source] for piece in m["p"]])
+        load_slices(parameter, m["p"], [stored[tensor_slice.name][tensor_slice.source] for tensor_slice in m["p"]])
         flat = parameter.flatten()
         for rank in range(ranks):
             start, stop = (len(flat) * (rank + i) // ranks for i in range(2))
@@ -41,7 +41,10 @@ def test_ranges_of_all_ranks_are_every_element_once(rows: int, columns: int, tp:
     assert all(torch.equal(rebuilt[name], values) for name, values in stored.items())
 
 
-def test_a_piece_that_one_rank_holds_twice_is_held_once() -> None:
+def test_a_slice_that_one_rank_holds_twice_is_held_once() -> None:
     maps = [{"p": stack(("k", (0, 2)), ("q", (0, 1)), ("k", (0, 2)))}, {"p": stack(("k", (0, 2)), ("q", (1, 2)))}]
-    assert {piece.rectangle for piece in first_held(maps, 0)["p"]} == {("k", (0, 2), None), ("q", (0, 1), None)}
-    assert [piece.name for piece in first_held(maps, 1)["p"]] == ["q"]
+    assert {tensor_slice.rectangle for tensor_slice in first_held(maps, 0)["p"]} == {
+        ("k", (0, 2), None),
+        ("q", (0, 1), None),
+    }
+    assert [tensor_slice.name for tensor_slice in first_held(maps, 1)["p"]] == ["q"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import pickle
 import random
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_hetero.checkpoint.choice import choose
-from megatron_hetero.checkpoint.exporting import OpenCheckpoint, export_checkpoint
-from megatron_hetero.checkpoint.format.storage import index_dtypes, index_shapes, open_index, read_index
-from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.checkpoint.exporting import OpenCheckpoint
+from megatron_hetero.checkpoint.format.index import (
+    INDEX,
+    Chunk,
+    index_dtypes,
+    index_shapes,
+    open_index,
+    overlap,
+    read_index,
+)
+from megatron_hetero.checkpoint.format.keys import Entry
+from megatron_hetero.checkpoint.format.storage import read_entries
 from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_tensors
 from megatron_hetero.config.schema import CheckpointConfig
 from megatron_hetero.errors import UserError
@@ -32,7 +41,7 @@ from megatron_hetero.outputs.checkpoints import (
     whole,
     without_manifest,
 )
-from tests.support.mutations import mutated_bytes
+from tests.support.mutations import mutated_bytes, mutated_json
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched
@@ -42,23 +51,23 @@ Pools = Callable[[int], Pool]
 
 
 def truncate(checkpoint: Path) -> str:
-    path = checkpoint / "__1_0.distcp"
+    path = checkpoint / "tensors-1-0.safetensors"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-7])
-    return f"1 damaged file (__1_0.distcp has {size - 7} bytes, not {size})"
+    return f"1 damaged file (tensors-1-0.safetensors has {size - 7} bytes, not {size})"
 
 
 def remove(checkpoint: Path) -> str:
-    (checkpoint / "__0_0.distcp").unlink()
-    return "1 damaged file (__0_0.distcp is missing)"
+    (checkpoint / "tensors-0-0.safetensors").unlink()
+    return "1 damaged file (tensors-0-0.safetensors is missing)"
 
 
 def flip(checkpoint: Path) -> str:
-    path = checkpoint / "__0_0.distcp"
+    path = checkpoint / "tensors-0-0.safetensors"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    return "1 damaged file (__0_0.distcp has a different SHA-256)"
+    return "1 damaged file (tensors-0-0.safetensors has a different SHA-256)"
 
 
 def swap(checkpoint: Path) -> str:
@@ -70,8 +79,8 @@ def swap(checkpoint: Path) -> str:
 
 
 def index(checkpoint: Path) -> str:
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(print))
-    return "1 damaged file (.metadata has "
+    (checkpoint / INDEX).write_text("{}")
+    return "1 damaged file (tensors.json has 2 bytes"
 
 
 def manifest(checkpoint: Path) -> str:
@@ -80,7 +89,7 @@ def manifest(checkpoint: Path) -> str:
 
 
 @pytest.mark.parametrize("damage", [truncate, remove, flip, swap, index, manifest])
-def test_damage_is_told_by_name(damage: Callable[[Path], str], run: Path) -> None:
+def test_damage_is_reported_by_name(damage: Callable[[Path], str], run: Path) -> None:
     checkpoint = run / "checkpoints/step-00000004"
     expected = damage(checkpoint)
     with pytest.raises(UserError, match=re.escape(expected)) as error:  # noqa: PT012 (either tells)
@@ -116,7 +125,7 @@ def test_a_checkpoint_goes_by_the_name_of_its_step(run: Path, folders: Path, poo
     assert OpenCheckpoint.open(renamed.rename(run / "best")).record.step == 2
 
 
-def test_what_was_never_finished_is_told_and_skipped(run: Path, folders: Path, pools: Pools) -> None:
+def test_what_was_never_finished_is_reported_and_skipped(run: Path, folders: Path, pools: Pools) -> None:
     folder = run / "checkpoints"
     (folder / "step-00000004/manifest.json").unlink()
     shutil.copytree(folder / "step-00000002", folder / ".step-00000007.partial")
@@ -179,24 +188,63 @@ def test_another_model_starts_no_training(untouched: Untouched, folders: Path, p
         require_tensors(checkpoint, found, {**found, "step/model.norm.weight": (2,), "new": (1,)})
 
 
-def test_an_index_that_asks_for_anything_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
-    with pytest.raises(UserError, match="builtins.print, which no checkpoint index"):
+PART = {"file": "x", "at": 0, "rows": [0, 2], "columns": [0, 3]}
+TENSOR = {"dtype": "F32", "shape": [2, 3], "chunks": [PART]}
+
+
+@pytest.mark.parametrize("changes, said", [
+    ({"dtype": "F64"}, "describes no tensor"),
+    ({"dtype": ["F32"]}, "describes no tensor"),
+    ({"shape": [2, 3, 1]}, "describes no tensor"),
+    ({"shape": [1 << 40, 1 << 40]}, "do not cover the tensor"),
+    ({"shape": [-2, -3]}, "no list of sizes"),
+    ({"shape": [True, 6]}, "no list of sizes"),
+    ({"shape": [2.0, 3]}, "no list of sizes"),
+    ({"more": 1}, "unexpected keyword argument"),
+    ({"chunks": []}, "do not cover the tensor"),
+    ({"chunks": [PART, PART]}, "do not cover the tensor"),
+    ({"chunks": [PART | {"rows": [0, 1]}] * 2}, "do not cover the tensor"),
+    ({"chunks": [PART | {"rows": [1, 3]}]}, "no place in a file"),
+    ({"chunks": [PART | {"columns": [3, 0]}]}, "no place in a file"),
+    ({"chunks": [PART | {"rows": [0, 1, 2]}]}, "too many values"),
+    ({"chunks": [PART | {"at": -1}]}, "no list of sizes"),
+    ({"chunks": [PART | {"at": 10**30}]}, "no list of sizes"),
+    ({"chunks": [PART | {"file": None}]}, "no place in a file"),
+    ({"chunks": [{"file": "x"}]}, "missing 3 required"),
+])  # fmt: skip
+def test_an_index_of_anything_but_tensors_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weights/a": TENSOR | changes}))
+    with pytest.raises(UserError, match=rf"tensors\.json: cannot be read \(.*{said}"):
         read_index(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weights/a": TENSOR}))
+    assert index_shapes(read_index(tmp_path)) == {"weights/a": (2, 3)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_chunks_overlap_where_they_have_an_element_twice(seed: int) -> None:
+    rng, found = random.Random(seed), Counter[bool]()
+    for _ in range(200):
+        chunks = []
+        for _ in range(rng.randint(1, 4)):
+            (top, bottom), (left, right) = (sorted(rng.choices(range(8), k=2)) for _ in range(2))
+            chunks.append(Chunk("x", 0, (top, bottom), (left, right)))
+        elements = [place for c in chunks for place in itertools.product(range(*c.rows), range(*c.columns))]
+        expected = len(elements) > len(set(elements))
+        assert overlap(chunks) == expected, chunks
+        found[expected] += 1
+    assert min(found[True], found[False]) > 20
 
 
 def test_a_broken_index_is_one_error(untouched: Untouched, tmp_path: Path) -> None:
     """Whatever is broken: it is refused, or good enough to be looked at."""
-    whole_index = pickle.loads((untouched.folder / "checkpoints/step-00000004/.metadata").read_bytes())
-    keys = set(list(whole_index.state_dict_metadata)[:3])
-    whole_index.state_dict_metadata = {key: whole_index.state_dict_metadata[key] for key in keys}
-    places = whole_index.storage_data.items()
-    whole_index.storage_data = {place: info for place, info in places if place.fqn in keys}
-    pickled, rng, refused, found = pickle.dumps(whole_index), random.Random(0), 0, set()
+    checkpoint = untouched.folder / "checkpoints/step-00000004"
+    some = dict(itertools.islice(json.loads((checkpoint / INDEX).read_text()).items(), 3))
+    text, rng, refused, found = json.dumps(some), random.Random(0), 0, set()
     for number in range(1500):
-        (tmp_path / ".metadata").write_bytes(mutated_bytes(rng, pickled))
+        mutated = mutated_json(rng, text).encode("utf-8", "replace")
+        (tmp_path / INDEX).write_bytes(mutated if number % 2 else mutated_bytes(rng, text.encode()))
         try:
-            index = open_index(tmp_path, {f"__{rank}_0.distcp" for rank in range(2)})
+            index = open_index(tmp_path, read_manifest(checkpoint))
             found.add((tuple(index_shapes(index)), tuple(index_dtypes(index).values())))
         except UserError as error:
             refused += 1
@@ -204,18 +252,17 @@ def test_a_broken_index_is_one_error(untouched: Untouched, tmp_path: Path) -> No
     assert 1000 < refused < 1500 and len(found) > 1
 
 
-@pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "__7_0.distcp"])
-def test_an_index_names_no_files_beside_those_of_the_manifest(
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "tensors-7-0.safetensors"])
+def test_an_index_names_no_files_next_to_those_of_the_manifest(
     name: str, run: Path, folders: Path, pools: Pools, tmp_path: Path
 ) -> None:
     checkpoint = run / "checkpoints/step-00000004"
-    found = read_index(checkpoint)
-    place = next(place for place, info in found.storage_data.items() if info.relative_path == "__0_0.distcp")
-    shutil.copyfile(checkpoint / "__0_0.distcp", checkpoint.parent / "elsewhere")
-    found.storage_data[place] = replace(found.storage_data[place], relative_path=name)
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
+    found = json.loads((checkpoint / INDEX).read_text())
+    shutil.copyfile(checkpoint / "tensors-0-0.safetensors", checkpoint.parent / "elsewhere")
+    next(iter(found.values()))["chunks"][0]["file"] = name
+    (checkpoint / INDEX).write_text(json.dumps(found))
     jobs.seal(checkpoint)
-    message = f".metadata: tensors in {name}, which the manifest does not name"
+    message = f"tensors.json: tensors in {name}, which the manifest does not name"
     with pytest.raises(UserError, match=re.escape(message)):
         OpenCheckpoint.open(checkpoint)
     if name == "../elsewhere":
@@ -223,42 +270,23 @@ def test_an_index_names_no_files_beside_those_of_the_manifest(
             assert message in said
 
 
-def pickled_code(checkpoint: Path) -> str:
-    name = "__0_0.distcp"
-    torch.save(print, checkpoint / name)
-    found, size = read_index(checkpoint), (checkpoint / name).stat().st_size
-    found.storage_data = dict.fromkeys(found.storage_data, _StorageInfo(name, 0, size))
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
-    return "(UnpicklingError: WeightsUnpickler error: Unsupported global: GLOBAL "
-
-
-def garbage(checkpoint: Path) -> str:
-    path = checkpoint / "__0_0.distcp"
-    path.write_bytes(random.Random(0).randbytes(path.stat().st_size))
-    return "(UnpicklingError: "
-
-
-def empty(checkpoint: Path) -> str:
-    (checkpoint / "__0_0.distcp").write_bytes(b"")
-    return "(EOFError)"
-
-
-@pytest.mark.parametrize("damage", [pickled_code, garbage, empty])
-def test_files_that_hold_no_tensors_are_one_error(
-    damage: Callable[[Path], str], run: Path, folders: Path, pools: Pools, tmp_path: Path
+@pytest.mark.parametrize("bytes_left", [0, 5000])
+def test_files_that_end_before_their_tensors_are_one_error(
+    bytes_left: int, run: Path, folders: Path, pools: Pools
 ) -> None:
     checkpoint = run / "checkpoints/step-00000004"
-    message = damage(checkpoint)
+    path = checkpoint / "tensors-0-0.safetensors"
+    path.write_bytes(path.read_bytes()[:bytes_left])
     jobs.seal(checkpoint)
-    said = pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2"))
-    sources = ModelSources.recorded(RunRecord.read(checkpoint).config)
-    with pytest.raises(UserError) as error:
-        export_checkpoint(OpenCheckpoint.open(checkpoint), tmp_path / "export", sources)
-    for text in (*said, str(error.value)):
-        assert text.startswith(f"{checkpoint}: unreadable tensors on rank 0 (")
-        assert message in text and "\n" not in text
-        assert "weights_only" not in text and "trust" not in text, "advice to run what the file says"
-    assert not (tmp_path / "export").exists()
+    message = f"{checkpoint / INDEX}: tensors beyond the end of {path.name}. Use another checkpoint"
+    for said in pools(2).run(jobs.error_of, flags(folders, run, "tp:2", "tp:2")):
+        assert said.startswith(message)
+    with pytest.raises(UserError, match=re.escape(message)):
+        OpenCheckpoint.open(checkpoint)
+    index = read_index(checkpoint)
+    entries = [Entry(key, shape, (0,) * len(shape), torch.empty(shape)) for key, shape in index_shapes(index).items()]
+    with pytest.raises(UserError, match=rf"{checkpoint}: unreadable tensors on rank 0 \(EOFError: {path.name} ends"):
+        read_entries(checkpoint, index, entries, None)
 
 
 def test_older_checkpoints_go_once_newer_ones_are_whole(run: Path) -> None:
@@ -268,7 +296,7 @@ def test_older_checkpoints_go_once_newer_ones_are_whole(run: Path) -> None:
     assert json.loads((run / "checkpoints/step-00000004/manifest.json").read_text())["files"].keys() >= {"run.json"}
 
 
-def test_what_cannot_be_written_is_told_on_every_rank(run: Path, folders: Path, pools: Pools) -> None:
+def test_what_cannot_be_written_is_reported_on_every_rank(run: Path, folders: Path, pools: Pools) -> None:
     folder = run / "checkpoints"
     shutil.rmtree(folder / "step-00000004")
     [(full, gone), *others] = pools(2).run(jobs.cannot_save, flags(folders, run, "tp:2", "tp:2"), folder)
@@ -284,7 +312,7 @@ def test_what_cannot_be_written_is_told_on_every_rank(run: Path, folders: Path, 
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
-def test_what_fails_beside_training_is_told_in_a_later_step(
+def test_what_fails_in_the_background_is_reported_in_a_later_step(
     on_failure: str, folders: Path, tmp_path: Path, pools: Pools
 ) -> None:
     more = f"--checkpoint.async true --checkpoint.on_failure {on_failure}"

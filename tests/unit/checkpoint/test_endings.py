@@ -77,7 +77,7 @@ def test_a_lost_checkpoint_midway_does_not_lose_the_model(line: list[str], tmp_p
     assert (tmp_path / "trained-model" / MARK).is_file() and not (tmp_path / "out").exists()
 
 
-def test_a_model_that_is_lost_is_told(line: list[str], tmp_path: Path, pools: Pools) -> None:
+def test_a_model_that_is_lost_is_reported(line: list[str], tmp_path: Path, pools: Pools) -> None:
     short = once([*without_checkpoints(line), "--train.iters", "1"])
     runs = pools(2).run(jobs.program, short, 1, jobs.all_disks_are_full, tmp_path)
     assert runs[0] == runs[1] and runs[0][1].count("cannot be written (") == 3
@@ -100,6 +100,14 @@ def test_weights_that_may_be_at_fault_do_not_become_the_newest_checkpoint(
     message = pools(2).run(jobs.program, blown_up, 1, jobs.nothing, tmp_path)[0][1]
     assert f"The newest checkpoint is {folder}/step-00000002; the same command resumes from there." in message
     assert list(whole(folder)) == [2] and (folder / "step-00000003.unsound").is_dir() and not unfinished(folder)
+
+
+def test_trackers_are_told_whether_the_run_has_failed(line: list[str], tmp_path: Path, pools: Pools) -> None:
+    """On the rank that has them."""
+    short = once([*without_checkpoints(line), "--train.iters", "2"])
+    assert pools(2).run(jobs.exit_codes, short, tmp_path) == [[0], []]
+    blown_up = [*short, "--optimizer.lr", "1e30", "--optimizer.clip_grad", "0"]
+    assert pools(2).run(jobs.exit_codes, once(blown_up), tmp_path) == [[1], []]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -191,7 +191,7 @@ def template(sources: ModelSources) -> str:
 
 
 @pytest.mark.parametrize("change", [rope, epsilon, window, tokenizer, processor, template])
-def test_another_model_is_told_by_folder_and_file(
+def test_another_model_is_reported_by_folder_and_file(
     change: Callable[[ModelSources], str], sources: ModelSources, tmp_path: Path
 ) -> None:
     old, imported = record_of(sources), record_of(sources, "/elsewhere")
@@ -228,14 +228,14 @@ def test_folders_that_come_and_go(sources: ModelSources, tmp_path: Path) -> None
     record_of(alone, "/elsewhere").require_same_model(record_of(sources), (), tmp_path)
 
 
-def test_a_run_goes_on_with_the_same_model(
+def test_a_run_resumes_with_the_same_model(
     untouched: Untouched, folders: Path, tmp_path: Path, pools: Callable[[int], Pool]
 ) -> None:
     run, model = shutil.copytree(untouched.folder, tmp_path / "run"), shutil.copytree(folders / "plain", tmp_path / "m")
     line = jobs.flags(folders, run, "tp:2", "tp:2", model=str(model))
     assert RunRecord.read(run / "checkpoints/step-00000004").model_files["model.hf_path"].keys() >= {"tokenizer.json"}
-    assert pools(2).run(jobs.error_of, line) == ["no error: it goes on after step 4"] * 2
+    assert pools(2).run(jobs.error_of, line) == ["no error: it resumes after step 4"] * 2
     expected = epsilon(ModelSources(model))
     assert all(expected in said for said in pools(2).run(jobs.error_of, line))
     allowed = [*line, "--checkpoint.allow_changes", "model.hf_path"]
-    assert pools(2).run(jobs.error_of, allowed) == ["no error: it goes on after step 4"] * 2
+    assert pools(2).run(jobs.error_of, allowed) == ["no error: it resumes after step 4"] * 2

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from megatron_hetero.checkpoint.choice import choose
+from megatron_hetero.checkpoint.format import index as tensors_index
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.checkpoint.format.storage import write_entries
 from megatron_hetero.checkpoint.importing import UNTRAINED, require_free
@@ -32,13 +33,13 @@ from megatron_hetero.config.schema import CheckpointConfig
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
-from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import canonical_name, stored_shapes
 from megatron_hetero.outputs.checkpoints import MANIFEST
 from megatron_hetero.outputs.export_mark import MARK
 from megatron_hetero.outputs.exports import lock_of
 from tests.support.folders import ModelChoice, write_model
 from tests.support.pool import Pool
+from tests.support.shapes import shapes_of_folder
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.conftest import Untouched
 from tests.unit.checkpoint.jobs_checkpoint import flags, seal
@@ -275,12 +276,12 @@ def refused(capsys: Capture, status: int, *expected: str) -> None:
 def test_damaged_checkpoints_are_not_exported(untouched: Untouched, tmp_path: Path, capsys: Capture) -> None:
     run = shutil.copytree(untouched.folder / "checkpoints", tmp_path / "run")
     checkpoint, target = run / "step-00000004", tmp_path / "export"
-    data = bytearray((checkpoint / "__1_0.distcp").read_bytes())
+    data = bytearray((checkpoint / "tensors-1-0.safetensors").read_bytes())
     data[len(data) // 3] ^= 4
-    (checkpoint / "__1_0.distcp").write_bytes(data)
-    refused(capsys, exported(run, target), "__1_0.distcp has a different SHA-256", f"{run}/step-00000002")
-    (checkpoint / "__1_0.distcp").unlink()
-    refused(capsys, exported(checkpoint, target), "__1_0.distcp is missing")
+    (checkpoint / "tensors-1-0.safetensors").write_bytes(data)
+    refused(capsys, exported(run, target), "tensors-1-0.safetensors has a different SHA-256", f"{run}/step-00000002")
+    (checkpoint / "tensors-1-0.safetensors").unlink()
+    refused(capsys, exported(checkpoint, target), "tensors-1-0.safetensors is missing")
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     del manifest["files"]["run.json"]
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
@@ -415,7 +416,7 @@ def test_what_may_be_replaced(untouched: Untouched, folders: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-00000000", "step-00000007", "file", "file/x"])
-def test_where_an_import_is_told_to_go_it_can(name: str, untouched: Untouched, tmp_path: Path) -> None:
+def test_an_import_goes_where_the_flags_say(name: str, untouched: Untouched, tmp_path: Path) -> None:
     shutil.copytree(untouched.folder / "checkpoints", tmp_path / "checkpoints")
     (tmp_path / "file").write_text("thesis")
     (tmp_path / "checkpoints-imported").mkdir()
@@ -494,7 +495,7 @@ def test_encoders_are_folders_of_models(model: Path, tmp_path: Path, more_folder
     assert RunRecord.read(tmp_path / "checkpoint").config["model"]["encoders"].keys() == {"detail"}
 
 
-def test_what_is_left_of_an_import_is_told(model: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_left_of_an_import_is_reported(model: Path, tmp_path: Path, capsys: Capture) -> None:
     target = tmp_path / "checkpoints/step-00000000"
     (tmp_path / "checkpoints/latest").mkdir(parents=True)  # nothing can take its place
     refused(capsys, imported(model, target), "is a directory", f"{target} is complete, but latest may not name it")
@@ -534,7 +535,7 @@ def small_files() -> Iterator[None]:
 def test_a_full_disk_leaves_nothing(untouched: Untouched, folders: Path, tmp_path: Path, capsys: Capture) -> None:
     with small_files():
         status = exported(untouched.folder / "checkpoints", tmp_path / "export")
-        refused(capsys, status, f"{tmp_path}/export: found that it cannot be written", "File too large")
+        refused(capsys, status, f"{tmp_path}/export: found a folder that cannot be written", "File too large")
         status = imported(folders / "plain", tmp_path / "checkpoint")
         refused(capsys, status, "file too large")
     assert list(tmp_path.iterdir()) == []
@@ -550,9 +551,7 @@ def test_an_interruption_leaves_nothing(untouched: Untouched, folders: Path, tmp
 
     with mock.patch.object(StoredWeights, "whole", interrupted):
         assert imported(folders / "plain", tmp_path / "checkpoint") == 130
-    with mock.patch(
-        "megatron_hetero.checkpoint.format.storage.create_read_items_for_chunk_list", side_effect=KeyboardInterrupt
-    ):
+    with mock.patch("megatron_hetero.checkpoint.format.storage.chunk_of", side_effect=KeyboardInterrupt):
         assert exported(untouched.folder / "checkpoints", tmp_path / "export") == 130
     assert capsys.readouterr().err == "interrupted; nothing is left half-written\n" * 2
     assert list(tmp_path.iterdir()) == []
@@ -573,7 +572,7 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     def value(entry: Entry) -> torch.Tensor:
-        assert len(alive) <= 1, "torch.distributed.checkpoint alone keeps all of them"
+        assert len(alive) <= 1, "nothing is kept until its file is closed"
         tensor = torch.arange(24.0).view(2, 12)[:, int(entry.key) :]  # not contiguous
         alive.add(tensor)
         return tensor
@@ -585,7 +584,11 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
     found = jobs.tensors(tmp_path)
     assert all(torch.equal(found[key], torch.arange(24.0).view(2, 12)[:, int(key) :]) for key in sizes)
     # 96 + 88, 80 + 72, 64 + 56 bytes
-    assert {path.name for path in tmp_path.iterdir()} == {".metadata", *(f"__0_{k}.distcp" for k in range(3))}
+    files = [tmp_path / f"tensors-0-{k}.safetensors" for k in range(3)]
+    assert {*tmp_path.iterdir()} == {tmp_path / tensors_index.INDEX, *files}
+    alone = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert alone.keys() == {f"{key}[0:2,0:{size[1]}]" for key, size in sizes.items()}
+    assert all(torch.equal(tensor, found[name.partition("[")[0]]) for name, tensor in alone.items())
 
 
 MEMORY = """
@@ -615,7 +618,7 @@ def test_memory_is_that_of_a_shard(folders: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     config["text_config"] |= {"intermediate_size": 16384, "num_hidden_layers": 22, "layer_types": None}
     (model / "config.json").write_text(json.dumps(config))
-    shapes = stored_shapes(ModelShapes.from_folder(model))
+    shapes = stored_shapes(shapes_of_folder(model))
     tensors = {name: torch.full(shape, float(i)) for i, (name, shape) in enumerate(shapes.items())}
     size = sum(t.nbytes for t in tensors.values())
     assert size > 200e6

@@ -50,7 +50,7 @@ def test_a_damaged_newest_checkpoint_is_no_dead_end(run: Path, folders: Path, po
     assert any("step-00000004 is damaged, renamed to .step-00000004.aside" in note for note in found["notes"])
 
 
-def test_a_run_that_is_started_again_goes_on_wherever_it_began(run: Path) -> None:
+def test_a_run_that_is_started_again_resumes_wherever_it_began(run: Path) -> None:
     folder, first = run / "checkpoints", run / "checkpoints/step-00000002"
     choices: list[Any] = ["never", first]
     for resume in choices:
@@ -105,7 +105,8 @@ def test_a_checkpoint_of_which_a_part_is_elsewhere_is_none(
     line = flags(folders, tmp_path, "tp:2", "tp:2")
     [message, other] = pools(2).run(jobs.saves_apart, line, tmp_path, where)
     assert message == other and list(whole(tmp_path / "checkpoints")) == []
-    found = "no such file or directory on rank 1" if where == "the folder" else "__1_0.distcp: missing or truncated"
+    lost = "tensors-1-0.safetensors: missing or truncated"
+    found = "no such file or directory on rank 1" if where == "the folder" else lost
     assert found in message and not unfinished(tmp_path / "checkpoints")
 
 

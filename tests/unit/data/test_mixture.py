@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.config.data_share import Share
+from megatron_hetero.config.sampled_dataset import SampledDataset
 from megatron_hetero.config.schema import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.errors import UserError
@@ -114,7 +114,7 @@ def test_negative_samples_and_iteration_are_refused(registry: dict[str, DatasetC
 
 @pytest.mark.parametrize("text", ["shapes", "shapes%50", "shapes%12.5", "shapes%250"])
 def test_shares_round_trip(text: str) -> None:
-    assert str(Share.parse(text)) == text
+    assert str(SampledDataset.parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["c%", "c%0", "c%0.0", "c%-5", "c%half", "c%nan", "c%1e3", "%50", "c%50%"])

@@ -16,6 +16,7 @@ from megatron_hetero.data.records import MOST_CHARACTERS, Record
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.common.images.positions import rope_positions
+from megatron_hetero.models.common.images.size import ImageSize
 from megatron_hetero.processor.processor import Processor
 
 MakeRecord = Callable[..., Record]
@@ -25,21 +26,21 @@ IMAGE = 7
 @st.composite
 def samples(draw: st.DrawFn) -> TokenizedSample:
     """A sample with random text, supervision and up to two images."""
-    ids, starts, grids = [draw(st.integers(10, 20))], [], []
+    ids, starts, sizes, places = [draw(st.integers(10, 20))], [], [], []
     for height, width in draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), max_size=2)):
         starts.append(len(ids))
-        grids.append((1, 2 * height, 2 * width))
+        sizes.append(ImageSize(1, 2 * height, 2 * width))
+        places.append(np.indices((1, height, width)).reshape(3, -1))
         ids += [IMAGE] * (height * width)
         ids += draw(st.lists(st.integers(10, 20), min_size=1, max_size=4))
     input_ids = np.array(ids, dtype=np.int64)
     is_text = input_ids != IMAGE
     supervised = np.array(draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))) & is_text
     supervised[0] = False
-    grid_array = np.array(grids, dtype=np.int64).reshape(-1, 3)
-    positions = rope_positions(len(ids), np.array(starts, dtype=np.int64), grid_array // (1, 2, 2))
-    record = Record("test", 0, "train.jsonl:1", (), ("a.png",) * len(grids))
-    rows = grid_array.prod(axis=1) // 4
-    return TokenizedSample(input_ids, supervised, grid_array, positions, np.flatnonzero(~is_text), rows, record)
+    positions = rope_positions(len(ids), np.array(starts, dtype=np.int64), places)
+    record = Record("test", 0, "train.jsonl:1", (), ("a.png",) * len(sizes))
+    rows = np.array([of_image.shape[1] for of_image in places], np.int64)
+    return TokenizedSample(input_ids, supervised, tuple(sizes), positions, np.flatnonzero(~is_text), rows, record)
 
 
 def stretches(batch: PackedBatch) -> list[slice]:
@@ -60,7 +61,7 @@ def test_packs_hold_every_sample_unchanged(parts: list[TokenizedSample]) -> None
         expected = [*np.where(part.supervised, part.input_ids, -100)[1:], -100]
         assert batch.labels[stretch].tolist() == expected
     assert batch.image_positions.tolist() == np.flatnonzero(batch.input_ids == IMAGE).tolist()
-    np.testing.assert_array_equal(batch.grids, np.concatenate([part.grids for part in parts]))
+    assert batch.sizes == tuple(size for part in parts for size in part.sizes)
     for array in (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens, batch.image_positions):
         assert array.dtype == np.int64
 
@@ -72,13 +73,13 @@ def test_packs_of_real_samples(processor: Processor, make_record: MakeRecord, pi
     batch = pack(parts)
     trained = processor.tokenizer.decode(batch.labels[batch.labels >= 0])
     assert trained == "A disc.<|im_end|>Hello.<|im_end|>Yes.<|im_end|>"
-    assert (batch.labels != processor.vision.token_id).all()
-    assert (batch.input_ids[batch.image_positions] == processor.vision.token_id).all()
+    assert (batch.labels != processor.readers["vision"].token_id).all()
+    assert (batch.input_ids[batch.image_positions] == processor.readers["vision"].token_id).all()
 
 
 def test_a_pack_without_images_has_empty_arrays(processor: Processor, make_record: MakeRecord) -> None:
     batch = pack([processor.tokenize(make_record("Hello?", ""))])
-    assert batch.grids.shape == (0, 3) and batch.image_positions.shape == (0,)
+    assert batch.sizes == () and batch.image_positions.shape == (0,)
     assert batch.supervised_tokens == 1
 
 
@@ -86,12 +87,12 @@ def test_a_pack_may_be_empty() -> None:
     batch = pack([])
     assert batch.input_ids.shape == batch.labels.shape == (0,) and batch.position_ids.shape == (3, 0)
     assert batch.cu_seqlens.tolist() == [0] and batch.supervised_tokens == 0
-    assert batch.grids.shape == (0, 3) and batch.image_positions.shape == (0,)
-    for array in (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens, batch.grids):
+    assert batch.sizes == () and batch.image_positions.shape == (0,)
+    for array in (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens, batch.rows):
         assert array.dtype == np.int64
 
 
-def test_image_tokens_must_match_grids(processor: Processor, make_record: MakeRecord, pictures: Path) -> None:
+def test_image_tokens_must_match_the_rows(processor: Processor, make_record: MakeRecord, pictures: Path) -> None:
     sample = processor.tokenize(make_record("<image>", "x", images=["56x56.png"], folder=pictures))
     wrong = dataclasses.replace(sample, rows=np.array([6]))
     with pytest.raises(UserError, match=r"train\.jsonl:1.*found 4 image tokens, expected 6"):

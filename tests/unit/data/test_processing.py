@@ -29,7 +29,9 @@ from megatron_hetero.data.records import Record
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.common.images.positions import rope_positions
+from megatron_hetero.models.common.images.size import ImageSize
 from megatron_hetero.processor.processor import Processor
+from tests.support.sizes import grids
 
 MakeRecord = Callable[..., Record]
 
@@ -45,11 +47,11 @@ def supervised_texts(processor: Processor, sample: TokenizedSample) -> list[str]
     return texts
 
 
-def reference_ids(processor: Processor, record: Record, grids: np.ndarray) -> list[int]:
+def reference_ids(processor: Processor, record: Record, sizes: np.ndarray) -> list[int]:
     """What `transformers` makes of the record: the whole text rendered, image tokens repeated, tokenized at once."""
     text = processor.tokenizer.apply_chat_template(chat.to_messages(record), tokenize=False)
     stretches = text.split("<|image_pad|>")
-    for k, grid in enumerate(grids):
+    for k, grid in enumerate(sizes):
         stretches[k] += "<|image_pad|>" * (int(grid.prod()) // 4)
     return processor.tokenizer("".join(stretches), add_special_tokens=False)["input_ids"]
 
@@ -72,7 +74,7 @@ def test_supervised_are_the_answers_and_their_ends(processor: Processor, make_re
     sample = processor.tokenize(record)
     assert supervised_texts(processor, sample) == [answer + "<|im_end|>" for answer in texts[1::2]]
     if "\t" not in texts:  # a tab before the line break of the prompt is one token with it
-        assert sample.input_ids.tolist() == reference_ids(processor, record, sample.grids)
+        assert sample.input_ids.tolist() == reference_ids(processor, record, grids(sample))
 
 
 @settings(deadline=None, max_examples=200)
@@ -85,7 +87,7 @@ def test_supervision_is_exact_for_any_text(
     sample = processor.tokenize(record)
     assert supervised_texts(processor, sample) == [answer + "<|im_end|>" for answer in texts]
     if not any(answer[:1].isspace() for answer in texts):
-        assert sample.input_ids.tolist() == reference_ids(processor, record, sample.grids)
+        assert sample.input_ids.tolist() == reference_ids(processor, record, grids(sample))
 
 
 def test_an_answer_that_begins_with_a_line_break_is_supervised_whole(
@@ -101,12 +103,12 @@ def test_images_become_tokens(processor: Processor, make_record: MakeRecord, pic
         "<image>\nFirst?", "One.", "And <image><image>?", "Two.", images=names, folder=pictures, system="Look."
     )
     sample = processor.tokenize(record)
-    assert sample.input_ids.dtype == sample.position_ids.dtype == sample.grids.dtype == np.int64
+    assert sample.input_ids.dtype == sample.position_ids.dtype == sample.rows.dtype == np.int64
     assert sample.supervised.dtype == bool
-    assert sample.input_ids.tolist() == reference_ids(processor, record, sample.grids)
+    assert sample.input_ids.tolist() == reference_ids(processor, record, grids(sample))
     assert supervised_texts(processor, sample) == ["One.<|im_end|>", "Two.<|im_end|>"]
-    assert len(sample.image_positions) == sample.grids.prod(axis=1).sum() // 4
-    assert set(sample.input_ids[sample.image_positions]) == {processor.vision.token_id}
+    assert len(sample.image_positions) == grids(sample).prod(axis=1).sum() // 4
+    assert set(sample.input_ids[sample.image_positions]) == {processor.readers["vision"].token_id}
 
 
 def test_positions_equal_transformers(processor: Processor, make_record: MakeRecord, pictures: Path) -> None:
@@ -115,8 +117,8 @@ def test_positions_equal_transformers(processor: Processor, make_record: MakeRec
         names = ["640x480.png", "33x90.png", "100x40.png"][:count]
         record = make_record("a <image> b " * count + "What?", "One.", images=names, folder=pictures)
         sample = processor.tokenize(record)
-        is_image = sample.input_ids == processor.vision.token_id
-        expected = _reference_positions(model, is_image, sample.grids)
+        is_image = sample.input_ids == processor.readers["vision"].token_id
+        expected = _reference_positions(model, is_image, grids(sample))
         np.testing.assert_array_equal(sample.position_ids, expected)
 
 
@@ -133,9 +135,10 @@ def test_positions_equal_transformers_for_any_grids(images: list[tuple[int, int,
         starts.append(len(kinds))
         kinds += [True] * (height * width)
     kinds += [False] * (tail or not images)
-    grids = np.array([(1, 2 * h, 2 * w) for _, h, w in images], dtype=np.int64).reshape(-1, 3)
-    positions = rope_positions(len(kinds), np.array(starts, dtype=np.int64), grids // (1, 2, 2))
-    np.testing.assert_array_equal(positions, _reference_positions(_rope_model(), np.array(kinds), grids))
+    sizes = np.array([(1, 2 * h, 2 * w) for _, h, w in images], dtype=np.int64).reshape(-1, 3)
+    places = [np.indices((1, h, w)).reshape(3, -1) for _, h, w in images]
+    positions = rope_positions(len(kinds), np.array(starts, dtype=np.int64), places)
+    np.testing.assert_array_equal(positions, _reference_positions(_rope_model(), np.array(kinds), sizes))
 
 
 def _rope_model() -> Any:
@@ -150,10 +153,10 @@ def _rope_model() -> Any:
     return Stub()
 
 
-def _reference_positions(model: Any, is_image: np.ndarray, grids: np.ndarray) -> np.ndarray:
+def _reference_positions(model: Any, is_image: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     kinds = torch.from_numpy(is_image.astype(np.int64))[None]
     positions, _ = model.get_rope_index(
-        input_ids=torch.zeros_like(kinds), mm_token_type_ids=kinds, image_grid_thw=torch.from_numpy(grids)
+        input_ids=torch.zeros_like(kinds), mm_token_type_ids=kinds, image_grid_thw=torch.from_numpy(sizes)
     )
     return positions[:, 0].numpy()
 
@@ -162,8 +165,9 @@ def test_patches_equal_transformers(processor: Processor, make_record: MakeRecor
     reference = AutoImageProcessor.from_pretrained(model_folder, backend="pil")
     for path in sorted(pictures.iterdir()):
         record = make_record("<image>", "x", images=[path.name], folder=pictures)
-        grid = processor.tokenize(record).grids[0]
-        patches = processor.patches(record, 0, grid)
+        sample = processor.tokenize(record)
+        [grid] = grids(sample)
+        patches = processor.patches(record, 0, sample.sizes[0])
         expected = reference(images=[Image.open(path).convert("RGB")], return_tensors="np")
         assert grid.tolist() == expected["image_grid_thw"][0].tolist()
         assert patches.dtype == np.float32 and patches.shape == (grid.prod(), 3 * 2 * 14 * 14)
@@ -174,10 +178,10 @@ def test_pixel_limits_override_the_folder(model_folder: Path, make_record: MakeR
     record = make_record("<image>", "x", images=["640x480.png"], folder=pictures)
     small = Processor.from_folder(model_folder, None, 28 * 28 * 4)
     large = Processor.from_folder(model_folder, 28 * 28 * 500, 28 * 28 * 600)
-    assert small.tokenize(record).grids.prod() // 4 <= 4
-    assert 500 <= large.tokenize(record).grids.prod() // 4 <= 600
+    assert grids(small.tokenize(record)).prod() // 4 <= 4
+    assert 500 <= grids(large.tokenize(record)).prod() // 4 <= 600
     for processor in (small, large):
-        processor.patches(record, 0, processor.tokenize(record).grids[0])
+        processor.patches(record, 0, processor.tokenize(record).sizes[0])
 
 
 @pytest.mark.parametrize("limits", [(0, 100), (-1, None), (200, 100), (10**9, None)])
@@ -192,8 +196,8 @@ def test_rotated_pictures_have_rotated_grids(processor: Processor, make_record: 
     Image.new("RGB", (280, 56)).save(tmp_path / "a.jpg", exif=exif)
     record = make_record("<image>", "x", images=["a.jpg"], folder=tmp_path)
     sample = processor.tokenize(record)
-    assert sample.grids.tolist() == [[1, 20, 4]]
-    assert processor.patches(record, 0, sample.grids[0]).shape[0] == 80
+    assert sample.sizes == (ImageSize(1, 20, 4),)
+    assert processor.patches(record, 0, sample.sizes[0]).shape[0] == 80
 
 
 @pytest.mark.parametrize("size", [{"min_pixels": 3136, "max_pixels": 9999}, None])
@@ -210,7 +214,8 @@ def test_older_processor_files_load_without_a_warning(model_folder: Path, tmp_pa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         processor = Processor.from_folder(folder, None, None)
-    assert (processor.vision.min_pixels, processor.vision.max_pixels) == (3136, 9999)
+    reader: Any = processor.readers["vision"]
+    assert (reader.min_pixels, reader.max_pixels) == (3136, 9999)
     assert processor.tokenizer.chat_template
 
 
@@ -256,10 +261,10 @@ def test_bad_pictures_name_record_and_file(processor: Processor, make_record: Ma
     ):
         processor.tokenize(record)
     Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
-    grid = processor.tokenize(record).grids[0]
+    [size] = processor.tokenize(record).sizes
     Image.new("RGB", (112, 56)).save(tmp_path / "a.png")
     with pytest.raises(UserError, match=r"a\.png: found a decoded picture of \[1, 4, 8\] .*expected \[1, 4, 4\]"):
-        processor.patches(record, 0, grid)
+        processor.patches(record, 0, size)
 
 
 def test_the_limit_on_pixels_reaches_both_ways(model_folder: Path, make_record: MakeRecord, pictures: Path) -> None:
@@ -267,8 +272,9 @@ def test_the_limit_on_pixels_reaches_both_ways(model_folder: Path, make_record: 
     record = make_record("<image>", "x", images=["56x56.png"], folder=pictures)
     with pytest.raises(UserError, match="at most 1000 pixels"):
         processor.tokenize(record)
+    reader: Any = processor.readers["vision"]
     with pytest.raises(UserError, match="at most 1000 pixels"):
-        processor.vision.load_image(pictures / "56x56.png", "train.jsonl:1")
+        reader.load_image(pictures / "56x56.png", "train.jsonl:1")
 
 
 TEMPLATES = {

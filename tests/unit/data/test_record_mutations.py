@@ -97,7 +97,7 @@ def test_damaged_records_are_read_or_refused(
     try:
         for record in Annotations.load("damaged", path, pictures):
             sample = processor.tokenize(record)
-            for k, grid in enumerate(sample.grids):
+            for k, grid in enumerate(sample.sizes):
                 processor.patches(record, k, grid)
     except UserError as error:
         assert str(error).startswith(str(path)) and str(error).isprintable() and len(str(error)) < 2000

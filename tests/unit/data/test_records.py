@@ -120,7 +120,7 @@ def test_files_without_end_are_refused_before_they_fill_the_memory(tmp_path: Pat
     assert wanted in str(refused.value)
 
 
-def test_records_that_do_not_fit_in_memory_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_do_not_fit_in_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise MemoryError
 

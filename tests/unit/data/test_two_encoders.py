@@ -16,6 +16,7 @@ from megatron_hetero.data.packing import pack
 from megatron_hetero.data.records import Annotations
 from megatron_hetero.errors import UserError
 from megatron_hetero.processor.processor import Processor
+from tests.support.sizes import grids
 
 ENCODERS = ("vision", "detail")
 ANSWER = {"from": "gpt", "value": "A cup."}
@@ -53,12 +54,12 @@ def test_each_encoder_has_its_own_token_and_sizes(two: Processor, tmp_path: Path
     tokens = two.tokenizer.convert_tokens_to_ids(["<|video_pad|>", "<|image_pad|>"])
     expected = np.repeat(np.array([tokens[0], tokens[1], tokens[1], tokens[0]]), sample.rows)
     np.testing.assert_array_equal(sample.input_ids[sample.image_positions], expected)
-    assert sample.rows.tolist() == [int(grid.prod()) // 4 for grid in sample.grids]
+    assert sample.rows.tolist() == [int(grid.prod()) // 4 for grid in grids(sample)]
     assert all(9 <= rows <= 30 for rows in sample.rows[[0, 3]])
     alone = Processor.from_folder(two_folder(two), None, None)
-    assert sample.grids[1].tolist() == list(alone.grid(record, 1))
+    assert sample.sizes[1] == alone.size(record, 1)
     starts = sample.image_positions[np.cumsum(sample.rows) - sample.rows]
-    for start, rows, grid in zip(starts, sample.rows, sample.grids, strict=True):
+    for start, rows, grid in zip(starts, sample.rows, grids(sample), strict=True):
         inside = sample.position_ids[:, start : start + rows]
         assert (inside[0] == inside[0, 0]).all() and np.ptp(inside[1]) == grid[1] // 2 - 1
         assert np.ptp(inside[2]) == grid[2] // 2 - 1

@@ -13,15 +13,16 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
-from benchmarks.meter import CollectiveMeter
+from measuring.meter import CollectiveMeter
 from megatron_hetero.distributed.megatron import prepare_globals
+from megatron_hetero.distributed.module_groups import ModuleGroups
 from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.distributed.topology import ModuleGroups, Topology
+from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.attention import (
     AttentionPlan,
+    PackedSegments,
     PackedSelfAttention,
-    Segments,
     TorchAttention,
     attend_across,
 )
@@ -33,7 +34,7 @@ from megatron_hetero.models.common.exchange import (
     ulysses_scatter_heads,
 )
 from megatron_hetero.models.common.loss import vocab_parallel_cross_entropy, vocab_parallel_hits
-from megatron_hetero.sharding.context import contiguous_pieces, zigzag_pieces, zigzag_tokens
+from megatron_hetero.sharding.context import contiguous_segments, zigzag_segments, zigzag_tokens
 from tests.support.pool import world
 
 PLATFORM = Platform(CPU, "gloo")
@@ -63,15 +64,15 @@ def assign(lengths: tuple[int, ...], groups: ModuleGroups, causal: bool, how: st
     """Assign a pack to `cp` (zigzag where causal), then to `sp`; `how` as in `split`."""
     sp, cp, member = groups.sp.size(), groups.context.size(), groups.context.rank()
     if causal:
-        tokens, pieces = zigzag_tokens(lengths, cp), zigzag_pieces(lengths, cp, member)
+        tokens, segments = zigzag_tokens(lengths, cp), zigzag_segments(lengths, cp, member)
     else:
         shares = split(sum(lengths), cp, how)
         tokens = np.split(np.arange(sum(lengths)), np.cumsum(shares)[:-1])
-        pieces = contiguous_pieces(lengths, shares, member)
+        segments = contiguous_segments(lengths, shares, member)
     cp_lengths = tuple(len(part) for part in tokens)
     sp_lengths = split(cp_lengths[member], sp, how)
     mine = np.split(tokens[member], np.cumsum(sp_lengths)[:-1])[groups.sp.rank()]
-    return Assigned(mine, AttentionPlan(Segments.of_pieces(pieces, CPU, cp_lengths), sp_lengths, cp_lengths))
+    return Assigned(mine, AttentionPlan(PackedSegments.of_segments(segments, CPU, cp_lengths), sp_lengths, cp_lengths))
 
 
 def split(total: int, members: int, how: str) -> tuple[int, ...]:
@@ -159,7 +160,7 @@ def _compare_layers(model: Any, reference: Any, lengths: tuple[int, ...], groups
     angles = torch.randn(total, dim, generator=generator)
     table = torch.stack((angles.cos(), angles.sin()))
     x.requires_grad_()
-    whole = AttentionPlan(Segments.of(lengths, CPU), (total,), (total,))
+    whole = AttentionPlan(PackedSegments.of(lengths, CPU), (total,), (total,))
     expected, _ = reference(x, rotary_pos_emb=table, packed_seq_params=whole)
     expected.backward(c)
 

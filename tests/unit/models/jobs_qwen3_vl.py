@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import CPU
-from megatron_hetero.models.common.attention import AttentionPlan, Segments
+from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
+from megatron_hetero.models.common.images.size import ImageSize
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
 from megatron_hetero.names import HIDDEN, ROWS
 from megatron_hetero.sharding.encoder_shards import EncoderShards
-from megatron_hetero.sharding.items import Size
 from megatron_hetero.sharding.stages import Stage, cut_stages
 from megatron_hetero.sharding.token_shards import TokenShards
 from tests.unit.training.jobs_stages import Case, Trainee
@@ -32,7 +32,7 @@ class AllStagesHere(Trainee):
         return cut_stages(self.shapes[name].layers, len(split), split=split, module=name)
 
 
-def vision(case: Case, sizes: tuple[Size, ...]) -> dict[str, Any]:
+def vision(case: Case, sizes: tuple[ImageSize, ...]) -> dict[str, Any]:
     """Rows of each output by number, and on rank 0 the gradients of `weighted` rows."""
     trainee = AllStagesHere(case)
     shape: Any = trainee.shapes.vision
@@ -42,10 +42,10 @@ def vision(case: Case, sizes: tuple[Size, ...]) -> dict[str, Any]:
     own, share = shards.ownership().held_by(dist.get_rank()), shards.share(dist.get_rank())
     units = pixels_of(shape, sizes).view(-1, shape.unit, shape.patch_elements)[torch.from_numpy(own)].flatten(0, 1)
     plan = AttentionPlan(
-        full=Segments.of_pieces(share.pieces, CPU, share.cp_lengths),
+        full=PackedSegments.of_segments(share.segments, CPU, share.cp_lengths),
         sp_lengths=share.sp_lengths,
         cp_lengths=share.cp_lengths,
-        windows=Segments.of(share.windows, CPU),
+        windows=PackedSegments.of(share.windows, CPU),
     )
     positions = torch.from_numpy(share.positions)
     batch = EncoderInput(F.pad(units, (0, 0, 0, share.padding)), positions, plan, share.padding)
@@ -66,7 +66,7 @@ def vision(case: Case, sizes: tuple[Size, ...]) -> dict[str, Any]:
     return {"rows": numbered, "gradients": trainee.gradients()}
 
 
-def pixels_of(shape: Any, sizes: tuple[Size, ...]) -> Tensor:
+def pixels_of(shape: Any, sizes: tuple[ImageSize, ...]) -> Tensor:
     """Of all patches of images of these sizes, [patches, patch_elements]."""
     patches = sum(int(np.prod(size)) for size in sizes)
     return torch.randn(patches, shape.patch_elements, generator=torch.Generator().manual_seed(patches))
@@ -124,7 +124,7 @@ def text(case: Case, outputs: tuple[str, ...]) -> dict[str, Any]:
         targets=own[supervised],
         rows_at=dict.fromkeys(outputs, places),
         attention=AttentionPlan(
-            Segments.of_pieces(share.pieces, CPU, share.cp_lengths), share.sp_lengths, share.cp_lengths
+            PackedSegments.of_segments(share.segments, CPU, share.cp_lengths), share.sp_lengths, share.cp_lengths
         ),
     )
     rows = {name: pack.rows[name][torch.from_numpy(ids)].requires_grad_() for name in outputs}

@@ -11,10 +11,11 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
 from megatron_hetero.distributed.megatron import prepare_globals
+from megatron_hetero.distributed.module_groups import ModuleGroups
 from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.distributed.topology import ModuleGroups, Topology
+from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.common.attention import AttentionPlan, Segments
+from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
 from megatron_hetero.models.common.backend import TorchSpecProvider, layer_spec, te_provider, transformer_config
 from tests.unit.models.jobs_attention import assign
 
@@ -50,7 +51,7 @@ def _compare(
     )
     assigned = assign(lengths, groups, mask == AttnMaskType.causal, "even")
     own = len(assigned.mine)
-    windows = Segments.of([own - own // 3, own // 3], CPU)
+    windows = PackedSegments.of([own - own // 3, own // 3], CPU)
     plan = AttentionPlan(assigned.plan.full, assigned.plan.sp_lengths, assigned.plan.cp_lengths, windows)
     random = torch.Generator().manual_seed(dist.get_rank())
     x, c = (torch.randn(own, 1, HEADS * DIM, generator=random).bfloat16() for _ in "xc")

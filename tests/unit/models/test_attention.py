@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
-from megatron_hetero.models.common.attention import Segments, TorchAttention, rotate
+from megatron_hetero.models.common.attention import PackedSegments, TorchAttention, rotate
 from megatron_hetero.models.common.stages.rotary import axial_table
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.sharding.context import Pieces, zigzag_pieces, zigzag_tokens
+from megatron_hetero.sharding.context import AttentionSegments, zigzag_segments, zigzag_tokens
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.unit.models import jobs_attention as jobs
@@ -43,32 +43,32 @@ def test_torch_attention_equals_a_masked_softmax(
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     attention = TorchAttention(SimpleNamespace(), 1, mask, "self")  # pyright: ignore[reportArgumentType]
     q, k, v = inputs
-    got = attention(q, k, v, None, packed_seq_params=Segments.of(lengths, CPU))
+    got = attention(q, k, v, None, packed_seq_params=PackedSegments.of(lengths, CPU))
     expected = jobs.naive(q, k, v, tuple(lengths), causal)
     torch.testing.assert_close(got, expected)
     gradients = torch.autograd.grad((got * cotangent).sum(), inputs)
     torch.testing.assert_close(gradients, torch.autograd.grad((expected * cotangent).sum(), inputs))
 
 
-PIECES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), max_size=8)
+SEGMENTS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), max_size=8)
 """Queries, and how many keys there are more."""
 
 
 @settings(max_examples=60, deadline=None)
-@given(PIECES.filter(bool), st.booleans(), st.integers(0, 2**32 - 1))
-def test_pieces_end_with_their_last_query(shapes: list[tuple[int, int]], causal: bool, seed: int) -> None:
+@given(SEGMENTS.filter(bool), st.booleans(), st.integers(0, 2**32 - 1))
+def test_segments_end_with_their_last_query(shapes: list[tuple[int, int]], causal: bool, seed: int) -> None:
     """The last queries of a sequence get what they would get if all of it attended."""
     generator = torch.Generator().manual_seed(seed)
-    pieces = Pieces(tuple(q for q, _ in shapes), tuple(q + more for q, more in shapes))
+    segments = AttentionSegments(tuple(q for q, _ in shapes), tuple(q + more for q, more in shapes))
     draw = {"generator": generator, "dtype": torch.float64}
-    whole = [torch.randn(sum(pieces.keys), heads, DIM, **draw).requires_grad_() for heads in (4, 2, 2)]
-    ends = torch.tensor(pieces.keys).cumsum(0).tolist()
-    asked = torch.cat([torch.arange(end - q, end) for end, q in zip(ends, pieces.queries, strict=True)])
+    whole = [torch.randn(sum(segments.keys), heads, DIM, **draw).requires_grad_() for heads in (4, 2, 2)]
+    ends = torch.tensor(segments.keys).cumsum(0).tolist()
+    asked = torch.cat([torch.arange(end - q, end) for end, q in zip(ends, segments.queries, strict=True)])
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     attention = TorchAttention(SimpleNamespace(), 1, mask, "self")  # pyright: ignore[reportArgumentType]
     q, k, v = whole
-    got = attention(q[asked], k, v, None, packed_seq_params=Segments.of_pieces(pieces, CPU))
-    expected = jobs.naive(q, k, v, pieces.keys, causal)[asked]
+    got = attention(q[asked], k, v, None, packed_seq_params=PackedSegments.of_segments(segments, CPU))
+    expected = jobs.naive(q, k, v, segments.keys, causal)[asked]
     torch.testing.assert_close(got, expected)
     cotangent = torch.randn(got.shape, **draw)
     gradients = torch.autograd.grad((got * cotangent).sum(), whole)
@@ -76,19 +76,19 @@ def test_pieces_end_with_their_last_query(shapes: list[tuple[int, int]], causal:
 
 
 @settings(max_examples=60, deadline=None)
-@given(PIECES)
+@given(SEGMENTS)
 def test_segments(shapes: list[tuple[int, int]]) -> None:
     queries, keys = [q for q, _ in shapes], [q + more for q, more in shapes]
-    segments = Segments.of_pieces(Pieces(tuple(queries), tuple(keys)), CPU)
+    segments = PackedSegments.of_segments(AttentionSegments(tuple(queries), tuple(keys)), CPU)
     for lengths, found, longest in (
         (queries, segments.cu_seqlens_q, segments.max_seqlen_q),
         (keys, segments.cu_seqlens_kv, segments.max_seqlen_kv),
     ):
         assert found.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         assert found.dtype == torch.int32 and longest == max(lengths, default=0)
-    # The order of the buckets brings together whole pieces of the shape that the bucket says.
+    # The order of the buckets brings together whole segments of the shape that the bucket says.
     expected = sorted(range(len(shapes)), key=lambda i: [b[:2] for b in segments.buckets].index((queries[i], keys[i])))
-    in_order = [piece for bucket in segments.buckets for piece in [bucket[:2]] * bucket.pieces]
+    in_order = [segment for bucket in segments.buckets for segment in [bucket[:2]] * bucket.segments]
     assert in_order == [(queries[i], keys[i]) for i in expected]
     for lengths, order in ((queries, segments.order), (keys, segments.key_order)):
         tokens = torch.arange(sum(lengths))
@@ -97,19 +97,19 @@ def test_segments(shapes: list[tuple[int, int]]) -> None:
 
 
 def test_segments_of_whole_sequences_drop_empty_ones() -> None:
-    segments = Segments.of([3, 0, 2], CPU)
+    segments = PackedSegments.of([3, 0, 2], CPU)
     assert segments.cu_seqlens_q.tolist() == [0, 3, 5] and segments.cu_seqlens_kv is segments.cu_seqlens_q
     assert segments.key_index is None
 
 
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [3, 5, 2], [2, 2, 7]])
 def test_sequences_in_the_order_of_their_buckets_are_not_moved(lengths: list[int]) -> None:
-    segments = Segments.of(lengths, CPU)
+    segments = PackedSegments.of(lengths, CPU)
     assert segments.order is None and segments.key_order is None
 
 
 def test_scattered_sequences_of_one_length_share_a_bucket() -> None:
-    assert Segments.of([4, 2, 4], CPU).buckets == ((4, 4, 2), (2, 2, 1))
+    assert PackedSegments.of([4, 2, 4], CPU).buckets == ((4, 4, 2), (2, 2, 1))
 
 
 def test_keys_are_found_in_the_padded_gather() -> None:
@@ -119,13 +119,13 @@ def test_keys_are_found_in_the_padded_gather() -> None:
     padded = [t for part in tokens for t in [*part.tolist(), *[-1] * (max(cp_lengths) - len(part))]]
     seen = ([[0, 1], range(8), [8], range(8, 13)], [range(6), range(8, 12), [13]])
     for member, keys in enumerate(seen):
-        segments = Segments.of_pieces(zigzag_pieces(lengths, cp, member), CPU, cp_lengths)
+        segments = PackedSegments.of_segments(zigzag_segments(lengths, cp, member), CPU, cp_lengths)
         assert segments.key_index is not None
-        assert [padded[i] for i in segments.key_index.tolist()] == [key for of_piece in keys for key in of_piece]
+        assert [padded[i] for i in segments.key_index.tolist()] == [key for of_segment in keys for key in of_segment]
 
 
 def test_a_mask_is_made_once() -> None:
-    segments = Segments.of_pieces(Pieces((2, 3, 2), (4, 3, 4)), CPU)
+    segments = PackedSegments.of_segments(AttentionSegments((2, 3, 2), (4, 3, 4)), CPU)
     (rectangle, _), seen = segments.buckets, [[True, True, True, False], [True, True, True, True]]
     assert segments.causal_mask(rectangle).tolist() == seen
     assert segments.causal_mask(rectangle) is segments.causal_mask(rectangle)
@@ -133,7 +133,7 @@ def test_a_mask_is_made_once() -> None:
 
 def test_rotary_embedding_is_that_of_transformers() -> None:
     positions = torch.randint(0, 50, (2, 11))
-    shape = VisionShape(1, 32, 4, 8, 3, 14, 2, 2, 4, frozenset(), 8, 10000.0)
+    shape = VisionShape(1, 32, 4, 8, 3, 14, 2, 2, 8, 10000.0, window=4, full_layers=frozenset())
     table = axial_table(positions, shape.rope_theta, shape.head_dim)
     assert table.shape == (2, 11, shape.head_dim) and table.dtype == torch.float32
     frequencies = 10000.0 ** -(torch.arange(0, 4, 2).float() / 4)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from megatron_hetero.models.common.images.size import ImageSize
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.sharding import balance
 from megatron_hetero.sharding.balance import assign, assign_in_order, idle_share, loads_of
@@ -41,7 +42,7 @@ def web_costs(seed: int, images: int, max_pixels: int = 12_845_056) -> list[floa
     """Predicted flops of images of sizes as a web data set has them."""
     sides = np.random.default_rng(seed).lognormal(math.log(800), 0.6, (images, 2)).clip(200, 3500).astype(int)
     resized = [smart_resize(height, width, 28, 56 * 56, max_pixels) for height, width in sides.tolist()]
-    return [SHAPE.cost((1, height // 14, width // 14)) for height, width in resized]
+    return [SHAPE.cost(ImageSize(1, height // 14, width // 14)) for height, width in resized]
 
 
 def largest_load(costs: list[float], assigned: list[list[int]]) -> float:

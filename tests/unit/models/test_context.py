@@ -8,19 +8,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.models.common.exchange import padded_index
-from megatron_hetero.sharding.context import Pieces, chunk_bounds, contiguous_pieces, zigzag_pieces, zigzag_tokens
+from megatron_hetero.sharding.context import (
+    AttentionSegments,
+    chunk_bounds,
+    contiguous_segments,
+    zigzag_segments,
+    zigzag_tokens,
+)
 
 PACKS = st.lists(st.integers(0, 20), max_size=6)
 MEMBERS = st.integers(1, 5)
 
 
-def seen_by_query(pieces: Pieces, everybodys: np.ndarray, own: np.ndarray, *, causal: bool) -> list[list[int]]:
-    """For each query of a member the positions in the pack that it sees, as an attention kernel reads `pieces`."""
-    keys = own if pieces.key_index is None else everybodys[pieces.key_index]
+def seen_by_query(
+    segments: AttentionSegments, everybodys: np.ndarray, own: np.ndarray, *, causal: bool
+) -> list[list[int]]:
+    """For each query of a member the positions in the pack that it sees, as an attention kernel reads `segments`."""
+    keys = own if segments.key_index is None else everybodys[segments.key_index]
     seen, start = [], 0
-    for queries, length in zip(pieces.queries, pieces.keys, strict=True):
-        of_piece = keys[start : start + length].tolist()
-        seen += [of_piece[: length - queries + i + 1] if causal else of_piece for i in range(queries)]
+    for queries, length in zip(segments.queries, segments.keys, strict=True):
+        of_segment = keys[start : start + length].tolist()
+        seen += [of_segment[: length - queries + i + 1] if causal else of_segment for i in range(queries)]
         start += length
     assert start == len(keys)
     return seen
@@ -54,12 +62,12 @@ def test_zigzag_gives_member_i_the_chunks_i_and_as_many_from_the_end(lengths: li
 
 @settings(max_examples=200, deadline=None)
 @given(PACKS, MEMBERS)
-def test_zigzag_pieces_are_the_causal_prefix_of_each_query(lengths: list[int], cp: int) -> None:
+def test_zigzag_segments_are_the_causal_prefix_of_each_query(lengths: list[int], cp: int) -> None:
     tokens, starts = zigzag_tokens(lengths, cp), starts_of_tokens(lengths)
     for member in range(cp):
-        pieces = zigzag_pieces(lengths, cp, member)
-        assert all(n > 0 for n in pieces.queries)
-        seen = seen_by_query(pieces, np.concatenate(tokens), tokens[member], causal=True)
+        segments = zigzag_segments(lengths, cp, member)
+        assert all(n > 0 for n in segments.queries)
+        seen = seen_by_query(segments, np.concatenate(tokens), tokens[member], causal=True)
         assert seen == [list(range(starts[t], t + 1)) for t in tokens[member].tolist()]
 
 
@@ -89,13 +97,15 @@ def test_zigzag_work_is_even(length: int, cp: int, number: int) -> None:
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
-def test_zigzag_work_of_pieces_is_that_of_chunks(cp: int) -> None:
+def test_zigzag_work_of_segments_is_that_of_chunks(cp: int) -> None:
     length = 1000
     work = []
     for member in range(cp):
-        pieces = zigzag_pieces([length], cp, member)
+        segments = zigzag_segments([length], cp, member)
         work.append(
-            sum(q * k - q * (q - 1) // 2 for q, k in zip(pieces.queries, pieces.keys, strict=True))  # ends at the last
+            sum(
+                q * k - q * (q - 1) // 2 for q, k in zip(segments.queries, segments.keys, strict=True)
+            )  # ends at the last
         )
     assert sum(work) == length * (length + 1) // 2
     assert max(work) - min(work) <= 2 * (length + 1)
@@ -113,18 +123,18 @@ def shards(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 @settings(max_examples=200, deadline=None)
 @given(shards())
-def test_contiguous_pieces_are_the_whole_sequence_of_each_query(pack: tuple[list[int], list[int]]) -> None:
+def test_contiguous_segments_are_the_whole_sequence_of_each_query(pack: tuple[list[int], list[int]]) -> None:
     lengths, members = pack
     everybodys, starts = np.arange(sum(lengths)), starts_of_tokens(lengths)
     ends = [
         start + length for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False) for _ in [0] * length
     ]
     for member in range(len(members)):
-        pieces = contiguous_pieces(lengths, members, member)
+        segments = contiguous_segments(lengths, members, member)
         low = sum(members[:member])
         own = everybodys[low : low + members[member]]
-        assert all(n > 0 for n in pieces.queries) and sum(pieces.queries) == len(own)
-        seen = seen_by_query(pieces, everybodys, own, causal=False)
+        assert all(n > 0 for n in segments.queries) and sum(segments.queries) == len(own)
+        seen = seen_by_query(segments, everybodys, own, causal=False)
         assert seen == [list(range(starts[t], ends[t])) for t in own.tolist()]
 
 

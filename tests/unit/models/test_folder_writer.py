@@ -25,12 +25,12 @@ from megatron_hetero.files import lock as file_lock
 from megatron_hetero.hf import folder_writer as writer_module
 from megatron_hetero.hf.folder_writer import folder_writer, plan_shards, read_companions, require_writable
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
-from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import canonical_name, stored_shapes
 from megatron_hetero.outputs.export_mark import MARK
 from megatron_hetero.outputs.exports import lock_of, partial_of
 from megatron_hetero.processor.processor import Processor
 from tests.support.folders import ModelChoice, write_model
+from tests.support.shapes import shapes_of_folder
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def write(source: Path, target: Path, dtype: torch.dtype = torch.float32, limit: int = 10**9) -> dict[str, Tensor]:
-    shapes = stored_shapes(ModelShapes.from_folder(source))
+    shapes = stored_shapes(shapes_of_folder(source))
     tensors = tensors_of(source)
     with folder_writer(target, shapes, dtype, read_companions(source), limit) as writer:
         for name in reversed(shapes):
@@ -298,7 +298,7 @@ def test_what_an_export_writes_can_be_replaced(model: Path, tmp_path: Path) -> N
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for target in (tmp_path / "file" / "export", tmp_path / "file" / "deep" / "export"):
-        with pytest.raises(UserError, match=r"export: found that it cannot be written .*export\.hf_dir"):
+        with pytest.raises(UserError, match=r"export: found a folder that cannot be written .*export\.hf_dir"):
             require_writable(target)
 
 

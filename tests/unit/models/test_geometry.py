@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
+from megatron_hetero.models.common.images.size import ImageSize
 from megatron_hetero.models.qwen2_5_vl.geometry import ImageGeometry, image_geometry
-from megatron_hetero.sharding.items import EncoderPlan, Size, plan_encoder
+from megatron_hetero.sharding.items import EncoderPlan, plan_encoder
 
 PATCH = 14
 COST = (1.0, 0.01)
@@ -36,37 +37,37 @@ class Encoder:
     def unit(self) -> int:
         return self.merge**2
 
-    def rows(self, size: Size) -> int:
+    def rows(self, size: ImageSize) -> int:
         return prod(size) // self.unit
 
-    def order(self, size: Size) -> ImageGeometry:
+    def order(self, size: ImageSize) -> ImageGeometry:
         return image_geometry(size, self.merge, self.window)
 
-    def sequences(self, size: Size) -> tuple[int, ...]:
+    def sequences(self, size: ImageSize) -> tuple[int, ...]:
         return (size[1] * size[2],) * size[0]
 
-    def cost(self, size: Size) -> float:
+    def cost(self, size: ImageSize) -> float:
         return prod(size) * self.cost_per_patch(size)
 
-    def cost_per_patch(self, size: Size) -> float:
+    def cost_per_patch(self, size: ImageSize) -> float:
         return self.flops[0] + self.flops[1] * size[1] * size[2]
 
 
 @st.composite
-def grids(draw: st.DrawFn, merge: int = 2) -> Size:
+def grids(draw: st.DrawFn, merge: int = 2) -> ImageSize:
     rows, columns = draw(st.integers(1, 11)), draw(st.integers(1, 11))
-    return draw(st.integers(1, 3)), merge * rows, merge * columns
+    return ImageSize(draw(st.integers(1, 3)), merge * rows, merge * columns)
 
 
 @st.composite
-def merges_and_images(draw: st.DrawFn) -> tuple[int, int, list[Size]]:
+def merges_and_images(draw: st.DrawFn) -> tuple[int, int, list[ImageSize]]:
     merge = draw(st.sampled_from([1, 2, 3]))
     return merge, draw(st.integers(1, 5)), draw(st.lists(grids(merge), min_size=1, max_size=4))
 
 
 @some
 @given(merges_and_images())
-def test_windows_and_positions_are_those_of_transformers(case: tuple[int, int, list[Size]]) -> None:
+def test_windows_and_positions_are_those_of_transformers(case: tuple[int, int, list[ImageSize]]) -> None:
     merge, window, images = case
     thw = torch.tensor(images)
     index, ends = get_vision_window_index(thw, merge, window * merge * PATCH, PATCH)
@@ -78,19 +79,19 @@ def test_windows_and_positions_are_those_of_transformers(case: tuple[int, int, l
     np.testing.assert_array_equal(np.concatenate([g.positions() for g in ours], axis=1), positions.T.numpy())
 
 
-def plan(grids: list[Size], sp: int = 1, cp: int = 1, window: int = 4, first: int = 0, **options) -> EncoderPlan:
+def plan(grids: list[ImageSize], sp: int = 1, cp: int = 1, window: int = 4, first: int = 0, **options) -> EncoderPlan:
     ids = list(range(first, first + len(grids)))
     return plan_encoder(Encoder(options.pop("merge", 2), window, options.pop("cost", COST)), ids, grids, sp, cp)
 
 
-def flops(grids: list[Size], plan: EncoderPlan) -> list[float]:
+def flops(grids: list[ImageSize], plan: EncoderPlan) -> list[float]:
     """Work of each member of `plan` by `COST`, patch by patch. Images are numbered from 0."""
     frame = [rows * columns for _, rows, columns in grids]
     of_part = [[4 * (s.stop - s.start) * (COST[0] + COST[1] * frame[s.item]) for s in part] for part in plan.slices]
     return [sum(parts) for parts in of_part]
 
 
-def largest_window(grids: list[Size], window: int, cost: tuple[float, float]) -> float:
+def largest_window(grids: list[ImageSize], window: int, cost: tuple[float, float]) -> float:
     units = [(image_geometry(g, 2, window).windows.max(), g[1] * g[2]) for g in grids]
     return max((4 * n * (cost[0] + cost[1] * frame) for n, frame in units), default=0.0)
 
@@ -102,7 +103,7 @@ def furthest_cut(shares: np.ndarray) -> float:
 
 @some
 @given(st.lists(grids(), max_size=5), degrees, degrees, st.integers(1, 4))
-def test_shards_partition_the_windows(images: list[Size], sp: int, cp: int, window: int) -> None:
+def test_shards_partition_the_windows(images: list[ImageSize], sp: int, cp: int, window: int) -> None:
     made = plan(images, sp, cp, window, first=10)
     ids = list(range(10, 10 + len(images)))
     geometries = {i: image_geometry(grid, 2, window) for i, grid in zip(ids, images, strict=True)}
@@ -123,7 +124,7 @@ def test_shards_partition_the_windows(images: list[Size], sp: int, cp: int, wind
 @some
 @given(st.lists(grids(), max_size=5), degrees, degrees, st.integers(1, 4))
 def test_cp_members_have_even_work_and_their_sp_members_even_patches(
-    images: list[Size], sp: int, cp: int, window: int
+    images: list[ImageSize], sp: int, cp: int, window: int
 ) -> None:
     made = plan(images, sp, cp, window)
     # Cuts are at the nearest edge of a window.
@@ -135,7 +136,7 @@ def test_cp_members_have_even_work_and_their_sp_members_even_patches(
 
 @some
 @given(st.lists(grids(), max_size=5), st.integers(1, 6), degrees, degrees)
-def test_cuts_of_sp_lie_within_the_runs_of_cp(images: list[Size], cp: int, sp: int, window: int) -> None:
+def test_cuts_of_sp_lie_within_the_runs_of_cp(images: list[ImageSize], cp: int, sp: int, window: int) -> None:
     runs, made = plan(images, 1, cp, window), plan(images, sp, cp, window)
     members = [made.windows[sp * i : sp * (i + 1)] for i in range(cp)]
     assert [tuple(chain(*run)) for run in members] == list(runs.windows)
@@ -143,7 +144,7 @@ def test_cuts_of_sp_lie_within_the_runs_of_cp(images: list[Size], cp: int, sp: i
 
 def test_sp_cuts_by_patches_and_cp_by_the_attention_of_their_frames_too() -> None:
     # 4096 patches each: of 2.56 + 1 per patch in small images, 40.96 + 1 in the large one, which is 92% of the work.
-    small_ones_and_a_large = [(1, 16, 16)] * 16 + [(1, 64, 64)]
+    small_ones_and_a_large = [ImageSize(1, 16, 16)] * 16 + [ImageSize(1, 64, 64)]
     by_sp, by_cp = plan(small_ones_and_a_large, sp=2), plan(small_ones_and_a_large, cp=2)
     assert by_sp.lengths == (4096, 4096)
     work = flops(small_ones_and_a_large, by_cp)
@@ -152,7 +153,7 @@ def test_sp_cuts_by_patches_and_cp_by_the_attention_of_their_frames_too() -> Non
 
 
 def test_frames_of_a_video_attend_to_themselves_only() -> None:
-    video_and_image = [(4, 16, 16), (1, 32, 32)]
+    video_and_image = [ImageSize(4, 16, 16), ImageSize(1, 32, 32)]
     assert plan(video_and_image, cp=2, cost=(0.0, 1.0)).lengths == (1024 + 384, 1024 - 384)
 
 
@@ -163,18 +164,18 @@ def test_nobody_encodes_where_there_is_no_image() -> None:
 
 def test_one_window_leaves_the_other_members_empty() -> None:
     for sp, cp in ((4, 1), (1, 4), (2, 2)):
-        assert sorted(plan([(1, 8, 8)], sp, cp).lengths) == [0, 0, 0, 64]
+        assert sorted(plan([ImageSize(1, 8, 8)], sp, cp).lengths) == [0, 0, 0, 64]
 
 
-def test_equal_windows_are_dealt_evenly() -> None:
+def test_equal_windows_are_split_evenly() -> None:
     for sp, cp in ((8, 1), (1, 8), (2, 4)):
-        assert plan([(1, 32, 32)], sp, cp).lengths == (128,) * 8
+        assert plan([ImageSize(1, 32, 32)], sp, cp).lengths == (128,) * 8
 
 
 def test_members_are_numbered_with_sp_fastest_and_parts_name_their_images() -> None:
     # Quadratic work only, of 64 x 64 for each small image and 64 x 256 for each window of the large one: halves are
     # the small images with one window, and three windows.
-    made = plan([(1, 8, 8)] * 8 + [(1, 16, 16)], sp=2, cp=2, first=7, cost=(0.0, 1.0))
+    made = plan([ImageSize(1, 8, 8)] * 8 + [ImageSize(1, 16, 16)], sp=2, cp=2, first=7, cost=(0.0, 1.0))
     parts = [[astuple(part) for part in member] for member in made.slices]
     small = [(image, 0, 16) for image in range(7, 15)]
     assert parts == [small[:5], [*small[5:], (15, 0, 16)], [(15, 16, 48)], [(15, 48, 64)]]

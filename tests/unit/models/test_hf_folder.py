@@ -17,11 +17,11 @@ from megatron_hetero.engine.module import load_parameters
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
-from megatron_hetero.hf.weight_map import Piece
+from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape
-from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import canonical_name, stored_shapes
 from tests.support.folders import ModelChoice, write_model
+from tests.support.shapes import shapes_of_folder
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def copy(model: Path, tmp_path: Path) -> Path:
 
 def open_checked(folder: Path) -> StoredWeights:
     weights = StoredWeights.open(folder, canonical_name)
-    weights.require(stored_shapes(ModelShapes.from_folder(folder)))
+    weights.require(stored_shapes(shapes_of_folder(folder)))
     return weights
 
 
@@ -78,11 +78,13 @@ def test_slices_are_those_of_the_whole_tensors(copy: Path, files: int) -> None:
     for name, tensor in whole.items():
         rows = (len(tensor) // 3, len(tensor) // 2)
         matrix = tensor.flatten(1) if tensor.dim() > 1 else tensor
-        assert torch.equal(weights.read(Piece(name, rows)), matrix[slice(*rows)])
-        assert len(weights.read(Piece(name, (1, 1)))) == 0
+        assert torch.equal(weights.read(TensorSlice(name, rows)), matrix[slice(*rows)])
+        assert len(weights.read(TensorSlice(name, (1, 1)))) == 0
         if tensor.dim() == 2:
             columns = (tensor.shape[1] // 4, tensor.shape[1])
-            assert torch.equal(weights.read(Piece(name, rows, columns=columns)), tensor[slice(*rows), slice(*columns)])
+            assert torch.equal(
+                weights.read(TensorSlice(name, rows, columns=columns)), tensor[slice(*rows), slice(*columns)]
+            )
 
 
 def refused(folder: Path, match: str) -> None:
@@ -125,7 +127,7 @@ def test_faults_are_counted_and_listed(copy: Path) -> None:
         tensors["lm_head.weight"] = head[:-1].clone()
 
     change(copy, edit)
-    rows, width = stored_shapes(ModelShapes.from_folder(copy))["lm_head.weight"]
+    rows, width = stored_shapes(shapes_of_folder(copy))["lm_head.weight"]
     refused(
         copy,
         r"\(2 missing: visual\.blocks\.0\.norm1\.weight, visual\.blocks\.1\.norm1\.weight; "
@@ -178,7 +180,7 @@ def test_a_tensor_in_two_shards(copy: Path) -> None:
     name = "lm_head.weight"
     other = copy / next(file for file in where.values() if file != where[name])
     save_file(load_file(other) | {name: torch.zeros(2)}, other)
-    refused(copy, r"found lm_head\.weight a second time, expected it once; remove stale files")
+    refused(copy, r"found lm_head\.weight a second time, expected each tensor once\. Remove stale files")
 
 
 # ------------------------------------------------------------------------------------------ tied folders
@@ -188,9 +190,9 @@ def load_embedding(folder: Path, rows: tuple[int, int]) -> None:
     """What a rank that holds these rows of the embedding does."""
     weights = StoredWeights.open(folder, canonical_name)
     name = "model.embed_tokens.weight"
-    weights.require(stored_shapes(ModelShapes.from_folder(folder)), frozenset({"lm_head.weight"}))
+    weights.require(stored_shapes(shapes_of_folder(folder)), frozenset({"lm_head.weight"}))
     layer = torch.nn.Linear(weights.shapes[name][1], rows[1] - rows[0], bias=False)
-    load_parameters(layer, {"weight": (Piece(name, rows),)}, weights)
+    load_parameters(layer, {"weight": (TensorSlice(name, rows),)}, weights)
 
 
 def store_head(folder: Path, edit: Callable[[Tensor], Tensor]) -> None:
@@ -226,7 +228,7 @@ def test_a_tied_folder_with_another_head_is_refused(tied: Path, tmp_path: Path) 
 
 
 def test_shapes_of_untied_and_tied(model: Path, tied: Path) -> None:
-    untied_shapes, tied_shapes = (ModelShapes.from_folder(folder) for folder in (model, tied))
+    untied_shapes, tied_shapes = (shapes_of_folder(folder) for folder in (model, tied))
     assert not untied_shapes.text.tied and tied_shapes.text.tied
     assert isinstance(untied_shapes.text, TextShape)
     same = replace(untied_shapes, text=replace(untied_shapes.text, tied=True))

@@ -30,8 +30,8 @@ from megatron_hetero.models.common.kernels import (
     kernel_for,
     torch_flash,
 )
-from megatron_hetero.models.common.segments import Segments
-from megatron_hetero.sharding.context import Pieces, contiguous_pieces, zigzag_pieces
+from megatron_hetero.models.common.segments import PackedSegments
+from megatron_hetero.sharding.context import AttentionSegments, contiguous_segments, zigzag_segments
 from tests.support.stand_ins.flash import aten_flash_attention_forward, flash_attn_varlen_func
 from tests.unit.models.jobs_attention import naive
 
@@ -73,28 +73,30 @@ STAND_INS: dict[str, Kernel] = {
     "torch_flash": partial(torch_flash, op=aten_flash_attention_forward),
     "flash_attn": partial(flash_attn, function=flash_attn_varlen_func),
 }
-PIECES = {
-    "ragged": Pieces.whole([7, 1, 4, 4, 2]),
-    "one": Pieces.whole([9]),
-    "single tokens": Pieces.whole([1, 1, 1]),
-    "zigzag": zigzag_pieces([16, 7, 1, 3], 2, 0),
-    "zigzag, last member": zigzag_pieces([16, 7, 1, 3], 2, 1),
-    "contiguous": contiguous_pieces([5, 9, 2], [8, 8], 1),
+SEGMENTS = {
+    "ragged": AttentionSegments.whole([7, 1, 4, 4, 2]),
+    "one": AttentionSegments.whole([9]),
+    "single tokens": AttentionSegments.whole([1, 1, 1]),
+    "zigzag": zigzag_segments([16, 7, 1, 3], 2, 0),
+    "zigzag, last member": zigzag_segments([16, 7, 1, 3], 2, 1),
+    "contiguous": contiguous_segments([5, 9, 2], [8, 8], 1),
 }
 
 
-def compare(kernel: Kernel, pieces: Pieces, heads: tuple[int, int], dim: int, causal: bool, **options: Any) -> None:
+def compare(
+    kernel: Kernel, segments: AttentionSegments, heads: tuple[int, int], dim: int, causal: bool, **options: Any
+) -> None:
     """`kernel` against the buckets in fp32: outputs and gradients. `options`: device and dtype of the inputs."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(sum(pieces.queries), heads[0], dim), *[(sum(pieces.keys), heads[1], dim)] * 2]
+    shapes = [(sum(segments.queries), heads[0], dim), *[(sum(segments.keys), heads[1], dim)] * 2]
     drawn = [torch.randn(shape, generator=generator).to(options["dtype"]) for shape in shapes]
     cotangent = torch.randn(shapes[0], generator=generator).to(options["dtype"])
-    pieces = Pieces(pieces.queries, pieces.keys)  # whose keys are those drawn
+    segments = AttentionSegments(segments.queries, segments.keys)  # whose keys are those drawn
     results = []
     for run, to in ((kernel, options), (bucketed, {"device": CPU, "dtype": torch.float32})):
         inputs = [x.to(**to).requires_grad_() for x in drawn]
         q, k, v = inputs
-        out = run(q, k, v, Segments.of_pieces(pieces, to["device"]), causal=causal, scale=None)
+        out = run(q, k, v, PackedSegments.of_segments(segments, to["device"]), causal=causal, scale=None)
         results.append([out.detach(), *torch.autograd.grad(out, inputs, cotangent.to(**to))])
     for ours, expected in zip(*results, strict=True):
         assert ours.dtype == options["dtype"] and ours.shape == expected.shape
@@ -109,12 +111,12 @@ def compare(kernel: Kernel, pieces: Pieces, heads: tuple[int, int], dim: int, ca
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=str)
 @pytest.mark.parametrize("dim", [16, 12])
-@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
 @pytest.mark.parametrize("kernel", STAND_INS.values(), ids=STAND_INS)
 def test_one_launch_equals_the_buckets(
-    kernel: Kernel, pieces: Pieces, dim: int, heads: tuple[int, int], causal: bool
+    kernel: Kernel, segments: AttentionSegments, dim: int, heads: tuple[int, int], causal: bool
 ) -> None:
-    compare(kernel, pieces, heads, dim, causal, device=CPU, dtype=torch.float32)
+    compare(kernel, segments, heads, dim, causal, device=CPU, dtype=torch.float32)
 
 
 @pytest.mark.cuda
@@ -123,14 +125,14 @@ def test_one_launch_equals_the_buckets(
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=str)
 @pytest.mark.parametrize("dim", [16, 12, 80, 128])
-@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
 def test_pytorchs_kernel_equals_the_buckets(
-    pieces: Pieces, dim: int, heads: tuple[int, int], causal: bool, dtype: torch.dtype
+    segments: AttentionSegments, dim: int, heads: tuple[int, int], causal: bool, dtype: torch.dtype
 ) -> None:
     device = torch.device("cuda", 0)
     if cuda_capability(device) < (8, 0):
         pytest.skip("the flash kernel needs Ampere or newer")
-    compare(torch_flash, pieces, heads, dim, causal, device=device, dtype=dtype)
+    compare(torch_flash, segments, heads, dim, causal, device=device, dtype=dtype)
 
 
 @settings(max_examples=60, deadline=None)
@@ -146,18 +148,18 @@ def test_one_launch_equals_a_masked_softmax(
 ) -> None:
     """The last queries of a sequence get what they would get if all of it attended."""
     generator = torch.Generator().manual_seed(seed)
-    pieces = Pieces(tuple(q for q, _ in shapes), tuple(q + more for q, more in shapes))
+    segments = AttentionSegments(tuple(q for q, _ in shapes), tuple(q + more for q, more in shapes))
     whole = [
-        torch.randn(sum(pieces.keys), h, 4, generator=generator, dtype=torch.float64).requires_grad_()
+        torch.randn(sum(segments.keys), h, 4, generator=generator, dtype=torch.float64).requires_grad_()
         for h in (heads[0], heads[1], heads[1])
     ]
-    ends = np.cumsum(pieces.keys)
-    asked = np.concatenate([np.arange(end - q, end) for end, q in zip(ends, pieces.queries, strict=True)])
+    ends = np.cumsum(segments.keys)
+    asked = np.concatenate([np.arange(end - q, end) for end, q in zip(ends, segments.queries, strict=True)])
     q, k, v = whole
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     attention = TorchAttention(SimpleNamespace(), 1, mask, "self", kernel=STAND_INS[name])  # pyright: ignore[reportArgumentType]
-    got = attention(q[asked], k, v, None, packed_seq_params=Segments.of_pieces(pieces, CPU))
-    expected = naive(q, k, v, pieces.keys, causal)[asked]
+    got = attention(q[asked], k, v, None, packed_seq_params=PackedSegments.of_segments(segments, CPU))
+    expected = naive(q, k, v, segments.keys, causal)[asked]
     torch.testing.assert_close(got, expected)
     cotangent = torch.randn(got.shape, generator=generator, dtype=torch.float64)
     gradients = torch.autograd.grad((got * cotangent).sum(), whole)
@@ -179,20 +181,18 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dim", [80, 12])
-@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
-def test_pytorchs_kernel_is_one_launch_each_way(pieces: Pieces, dim: int, causal: bool) -> None:
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+def test_pytorchs_kernel_is_one_launch_each_way(segments: AttentionSegments, dim: int, causal: bool) -> None:
     """On tensors without data, for which PyTorch has the operator and its gradient in any build."""
-    segments = Segments.of_pieces(Pieces(pieces.queries, pieces.keys), CPU)
-    segments.cu_seqlens_q, segments.cu_seqlens_kv = (
-        x.to("meta") for x in (segments.cu_seqlens_q, segments.cu_seqlens_kv)
-    )
+    packed = PackedSegments.of_segments(AttentionSegments(segments.queries, segments.keys), CPU)
+    packed.cu_seqlens_q, packed.cu_seqlens_kv = (x.to("meta") for x in (packed.cu_seqlens_q, packed.cu_seqlens_kv))
 
     def empty(tokens: tuple[int, ...], heads: int) -> Tensor:
         return torch.empty(sum(tokens), heads, dim, dtype=torch.bfloat16, device="meta", requires_grad=True)
 
-    q, k, v = empty(pieces.queries, 8), empty(pieces.keys, 2), empty(pieces.keys, 2)
+    q, k, v = empty(segments.queries, 8), empty(segments.keys, 2), empty(segments.keys, 2)
     with Launches() as launches:
-        out = torch_flash(q, k, v, segments, causal=causal, scale=None)
+        out = torch_flash(q, k, v, packed, causal=causal, scale=None)
         assert launches.names == [FORWARD] and out.shape == q.shape
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert launches.names == [FORWARD, BACKWARD]
@@ -200,18 +200,18 @@ def test_pytorchs_kernel_is_one_launch_each_way(pieces: Pieces, dim: int, causal
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
-def test_a_gpu_gets_one_launch_and_no_buckets(pieces: Pieces, causal: bool) -> None:
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+def test_a_gpu_gets_one_launch_and_no_buckets(segments: AttentionSegments, causal: bool) -> None:
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     attention = TorchAttention(SimpleNamespace(), 1, mask, "self")  # pyright: ignore[reportArgumentType]
     with FakeTensorMode(allow_non_fake_inputs=True), Launches() as launches:
-        segments = Segments.of_pieces(Pieces(pieces.queries, pieces.keys), CPU)
-        segments.cu_seqlens_q, segments.cu_seqlens_kv = (
-            torch.empty(len(pieces.queries) + 1, dtype=torch.int32, device="cuda") for _ in range(2)
+        packed = PackedSegments.of_segments(AttentionSegments(segments.queries, segments.keys), CPU)
+        packed.cu_seqlens_q, packed.cu_seqlens_kv = (
+            torch.empty(len(segments.queries) + 1, dtype=torch.int32, device="cuda") for _ in range(2)
         )
-        q = torch.empty(sum(pieces.queries), 8, 80, dtype=torch.bfloat16, device="cuda")
-        k, v = (torch.empty(sum(pieces.keys), 2, 80, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        out = attention(q, k, v, None, packed_seq_params=segments)
-    assert launches.names == [FORWARD] and out.shape == (sum(pieces.queries), 640)
+        q = torch.empty(sum(segments.queries), 8, 80, dtype=torch.bfloat16, device="cuda")
+        k, v = (torch.empty(sum(segments.keys), 2, 80, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        out = attention(q, k, v, None, packed_seq_params=packed)
+    assert launches.names == [FORWARD] and out.shape == (sum(segments.queries), 640)
     # What only the buckets need has not been made.
-    assert not {"buckets", "order", "key_order"} & vars(segments).keys()
+    assert not {"buckets", "order", "key_order"} & vars(packed).keys()

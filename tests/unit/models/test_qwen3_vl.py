@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.common.images.size import ImageSize
 from megatron_hetero.names import ROWS
-from megatron_hetero.sharding.items import Size
 from tests.support.folders import ModelChoice, write_model
 from tests.support.oracle import stored_name
 from tests.support.pool import Pool
+from tests.support.shapes import shapes_of_folder
 from tests.unit.models import jobs_qwen3_vl as jobs
 from tests.unit.training.jobs_stages import Case
 
@@ -34,7 +34,13 @@ CHOICE = ModelChoice(
     seed=20,
 )
 CHOICES = {"untied": CHOICE, "tied": replace(CHOICE, tied=True, deepstack=(1, 2), kv_heads=1, seed=21)}
-SIZES: tuple[Size, ...] = ((1, 4, 6), (1, 2, 2), (1, 10, 2), (2, 2, 4), (1, 2, 2))
+SIZES: tuple[ImageSize, ...] = (
+    ImageSize(1, 4, 6),
+    ImageSize(1, 2, 2),
+    ImageSize(1, 10, 2),
+    ImageSize(2, 2, 4),
+    ImageSize(1, 2, 2),
+)
 WHOLE = {"sequence_parallel": False}
 
 
@@ -73,8 +79,8 @@ def merged(found: list[dict[str, Any]], what: str) -> dict[str, dict[int, np.nda
 # ------------------------------------------------------------------------------------------------ vision
 
 
-def vision_by_transformers(folder: Path, sizes: tuple[Size, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model, shape = load(folder), ModelShapes.from_folder(folder).vision
+def vision_by_transformers(folder: Path, sizes: tuple[ImageSize, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, shape = load(folder), shapes_of_folder(folder).vision
     given = model.model.visual(jobs.pixels_of(shape, sizes), grid_thw=torch.tensor(sizes))
     rows = {ROWS: given.pooler_output} | {f"deepstack.{i}": r for i, r in enumerate(given.deepstack_features)}
     numbers = np.arange(len(given.pooler_output))
@@ -121,7 +127,7 @@ def test_mergers_train_alone(recompute: str, models: dict[str, Path], pools: Poo
 
 
 def text_by_transformers(folder: Path, outputs: tuple[str, ...]) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    model, shape = load(folder), ModelShapes.from_folder(folder).text
+    model, shape = load(folder), shapes_of_folder(folder).text
     pack = jobs.Pack.of(shape.vocab, shape.hidden, outputs)
     rows = {name: of_output.clone().requires_grad_() for name, of_output in pack.rows.items()}
     language: Any = model.model.language_model

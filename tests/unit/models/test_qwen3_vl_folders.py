@@ -26,18 +26,20 @@ from transformers import (
 
 from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.errors import UserError
-from megatron_hetero.hf.weight_map import Piece
+from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.common.demo_sizes import DemoSizes
+from megatron_hetero.models.common.images.size import ImageSize
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.opening import open_encoders, open_modules
 from megatron_hetero.models.qwen3_vl.family import QWEN3_VL
 from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.qwen3_vl.weights import published_name
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import canonical_name, folder_shapes, parameter_count, stored_shapes
+from megatron_hetero.models.weights import canonical_name, folder_shapes, stored_shapes
 from megatron_hetero.models.writer import companions_of, encoder_folder, model_writer
 from megatron_hetero.processor.processor import Processor
 from tests.support.folders import CORPUS, ModelChoice, randomise, write_model
+from tests.support.shapes import parameter_count, shapes_of_folder
 
 CHOICE = ModelChoice(family="qwen3_vl", text_layers=2, vision_layers=3, text_hidden=48, head_dim=16, seed=30)
 OLDER = ModelChoice(text_layers=2, vision_layers=2, seed=31)
@@ -90,7 +92,7 @@ def copied(folders: Path, name: str, to: Path, *edits: tuple[str, object]) -> Pa
 
 
 def test_shapes_are_those_of_the_folder(folders: Path) -> None:
-    shapes = ModelShapes.from_folder(folders / "own")
+    shapes = shapes_of_folder(folders / "own")
     vision, text = shapes.vision, shapes.text
     assert isinstance(vision, VisionShape) and isinstance(text, TextShape)
     assert (vision.patch, vision.table_side, vision.deepstack, vision.position_dims) == (16, 6, (0, 1), 4)
@@ -99,7 +101,7 @@ def test_shapes_are_those_of_the_folder(folders: Path) -> None:
     state = {canonical_name(name): tuple(p.shape) for name, p in model.state_dict().items()}
     assert folder_shapes(shapes) == state
     opened = open_modules(ModelFolders.read(folders / "own"), shapes, 0)
-    assert opened["text"].read(Piece("model.norm.weight", (0, 5))).shape == (5,)
+    assert opened["text"].read(TensorSlice("model.norm.weight", (0, 5))).shape == (5,)
 
 
 @pytest.mark.parametrize("key, value, message", [
@@ -107,7 +109,7 @@ def test_shapes_are_those_of_the_folder(folders: Path) -> None:
     ("vision_config.num_position_embeddings", 37, "num_position_embeddings beyond a square = 1, expected 0"),
     ("vision_config.deepstack_visual_indexes", [0, 3], "deepstack_visual_indexes from depth on = [3], expected []"),
     ("vision_config.deepstack_visual_indexes", [1, 0], "deepstack_visual_indexes = [1, 0], expected [0, 1]"),
-    ("vision_config.deepstack_visual_indexes", [0, 1, 2], "gives deepstack.2 besides rows"),
+    ("vision_config.deepstack_visual_indexes", [0, 1, 2], "gives deepstack.2 in addition to rows"),
     ("vision_config.out_hidden_size", 32, "found vision_config.out_hidden_size = 32, expected 48"),
     ("vision_config.patch_size", [16, 16], "found [16, 16], expected a whole number"),
     ("text_config.attention_bias", True, "found true, expected false or null, because queries, keys and values"),
@@ -123,7 +125,7 @@ def test_shapes_are_those_of_the_folder(folders: Path) -> None:
 def test_refused(key: str, value: object, message: str, folders: Path, tmp_path: Path) -> None:
     folder = copied(folders, "own", tmp_path, (key, value))
     with pytest.raises(UserError) as error:
-        ModelShapes.from_folder(folder)
+        shapes_of_folder(folder)
     text = str(error.value)
     assert str(folder) in text and message in text and len(text) < 700
 
@@ -143,7 +145,7 @@ def test_a_language_model_alone_takes_an_encoder(folders: Path, tmp_path: Path) 
     joined = ModelFolders.read(folders / "text", folders / "own")
     assert joined.text_alone and not joined.fresh_projector
     shapes = ModelShapes.of(joined)
-    own: Any = ModelShapes.from_folder(folders / "own").text
+    own: Any = shapes_of_folder(folders / "own").text
     assert shapes.text == replace(own, max_positions=32768, rope_theta=1e4)
     opened = open_modules(joined, shapes, 0)
     assert opened["text"].shapes.keys() >= set(folder_shapes(shapes)) - set(opened["vision"].shapes)
@@ -175,7 +177,7 @@ def test_windows_of_a_language_model_are_refused(folders: Path, tmp_path: Path) 
 @pytest.mark.parametrize("limit", [10**9, 40_000], ids=["one file", "shards"])
 def test_what_is_written_loads_strictly(which: str, limit: int, folders: Path, tmp_path: Path) -> None:
     source, target = folders / which, tmp_path / "export"
-    shapes = ModelShapes.from_folder(source)
+    shapes = shapes_of_folder(source)
     opened, kind = open_modules(ModelFolders.read(source), shapes, 0)["text"], Qwen3VLForConditionalGeneration
     with model_writer(target, shapes, torch.float32, companions_of({"vision": source}), limit) as put:
         for name in stored_shapes(shapes):
@@ -188,7 +190,7 @@ def test_what_is_written_loads_strictly(which: str, limit: int, folders: Path, t
     state = loaded.state_dict()
     assert state.keys() == before.state_dict().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in before.state_dict().items())
-    assert ModelShapes.from_folder(target) == shapes
+    assert shapes_of_folder(target) == shapes
 
 
 def test_encoders_are_written_as_their_families_name_them(folders: Path, tmp_path: Path) -> None:
@@ -236,7 +238,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_parameters_of_published_sizes(size: str) -> None:
     (depth, width, ffn, out, deepstack), (layers, hidden, heads, text_ffn, tied), expected = PUBLISHED[size]
-    vision = VisionShape(depth, width, 16, ffn, 3, 16, 2, 2, 48, deepstack, out, 1e4)
+    vision = VisionShape(depth, width, 16, ffn, 3, 16, 2, 2, out, 1e4, table_side=48, deepstack=deepstack)
     text = TextShape(layers, hidden, heads, 8, 128, text_ffn, 151936, tied, 5e6, (24, 20, 20), 1e-6, 262144)
     shapes = ModelShapes({"vision": vision}, text)
     with torch.device("meta"):
@@ -266,7 +268,7 @@ def _config(v: VisionShape, t: TextShape) -> Qwen3VLConfig:
 def test_the_demo_is_read_and_reads_pictures(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     QWEN3_VL.write_demo(folder, CORPUS, DemoSizes(), seed=3)
-    shapes = ModelShapes.from_folder(folder)
+    shapes = shapes_of_folder(folder)
     assert list(shapes.vision.outputs) == ["rows", "deepstack.0", "deepstack.1", "deepstack.2"] and shapes.text.tied
     open_modules(ModelFolders.read(folder), shapes, 0)
     Image.linear_gradient("L").convert("RGB").resize((96, 160)).save(tmp_path / "a.png")
@@ -274,8 +276,8 @@ def test_the_demo_is_read_and_reads_pictures(tmp_path: Path) -> None:
     record = Record("d", 0, "x:1", turns, ("a.png",), tmp_path)
     processor = Processor.from_folder(folder)
     sample = processor.tokenize(record)
-    assert sample.grids.tolist() == [[1, 10, 6]] and sample.rows.tolist() == [15]
-    patches = processor.patches(record, 0, sample.grids[0])
+    assert sample.sizes == (ImageSize(1, 10, 6),) and sample.rows.tolist() == [15]
+    patches = processor.patches(record, 0, sample.sizes[0])
     reference = AutoImageProcessor.from_pretrained(folder, backend="pil")
     expected = reference(images=[Image.open(tmp_path / "a.png")], return_tensors="np")
     np.testing.assert_array_equal(patches, expected["pixel_values"])

@@ -14,22 +14,23 @@ from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
+from megatron_hetero.models.common.images.size import ImageSize
 from megatron_hetero.models.common.stages.rotary import multimodal_table
 from megatron_hetero.models.qwen3_vl.geometry import raster_order
 from megatron_hetero.models.qwen3_vl.joining import rope_settings
 from megatron_hetero.models.qwen3_vl.position_table import taps
 from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
 from megatron_hetero.names import ROWS
-from megatron_hetero.sharding.items import Size, plan_encoder
+from megatron_hetero.sharding.items import plan_encoder
 
 some = settings(max_examples=100, deadline=None)
-SHAPE = VisionShape(4, 48, 4, 52, 3, 16, 2, 2, 6, (0, 2), 64, 1e4)
+SHAPE = VisionShape(4, 48, 4, 52, 3, 16, 2, 2, 64, 1e4, table_side=6, deepstack=(0, 2))
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 40).map(lambda n: 2 * n), st.integers(1, 40).map(lambda n: 2 * n))
 
 
 @some
 @given(st.lists(sizes, min_size=1, max_size=4))
-def test_positions_are_those_of_transformers(images: list[Size]) -> None:
+def test_positions_are_those_of_transformers(images: list[ImageSize]) -> None:
     found = np.concatenate([raster_order(size, 2).positions() for size in images], axis=1)
     np.testing.assert_array_equal(found[:2], get_vision_position_ids(torch.tensor(images), 2).T.numpy())
     counts = [prod(size) for size in images]
@@ -38,7 +39,7 @@ def test_positions_are_those_of_transformers(images: list[Size]) -> None:
 
 @some
 @given(sizes, st.integers(0, 30), st.integers(0, 30))
-def test_positions_of_a_part(size: Size, start: int, units: int) -> None:
+def test_positions_of_a_part(size: ImageSize, start: int, units: int) -> None:
     order = raster_order(size, 2)
     part = order.positions(start, start + units)
     np.testing.assert_array_equal(part, order.positions()[:, 4 * start : 4 * (start + units)])
@@ -47,7 +48,7 @@ def test_positions_of_a_part(size: Size, start: int, units: int) -> None:
 
 @some
 @given(st.lists(sizes, min_size=1, max_size=4), st.integers(1, 48))
-def test_interpolation_is_that_of_transformers(images: list[Size], side: int) -> None:
+def test_interpolation_is_that_of_transformers(images: list[ImageSize], side: int) -> None:
     positions = np.concatenate([raster_order(size, 2).positions() for size in images], axis=1)
     places, weights = taps(torch.from_numpy(positions), side)
     expected_places, expected_weights = get_vision_interpolation_indices_and_weights(
@@ -96,4 +97,4 @@ def test_flops_count_every_merger_and_no_gate() -> None:
     linear, quadratic = SHAPE.flops_per_patch()
     merger = 2 * 48 * (48 * 4 + 64)
     assert linear == 4 * (8 * 48**2 + 4 * 48 * 52) + 2 * 1536 * 48 + 3 * merger and quadratic == 4 * 4 * 48
-    assert SHAPE.cost((2, 4, 6)) == 2 * (linear * 24 + quadratic * 24**2)
+    assert SHAPE.cost(ImageSize(2, 4, 6)) == 2 * (linear * 24 + quadratic * 24**2)

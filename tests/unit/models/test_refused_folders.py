@@ -23,7 +23,7 @@ from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import SINGLE
-from megatron_hetero.hf.weight_map import Piece
+from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.opening import open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
@@ -31,6 +31,7 @@ from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.processor.processor import Processor
 from tests.support.folders import ModelChoice, write_model
 from tests.support.mutations import mutated_json
+from tests.support.shapes import shapes_of_folder
 
 CONFIG, PICTURES, TOKENIZER = "config.json", "preprocessor_config.json", "tokenizer_config.json"
 NAN = float("nan")
@@ -67,7 +68,7 @@ def open_all(folder: Path) -> dict[str, StoredWeights]:
     record = Record("d", 0, f"{folder}/train.jsonl:1", turns, ("a.png",), folder)
     sample = processor.tokenize(record)
     assert sample.input_ids.max() < shapes.text.vocab and len(sample.image_positions) == sample.rows.sum()
-    assert np.isfinite(processor.patches(record, 0, sample.grids[0])).all()
+    assert np.isfinite(processor.patches(record, 0, sample.sizes[0])).all()
     return weights
 
 
@@ -175,7 +176,7 @@ AS_SAVED_LATER = OUTSIDE_7B | TEXT_7B | {
 @pytest.mark.parametrize("config", [AS_PUBLISHED, AS_SAVED_LATER], ids=["published", "saved by transformers 4.5x"])
 def test_the_published_configuration_is_taken(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text(json.dumps(config))
-    shapes = ModelShapes.from_folder(tmp_path)
+    shapes = shapes_of_folder(tmp_path)
     text, vision = shapes.text, shapes.vision
     assert isinstance(text, TextShape) and isinstance(vision, VisionShape)
     assert (text.layers, text.vocab, text.rope_theta, text.mrope_section) == (28, 152064, 1e6, (16, 24, 24))
@@ -225,7 +226,9 @@ def test_types_that_are_not_trained_from(kind: str, model: Path) -> None:
             tensors[name] = tensors[name].to(dtype)
 
     change(model, convert)
-    with pytest.raises(UserError, match=r"found 3 tensors of other types: lm_head\.weight is \w+, .*F32, BF16, F16"):
+    with pytest.raises(
+        UserError, match=r"found 3 tensors of unsupported types: lm_head\.weight is \w+, .*F32, BF16, F16"
+    ):
         open_all(model)
 
 
@@ -238,11 +241,11 @@ def test_values_that_are_no_numbers_are_counted_by_who_reads_them(model: Path) -
     weights = open_all(model)["text"]
     rows, width = weights.shapes["lm_head.weight"]
     message = rf"model\.safetensors: tensor lm_head\.weight: found 4 of {rows * width} values NaN or infinite"
-    weights.read(Piece("lm_head.weight", (0, rows - 5)))  # another rank's share
-    weights.read(Piece("lm_head.weight", (rows, rows)))
+    weights.read(TensorSlice("lm_head.weight", (0, rows - 5)))  # another rank's share
+    weights.read(TensorSlice("lm_head.weight", (rows, rows)))
     for read in (
-        lambda: weights.read(Piece("lm_head.weight", (rows - 5, rows))),
-        lambda: weights.read(Piece("lm_head.weight", (0, rows), columns=(0, 1))),
+        lambda: weights.read(TensorSlice("lm_head.weight", (rows - 5, rows))),
+        lambda: weights.read(TensorSlice("lm_head.weight", (0, rows), columns=(0, 1))),
         lambda: weights.whole("lm_head.weight"),
     ):
         with pytest.raises(UserError, match=message):

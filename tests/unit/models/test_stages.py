@@ -96,8 +96,8 @@ def test_names() -> None:
 
 
 def shapes_of(layers: int, tied: bool) -> ModelShapes:
-    vision = VisionShape(layers, 8, 2, 6, 3, 2, 1, 2, 4, frozenset({0}), 8, 1e4)
-    return ModelShapes({"vision": vision}, TextShape(layers, 8, 2, 1, 6, 7, tied, 1e4, (1, 1), 1e-6, 64))
+    vision = VisionShape(layers, 8, 2, 6, 3, 2, 1, 2, 8, 1e4, window=4, full_layers=frozenset({0}))
+    return ModelShapes({"vision": vision}, TextShape(layers, 8, 2, 1, 4, 6, 7, tied, 1e4, (1, 1), 1e-6, 64))
 
 
 @given(splits, st.booleans(), st.sampled_from([(0, 1), (0, 2), (1, 2)]))
@@ -114,7 +114,7 @@ def test_stages_share_the_map_of_the_whole(split: tuple[int, ...], tied: bool, a
         for own_map, stage in zip(maps, stages, strict=True):
             numbers = {int(n.removeprefix(LAYERS).split(".")[0]) for n in own_map if n.startswith(LAYERS)}
             assert numbers == set(stage.layers)
-            assert all(pieces == whole.get(name, whole.get(EMBEDDING)) for name, pieces in own_map.items())
+            assert all(slices == whole.get(name, whole.get(EMBEDDING)) for name, slices in own_map.items())
 
 
 def test_who_holds_a_tied_parameter() -> None:

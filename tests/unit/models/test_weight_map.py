@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_hetero.hf.weight_map import Piece, WeightMap, extract_piece, held, load_pieces, share, stack
+from megatron_hetero.hf.weight_map import TensorSlice, WeightMap, extract_slice, held, load_slices, share, stack
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.qwen3_vl import shapes as qwen3_vl
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import canonical_name, group_of, parameter_count, stored_shapes, weight_map
+from megatron_hetero.models.weights import canonical_name, group_of, stored_shapes, weight_map
 from megatron_hetero.training.export import assemble
+from tests.support.shapes import parameter_count
 
 KEY_OR_VALUE = re.compile(r"\.[kv]_proj\.")
 REPLICATED = re.compile(r"norm|ln_q|_embed\.|attn\.proj\.bias|down_proj\.bias|mlp\.2\.bias|fc2\.bias")
@@ -34,8 +35,9 @@ def shapes_and_tp(draw: st.DrawFn) -> tuple[ModelShapes, int]:
     if draw(st.booleans()):
         return draw(newer_shapes(tp, heads, kv_heads)), tp
     text = TextShape(
-        layers=draw(st.integers(1, 2)), hidden=heads * head_dim, heads=heads, kv_heads=kv_heads, ffn=draw(size),
-        vocab=draw(size), tied=draw(st.booleans()), rope_theta=1e4, mrope_section=(1,), norm_eps=1e-6, max_positions=64,
+        layers=draw(st.integers(1, 2)), hidden=heads * head_dim, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, ffn=draw(size), vocab=draw(size), tied=draw(st.booleans()),
+        rope_theta=1e4, mrope_section=(1,), norm_eps=1e-6, max_positions=64,
     )  # fmt: skip
     vision = VisionShape(
         layers=draw(st.integers(1, 2)), hidden=vision_heads * draw(st.integers(1, 2)), heads=vision_heads,
@@ -75,13 +77,13 @@ def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def times_held(shapes: ModelShapes, tp: int) -> dict[str, np.ndarray]:
-    """For each stored element, how many pieces of the tensor-parallel group hold it."""
+    """For each stored element, how many slices of the tensor-parallel group hold it."""
     counts = {name: np.zeros(matrix(shape), int) for name, shape in stored_shapes(shapes).items()}
     for module in shapes.modules:
         for own_map in maps_of(shapes, module, tp):
-            for pieces in own_map.values():
-                for piece in pieces:
-                    counts[piece.name][piece.source] += 1
+            for slices in own_map.values():
+                for tensor_slice in slices:
+                    counts[tensor_slice.name][tensor_slice.source] += 1
     return counts
 
 
@@ -105,12 +107,14 @@ def test_held_counts_what_is_held(case: tuple[ModelShapes, int]) -> None:
         for own_map, own_held in zip(maps, held(maps), strict=True):
             assert own_map.keys() == own_held.keys()
             for name, how in own_held.items():
-                pieces = own_map[name]
+                slices = own_map[name]
                 assert how.sharded == any(other[name] != maps[0][name] for other in maps)
-                for piece, copies in zip(pieces, how.copies, strict=True):
-                    assert piece.empty or (counts[piece.name][piece.source] == copies).all()
-                doubled = any(n > 1 for n, piece in zip(how.copies, pieces, strict=True) if not piece.empty)
-                assert how.replicated_pieces == (how.sharded and doubled)
+                for tensor_slice, copies in zip(slices, how.copies, strict=True):
+                    assert tensor_slice.empty or (counts[tensor_slice.name][tensor_slice.source] == copies).all()
+                doubled = any(
+                    n > 1 for n, tensor_slice in zip(how.copies, slices, strict=True) if not tensor_slice.empty
+                )
+                assert how.replicated_slices == (how.sharded and doubled)
 
 
 @some
@@ -126,7 +130,7 @@ def test_scatter_then_assemble_is_exact(case: tuple[ModelShapes, int]) -> None:
             shape = local_shape([own_map[name] for own_map in maps], stored)
             for own_map in maps:
                 parameter = torch.full(shape, torch.nan)
-                load_pieces(parameter, own_map[name], [read(stored, piece) for piece in own_map[name]])
+                load_slices(parameter, own_map[name], [read(stored, tensor_slice) for tensor_slice in own_map[name]])
                 assert not parameter.isnan().any(), "padding is not zero"
                 parts.append((own_map[name], parameter))
     assembled = dict(assemble(parts, stored_shapes(shapes)))
@@ -134,20 +138,22 @@ def test_scatter_then_assemble_is_exact(case: tuple[ModelShapes, int]) -> None:
     assert all(torch.equal(assembled[name], stored[name]) for name in stored)
 
 
-def local_shape(pieces_of_ranks: list[tuple[Piece, ...]], stored: dict[str, Tensor]) -> tuple[int, ...]:
+def local_shape(slices_of_ranks: list[tuple[TensorSlice, ...]], stored: dict[str, Tensor]) -> tuple[int, ...]:
     """The shape that a parameter has on every rank: what its largest share needs."""
-    pieces = [piece for pieces in pieces_of_ranks for piece in pieces]
-    rows = max(piece.at + piece.rows[1] - piece.rows[0] for piece in pieces)
-    tensor = stored[pieces[0].name]
+    slices = [tensor_slice for slices in slices_of_ranks for tensor_slice in slices]
+    rows = max(tensor_slice.at + tensor_slice.rows[1] - tensor_slice.rows[0] for tensor_slice in slices)
+    tensor = stored[slices[0].name]
     if tensor.dim() == 1:
         return (rows,)
-    widths = [piece.columns[1] - piece.columns[0] for piece in pieces if piece.columns is not None]
+    widths = [
+        tensor_slice.columns[1] - tensor_slice.columns[0] for tensor_slice in slices if tensor_slice.columns is not None
+    ]
     return rows, max(widths, default=int(np.prod(tensor.shape[1:])))
 
 
-def read(stored: dict[str, Tensor], piece: Piece) -> Tensor:
-    tensor = stored[piece.name]
-    return tensor[slice(*piece.rows)] if tensor.dim() == 1 else tensor.flatten(1)[piece.source]
+def read(stored: dict[str, Tensor], tensor_slice: TensorSlice) -> Tensor:
+    tensor = stored[tensor_slice.name]
+    return tensor[slice(*tensor_slice.rows)] if tensor.dim() == 1 else tensor.flatten(1)[tensor_slice.source]
 
 
 @some
@@ -157,8 +163,8 @@ def test_query_heads_lie_with_their_key_and_value_heads(case: tuple[ModelShapes,
     text = shapes.text
     ratio, found = text.heads // text.kv_heads, []
     for rank in range(tp):
-        pieces = weight_map("text", shapes, rank, tp)["decoder.layers.0.self_attention.linear_qkv.weight"]
-        for q, k, v in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
+        slices = weight_map("text", shapes, rank, tp)["decoder.layers.0.self_attention.linear_qkv.weight"]
+        for q, k, v in zip(slices[::3], slices[1::3], slices[2::3], strict=True):
             queries = range(q.rows[0] // text.head_dim, q.rows[1] // text.head_dim)
             assert k.rows == v.rows and tuple(p.name.split(".")[-2] for p in (q, k, v)) == (
                 "q_proj",
@@ -178,12 +184,12 @@ def test_shares(size: int, tp: int, expected: list[tuple[int, int]]) -> None:
 
 
 def test_stack_extract_and_padding() -> None:
-    pieces = stack(("a", (2, 4)), ("b", (0, 0)), ("a", (0, 1)))
+    slices = stack(("a", (2, 4)), ("b", (0, 0)), ("a", (0, 1)))
     parameter = torch.full((4, 2), 7.0)
     a = torch.arange(10.0).view(5, 2)
-    load_pieces(parameter, pieces, [a[2:4], a[0:0], a[0:1]])
+    load_slices(parameter, slices, [a[2:4], a[0:0], a[0:1]])
     assert parameter.tolist() == [[4, 5], [6, 7], [0, 1], [0, 0]]
-    assert torch.equal(extract_piece(parameter, pieces[0]), a[2:4]) and pieces[1].empty and not pieces[2].empty
+    assert torch.equal(extract_slice(parameter, slices[0]), a[2:4]) and slices[1].empty and not slices[2].empty
 
 
 def test_names() -> None:
@@ -198,8 +204,8 @@ def test_names() -> None:
 
 
 def test_parameter_count() -> None:
-    vision = VisionShape(1, 4, 2, 3, 3, 2, 1, 1, 4, frozenset({0}), 4, 1e4)
-    text = TextShape(1, 4, 2, 1, 3, 5, True, 1e4, (1,), 1e-6, 64)
+    vision = VisionShape(1, 4, 2, 3, 3, 2, 1, 1, 4, 1e4, window=4, full_layers=frozenset({0}))
+    text = TextShape(1, 4, 2, 1, 2, 3, 5, True, 1e4, (1,), 1e-6, 64)
     shapes = ModelShapes({"vision": vision}, text)
     assert parameter_count(shapes) == sum(int(np.prod(s)) for s in stored_shapes(shapes).values())
     assert "lm_head.weight" not in stored_shapes(shapes)

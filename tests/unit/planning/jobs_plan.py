@@ -15,6 +15,7 @@ from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.execution.step import StepExecution
 from megatron_hetero.execution.watch import Stopwatch
 from megatron_hetero.planning.memory.parameters import parameters_of
+from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
 from megatron_hetero.training.trial import assumed_step
 
@@ -22,7 +23,7 @@ from megatron_hetero.training.trial import assumed_step
 def measure(flags: list[str]) -> dict[str, Any]:
     """Bytes by kind that one real step takes on this rank, rows that it sends and receives, and its parameters."""
     config = load_config(flags)
-    run = Trainer.build(config, Platform(CPU, "gloo"))
+    run = build_trainer(config, Platform(CPU, "gloo"))
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
     step = assumed_step(run)
     live = LiveActivations(run)
@@ -39,7 +40,9 @@ def measure(flags: list[str]) -> dict[str, Any]:
         "boundary": sum(pool.peak for pool in pools),
         "forward": {name: _rows([plan.forward for plan in own]) for name, own in plans.items()},
         "backward": {name: _rows([plan.backward for plan in own if plan.backward]) for name, own in plans.items()},
-        "parameters": {m.name: [list(m.parameters), m.parameters_per_rank] for m in run.modules},
+        "parameters": {
+            m.name: [list(m.parameters), sum(p.numel() for p in m.parameters.values())] for m in run.modules
+        },
         "planned": {m.name: _planned(run, m) for m in run.modules},
     }
 

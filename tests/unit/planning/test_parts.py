@@ -14,7 +14,7 @@ from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.planning.memory.nccl_memory import PEER_BYTES, RING_BYTES, kind_bytes, rank_bytes
 from megatron_hetero.planning.memory.parameters import Parameter, buckets_of, parameter_bytes
-from megatron_hetero.planning.memory.staging import BufferPool
+from megatron_hetero.planning.memory.staging import SimulatedBufferPool
 from megatron_hetero.planning.traffic import Indexed, traffic_of
 from tests.unit.planning.conftest import MakePlan
 
@@ -86,7 +86,7 @@ def _assert_same(indexed: Indexed, at: int, index: np.ndarray) -> None:
 
 
 def test_buffers_are_powers_of_two_and_used_again() -> None:
-    pool = BufferPool()
+    pool = SimulatedBufferPool()
     first = pool.take(100)
     assert (first, pool.held) == (128, 128)
     pool.free.append(first)

@@ -18,12 +18,12 @@ import pytest
 from megatron_hetero.cli.plan import show_plan
 from megatron_hetero.config.schema import DatasetConfig, load_command, load_config
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.weights import parameter_count
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.files import require_files
-from megatron_hetero.planning.picture import draw_plan
+from megatron_hetero.planning.plot import draw_plan
 from megatron_hetero.planning.problems import problems_of, shortened
 from megatron_hetero.planning.report import print_plan, size_text
+from tests.support.shapes import parameter_count
 from tests.unit.planning.conftest import MakePlan
 
 ROOT = Path(__file__).parents[3]
@@ -184,7 +184,7 @@ def test_output_has_every_part(plan_flags: Callable[[str], list[str]], capsys: p
     show_plan(*_with_plan(load_command(plan_flags(flags))))
     shown = capsys.readouterr().out
     for part in (
-        "bfloat16 with adamw on 6 ranks", "1 image of 896x896 pixels (4,096 patches, 1,024 rows)", "512 tokens besides",
+        "bfloat16 with adamw on 6 ranks", "1 image of 896x896 pixels (4,096 patches, 1,024 rows)", "512 further tokens",
         "Modules", "tp:2,pp:2", "Boundaries, in a step", "messages in all", "Memory of a rank", "Not counted:",
         "Communicators", "text forward from stages 0", "Made by 6 calls", "2-3 text.0", "vF0", "Ranks wait", "Problems",
     ):  # fmt: skip
@@ -264,7 +264,7 @@ def test_a_picture_is_written_whole_or_not_at_all(
     assert [path.name for path in tmp_path.iterdir()] == ["kept.svg"] and kept.read_text() == "an earlier one"
 
 
-def test_a_picture_that_is_replaced_is_told_of(
+def test_a_plot_that_is_replaced_is_reported(
     plan_flags: Callable[[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = _with_plan(load_command(plan_flags(f"--plan --plan-svg {tmp_path}/a.png")))

@@ -149,7 +149,7 @@ class Gpus:
         assert a.stage is not None
         ranks = set(self.schedule.module[a.module].stage_ranks(a.stage))
         parts = [self._together(rank, a, "compute", (a, part), ranks) for part in "xy"]
-        entered = {(self.schedule.text.name, "B", edge.target_stage or 0) for edge in self.schedule.edges}
+        entered = {(edge.target, "B", edge.target_stage or 0) for edge in self.schedule.edges}
         if (a.module, a.kind, a.stage) not in entered:
             return parts[:1]
         crossing = next((b for b in rest if b.op in ("start", "finish")), None)
@@ -157,8 +157,9 @@ class Gpus:
             return parts
         if (crossing.op, crossing.kind, crossing.micro_batch) != ("start", "B", a.micro_batch):
             return parts
-        early = self.schedule.text.layout.pp == 1 or self.schedule.module[crossing.module].style == "ahead"
-        if not early or (crossing.edge.target_stage or 0) != a.stage:
+        target, own = (self.schedule.module[name] for name in (crossing.edge.target, crossing.module))
+        early = own.style == "ahead" or (own.style != "graph" and target.layout.pp == 1)
+        if not early or (target.name, crossing.edge.target_stage or 0) != (a.module, a.stage):
             return parts
         done.add(crossing)
         return [parts[0], *self._start(rank, crossing), parts[1]]
@@ -199,11 +200,11 @@ class Gpus:
     def _finish(self, rank: int, a: Action, done: set[Action]) -> list[Entry]:
         own, other, receives = self._sides(rank, a)
         found: list[Entry] = []
-        text = self.schedule.text.stage_ranks(0)
-        embedding = Action("run", "F", "embedding of tokens", a.micro_batch)
-        if a.kind == "F" and rank in text and not a.edge.target_stage and embedding not in done:
+        first = self.schedule.module[a.edge.target].stage_ranks(0)
+        embedding = Action("run", "F", f"embedding of {a.edge.target}", a.micro_batch)
+        if a.kind == "F" and rank in first and not a.edge.target_stage and embedding not in done:
             done.add(embedding)
-            found.append(self._together(rank, a, "compute", embedding, set(text)))
+            found.append(self._together(rank, a, "compute", embedding, set(first)))
         found.append(Entry(rank, a, "compute", waits=True, of=_with(a, "start")))
         if receives and (not other or len(own) > 1):
             last = (

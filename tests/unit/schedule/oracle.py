@@ -96,7 +96,7 @@ class Execution:
         if rank in source:
             leaves, enters = self._ends(a.edge)
             forward = Action("run", "F", a.module, a.micro_batch, leaves)
-            backward = Action("run", "B", self.schedule.text.name, a.micro_batch, enters)
+            backward = Action("run", "B", a.edge.target, a.micro_batch, enters)
             self._require(rank, forward if a.kind == "F" else backward)
         self._enter(rank, a)
         return True
@@ -138,7 +138,7 @@ class Execution:
             raise Failure(f"rank {rank} lacks {action}")
 
     def _run(self, rank: int, a: Action) -> bool:
-        module, text, m = self._module(a), self.schedule.text, a.micro_batch
+        module, m = self._module(a), a.micro_batch
         back = a.kind == "B"
         source = a.stage + 1 if back else a.stage - 1  # pyright: ignore[reportOptionalOperand]
         if 0 <= source < module.stages:
@@ -146,7 +146,7 @@ class Execution:
         for edge in self.schedule.edges:
             leaves, enters = self._ends(edge)
             if (back and (edge.source, leaves) == (a.module, a.stage)) or (
-                not back and (text.name, enters) == (a.module, a.stage)
+                not back and (edge.target, enters) == (a.module, a.stage)
             ):
                 self._require(rank, Action("finish", "B" if back else "F", edge.source, m, None, edge))
         if a.kind != "F":

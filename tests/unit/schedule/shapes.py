@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from random import Random
 
 from hypothesis import strategies as st
@@ -66,6 +67,24 @@ def schedules(draw: st.DrawFn, most_batches: int = 9, most_ranks: int = 16) -> S
     batches, chosen = draw(st.integers(1, most_batches)), draw(settings_for(model))
     edges = draw(edges_of(model, chosen.virtual_stages))
     return build_schedule(model, batches, chosen, forward_only=forward_only, edges=edges)
+
+
+@st.composite
+def graph_schedules(draw: st.DrawFn, most_batches: int = 6, most_ranks: int = 8) -> Schedule:
+    """Any schedule of a graph in which several modules are fed: names are in the order of the graph."""
+    names = ["a", "b", "c", "d"][: draw(st.integers(3, 4))]
+    model = {name: draw(some_layout(most_ranks, 3)) for name in names}
+    pairs = {("a", "b"), ("b", "c"), *draw(st.sets(st.sampled_from([*combinations(names, 2)])))}
+    edges = []
+    for source, target in sorted(pairs):
+        own, stage = draw(st.integers(0, model[source].pp - 1)), draw(st.integers(0, model[target].pp - 1))
+        edges += draw(
+            st.sampled_from([[Edge(source, target)], [Edge.of(source, own, model[source].pp, target, stage)]])
+        )
+    frozen = names[: draw(st.sampled_from([0, 0, 0, 1, 2, len(names)]))]
+    order = draw(st.permutations(names))
+    micro_batches = draw(st.integers(1, most_batches))
+    return build_schedule({name: model[name] for name in order}, micro_batches, edges=edges, forward_only=frozen)
 
 
 @st.composite

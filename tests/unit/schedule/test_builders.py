@@ -61,7 +61,7 @@ def test_colocated_without_stages() -> None:
     assert len(schedule.roles) == 1 and peak(schedule, 0, "vision") == peak(schedule, 0, "text") == 1
 
 
-def test_two_encoders_cross_beside_each_other() -> None:
+def test_two_encoders_cross_concurrently() -> None:
     schedule = build_schedule(layouts(a="sp:2@0-1", b="tp:2@0-1", text="tp:2@0-1"), 1)
     assert [str(a) for a in schedule.actions_of(0)] == [
         "a.0.F0", "a>text.F0", "b.0.F0", "b>text.F0", "a>text.F0!", "b>text.F0!", "text.0.F0", "text.0.B0",
@@ -166,7 +166,7 @@ def test_rows_leave_one_micro_batch_after_the_other(run_ahead: int, virtual: int
         assert crossings == [f"vision>text.F{m}{end}" for m in range(batches) for end in ("", "!")]
 
 
-def test_encoders_beside_each_other_and_their_order() -> None:
+def test_concurrent_encoders_and_their_order() -> None:
     schedule = build_schedule(layouts(a="dp:1@0", b="dp:1@1", text="pp:2@2-3"), 5, ScheduleSettings(run_ahead=0))
     assert works(schedule, 0, "a") == works(schedule, 1, "b") == "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"
 

@@ -29,7 +29,9 @@ def test_the_grid_in_the_specification_is_what_is_built() -> None:
 
 def test_columns_wait_for_each_other() -> None:
     lines = format_schedule(SCHEDULE).splitlines()
-    assert lines[:3] == ["micro-batches: 2", "vision: dp:1@0 ahead 0", "text: pp:2@1-2 text"]
+    assert lines[:4] == [
+        "micro-batches: 2", "edges: vision>text", "vision: dp:1@0 ahead 0", "text: pp:2@1-2 text",
+    ]  # fmt: skip
     row = {cell: at for at, line in enumerate(lines) for cell in line.split()[1:]}
     assert row["text.0>1.F0"] < row["text.1<0.F0!"] < row["text.1.F0"]
 
@@ -39,6 +41,9 @@ def test_columns_wait_for_each_other() -> None:
     [
         "",
         "micro-batches: 2",
+        format_schedule(SCHEDULE).replace("edges", "feeds"),
+        format_schedule(SCHEDULE).replace("vision>text\n", "vision.0>text\n"),
+        format_schedule(SCHEDULE).replace("vision>text\n", "vision\n"),
         format_schedule(SCHEDULE).replace("ahead", "behind"),
         format_schedule(SCHEDULE).replace("@1-2", "@1-3"),
         format_schedule(SCHEDULE).replace("text.1\n", "text.2\n"),

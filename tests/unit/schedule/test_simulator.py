@@ -106,7 +106,7 @@ def test_default_waves_cost_less_than_five_percent(pp: int, batches: int, share:
     assert waves <= 1.05 * at_once
 
 
-def test_ranks_go_on_during_transfers() -> None:
+def test_ranks_proceed_during_transfers() -> None:
     at = ends(
         simulate(build_schedule(layouts(text="pp:2@0-1"), 2), 1.0, {("text", "F", 0): 3.0, ("text", "B", 1): 0.0})
     )

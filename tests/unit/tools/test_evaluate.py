@@ -151,7 +151,7 @@ BROKEN = {
     "a random norm": (without("model.norm.weight"), {}, "1 missing: model.norm.weight"),
     "a random head": (lambda _: None, {"tie_word_embeddings": False}, "1 missing: lm_head.weight"),
     "NaN": (spoilt, {}, "NaN or infinity in 1 tensors: .*embed_tokens.weight"),
-    "int8": (rounded, {}, r"found 3 tensors of other types: .*q_proj\.weight is I8"),
+    "int8": (rounded, {}, r"found 3 tensors of unsupported types: .*q_proj\.weight is I8"),
     "another family": (lambda _: None, {"model_type": "qwen2_vl"}, "found model_type 'qwen2_vl', expected"),
 }
 

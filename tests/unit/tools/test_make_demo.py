@@ -121,6 +121,17 @@ def test_the_demo_of_another_family_is_other_content(tmp_path: Path):
     assert make_demo(tmp_path, TINY) is False
 
 
+def test_a_demo_from_before_there_were_families_is_one_of_the_first(tmp_path: Path):
+    make_demo(tmp_path, TINY)
+    marker = json.loads((tmp_path / "demo.json").read_text())
+    del marker["model"]
+    (tmp_path / "demo.json").write_text(json.dumps(marker, indent=2) + "\n")
+    assert make_demo(tmp_path, TINY) is False
+    for other in (replace(TINY, seed=TINY.seed + 1), *(replace(TINY, model=family) for family in [*FAMILIES][1:])):
+        with pytest.raises(UserError, match="--force"):
+            make_demo(tmp_path, other)
+
+
 def test_a_family_that_is_unknown_is_named_with_the_closest(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(tmp_path / "demo"), "--model", "qwen3vl"]) == 1
     assert (

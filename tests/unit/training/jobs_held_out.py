@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.evaluation.held_out import HeldOutEvaluation
-from megatron_hetero.training.metrics import EvaluationMetrics
+from megatron_hetero.training.log.metrics import EvaluationMetrics
 from tests.unit.training.jobs_run import Arrays, LiveBytes, build, stored
 
 

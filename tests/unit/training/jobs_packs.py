@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from megatron_hetero.batch.step_plan import Balance, Images, MicroBatchPlan, PackShape, StepPlanner
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.common.images.size import ImageSize
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.sharding.items import Size
 from megatron_hetero.sharding.token_shards import TokenShare
 
 SHAPE = VisionShape(
@@ -27,23 +28,23 @@ def random_packs(batch: str, text: Layout, seed: int) -> list[PackShape]:
     return [_pack(_samples(batch, replica, text.dp, rng), rng, batch) for replica in range(text.dp)]
 
 
-def _samples(batch: str, replica: int, replicas: int, rng: np.random.Generator) -> list[list[Size]]:
+def _samples(batch: str, replica: int, replicas: int, rng: np.random.Generator) -> list[list[ImageSize]]:
     """The images of each sample of a pack."""
     if batch == "no tokens":
         return []
     if batch == "no rows" or (batch == "some without images" and replica % 2 == 0 and replicas > 1):
         return [[] for _ in range(rng.integers(1, 4))]
     if batch == "even":
-        return [[(1, 16, 16)]]
+        return [[ImageSize(1, 16, 16)]]
     if batch == "fewer images than replicas":
-        return [[(1, 2, 2)], []] if replica == 0 else [[]]
+        return [[ImageSize(1, 2, 2)], []] if replica == 0 else [[]]
     sides = rng.integers(1, 11, size=(rng.integers(1, 5), 2))
-    grids: list[Size] = [(1, 2 * int(h), 2 * int(w)) for h, w in sides]
+    grids: list[ImageSize] = [ImageSize(1, 2 * int(h), 2 * int(w)) for h, w in sides]
     cut = int(rng.integers(0, len(grids) + 1))
     return [grids[:cut], [], grids[cut:]]
 
 
-def _pack(samples: list[list[Size]], rng: np.random.Generator, batch: str) -> PackShape:
+def _pack(samples: list[list[ImageSize]], rng: np.random.Generator, batch: str) -> PackShape:
     """Images between stretches of text (none in an "even" batch), many of them of one token."""
     text = (lambda: 0) if batch == "even" else (lambda: int(rng.choice([1, 1, 2, 7])))
     positions, lengths, at = [np.zeros(0, np.int64)], [], 0
@@ -71,9 +72,15 @@ def first_rows(packs: list[PackShape]) -> list[int]:
     return np.cumsum([0, *(len(pack.images[0].positions) for pack in packs)]).tolist()
 
 
+def images_of(packs: list[PackShape]) -> list[ImageSize]:
+    """The sizes of all images, in turn."""
+    sizes: list[Any] = [size for pack in packs for size in pack.images[0].sizes]
+    return sizes
+
+
 def first_rows_of_images(packs: list[PackShape]) -> list[int]:
     """Where the rows of each image begin, and the end."""
-    return np.cumsum([0, *(int(np.prod(g)) // SHAPE.unit for pack in packs for g in pack.images[0].grids)]).tolist()
+    return np.cumsum([0, *(SHAPE.rows(image) for image in images_of(packs))]).tolist()
 
 
 def decoded_units(plan: MicroBatchPlan, packs: list[PackShape]) -> np.ndarray:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.batch.step_plan import PackShape
-from megatron_hetero.boundary.communicator import BoundaryCommunicator, load_plan
+from megatron_hetero.boundary.communicator import BoundaryCommunicator
+from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import DirectionPlan
 from megatron_hetero.layout.edge import Edge

@@ -22,6 +22,7 @@ from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.training.export import assemble, gather_parameters
+from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
 from tests.support.pool import platform
 
@@ -41,7 +42,7 @@ def build(flags: list[str]) -> Trainer:
 
 def build_logged(flags: list[str]) -> Trainer:
     """The run that the program would build. Close its writer."""
-    return Trainer.build(load_config(flags), platform())
+    return build_trainer(load_config(flags), platform())
 
 
 def stored(run: Trainer, value: Callable[[Any], torch.Tensor] = lambda p: p.detach().float()) -> Arrays:
@@ -134,7 +135,7 @@ def error_of(flags: list[str]) -> tuple[int, str]:
 def _after_backward(run: Trainer, edit: Callable[[Any, torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Let `edit(models, loss)` change gradients or loss between the backward pass and the reduction."""
     real = run.interpreter.run
-    models = {module.name: module.model for module in run.modules}
+    models = {module.name: module.chunks[0] for module in run.modules}
     with mock.patch.object(run.interpreter, "run", lambda *args: edit(models, real(*args))):
         yield
 
@@ -210,7 +211,7 @@ def precision(flags: list[str]) -> dict[str, Any]:
             for parameter, master in zip(models, wide, strict=True):
                 masters.append(master.dtype)
                 rounded = rounded and bool(torch.equal(parameter.view(-1), master.view(-1).to(parameter.dtype)))
-    parameters = [p for module in run.modules for p in module.model.parameters()]
+    parameters = [p for module in run.modules for p in module.parameters.values()]
     return {
         "parameters": {str(p.dtype) for p in parameters},
         "gradients": {str(p.main_grad.dtype) for p in parameters},  # pyright: ignore[reportAttributeAccessIssue]
@@ -305,7 +306,7 @@ def decoded(flags: list[str]) -> list[dict[str, Any]]:
     """Per step: which images this rank decoded, those that its encoder replica encodes, and how many there are."""
     run = build(flags)
     seen: list[tuple[str, int]] = []
-    reader, results = run.loader.processor.vision, []
+    reader, results = run.loader.processor.readers["vision"], []
     real = reader.patches
 
     def spy(record: Any, place: int, grid: Any) -> np.ndarray:
@@ -314,7 +315,7 @@ def decoded(flags: list[str]) -> list[dict[str, Any]]:
 
     with mock.patch.object(reader, "patches", spy):
         for _, batch, _ in run.batches():
-            results.append({"decoded": sorted(seen), "images": len(batch.grids["vision"])})
+            results.append({"decoded": sorted(seen), "images": len(batch.sizes["vision"])})
             seen.clear()
     return results
 

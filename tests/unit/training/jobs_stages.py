@@ -22,7 +22,7 @@ from megatron_hetero.engine.module import TrainedModule, build_module, load_para
 from megatron_hetero.engine.optimizer import build_optimizer, set_learning_rates, update
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.common.attention import AttentionPlan, Segments
+from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
 from megatron_hetero.models.common.backend import TorchSpecProvider, te_provider
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
@@ -34,6 +34,7 @@ from megatron_hetero.sharding.encoder_shards import EncoderShards
 from megatron_hetero.sharding.stages import Stage, cut_stages, stages_of_rank
 from megatron_hetero.sharding.token_shards import TokenShards
 from megatron_hetero.training.export import assemble, export_model, gather_parameters
+from tests.support.shapes import shapes_of_folder
 
 Arrays = dict[str, np.ndarray]
 PLATFORM = Platform(CPU, "gloo")
@@ -66,9 +67,9 @@ class Trainee:
         prepare_globals(0)
         world = dist.get_world_size()
         self.case = case
-        self.shapes = ModelShapes.from_folder(case.folder)
+        self.shapes = shapes_of_folder(case.folder)
         self.layouts = {name: Layout.parse(text, world) for name, text in case.layouts.items()}
-        tied = [TEXT] if self.shapes.text.tied else []
+        tied = [TEXT] if self.shapes.text.tied and TEXT in self.layouts else []
         self.topology = Topology.build(self.layouts, PLATFORM, tied=tied)
         weights = StoredWeights.open(case.folder, canonical_name)
         self.modules = [self._build(name, weights) for name in self.layouts if dist.get_rank() in self.layouts[name]]
@@ -202,7 +203,7 @@ class Packs:
         positions = self._random(seed, 3).integers(0, 30, (3, total))
         own = labels[share.tokens]
         supervised = np.flatnonzero(own != IGNORED)
-        full = Segments.of_pieces(share.pieces, CPU, share.cp_lengths)
+        full = PackedSegments.of_segments(share.segments, CPU, share.cp_lengths)
         return TextInput(
             tokens=torch.from_numpy(np.pad(tokens[share.tokens], (0, share.padded - len(share.tokens)))),
             positions=torch.from_numpy(positions[:, share.tokens].copy()),
@@ -256,12 +257,14 @@ def steps(case: Case, seeds: Sequence[int], number: int) -> dict[str, Any]:
     for step in range(1, number + 1):
         for module, optimizer in zip(trainee.modules, trainee.optimizers, strict=True):
             module.ddp.zero_grad_buffer()  # pyright: ignore[reportOptionalMemberAccess]
+            assert optimizer is not None
             optimizer.zero_grad()
         loss, _ = train_text(trainee, [seed + 10 * step for seed in seeds])
         trainee.reduce(loss, True)
         scale_gradients(trainee.modules, 0.01)
         with PLATFORM.megatron_scope():
             for optimizer in trainee.optimizers:
+                assert optimizer is not None
                 set_learning_rates(optimizer, step, case.optimizer, number)
                 update(optimizer)
     module = trainee.module
@@ -292,10 +295,10 @@ def vision(case: Case) -> dict[str, Any]:
         pixels=own if module.stages[0].is_first else None,
         positions=torch.from_numpy(share.positions),
         attention=AttentionPlan(
-            full=Segments.of_pieces(share.pieces, CPU, share.cp_lengths),
+            full=PackedSegments.of_segments(share.segments, CPU, share.cp_lengths),
             sp_lengths=share.sp_lengths,
             cp_lengths=share.cp_lengths,
-            windows=Segments.of(share.windows, CPU),
+            windows=PackedSegments.of(share.windows, CPU),
         ),
         padding=share.padding,
     )
@@ -320,10 +323,10 @@ def export(case: Case, target: Path) -> list[str]:
 
 
 def gathered(case: Case) -> list[str]:
-    """The stored tensors that the parameters are parts of, as they reach rank 0: one name for each piece."""
+    """The stored tensors that the parameters are parts of, as they reach rank 0: one name for each slice."""
     trainee = Trainee(case)
     parts = gather_parameters(trainee.modules, trainee.topology)
-    return [piece.name for pieces, _ in parts for piece in pieces]
+    return [tensor_slice.name for slices, _ in parts for tensor_slice in slices]
 
 
 def loading(case: Case, name: str) -> dict[str, Any]:
@@ -333,12 +336,12 @@ def loading(case: Case, name: str) -> dict[str, Any]:
     every = cut_stages(trainee.shapes[name].layers, layout.pp, split=case.split, module=name)
     assert module.stages == stages_of_rank(every, layout.coordinate(dist.get_rank()).pp, layout.pp)
     weights = StoredWeights.open(case.folder, canonical_name)
-    said = {}
+    said, (model,) = {}, module.chunks
     for other in every:
         try:
             own_map = weight_map(name, trainee.shapes, 0, 1, other)
-            load_parameters(module.model, own_map, weights, module.stages[0], copies={})
+            load_parameters(model, own_map, weights, module.stages[0], copies={})
         except AssertionError as error:
             said[other] = str(error)
-    numbers = [(layer.layer_number, layer.self_attention.layer_number) for layer in module.model.decoder.layers]
+    numbers = [(layer.layer_number, layer.self_attention.layer_number) for layer in model.decoder.layers]
     return {"numbers": numbers, "said": said, "own": module.stages[0], "names": sorted(module.parameters)}

@@ -49,7 +49,7 @@ def test_an_export_replaces_nothing_of_the_run(target: str, setting: str, tmp_pa
 
 
 @pytest.mark.parametrize("target", ["runs/log/model", "runs/checkpoints/model", "runs/model", "data/images/out", "out"])
-def test_an_export_may_lie_beside_the_rest(target: str, tmp_path: Path) -> None:
+def test_an_export_may_lie_next_to_the_rest(target: str, tmp_path: Path) -> None:
     assert config(tmp_path, f"--export.hf_dir {tmp_path}/{target}").export.hf_dir == tmp_path / target
 
 

@@ -20,7 +20,7 @@ def packed(lengths: list[int], labels: np.ndarray) -> PackedBatch:
     starts = np.cumsum([0, *lengths])
     return PackedBatch(
         input_ids=np.zeros(n, np.int64), labels=labels, position_ids=np.zeros((3, n), np.int64), cu_seqlens=starts,
-        grids=np.zeros((0, 3), np.int64), rows=none, encoders=(), image_positions=none,
+        sizes=(), rows=none, encoders=(), image_positions=none,
         supervised_tokens=int((labels != IGNORED).sum()),
     )  # fmt: skip
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_hetero.config.flags import flag_rows
-from megatron_hetero.config.schema import Config, flag_table_markdown, load_config
+from megatron_hetero.config.schema import Config, load_config
+from tests.support.flag_table import flag_table_markdown
 
 FIELDS = """
 model.hf_path model.hf_path_vision model.fresh_projector model.dtype model.encoders.NAME.hf_path

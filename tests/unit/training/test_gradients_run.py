@@ -56,7 +56,7 @@ def test_the_norm_is_over_all_modules() -> None:
     assert GradientSummary(0.0, {"vision": 3.0, "text": 4.0}, ()).norm == 5.0
 
 
-def test_clipping_scales_all_modules_alike(make_flags: MakeFlags, pools: Pools) -> None:
+def test_clipping_scales_all_modules_equally(make_flags: MakeFlags, pools: Pools) -> None:
     flags = make_flags("sp:2,dp:2", "tp:4", "--optimizer.name sgd --optimizer.lr 0.1")
     whole = pools(4).run(jobs.step, flags)[0]
     limit = whole["norm"] / 3
@@ -173,7 +173,7 @@ def test_frozen_parts_of_modules_with_stages(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_stages_update_beside_frozen_ones(optimizer: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
+def test_stages_update_next_to_frozen_ones(optimizer: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
     """A stage that is frozen as a whole has no optimizer; those of the other stages wait for it nowhere."""
     model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2))
     more = f"--model.hf_path {model} --model.freeze vision --optimizer.name {optimizer} --optimizer.lr 0.01"

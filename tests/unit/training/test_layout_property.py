@@ -21,7 +21,7 @@ from megatron_hetero.sharding.token_shards import TokenShards, TokenShare
 from tests.unit.boundary.cases import PLACEMENTS, Placement
 from tests.unit.boundary.checks import check_everything
 from tests.unit.boundary.simulation import Boundary
-from tests.unit.training.jobs_packs import BATCHES, SHAPE, first_rows, first_rows_of_images, random_packs
+from tests.unit.training.jobs_packs import BATCHES, SHAPE, first_rows, first_rows_of_images, images_of, random_packs
 
 AXES = ("tp", "sp", "cp", "dp")
 VISION = ModuleShape("vision", SHAPE.heads, SHAPE.heads, SHAPE.hidden, SHAPE.layers, "encoder")
@@ -47,7 +47,7 @@ class Case:
     @cached_property
     def shards(self) -> EncoderShards:
         """Images are assigned at random: who encodes what is free."""
-        grids = tuple(grid for pack in self.packs for grid in pack.images[0].grids)
+        grids = tuple(grid for pack in self.packs for grid in pack.images[0].sizes)
         replica = np.random.default_rng(self.seed).integers(self.vision.dp, size=len(grids))
         assigned = tuple(tuple(np.flatnonzero(replica == i).tolist()) for i in range(self.vision.dp))
         return EncoderShards(SHAPE, self.vision, self.sharded[0], grids, assigned)
@@ -134,7 +134,7 @@ def raster_positions(case: Case, units: np.ndarray) -> np.ndarray:
     """Row and column of the patches of units of 2 x 2, which are numbered through all images, [2, patches]."""
     first = np.array(first_rows_of_images(case.packs))
     image = np.searchsorted(first, units, side="right") - 1
-    across = np.array([grid[2] // 2 for grid in case.shards.sizes], np.int64)[image]
+    across = np.array([size.columns // 2 for size in images_of(case.packs)], np.int64)[image]
     row, column = np.divmod(units - first[image], across)
     patch = np.arange(4)
     return np.stack([2 * row[:, None] + patch // 2, 2 * column[:, None] + patch % 2]).reshape(2, -1)

@@ -15,7 +15,7 @@ import pytest
 from megatron_hetero.checkpoint import shared_folder
 from megatron_hetero.checkpoint.shared_folder import FolderLock
 from megatron_hetero.errors import UserError
-from megatron_hetero.training.log_folder import LogFolder
+from megatron_hetero.training.log.folder import LogFolder
 from tests.unit.checkpoint.test_whose_folder import HOLD
 
 A, B, C = (f'{{"step": {n}}}\n' for n in (1, 2, 3))

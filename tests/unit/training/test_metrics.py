@@ -20,8 +20,9 @@ import pytest
 from rich.console import Console
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.training.metrics import EvaluationMetrics, MetricsWriter, NullWriter, StepMetrics
-from megatron_hetero.training.metrics_history import evaluated_after, evaluations_since
+from megatron_hetero.training.log.history import evaluated_after, evaluations_since
+from megatron_hetero.training.log.metrics import EvaluationMetrics, StepMetrics
+from megatron_hetero.training.log.writer import MetricsWriter, NullWriter
 
 EVALUATED = EvaluationMetrics(
     step=3, dataset="held", loss=1.25, exact_match=0.625, asked=32, supervised_tokens=1200, samples=40, time_s=0.5
@@ -250,7 +251,8 @@ class WandB(ModuleType):
         self.id, self.broken = "a1b2", broken
         self.begun: dict[str, Any] = {}
         self.logged: list[dict[str, Any]] = []
-        self.finished = 0
+        self.finished: list[int] = []
+        """Exit codes."""
 
     def _call(self, name: str) -> None:
         if name == self.broken:
@@ -271,8 +273,8 @@ class WandB(ModuleType):
         self._call("log")
         self.logged.append(values)
 
-    def finish(self) -> None:
-        self.finished += 1
+    def finish(self, *, exit_code: int) -> None:
+        self.finished.append(exit_code)
         self._call("finish")
 
 
@@ -295,7 +297,35 @@ def test_wandb_gets_what_tensorboard_gets(tmp_path: Path, install: Callable[[Wan
     assert begun["config"] == {"train": {"iters": 2}}
     trained, evaluated = package.logged
     assert trained == trained | {"step": 1, "train/loss": 2.5, "train/lr": 1e-4} and "train/mfu" not in trained
-    assert evaluated == evaluated | {"step": 3, "eval/held/loss": 1.25} and package.finished == 1
+    assert evaluated == evaluated | {"step": 3, "eval/held/loss": 1.25} and package.finished == [0]
+
+
+@pytest.mark.parametrize("ends", [lambda writer: writer.fail(), lambda writer: 1 / 0], ids=["said", "raised"])
+def test_a_run_that_fails_is_not_finished_for_wandb(
+    ends: Callable[[MetricsWriter], object], tmp_path: Path, install: Callable[[WandB], WandB]
+) -> None:
+    package = install(WandB())
+    with contextlib.suppress(ZeroDivisionError), MetricsWriter(tmp_path, 2, wandb="mine", console=plain()) as writer:
+        writer.write(metrics(1))
+        ends(writer)
+    assert package.finished == [1]
+
+
+def test_a_tracker_that_does_not_start_leaves_none_open(
+    tmp_path: Path, install: Callable[[WandB], WandB], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    closed, original = [], tensorboard.SummaryWriter.close
+
+    def close(writer: Any) -> None:
+        original(writer)
+        closed.append(Path(writer.log_dir))
+
+    monkeypatch.setattr(tensorboard.SummaryWriter, "close", close)
+    install(WandB(broken="init"))
+    with pytest.raises(UserError, match=r"log\.wandb .*does not start"):
+        MetricsWriter(tmp_path, 1, tensorboard=True, wandb="mine", console=plain())
+    assert closed == [tmp_path]
 
 
 def test_a_resumed_run_continues_the_run_of_wandb(tmp_path: Path, install: Callable[[WandB], WandB]) -> None:
@@ -340,7 +370,9 @@ def test_wandb_that_fails_midway_loses_no_line(
 def test_a_real_offline_run_of_wandb(tmp_path: Path) -> None:
     """In a process of its own, as it starts a service."""
     program = (
-        "from pathlib import Path; from megatron_hetero.training.metrics import *; import sys\n"
+        "import sys; from pathlib import Path\n"
+        "from megatron_hetero.training.log.metrics import StepMetrics\n"
+        "from megatron_hetero.training.log.writer import MetricsWriter\n"
         "values = dict(loss=2.5, grad_norm=1.0, lr=1e-4, tokens=9, images=1, step_time_s=0.5, peak_memory_bytes=1)\n"
         "with MetricsWriter(Path(sys.argv[1]), 2, wandb='mine', config='train: {iters: 2}') as writer:\n"
         "    [writer.write(StepMetrics(step=step, **values)) for step in (1, 2)]\n"

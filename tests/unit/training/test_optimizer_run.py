@@ -36,7 +36,7 @@ def test_adamw_steps_each_part_by_its_rate(vision: str, text: str, make_flags: M
         assert clear.any() and not step[gradients[name] == 0].any(), name
 
 
-def test_schedules_scale_every_group_alike(make_flags: MakeFlags, pools: Pools) -> None:
+def test_schedules_scale_every_group_equally(make_flags: MakeFlags, pools: Pools) -> None:
     schedule = "--optimizer.schedule linear --optimizer.min_lr 1e-4 --train.iters 5 --optimizer.warmup_iters 2"
     flags = make_flags("sp:4", "tp:4", f"--optimizer.name adamw {RATES} {schedule}")
     for step, share in ((1, 0.5), (2, 1.0), (5, 0.1)):

@@ -23,9 +23,9 @@ Pools = Callable[[int], Pool]
 
 
 @pytest.mark.parametrize("batch, text, micro, message", [
-    (6, "dp:4", 1, r"found 6, expected a multiple of 4, .*4 replicas .*of 1; try --train\.global_batch_size 8"),
-    (6, "tp:2,dp:2", 2, r"found 6, expected a multiple of 4, .*2 replicas .*of 2; try --train\.global_batch_size 8"),
-    (2, "dp:4", 2, r"try --train\.global_batch_size 8"),
+    (6, "dp:4", 1, r"found 6, expected a multiple of 4, .*4 replicas .*of 1\. Try --train\.global_batch_size 8"),
+    (6, "tp:2,dp:2", 2, r"found 6, expected a multiple of 4, .*2 replicas .*of 2\. Try --train\.global_batch_size 8"),
+    (2, "dp:4", 2, r"Try --train\.global_batch_size 8"),
 ])  # fmt: skip
 def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: str, make_flags: MakeFlags) -> None:
     flags = make_flags("dp:4", text, f"--train.micro_batch_size {micro}", batch=batch)
@@ -81,7 +81,7 @@ def test_an_export_can_be_trained_again_in_another_layout(make_flags: MakeFlags,
 
 
 def test_two_encoders_go_out_as_two_folders(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
-    """A further encoder learns, is written beside the model, and goes on from there as before."""
+    """A further encoder learns, is written next to the model, and resumes from there as before."""
     other = ModelChoice(vision_layers=1, vision_heads=2, full_layers=(0,), seed=9)
     detail = write_model(tmp_path / "detail", other)
     data = write_data(tmp_path, 8, details=(1, 0, 2, 0))
@@ -123,7 +123,7 @@ def test_encoders_that_do_not_fit(
         JobSpec.of(load_config(make_flags("dp:4", "dp:4", more)), 4)
 
 
-def test_crossings_run_beside_the_embedding(make_flags: MakeFlags, pools: Pools) -> None:
+def test_crossings_overlap_the_embedding(make_flags: MakeFlags, pools: Pools) -> None:
     """In a profiler's trace rows travel while tokens are embedded, and their gradients while the embedding's own are
     computed.
     """

@@ -5,7 +5,6 @@ read once, and every image position gets its row."""
 from __future__ import annotations
 
 from collections import Counter
-from math import prod
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from tests.unit.training.jobs_packs import (
     SHAPE,
     decoded_units,
     first_rows_of_images,
+    images_of,
     needed_rows,
     planner,
     random_packs,
@@ -95,7 +95,7 @@ def test_every_image_is_decoded_once_and_every_unit_encoded_once(case: Case) -> 
         )
         return
     images = [image for plan in plans for image in plan.pixels["vision"].decodes]
-    assert sorted(images) == list(range(sum(len(pack.images[0].grids) for pack in packs)))
+    assert sorted(images) == list(range(sum(len(pack.images[0].sizes) for pack in packs)))
     units = embedded_units(plans, packs, vision)
     copies = 1 if sharded["vision"] else vision.tp
     assert Counter(np.concatenate(units).tolist()) == Counter(dict.fromkeys(range(total), copies))
@@ -136,7 +136,7 @@ def test_every_token_is_read_once(case: Case) -> None:
             assert max(lengths) - min(lengths) <= 1
             for share in shares:
                 assert share.sp_lengths == tuple(lengths) and share.cp_lengths == tuple(map(len, zigzag))
-                assert sum(share.pieces.queries) == share.cp_lengths[member]
+                assert sum(share.segments.queries) == share.cp_lengths[member]
     for rank, plan in enumerate(plans):
         multiple = text.tp if sharded["text"] else 1
         assert plan.text.padded > 0 and plan.text.padded % multiple == 0
@@ -159,7 +159,7 @@ def test_shares_fit_together(case: Case) -> None:
         shard = np.concatenate([units[r] for r in group]) if sharded["vision"] else units[rank]
         np.testing.assert_array_equal(share.positions, table[shard].reshape(-1, 2).T)
         assert share.sp_lengths[at.sp] == sum(share.windows) == SHAPE.unit * len(shard)
-        assert share.cp_lengths[at.cp] == sum(share.sp_lengths) == sum(share.pieces.queries)
+        assert share.cp_lengths[at.cp] == sum(share.sp_lengths) == sum(share.segments.queries)
         padded = {SHAPE.unit * len(units[r]) + plans[r].pixels["vision"].padding for r in group}
         assert len(padded) == 1 and padded.pop() > 0, "ranks that share activations hold different lengths"
 
@@ -168,8 +168,7 @@ def _raster_positions(packs: list[PackShape]) -> np.ndarray:
     """Row and column of each patch of each unit of all images in raster order, [units, unit, 2]."""
     units = [
         [(row + i, column + j) for i in range(2) for j in range(2)]
-        for pack in packs
-        for _, rows, columns in pack.images[0].grids
+        for _, rows, columns in images_of(packs)
         for row in range(0, rows, 2)
         for column in range(0, columns, 2)
     ]
@@ -191,10 +190,10 @@ def test_no_rank_needs_more_than_its_rows_in_its_shard() -> None:
     layouts = {"vision": Layout.parse("sp:8", 8), "text": Layout.parse("tp:8", 8)}
     packs = random_packs("ragged", layouts["text"], 5)
     plans = [plan.boundaries[EDGE] for plan in plans_of((packs, layouts, {"vision": True, "text": True}, 0))]
-    total = sum(prod(grid) // SHAPE.unit for grid in packs[0].images[0].grids)
+    total = sum(map(SHAPE.rows, images_of(packs)))
     assert total == sum(plan.forward.needed for plan in plans) == first_rows_of_images(packs)[-1]
     assert 0 < sum(plan.forward.received_rows for plan in plans) <= total
-    windows = [int(n) for grid in packs[0].images[0].grids for n in SHAPE.order(grid).windows]
+    windows = [int(n) for size in images_of(packs) for n in SHAPE.order(size).windows]
     assert sum(windows) == total
 
 
@@ -211,7 +210,7 @@ def test_micro_batches_of_one_shape_are_planned_once() -> None:
     layouts = {"vision": Layout.parse("sp:4,dp:2", 8), "text": Layout.parse("tp:2,dp:4", 8)}
     packs = random_packs("ragged", layouts["text"], 3)
     ours = planner(layouts, {"vision": True, "text": True}, 5)
-    copies = [PackShape(p.lengths, tuple(Images(i.counts, i.grids, i.places) for i in p.images)) for p in packs]
+    copies = [PackShape(p.lengths, tuple(Images(i.counts, i.sizes, i.places) for i in p.images)) for p in packs]
     first, again, other = (
         ours.plan(packs),
         ours.plan(copies, turn=1),

@@ -1,4 +1,4 @@
-"""Which configurations are built: what the families ask alike. The values themselves are in the rules of `rules`."""
+"""Which configurations are built: what all families require. The values themselves are in the rules of `rules`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.files.json_objects import shown
 
 Expectation = tuple[str, object, object]
-"""What is looked at, in words; what was found, and what is expected."""
+"""What is checked, in words; what was found, and what is expected."""
 
 
 def require(folder: Path, title: str, expectations: Iterable[Expectation]) -> None:
     """Check what is expected of the configuration in `folder`, of a family called `title`. Raises `UserError`."""
     for name, found, expected in expectations:
         if found != expected:
-            raise UserError(
-                f"{folder / 'config.json'}: found {name} = {shown(found)}, expected {shown(expected)}, because the "
-                f"model is built for the published {title} architecture; use a model of that architecture"
+            raise UserError.at(
+                folder / "config.json",
+                found=f"{name} = {shown(found)}",
+                expected=shown(expected),
+                because=f"the model is built for the published {title} architecture",
+                fix="use a model of that architecture",
             )
 
 
@@ -57,6 +60,6 @@ def of_text(text: Any, size_of_heads: int, sections: Sequence[int]) -> tuple[Exp
 
 
 def head_dim(name: str, module: Any, implied: int) -> tuple[Expectation, ...]:
-    """The size of heads, where the configuration gives it besides what it follows from."""
+    """The size of heads, where the configuration gives it in addition to what it follows from."""
     given = getattr(module, "head_dim", None)
     return () if given is None else ((f"{name}.head_dim", given, implied),)

@@ -18,15 +18,15 @@ DTYPE = one_of("float32", "bfloat16", "float16", "float64", "auto", None)
 _NONE = Rule("none", lambda value: value in (None, {}))
 NOT_QUANTISED = replace(
     _NONE,
-    because="the weights of a quantised model are codes, which cannot be trained",
-    fix="take the model as it was before it was quantised; where its weights are whole again, remove the key",
+    because="quantised weights cannot be trained",
+    fix="use the unquantised model; if the weights have been dequantised, remove the key",
 )
 NO_DROPOUT = replace(
     one_of(0, None),
     because="attention is computed without dropout",
     fix="set it to 0",
 )
-RGB = replace(one_of(3), because="pictures are read as red, green and blue", fix="take a model for such pictures")
+RGB = replace(one_of(3), because="pictures are read as red, green and blue", fix="use a model for RGB pictures")
 
 ROPE: Table = {
     "rope_type": TEXT,
@@ -52,7 +52,7 @@ _EVERYWHERE: Table = {
     "num_labels": whole(0, 10_000).or_null(),
     "quantization_config": NOT_QUANTISED,
     "compression_config": NOT_QUANTISED,
-    "per_layer_config": replace(_NONE, because="all layers of a module are built alike"),
+    "per_layer_config": replace(_NONE, because="all layers of a module are built the same way"),
 }
 VISION: Table = {
     **_EVERYWHERE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from PIL import Image
 from megatron_hetero.data import pictures
 from megatron_hetero.data.records import Record
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.common.images.size import ImageSize
 
 
 class ImageReader:
@@ -34,8 +34,8 @@ class ImageReader:
         self.min_pixels: int = image_processor.size["shortest_edge"]
         self.max_pixels: int = image_processor.size["longest_edge"]
 
-    def grid(self, record: Record, k: int) -> tuple[int, int, int]:
-        """(time, height, width) of image ``k`` in patches before merging, from its header."""
+    def size(self, record: Record, k: int) -> ImageSize:
+        """Of image ``k`` as the encoder takes it, from its header."""
         # Here, since it brings torch; see model_folder.
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -52,7 +52,18 @@ class ImageReader:
                 expected="sides that differ by a factor below 200",
                 fix="crop or split the picture, or remove the record",
             ) from error
-        return 1, height // self.patch_size, width // self.patch_size
+        return ImageSize(1, height // self.patch_size, width // self.patch_size)
+
+    def places(self, size: ImageSize) -> np.ndarray:
+        """Frame, row and column of each merged patch in raster order: int64 [3, rows]."""
+        frames, rows, columns = size
+        return np.indices((frames, rows // self.merge_size, columns // self.merge_size)).reshape(3, -1)
+
+    def describe(self, record: Record, k: int, size: ImageSize) -> str:
+        """Image ``k`` in words."""
+        width, height = pictures.picture_size(record.image_path(k), record.where, self.max_image_pixels)
+        resized = f"{size.columns * self.patch_size}×{size.rows * self.patch_size} px"
+        return f"{width}×{height} px → {resized}, grid {tuple(size)} (t, h, w)"
 
     def load_image(self, path: Path, where: str) -> Image.Image:
         """The decoded picture, upright, in mode RGB, at its own size.
@@ -62,13 +73,13 @@ class ImageReader:
         """
         return pictures.load_picture(path, where, self.max_image_pixels)
 
-    def patches(self, record: Record, image_index: int, grid: Sequence[int] | np.ndarray) -> np.ndarray:
+    def patches(self, record: Record, k: int, size: ImageSize) -> np.ndarray:
         """Decodes one image into the patches that the encoder takes.
 
         Args:
             record: the record of the image.
-            image_index: which of its images.
-            grid: [3], the image's row of `TokenizedSample.grids`.
+            k: which of its images.
+            size: of the image, as its header said.
 
         Returns:
             float32 [t·h·w, channels · temporal_patch_size · patch_size²], normalised; merged groups are adjacent.
@@ -76,14 +87,14 @@ class ImageReader:
         Raises:
             UserError: the image cannot be decoded, or its size is not what its header said.
         """
-        path = record.image_path(image_index)
+        path = record.image_path(k)
         output = self.image_processor(images=[self.load_image(path, record.where)], return_tensors="np")
-        found, expected = output["image_grid_thw"][0].tolist(), np.asarray(grid).tolist()
+        found, expected = output["image_grid_thw"][0].tolist(), list(size)
         if found != expected:
             raise UserError.at(
                 f"{record.where}: image {path}",
                 found=f"a decoded picture of {found} patches (time, height, width)",
                 expected=f"{expected}, as its header said",
-                fix="leave the pictures alone while training reads them, or replace this one if it is damaged",
+                fix="do not change pictures during training; if this one is damaged, replace it",
             )
         return np.ascontiguousarray(output["pixel_values"], dtype=np.float32)

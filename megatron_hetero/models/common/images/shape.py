@@ -1,21 +1,55 @@
-"""What follows from the sizes of an encoder of images, whatever its family."""
+"""What the shapes of image encoders have in common, whatever their family."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any, Self
 
-from megatron_hetero.sharding.items import Size
+from megatron_hetero.models.common.images.size import ImageSize
 
 
-class ImageSizes:
-    """Mixed into the shapes of encoders that cut images into square patches, and merge square units of patches."""
+@dataclass(frozen=True)
+class ImageEncoderShape:
+    """Part of a `megatron_hetero.models.family.EncoderShape`, of encoders that cut images into square patches and merge
+    square units of them. Sizes in elements.
+    """
 
+    layers: int
     hidden: int
     heads: int
+    ffn: int
     channels: int
     patch: int
+    """Pixels per side of a patch."""
     temporal_patch: int
+    """Frames of a patch."""
     merge: int
+    """Patches per side of a unit."""
+    out_hidden: int
+    rope_theta: float
+
+    @classmethod
+    def of(cls, vision: Any, **own: Any) -> Self:
+        """Of the configuration `vision_config`. `own`: the fields that only this family has."""
+        return cls(
+            layers=vision.depth,
+            hidden=vision.hidden_size,
+            heads=vision.num_heads,
+            ffn=vision.intermediate_size,
+            channels=vision.in_channels,
+            patch=vision.patch_size,
+            temporal_patch=vision.temporal_patch_size,
+            merge=vision.spatial_merge_size,
+            out_hidden=vision.out_hidden_size,
+            rope_theta=float(vision.rope_parameters["rope_theta"]),
+            **own,
+        )
+
+    @property
+    def norm_eps(self) -> float:
+        """What norms add to the variance; no configuration says otherwise."""
+        return 1e-6
 
     @property
     def head_dim(self) -> int:
@@ -37,31 +71,31 @@ class ImageSizes:
         """Pixel values of a unit."""
         return self.unit * self.patch_elements
 
-    def rows(self, size: Size) -> int:
-        """Rows of an image of `size` patches (time, height, width)."""
+    def rows(self, size: ImageSize) -> int:
+        """Rows of an image of that size."""
         return math.prod(size) // self.unit
 
-    def sequences(self, size: Size) -> tuple[int, ...]:
+    def sequences(self, size: ImageSize) -> tuple[int, ...]:
         """Patches of each frame: full attention sees one."""
         frames, rows, columns = size
         return (rows * columns,) * frames
 
-    def square(self, side: int) -> Size:
+    def square(self, side: int) -> ImageSize:
         """The patches of a square image of `side` pixels, which is resized to whole units as the processor does."""
         patches = max(1, round(side / (self.patch * self.merge))) * self.merge
-        return 1, patches, patches
+        return ImageSize(1, patches, patches)
 
-    def side(self, size: Size) -> int:
+    def side(self, size: ImageSize) -> int:
         """Pixels of a side of a square image of that size."""
-        return size[1] * self.patch
+        return size.rows * self.patch
 
-    def cost(self, size: Size) -> float:
+    def cost(self, size: ImageSize) -> float:
         """Predicted forward flops of encoding an image."""
         linear, quadratic = self.flops_per_patch()
         frame = float(math.prod(size[1:]))
         return size[0] * (linear * frame + quadratic * frame * frame)
 
-    def cost_per_patch(self, size: Size) -> float:
+    def cost_per_patch(self, size: ImageSize) -> float:
         """Those of one of its patches, which meets all patches of its frame."""
         linear, quadratic = self.flops_per_patch()
         return linear + quadratic * size[1] * size[2]

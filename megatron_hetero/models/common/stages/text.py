@@ -38,7 +38,7 @@ from megatron_hetero.sharding.stages import Stage
 
 
 class LanguageShape(TextShape, Protocol):
-    """What the modules take from the shape of a language model besides."""
+    """What the modules also need of the shape of a language model."""
 
     @property
     def rope_theta(self) -> float:
@@ -67,7 +67,7 @@ class TextModel(GPTModel):
     (`head_norms`).
 
     Where head and embedding share their weight but not their stage, the last stage holds a copy of it as
-    `output_layer.weight`, which whoever trains the model keeps equal.
+    `output_layer.weight`, which the training loop has to keep equal.
     """
 
     qkv_bias: ClassVar[bool]

@@ -40,7 +40,7 @@ from megatron_hetero.sharding.stages import Stage
 
 
 class VisionShape(EncoderShape, Protocol):
-    """What the modules take from the shape of an encoder besides."""
+    """What the modules also need of the shape of an encoder."""
 
     @property
     def rope_theta(self) -> float:
@@ -55,7 +55,7 @@ class VisionShape(EncoderShape, Protocol):
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the encoders of families differ in, besides sizes. `rms_norm`: else layer norm, with a bias. `gated`: the
+    """How the encoders of families differ, apart from sizes. `rms_norm`: else layer norm, with a bias. `gated`: the
     MLP has a gate, which `activation` is applied to. `embedding_bias`: of the patch embedding.
     """
 
@@ -151,7 +151,7 @@ class VisionModel(MegatronModule):
         return run_layers(self.decoder, hidden, table, batch.attention, after)
 
     def mergers(self) -> Mapping[str, PatchMerger]:
-        """Those that this stage holds besides the last, by the name of their output."""
+        """This stage's further mergers, by the name of their output; without the last one."""
         return {}
 
     def _into(self, others: dict[str, Tensor], name: str, batch: EncoderInput) -> Between:

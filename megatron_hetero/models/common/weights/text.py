@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_hetero.hf.weight_map import Interval, Piece, WeightMap, share, stack
+from megatron_hetero.hf.weight_map import Interval, TensorSlice, WeightMap, share, stack
 from megatron_hetero.models.common.parameters import EMBEDDING, HEAD
-from megatron_hetero.models.common.weights.pieces import columns, gate_and_up, head, whole
+from megatron_hetero.models.common.weights.slices import columns, gate_and_up, head, whole
 from megatron_hetero.models.family import TensorShapes, TextShape
 from megatron_hetero.sharding.stages import LAYERS, Stage
 
@@ -48,7 +48,7 @@ def text_map(t: TextShape, tp_rank: int, tp: int, stage: Stage, *, qkv_bias: boo
     for i in stage.layers:
         own, stored = f"{LAYERS}{i}.", f"model.layers.{i}."
         layer = _layer_map(stored, t, tp_rank, tp, qkv_bias=qkv_bias, head_norms=head_norms)
-        result |= {own + name: pieces for name, pieces in layer.items()}
+        result |= {own + name: slices for name, slices in layer.items()}
     if stage.is_last:
         result["decoder.final_layernorm.weight"] = whole("model.norm.weight", t.hidden)
         if not (t.tied and stage.is_first):
@@ -58,7 +58,7 @@ def text_map(t: TextShape, tp_rank: int, tp: int, stage: Stage, *, qkv_bias: boo
 
 def _layer_map(
     stored: str, t: TextShape, tp_rank: int, tp: int, *, qkv_bias: bool, head_norms: bool
-) -> dict[str, tuple[Piece, ...]]:
+) -> dict[str, tuple[TensorSlice, ...]]:
     queries = t.heads // tp * t.head_dim
     result = {
         "input_layernorm.weight": whole(stored + "input_layernorm.weight", t.hidden),

@@ -1,9 +1,9 @@
-"""What the encoders of the families store alike: attention, and mergers behind a norm."""
+"""What the encoders of all families store in the same way: attention, and mergers behind a norm."""
 
 from __future__ import annotations
 
-from megatron_hetero.hf.weight_map import Piece, share, stack
-from megatron_hetero.models.common.weights.pieces import columns, head, whole
+from megatron_hetero.hf.weight_map import TensorSlice, share, stack
+from megatron_hetero.models.common.weights.slices import columns, head, whole
 from megatron_hetero.models.family import EncoderShape, TensorShapes
 
 KINDS = ("weight", "bias")
@@ -19,7 +19,7 @@ def attention_shapes(v: EncoderShape) -> TensorShapes:
     }
 
 
-def attention_map(stored: str, v: EncoderShape, tp_rank: int, tp: int) -> dict[str, tuple[Piece, ...]]:
+def attention_map(stored: str, v: EncoderShape, tp_rank: int, tp: int) -> dict[str, tuple[TensorSlice, ...]]:
     """The map of a layer's attention, whose tensors begin with `stored`."""
     heads = range(v.heads * tp_rank // tp, v.heads * (tp_rank + 1) // tp)
     result = {
@@ -47,7 +47,7 @@ def merger_shapes(v: EncoderShape, fc1: str, fc2: str) -> TensorShapes:
     }
 
 
-def merger_map(v: EncoderShape, fc1: str, fc2: str, tp_rank: int, tp: int) -> dict[str, tuple[Piece, ...]]:
+def merger_map(v: EncoderShape, fc1: str, fc2: str, tp_rank: int, tp: int) -> dict[str, tuple[TensorSlice, ...]]:
     """The map of a merger's linear layers."""
     part, _ = share(v.hidden * v.unit, tp_rank, tp)
     return {

@@ -1,0 +1,157 @@
+"""`python -m benchmarks.gpu`, small and on a CPU: every section comes to its end, and its numbers hold together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import sections
+from benchmarks.gpu.record import Check, Record, read
+from benchmarks.gpu.trace import kind_of, summary
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*flags: str, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
+    """The command, without a GPU."""
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *flags],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one run of all sections wrote. The limit is for machines that others use too."""
+    folder = tmp_path_factory.mktemp("gpu")
+    ended = run("--small", "--out", str(folder), "--time-limit", "3600")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    text = (folder / "gpu.md").read_text()
+    assert "No GPU" in text and "FAIL" not in text
+    return json.loads((folder / "gpu.json").read_text())
+
+
+def numbers(found: dict[str, Any], section: str) -> dict[str, Any]:
+    return found["sections"][section]["numbers"]
+
+
+@pytest.mark.long
+def test_every_section_passes(found: dict[str, Any]) -> None:
+    assert list(found["sections"]) == list(sections.SECTIONS)
+    assert all(section["status"] == "ok" and section["passed"] for section in found["sections"].values())
+    checked = {name: len(section["checks"]) for name, section in found["sections"].items()}
+    assert checked["correctness"] == 6 and checked["sharing"] >= 24 and checked["program"] == 10
+
+
+@pytest.mark.long
+def test_one_rank_equals_transformers(found: dict[str, Any]) -> None:
+    fp32, bf16 = (numbers(found, "correctness")[dtype] for dtype in ("fp32", "bf16"))
+    kinds = fp32["errors"].keys()
+    assert {"visual.blocks.*.attn.qkv.weight", "model.layers.*.self_attn.k_proj.bias", "lm_head.weight"} <= kinds
+    assert fp32["loss"] == pytest.approx(fp32["loss of transformers"], rel=1e-5)
+    assert 0 < max(fp32["errors"].values()) < 1e-4
+    assert 1e-4 < bf16["error of transformers"] < 0.1 and 1e-4 < bf16["error"] < 0.1
+    assert bf16["errors"].keys() == bf16["errors of transformers"].keys() == kinds
+
+
+@pytest.mark.long
+def test_layouts_equal_one_rank(found: dict[str, Any]) -> None:
+    rows = numbers(found, "sharing")["layouts"]
+    assert {row["placement"] for row in rows} == {"colocated", "disjoint", "mixed"}
+    assert {row["ranks"] for row in rows} == {2, 4}
+    assert all(row["gradient error"] < 1e-5 for row in rows)
+    assert any(row["gradient error"] > 0 for row in rows), "sums in another order, so that something was computed"
+
+
+@pytest.mark.long
+def test_the_program_resumes_where_it_was_killed(found: dict[str, Any]) -> None:
+    of_program = numbers(found, "program")
+    losses = of_program["steps"]["losses"]
+    assert len(losses) == 20 and 11 <= len(of_program["killed"]["steps"]) < 20
+    before = [line["loss"] for line in of_program["killed"]["steps"]]
+    assert losses[: len(before)] == before, "on a CPU every step is the same again"
+
+
+@pytest.mark.parametrize("section", ["share-7b", "share-32b"])
+@pytest.mark.long
+def test_shares(section: str, found: dict[str, Any]) -> None:
+    of_share = numbers(found, section)
+    phases = of_share["steps"]["milliseconds"]
+    parts = [f"{module} {way}" for module in ("vision", "text") for way in ("forward", "backward")]
+    assert all(phases[part] > 0 for part in [*parts, "gradient sums", "update"])
+    assert sum(ms for name, ms in phases.items() if name not in ("step", "issued")) <= 1.5 * phases["step"]
+    assert of_share["memory"]["planned GB"] == pytest.approx(sum(of_share["planned GB"].values()))
+    assert {"gemm", "attention", "elementwise", "copy", "optimizer"} <= of_share["trace"]["kinds"].keys()
+    assert of_share["trace"]["kernels"] == sum(count for _, count in of_share["trace"]["kinds"].values())
+
+
+# ------------------------------------------------------------------------------------- without a whole run
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what to do where there is no GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    ended = run("--out", str(tmp_path), timeout_s=120)
+    assert ended.returncode == 2
+    assert "found no GPU" in ended.stderr and "--small" in ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_section_that_hangs_is_stopped(tmp_path: Path) -> None:
+    outcome = sections.run("environment", tmp_path / "section", limit_s=0.01, small=True)
+    assert outcome.status == "stopped" and not outcome.passed and outcome.numbers == {}
+
+
+def test_a_section_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = sections.Section("Broken", "nowhere", 60)
+    monkeypatch.setitem(sections.SECTIONS, "environment", broken)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(sections, "_environment", lambda name: os.environ | {"PYTHONPATH": "/nowhere"})
+    monkeypatch.setattr(sections, "ROOT", tmp_path)
+    outcome = sections.run("environment", tmp_path / "section", limit_s=60, small=True)
+    assert outcome.status == "failed" and "benchmarks" in outcome.said
+
+
+def test_a_record_is_whole_at_any_time(tmp_path: Path) -> None:
+    record = Record(tmp_path / "found.json")
+    record.put("a", 1)
+    record.check("large", 2.0, 1.0)
+    record.check("not a number", float("nan"), 1.0)
+    record.add(Check.equal("same", [1], [1]))
+    assert read(tmp_path / "found.json")["numbers"] == {"a": 1}
+    assert [check["passed"] for check in read(tmp_path / "found.json")["checks"]] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "gemm"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_tn_align8>", "gemm"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", "attention"),
+        ("fmha_cutlassB_f32_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel)", "attention"),
+        ("Memcpy DtoD (Device -> Device)", "copy"),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "copy"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "elementwise"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reduction"),
+        ("void at::native::indexSelectLargeIndex<float, long>", "index"),
+    ],
+)
+def test_kinds_of_kernels(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_summaries_of_kernels() -> None:
+    made = summary([("gemm a", 2.0), ("gemm a", 1.0), ("Memset", 0.5)])
+    assert made["kernels"] == 3 and made["ms"] == 3.5
+    assert made["kinds"] == {"gemm": [3.0, 2], "copy": [0.5, 1]}
+    assert made["top"] == [["gemm a", 3.0, 2], ["Memset", 0.5, 1]]

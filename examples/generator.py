@@ -1,0 +1,187 @@
+"""A text module feeds a generator: each in a layout of its own, one step by one schedule.
+
+The text module has two pipeline stages where its layout has. It predicts tokens, for a loss of its own, and makes a row
+for each sample, of which the generator makes a picture. Any two layouts of replicas and stages will do:
+
+    torchrun --nproc-per-node 4 examples/generator.py dp:4 dp:4
+    torchrun --nproc-per-node 4 examples/generator.py pp:2,dp:2 dp:4
+    torchrun --nproc-per-node 4 examples/generator.py pp:2@0-1 dp:2@2-3
+
+At the end the weights are compared with those of the same loop in one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_hetero import (
+    Graph,
+    MicroBatch,
+    Rows,
+    Runner,
+    Stage,
+    Topology,
+    UserError,
+    build,
+    build_optimizers,
+    guarded,
+    process_group,
+)
+
+TEXT, GENERATOR = "text", "generator"
+TOKENS, WORDS, WIDTH, SIDE = 5, 16, 32, 6
+SAMPLES, MICRO_BATCHES, STEPS, CLIP = 12, 4, 10, 1.0
+TOLERANCE = 1e-4
+GRAPH = Graph({TEXT: [GENERATOR]}, width=WIDTH, dtype=torch.float32)
+AdamW = partial(torch.optim.AdamW, lr=3e-3)
+
+
+class Text(nn.Module):
+    """Predicts each token from those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.top, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def first(self, tokens: Tensor) -> Tensor:
+        """Tokens, int64 [samples, tokens], to hidden states, [samples, tokens, width]."""
+        return torch.tanh(self.mix(self.words(tokens).cumsum(1)))
+
+    def last(self, tokens: Tensor, hidden: Tensor) -> dict[str, Tensor]:
+        """The sum of losses, and a row of each sample, [samples, width]."""
+        after = torch.tanh(self.top(hidden))
+        logits = self.head(after[:, :-1]).flatten(0, 1)
+        return {"loss": F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum"), "rows": after[:, -1]}
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return self.last(tokens, self.first(tokens))
+
+
+class Generator(nn.Module):
+    """Rows, [samples, width], to pictures; its loss is their distance from given ones, [samples, pixels]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, SIDE * SIDE))
+
+    def forward(self, pictures: Tensor, rows: Tensor) -> Tensor:
+        return (self.layers(rows) - pictures).square().sum()
+
+
+def models() -> dict[str, nn.Module]:
+    """The same weights on all ranks."""
+    torch.manual_seed(0)
+    return {TEXT: Text(), GENERATOR: Generator()}
+
+
+def batch(samples: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """The input of each module: counts from any number, and pictures with a bar of that height."""
+    starts = torch.tensor(samples, dtype=torch.int64, device=device)
+    tokens = (starts[:, None] + torch.arange(TOKENS, device=device)) % WORDS
+    heights = torch.arange(SIDE * SIDE, device=device) < (2 * (starts % WORDS))[:, None]
+    return {TEXT: tokens, GENERATOR: heights.float()}
+
+
+def micro_batches(step: int) -> list[list[int]]:
+    """The samples of each micro-batch."""
+    first = step * MICRO_BATCHES * SAMPLES
+    return [list(range(first + m * SAMPLES, first + (m + 1) * SAMPLES)) for m in range(MICRO_BATCHES)]
+
+
+def part_of(topology: Topology, samples: Sequence[int]) -> MicroBatch:
+    """This rank's part: replicas take samples in turn. The row of a sample has its number."""
+    own = {n: samples[layout.replica_of(topology.rank) :: layout.dp] for n, layout in held(topology).items()}
+    inputs = {name: batch(numbers, topology.platform.device)[name] for name, numbers in own.items()}
+    makes = topology.has(TEXT) and stage_of(topology) == topology.layouts[TEXT].pp - 1
+    rows = Rows(held=own[TEXT] if makes else (), needed=own.get(GENERATOR, ()))
+    return MicroBatch(inputs, {(TEXT, GENERATOR): rows})
+
+
+def held(topology: Topology) -> dict[str, Any]:
+    """The layouts of this rank's modules."""
+    return {name: layout for name, layout in topology.layouts.items() if topology.has(name)}
+
+
+def stage_of(topology: Topology) -> int:
+    """The rank's stage of the text module."""
+    return topology.layouts[TEXT].coordinate(topology.rank).pp
+
+
+def train(topology: Topology) -> dict[str, nn.Module]:
+    """This rank's part of the modules after training."""
+    own = {name: model.to(topology.platform.device) for name, model in models().items() if topology.has(name)}
+    stages: dict[str, Any] = dict(own)
+    if topology.has(TEXT) and topology.layouts[TEXT].pp > 1:
+        text: Any = own[TEXT]
+        is_first = stage_of(topology) == 0
+        own[TEXT] = nn.ModuleList([text.words, text.mix] if is_first else [text.top, text.head])
+        stages[TEXT] = text.first if is_first else Stage(text.last, lambda tokens: (*tokens.shape, WIDTH))
+    run = Runner(topology, stages)
+    optimizer = build_optimizers(topology, own, AdamW, clip_grad=CLIP)
+    for step in range(STEPS):
+        loss = run([part_of(topology, samples) for samples in micro_batches(step)])
+        optimizer.step(tokens=MICRO_BATCHES * SAMPLES)
+        optimizer.zero_grad()
+        dist.all_reduce(loss)
+        if topology.rank == 0:
+            print(f"step {step + 1}/{STEPS}: loss {loss.item() / (MICRO_BATCHES * SAMPLES):.4f}")
+    return own
+
+
+def train_alone(device: torch.device) -> dict[str, Any]:
+    """The same in one process, without this library."""
+    modules: dict[str, Any] = {name: model.to(device) for name, model in models().items()}
+    parameters = [p for model in modules.values() for p in model.parameters()]
+    optimizer = AdamW(parameters)
+    for step in range(STEPS):
+        for samples in micro_batches(step):
+            inputs = batch(samples, device)
+            text = modules[TEXT](inputs[TEXT])
+            loss = text["loss"] + modules[GENERATOR](inputs[GENERATOR], text["rows"])
+            (loss / (MICRO_BATCHES * SAMPLES)).backward()
+        nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    text = modules[TEXT]
+    parts = {0: nn.ModuleList([text.words, text.mix]), 1: nn.ModuleList([text.top, text.head])}
+    return modules | {f"{TEXT} in stages": parts}
+
+
+def difference(topology: Topology, found: Mapping[str, nn.Module], alone: Mapping[str, Any]) -> float:
+    """The largest difference of a weight on any rank."""
+    worst = torch.zeros((), device=topology.platform.device)
+    for name, module in found.items():
+        staged = name == TEXT and topology.layouts[TEXT].pp > 1
+        other = alone[f"{TEXT} in stages"][stage_of(topology)] if staged else alone[name]
+        for a, b in zip(module.parameters(), other.parameters(), strict=True):
+            worst = torch.maximum(worst, (a - b).abs().max().detach())
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train, and compare."""
+    if len(argv) != 2:
+        raise UserError(f"found {len(argv)} arguments, expected the layouts of text and generator, such as `dp:4 dp:4`")
+    with process_group():
+        topology = build(GRAPH, text=argv[0], generator=argv[1])
+        if topology.layouts[TEXT].pp > 2:
+            raise UserError(f"text layout `{argv[0]}`: found {topology.layouts[TEXT].pp} stages, expected 1 or 2")
+        found = difference(topology, train(topology), train_alone(topology.platform.device))
+        if topology.rank == 0:
+            print(f"weights: {found:.1e} from those of one process")
+        if not found < TOLERANCE:
+            raise RuntimeError(f"found a difference of {found:.1e}, expected less than {TOLERANCE:.0e}")
+
+
+if __name__ == "__main__":
+    guarded(main, sys.argv[1:])

@@ -1,0 +1,1 @@
+"""What benchmarks and tests measure with, and what they measure on."""

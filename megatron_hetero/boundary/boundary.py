@@ -1,0 +1,231 @@
+"""A boundary for a training loop of your own: planned from what each rank knows, and crossed as a function.
+
+    boundary = Boundary.open(topology, "vision", "text", width=4096, dtype=torch.bfloat16)
+    for pictures, tokens in batches:
+        with micro_batch(boundary):
+            plan = boundary.plan(held=ids of the rows made here, needed=ids of the rows read here)
+            rows = boundary(plan, vision(pictures))
+            text_loss(tokens, rows).backward()
+
+A crossing is a collective in both directions, but autograd goes back only through what it reaches from a loss: a rank
+without a loss, or whose loss uses no row, would leave the others waiting. `micro_batch` therefore ends the graph at
+each crossing. Backward passes inside it accumulate the gradients of the rows that arrived; at its end all crossings go
+back on all ranks, the last one first, and each continues into the module that made its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from megatron_hetero.boundary.autograd import any_requires_grad, widened
+from megatron_hetero.boundary.communicator import BoundaryCommunicator
+from megatron_hetero.boundary.crossings import MicroBatchCrossings
+from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
+from megatron_hetero.boundary.local_ids import Known, Sides, ownerships_of
+from megatron_hetero.boundary.ownership import Gradient
+from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.distributed.collective import on_every
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout.edge import Edge, as_edge
+
+Ids = Sequence[int] | np.ndarray | Tensor
+
+
+class Rows(NamedTuple):
+    """What a rank holds and needs of the rows of a crossing, see `Boundary.plan`."""
+
+    held: Ids = ()
+    needed: Ids = ()
+    gradient: Gradient = "invariant"
+
+
+class Boundary:
+    """The boundary along one edge, on one of its ranks; made by `open`."""
+
+    def __init__(self, edge: Edge, communicator: BoundaryCommunicator, hosts: dist.ProcessGroup, sides: Sides):
+        self.edge, self.communicator, self._sides = edge, communicator, sides
+        self._hosts = hosts
+        self._micro_batch: MicroBatchCrossings | None = None
+
+    @classmethod
+    def open(
+        cls,
+        topology: Topology,
+        source: str,
+        target: str,
+        *,
+        width: int | None = None,
+        dtype: torch.dtype | None = None,
+        transport: torch.dtype | None = None,
+        check: bool = True,
+    ) -> Boundary:
+        """The boundary from module `source` to `target`, on a rank of either.
+
+        The topology was made by `build`, or with the edge in `edges` and in `planned`. `width`: elements of a row;
+        `transport`, `check`: as for `BoundaryCommunicator`. What is left out is that of the topology's graph.
+
+        Raises:
+            UserError: the topology has no such edge on this rank, or no graph that has what is left out.
+        """
+        edge = as_edge((source, target), topology.layouts)
+        return cls.of(topology, edge, width=width, dtype=dtype, transport=transport, check=check)
+
+    @classmethod
+    def of(
+        cls,
+        topology: Topology,
+        edge: Edge,
+        *,
+        width: int | None = None,
+        dtype: torch.dtype | None = None,
+        transport: torch.dtype | None = None,
+        check: bool = True,
+    ) -> Boundary:
+        """As `open`, along any edge."""
+        if edge not in topology.planned:
+            declared = edge in topology.boundaries
+            raise UserError.at(
+                f"boundary {edge} on rank {topology.rank}",
+                found="an edge that is not planned" if declared else "no such edge",
+                expected=f"one of {', '.join(map(str, topology.planned)) or 'none'}",
+                fix="give the edge to `Topology.build` in `edges` and `planned`, and open it on ranks of either module",
+            )
+        if graph := topology.graph:
+            of_edge = len(graph.outputs_of(edge) or " ") * graph.width_of(edge)
+            width, dtype, transport = width or of_edge, dtype or graph.dtype, transport or graph.transport
+        if width is None or dtype is None:
+            expected = "both, where the topology has no graph"
+            raise UserError.at(
+                f"boundary {edge}",
+                found=f"width {width}, dtype {dtype}",
+                expected=expected,
+                fix="give `width` and `dtype`",
+            )
+        groups = topology.boundaries[edge]
+        device = topology.platform.device
+        communicator = BoundaryCommunicator(
+            groups.forward,
+            device,
+            width,
+            dtype,
+            transport=transport,
+            check=check,
+            backward=groups.backward,
+            name=str(edge),
+        )
+        source, target = (topology.layouts[name] for name in (edge.source, edge.target))
+        sides = edge.source_ranks(source), edge.target_ranks(target)
+        return cls(edge, communicator, topology.planned[edge], sides)
+
+    @_disable_dynamo
+    def plan(self, *, held: Ids = (), needed: Ids = (), gradient: Gradient = "invariant") -> LoadedPlan:
+        """The plan of a crossing, from what each rank knows. All ranks of the boundary call it, with their own rows.
+
+        Args:
+            held: ids of the rows that this rank passes to the crossing, in that order; int64, from 0. Ranks that hold
+                the same rows, such as those along `tp`, give the same ids. -1, as often as needed, is a row that does
+                not cross: a class token, padding.
+            needed: ids of the rows that this rank wants, in the order in which they arrive.
+            gradient: of rows that several ranks need, the same on all ranks. `invariant`: each of them computes the
+                whole gradient, as Megatron's layers do along `tp`, with or without sequence parallelism. `partial`:
+                each computes a part, as ranks do that share the tokens of a sample. Where ranks do both (`tp` with
+                `cp`), let each need the rows of its own tokens only, which makes gradients `invariant`.
+
+        Raises:
+            UserError: on all ranks. A row is held or needed twice, or needed and not held; or ranks that hold a common
+                row do not hold the same rows; or ranks differ in `gradient`, or plan different boundaries.
+        """
+        return self.plans([Rows(held, needed, gradient)])[0]
+
+    @_disable_dynamo
+    def plans(self, crossings: Sequence[Rows]) -> list[LoadedPlan]:
+        """As `plan`, of several crossings at once, with one exchange between the hosts."""
+        everyone = on_every(self._hosts, lambda: [Known.of(str(self.edge), *rows) for rows in crossings])
+        ranks = dist.get_process_group_ranks(self._hosts)
+        for rank, known in zip(ranks, everyone, strict=True):
+            if len(known) != len(everyone[0]):
+                found = f"{len(everyone[0])} on rank {ranks[0]} and {len(known)} on rank {rank}"
+                expected, fix = "as many on all ranks", "give each rank its part of every micro-batch"
+                raise UserError.at(f"boundary {self.edge}: crossings", found=found, expected=expected, fix=fix)
+        sides = (ownerships_of(ranks, known, self._sides) for known in zip(*everyone, strict=True))
+        plans = (plan_boundary(*each, self.communicator.row_bytes) for each in sides)
+        return [load_plan(plan.rank(dist.get_rank()), self.communicator.device, edge=str(self.edge)) for plan in plans]
+
+    @_disable_dynamo
+    def __call__(self, plan: LoadedPlan, rows: Tensor | None = None) -> Tensor:
+        """Rows that this rank holds, [held, width], to those that it needs, [needed, width]; differentiable. All ranks
+        of the boundary call it; one that holds none may leave `rows` out. Rows of a narrower floating dtype (under
+        autocast) are converted to the boundary's.
+
+        Inside a `micro_batch`, where the graph ends at what arrives; outside only without gradients.
+
+        Raises:
+            UserError: see `cross`; on all ranks, unless `open` was given `check=False`. Also if rows require gradients
+                outside of a `micro_batch`, or cross amid a backward pass, as under `torch.utils.checkpoint`.
+        """
+        if not isinstance(plan, LoadedPlan):
+            raise UserError.at(
+                f"boundary {self.edge}: plan",
+                found=f"a {type(plan).__name__}",
+                expected="what `Boundary.plan` or `load_plan` returns",
+                fix="give the plan first, then the rows",
+            )
+        rows = self.communicator.no_rows() if rows is None else rows
+        if self._micro_batch is None:
+            return self._cross_without_gradients(plan, rows)
+        return self._micro_batch.cross(self.edge.source, self.communicator, plan, rows)
+
+    def _cross_without_gradients(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
+        if any_requires_grad(self.communicator, plan, rows):
+            raise UserError.at(
+                f"boundary {self.edge}",
+                problem="rows that require gradients cross outside of a `micro_batch`",
+                because="a rank without a loss, or whose loss uses no row, would leave the others waiting",
+                fix="enter `micro_batch(boundary)`; for a crossing that is part of a graph, use `cross` on its "
+                "`communicator`",
+            )
+        return self.communicator.forward(plan, widened(rows, self.communicator.dtype))
+
+    def __repr__(self) -> str:
+        return f"Boundary({self.edge}, rows of {self.communicator.width} {self.communicator.dtype})"
+
+
+@contextlib.contextmanager
+def micro_batch(*boundaries: Boundary) -> Iterator[None]:
+    """Around the forward and backward passes of a micro-batch: gradients of all rows that cross one of the boundaries
+    go back at the end, on all ranks. All ranks of a boundary enter it, and cross its boundaries in the same order.
+
+    Raises:
+        UserError: a boundary is inside a micro-batch already.
+    """
+    if busy := [boundary for boundary in boundaries if boundary._micro_batch is not None]:
+        raise UserError.at(
+            f"boundary {busy[0].edge}",
+            problem="is inside a micro-batch already",
+            because="its crossings go back at the end of that one",
+            fix="give all boundaries to one `micro_batch`",
+        )
+    current = MicroBatchCrossings()
+    for boundary in boundaries:
+        boundary._micro_batch = current
+    try:
+        yield
+    except BaseException:
+        if current.problem:
+            current.end()  # All ranks learn it there.
+        raise
+    else:
+        current.end()
+    finally:
+        current.close()
+        for boundary in boundaries:
+            boundary._micro_batch = None

@@ -1,0 +1,190 @@
+"""The crossings of a micro-batch, and how their gradients go back.
+
+What arrives is the output of an autograd node that keeps the gradients that come to it. They go back at the end, on all
+ranks, the last crossing first. The module that made rows runs its backward pass once, with the gradients of all of its
+rows: wrappers such as DDP reduce gradients in each backward pass and expect one for each forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd.function import once_differentiable
+
+from megatron_hetero.boundary.autograd import any_requires_grad, widened
+from megatron_hetero.boundary.communicator import BoundaryCommunicator
+from megatron_hetero.boundary.loaded import LoadedPlan
+from megatron_hetero.errors import UserError
+
+_NOT_KEPT = str(
+    UserError.at(
+        "micro_batch",
+        problem="`torch.autograd.grad` made the gradient of rows that arrived, and nothing came to the rows themselves",
+        because="what it returns does not go back",
+        fix="call `rows.backward(gradient)` with what it returned; for a gradient that is only looked at, take that of "
+        "`rows.detach().requires_grad_()`",
+    )
+)
+_MADE_AGAIN = str(
+    UserError.at(
+        "micro_batch",
+        problem="a crossing amid a backward pass",
+        because="rows would cross twice, as under `torch.utils.checkpoint`, which calls its function again",
+        fix="call the boundary outside of what is checkpointed",
+    )
+)
+_AFTER_ITS_END = str(
+    UserError.at(
+        "micro_batch",
+        problem="a backward pass after its end",
+        because="the gradients of the rows that arrived have gone back",
+        fix="call backward inside the block",
+    )
+)
+
+
+@dataclass(eq=False)
+class _Crossing:
+    """A crossing: what `source` of the edge made, this rank's `rows` (None once they are of no more use), and the sum
+    of the gradients that came to those that arrived. `computed`: whether any were made.
+    """
+
+    source: str
+    communicator: BoundaryCommunicator
+    plan: LoadedPlan
+    rows: Tensor | None
+    grad: Tensor | None = None
+    computed: bool = False
+
+    def arrive(self, rows: Tensor) -> Tensor:
+        """`rows` as part of a graph, which ends at this crossing."""
+        arrived: Any = _Arrival.apply(torch.empty(0, requires_grad=True), self, [rows])
+        arrived.register_hook(self._notice)
+        return arrived
+
+    def _notice(self, _: Tensor) -> None:
+        if self.rows is None:
+            raise UserError(_AFTER_ITS_END)
+        self.computed = True
+
+    def keep(self, grad: Tensor) -> None:
+        """Add the gradient of a backward pass, [needed, width]."""
+        self._notice(grad)
+        self.grad = grad if self.grad is None else self.grad + grad
+
+    def go_back(self, problem: str | None) -> Tensor:
+        """The gradient of this rank's rows, [held, width]; a collective. Raises `problem` on all ranks."""
+        if self.grad is None:
+            shape = self.plan.forward.needed, self.communicator.width
+            self.grad = torch.zeros(shape, dtype=self.communicator.dtype, device=self.communicator.device)
+            problem = problem or (_NOT_KEPT if self.computed else None)
+        return self.communicator.backward(self.plan, self.grad, problem=problem)
+
+
+class _Arrival(torch.autograd.Function):
+    """Rows that arrived; `arrived` holds them in a list, so that they are no view of an input."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, crossing: _Crossing, arrived: list[Tensor]) -> Tensor:
+        ctx.crossing = crossing
+        return arrived.pop()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.crossing.keep(grad)
+        return None, None, None
+
+
+class _Returned(NamedTuple):
+    """Rows, and their gradients from the crossings that have gone back so far."""
+
+    rows: Tensor
+    grad: Tensor
+
+
+@dataclass(eq=False)
+class MicroBatchCrossings:
+    """The crossings from the beginning to the end of a micro-batch, in order. `problem`: what was wrong on this rank
+    amid a backward pass, where other ranks cannot be told.
+    """
+
+    crossings: list[_Crossing] = field(default_factory=list)
+    problem: str | None = None
+
+    def cross(self, source: str, communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor) -> Tensor:
+        """As `Boundary.__call__`."""
+        if torch._C._current_graph_task_id() != -1:
+            self.problem = _MADE_AGAIN
+            raise UserError(_MADE_AGAIN)
+        returns = any_requires_grad(communicator, plan, rows)
+        arrived = communicator.forward(plan, widened(rows, communicator.dtype))
+        if not returns:
+            return arrived
+        self.crossings.append(_Crossing(source, communicator, plan, rows))
+        return self.crossings[-1].arrive(arrived)
+
+    @_disable_dynamo
+    def end(self) -> None:
+        """Return all gradients."""
+        if not self.crossings:
+            return
+        # Autocast is for forward passes.
+        with torch.autocast(self.crossings[-1].communicator.device.type, enabled=False):
+            self._end()
+
+    def _end(self) -> None:
+        waiting: dict[str, dict[int, _Returned]] = {}  # by the module that made the rows
+        while self.crossings:
+            for source in [source for source, rows in waiting.items() if not self._may_wait(rows)]:
+                self._backward(waiting.pop(source))
+            crossing = self.crossings[-1]
+            grad, rows = crossing.go_back(self.problem), crossing.rows
+            self.crossings.pop()
+            crossing.rows = None
+            if rows is not None and rows.requires_grad:
+                of_module = waiting.setdefault(crossing.source, {})
+                earlier = of_module.get(id(rows))
+                of_module[id(rows)] = _Returned(rows, grad if earlier is None else earlier.grad + grad)
+            if not any(left.source == crossing.source for left in self.crossings):
+                self._backward(waiting.pop(crossing.source, {}))
+
+    def _may_wait(self, waiting: Mapping[int, _Returned]) -> bool:
+        """Whether no rows were made of what the last crossing brought: those that crossed before it were not."""
+        before = {id(earlier.rows) for earlier in self.crossings}
+        return not any(id not in before and _made_of(each.rows, self.crossings[-1]) for id, each in waiting.items())
+
+    def _backward(self, waiting: Mapping[int, _Returned]) -> None:
+        """Continue into the module that made rows, once with all of them."""
+        if waiting:
+            # Rows that are left may share parts of the graph.
+            shared = any(left.rows is not None and left.rows.requires_grad for left in self.crossings)
+            rows = [each.rows for each in waiting.values()]
+            grads = [each.grad.to(each.rows.dtype) for each in waiting.values()]
+            torch.autograd.backward(rows, grads, retain_graph=shared)
+
+    def close(self) -> None:
+        """Refuse backward passes from now on."""
+        for crossing in self.crossings:
+            crossing.rows = None
+        self.crossings.clear()
+
+
+def _made_of(rows: Tensor, crossing: _Crossing) -> bool:
+    """Whether the graph of `rows` begins at what `crossing` brought."""
+    seen: set[Any] = set()
+    left: list[Any] = [rows.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "crossing", None) is crossing:
+            return True
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
+    return False

@@ -1,0 +1,55 @@
+"""The process groups of a module as Megatron-Core's layers take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_hetero.distributed.communicators import GRADIENT_AXES, REPLICA_AXES
+from megatron_hetero.layout.axes import AXES, axes_of
+
+
+@dataclass(init=False, repr=False)
+class ModuleGroups(ProcessGroupCollection):
+    """Megatron's collection of process groups, with the two axes of its context-parallel group `cp` by themselves.
+
+    `sp` is the axis `sp`, `context` the axis `cp`: among ranks `sp` varies faster, so that member i of `cp` is member
+    i mod sp of its `sp` group and member i // sp of its `context` group.
+    """
+
+    sp: dist.ProcessGroup = field(init=False)
+    context: dist.ProcessGroup = field(init=False)
+
+
+def module_groups(group: Callable[..., dist.ProcessGroup], ends: dist.ProcessGroup | None) -> ModuleGroups:
+    """From a module's groups along axes; `ends`: of its first and last stage."""
+    # Experts are not split over ranks of their own (`ep` is 1): their groups are those of dense layers. There is one
+    # instance of the distributed optimizer, so that its `intra` groups are whole and no `inter` group is needed.
+    samples = group(*GRADIENT_AXES)
+    return ModuleGroups(
+        tp=group("tp"),
+        sp=group("sp"),
+        context=group("cp"),
+        cp=group(*axes_of("tokens")),
+        dp=group("dp"),
+        pp=group("pp"),
+        dp_cp=samples,
+        mp=group("tp", "pp"),
+        tp_cp=group(*REPLICA_AXES),
+        tp_dp_cp=group(*axes_of("weights", "tokens", "samples")),
+        hcp=None,
+        ep=group(),
+        expt_tp=group("tp"),
+        expt_dp=samples,
+        tp_ep=group("tp"),
+        tp_ep_pp=group("tp", "pp"),
+        intra_dp_cp=samples,
+        intra_expt_dp=samples,
+        intra_dist_opt=group(*AXES),
+        inter_dist_opt=None,
+        embd=ends,
+        pos_embd=None,  # of positions that several stages embed, of which Megatron's decoders have none
+    )

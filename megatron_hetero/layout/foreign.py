@@ -1,0 +1,102 @@
+"""Other libraries' descriptions of parallelism, as dimensions and the ranks along them. Pure: what is read is given.
+
+    DeviceMesh (PyTorch)            the last dimension varies fastest among ranks
+    HyperCommGrid (Megatron-Core)   the first one does
+    parallel_state (Megatron-Core)  knows the sizes, and the groups of this rank
+
+A layout has one order, `tp` fastest, then `sp`, `cp`, `dp` and `pp`. Dimensions of size 1 may stand anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
+from math import prod
+from typing import Any
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout.axes import AXES
+
+Grid = tuple[str, list[tuple[str, int]], list[int]]
+"""What it is, its dimensions (axis, size) from the slowest to the fastest, and the ranks along them."""
+
+_ORDER = f"ranks along the axes in the order {', '.join(AXES)}, the first fastest"
+
+
+def grid_of_mesh(mesh: Any, axes: Mapping[str, str]) -> Grid:
+    """Of a `DeviceMesh`. Raises `UserError` if it has no names, other names, or is a slice."""
+    names, ranks = mesh.mesh_dim_names, mesh.mesh
+    if names is None:
+        fix = "give it `mesh_dim_names`"
+        raise UserError.at("Layout.from_mesh", found="a mesh without names", expected="named dimensions", fix=fix)
+    if getattr(mesh, "_root_mesh", None) is not None:
+        because = "ranks hold different slices, and a layout is the same on all of them"
+        raise UserError.at(
+            "Layout.from_mesh", found="a slice", expected="a mesh", because=because, fix="pass the whole"
+        )
+    sizes = [int(size) for size in ranks.shape]
+    return "Layout.from_mesh", _dims("Layout.from_mesh", names, sizes, axes), [int(r) for r in ranks.flatten().tolist()]
+
+
+def grid_of_hyper_grid(grid: Any, axes: Mapping[str, str]) -> Grid:
+    """Of a `HyperCommGrid`. Raises `UserError` if it has other names."""
+    dims = _dims("Layout.from_grid", grid.dim_names, [int(size) for size in grid.shape], axes)[::-1]
+    first = int(grid.rank_offset)
+    return "Layout.from_grid", dims, list(range(first, first + prod(size for _, size in dims)))
+
+
+def grid_of_mpu(state: Any, dist: Any) -> Grid:
+    """Of `megatron.core.parallel_state`, by the groups of this rank. They show the order of the axes, the same on all
+    ranks. `dist`: `torch.distributed`. Raises `UserError`.
+    """
+    where = "Layout.from_mpu"
+    if not state.model_parallel_is_initialized():
+        fix = "call `parallel_state.initialize_model_parallel` first"
+        raise UserError.at(where, found="no parallel state", expected="an initialised one", fix=fix)
+    if (experts := state.get_expert_model_parallel_world_size()) > 1:
+        because = "layouts have no axis of experts"
+        found, fix = f"expert parallelism over {experts} ranks", "use 1"
+        raise UserError.at(where, found=found, expected="none", because=because, fix=fix)
+    groups = {
+        "tp": state.get_tensor_model_parallel_group(),
+        "cp": state.get_context_parallel_group(),
+        "dp": state.get_data_parallel_group(),
+        "pp": state.get_pipeline_model_parallel_group(),
+    }
+    mine = {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}
+    stride = 1
+    for axis, ranks in mine.items():
+        if any(b - a != stride for a, b in pairwise(ranks)):
+            found = f"ranks {ranks} along {axis}"
+            fix = 'initialise it with order="tp-cp-ep-dp-pp", which is its default'
+            raise UserError.at(where, found=found, expected=f"{stride} between them", because=_ORDER, fix=fix)
+        stride *= len(ranks)
+    return where, [(axis, len(ranks)) for axis, ranks in reversed(mine.items())], list(range(stride))
+
+
+def in_layout_order(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[int]) -> list[int]:
+    """`ranks`, listed along `dims` with the last fastest, in the order of a layout. Raises `UserError` if that order is
+    not ascending.
+    """
+    order = sorted(range(len(dims)), key=lambda i: (-AXES.index(dims[i][0]), i))
+    strides = [prod(size for _, size in dims[i + 1 :]) for i in range(len(dims))]
+    places = product(*(range(dims[i][1]) for i in order))
+    listed = [ranks[sum(at * strides[i] for at, i in zip(place, order, strict=True))] for place in places]
+    if any(b <= a for a, b in pairwise(listed)):
+        shown = ", ".join(f"{axis}:{size}" for axis, size in dims)
+        fix = "put its dimensions in that order, or state the layout as text"
+        raise UserError.at(what, found=f"dimensions {shown}, the last fastest", expected=_ORDER, fix=fix)
+    return listed
+
+
+def _dims(what: str, names: Sequence[str], sizes: Sequence[int], axes: Mapping[str, str]) -> list[tuple[str, int]]:
+    """(axis, size) of each dimension; those of size 1 that are no axis are left out."""
+    found: list[tuple[str, int]] = []
+    for name, size in zip(names, sizes, strict=True):
+        axis = axes.get(name, name)
+        if axis in AXES:
+            found.append((axis, size))
+        elif size > 1:
+            expected, fix = f"one of {', '.join(AXES)}", f"say which it is: axes={{{name!r}: ...}}"
+            raise UserError.at(what, found=f"dimension `{name}` of size {size}", expected=expected, fix=fix)
+    return found

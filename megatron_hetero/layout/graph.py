@@ -1,0 +1,88 @@
+"""Graphs of modules: between which of them rows go, and what the rows are. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout.edge import Edge
+
+if TYPE_CHECKING:
+    import torch
+
+Ends = Edge | tuple[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Modules, and the edges along which rows go from one to another.
+
+        Graph({"vision": ["text"], "text": ["generator"]}, width=4096, dtype=torch.bfloat16)
+
+    Raises `UserError` if an edge is given twice, leads from a module to itself, or has no width.
+    """
+
+    feeds: Mapping[str, Sequence[str]] | Sequence[Ends]
+    """The modules that each module feeds, from its last stage to the first of theirs; or the edges."""
+    width: int | Mapping[Ends, int]
+    """Elements of a row, of all edges or of each."""
+    dtype: torch.dtype
+    """Of rows, and of hidden states between stages."""
+    transport: torch.dtype | None = None
+    """Of rows on the wire; None: `dtype`."""
+    outputs: Mapping[Ends, Sequence[str]] | None = None
+    """The outputs of a module that cross along an edge, of edges where these are not its `rows` alone."""
+
+    def __post_init__(self) -> None:
+        edges = self.edges
+        for at, edge in enumerate(edges):
+            problem = "twice" if edge in edges[:at] else "from a module to itself" if edge.source == edge.target else ""
+            if problem:
+                raise UserError.at("Graph: edges", problem=f"`{edge}` {problem}", fix="remove it")
+        for name, given in (("width", self.width), ("outputs", self.outputs)):
+            for ends in given if isinstance(given, Mapping) else ():
+                if _edge(ends) not in edges:
+                    expected = ", ".join(f"`{edge}`" for edge in edges) or "none"
+                    raise UserError.at(
+                        f"Graph: {name}", found=f"`{_edge(ends)}`", expected=f"edges of the graph, {expected}",
+                        fix="correct it",
+                    )  # fmt: skip
+        for edge in edges:
+            self.width_of(edge)
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """All edges, in the order in which they were given."""
+        if isinstance(self.feeds, Mapping):
+            return tuple(Edge(source, target) for source, targets in self.feeds.items() for target in targets)
+        return tuple(map(_edge, self.feeds))
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """The names of all modules."""
+        alone = self.feeds if isinstance(self.feeds, Mapping) else ()
+        return tuple(dict.fromkeys([*alone, *(name for edge in self.edges for name in (edge.source, edge.target))]))
+
+    def width_of(self, edge: Edge) -> int:
+        """Elements of a row of one output."""
+        width = self.width
+        if isinstance(width, Mapping):
+            named = {_edge(ends): each for ends, each in width.items()}
+            if edge not in named:
+                raise UserError.at("Graph: width", found=f"none for `{edge}`", expected="one per edge", fix="add it")
+            width = named[edge]
+        if width < 1:
+            raise UserError.at("Graph: width", found=str(width), expected="1 or more", fix="give the elements of a row")
+        return width
+
+    def outputs_of(self, edge: Edge) -> tuple[str, ...] | None:
+        """The outputs that cross along the edge; None for the rows alone."""
+        named = {_edge(ends): tuple(names) for ends, names in (self.outputs or {}).items()}
+        return named.get(edge)
+
+
+def _edge(ends: Ends) -> Edge:
+    return ends if isinstance(ends, Edge) else Edge(*ends)

@@ -1,0 +1,137 @@
+"""The layouts of a model's modules together: none is missing, each suits its module, and every rank has work. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout.degrees import ModuleShape, divisors, problem_of
+from megatron_hetero.layout.grammar import did_you_mean, format_ranks
+from megatron_hetero.layout.layout import Layout, as_given, closest_layout, mended_layout, titled
+
+
+def resolve(
+    texts: Mapping[str, str], modules: Mapping[str, ModuleShape], world_size: int, *, flags: bool = False
+) -> dict[str, Layout]:
+    """A checked layout for every module: what `texts` gives, and ``dp`` over the world for the others. `flags`: whether
+    errors name command-line flags, as for `Layout.parse`.
+
+    Raises:
+        UserError: see `Layout.parse` and `validate`.
+    """
+    _require_known(texts, modules, flags)
+    world = tuple(range(world_size))
+    layouts = {
+        name: _parsed(name, texts, modules, world_size, flags)
+        if name in texts
+        else Layout(tp=1, sp=1, cp=1, dp=world_size, pp=1, ranks=world)
+        for name in modules
+    }
+    validate(modules, layouts, world_size, flags=flags)
+    return layouts
+
+
+def _parsed(
+    name: str, texts: Mapping[str, str], modules: Mapping[str, ModuleShape], world_size: int, flags: bool
+) -> Layout:
+    try:
+        return Layout.parse(texts[name], world_size)
+    except UserError:  # Again, for a message with advice that suits the other modules.
+        idle = set(range(world_size)).difference(
+            *(_likely_ranks(texts.get(other), world_size, shape) for other, shape in modules.items() if other != name)
+        )
+        return Layout.parse(texts[name], world_size, module=name, shape=modules[name], idle=idle, flags=flags)
+
+
+def _likely_ranks(text: str | None, world_size: int, shape: ModuleShape) -> Sequence[int]:
+    """The ranks that a module covers, or will when its text has been mended."""
+    try:
+        return range(world_size) if text is None else Layout.parse(text, world_size).ranks
+    except UserError:
+        return mended_layout(text or "", world_size, shape).ranks
+
+
+def validate(
+    modules: Mapping[str, ModuleShape], layouts: Mapping[str, Layout], world_size: int, *, flags: bool = False
+) -> None:
+    """Checks the layouts of a model's modules against their shapes and the world. `flags`: as for `resolve`.
+
+    Raises:
+        UserError: a module is unknown or has no layout, a layout does not suit its module, or ranks
+            are outside the world or have no work. The message suggests a layout that passes.
+    """
+    _require_known(layouts, modules, flags)
+    for name, shape in modules.items():
+        if name not in layouts:
+            raise UserError.at(
+                f"module {name}",
+                found="no layout",
+                expected="one",
+                because="every module runs somewhere",
+                fix=f"try `{as_given(name, f'dp:{world_size}', flags=flags)}`",
+            )
+        _require_inside(name, shape, layouts[name], world_size, flags)
+        _require_shape(shape, layouts[name], world_size, flags)
+    _require_all_covered(modules, layouts, world_size, flags)
+
+
+def _require_known(names: Iterable[str], modules: Mapping[str, ModuleShape], flags: bool) -> None:
+    for name in names:
+        if name not in modules:
+            raise UserError.at(
+                f"--{name}-parallel" if flags else f"layout of `{name}`",
+                found=f"module `{name}`{did_you_mean(name, modules)}",
+                expected=f"one of {', '.join(modules)}",
+                because="the model has no other",
+                fix="rename or remove it",
+            )
+
+
+def _require_inside(name: str, shape: ModuleShape, layout: Layout, world_size: int, flags: bool) -> None:
+    if layout.ranks[-1] >= world_size:
+        Layout.parse(str(layout), world_size, module=name, shape=shape, flags=flags)
+
+
+def _require_shape(shape: ModuleShape, layout: Layout, world_size: int, flags: bool) -> None:
+    problem = problem_of(shape, layout.degrees)
+    if problem is None:
+        return
+    axis, found, expected, why = problem
+    options = [str(other.degrees[axis]) for other in _varied(layout, axis) if problem_of(shape, other.degrees) is None]
+    use = f"use one of {axis}: {', '.join(options)}; " if options else ""
+    suggestion = closest_layout(layout.degrees, layout.ranks, shape).short(world_size)
+    raise UserError.at(
+        titled(shape.name, layout.short(world_size), axis, flags=flags),
+        found=found,
+        expected=expected,
+        because=why,
+        fix=f"{use}try `{as_given(shape.name, suggestion, flags=flags)}`",
+    )
+
+
+def _require_all_covered(
+    modules: Mapping[str, ModuleShape], layouts: Mapping[str, Layout], world_size: int, flags: bool
+) -> None:
+    idle = sorted(set(range(world_size)).difference(*(layout.ranks for layout in layouts.values())))
+    if not idle:
+        return
+    # The text module is the one that has most use for more ranks.
+    name = next((n for n, shape in modules.items() if shape.kind == "text"), next(iter(modules)))
+    wider = closest_layout(layouts[name].degrees, tuple(sorted({*layouts[name].ranks, *idle})), modules[name])
+    used = max(rank for layout in layouts.values() for rank in layout.ranks) + 1
+    fewer = f", or start {used} ranks only" if idle[0] == used else ""
+    raise UserError.at(
+        f"ranks {format_ranks(idle)}",
+        found="no module that covers them",
+        expected=f"every one of the {world_size} ranks to have work",
+        because="idle ranks waste their devices",
+        fix=f"widen a layout{fewer}; try `{as_given(name, wider.short(world_size), flags=flags)}`",
+    )
+
+
+def _varied(layout: Layout, axis: str) -> Iterator[Layout]:
+    """The layout with every degree of `axis` that its ranks allow, `dp` taking up the difference."""
+    others = prod(n for other, n in layout.degrees.items() if other not in (axis, "dp"))
+    for degree in divisors(layout.size // others):
+        yield Layout(**layout.degrees | {axis: degree, "dp": layout.size // others // degree}, ranks=layout.ranks)

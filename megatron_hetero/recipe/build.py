@@ -1,0 +1,113 @@
+"""The process groups of a graph of modules, from a layout for each, on whatever group is initialised."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout.graph import Graph
+from megatron_hetero.layout.layout import Layout
+
+
+def build(
+    graph: Graph,
+    layouts: Mapping[str, str | Layout] | None = None,
+    *,
+    platform: Platform | None = None,
+    tied: Collection[str] = (),
+    interleaved: Collection[str] = (),
+    megatron: Collection[str] | None = None,
+    check: bool = True,
+    **named: str | Layout,
+) -> Topology:
+    """A topology for the modules of `graph`, each in the layout that its name gives. All ranks call it alike.
+
+        topology = build(graph, vision="dp:8", text="tp:4,dp:2")
+        topology = build(graph, {"vision": "dp:8", "text": "tp:4,dp:2"})
+
+    Args:
+        graph: whose edges all ranks plan together, see `Boundary.plan`.
+        layouts, named: by module; without ranks a layout is on all of them.
+        platform: where tensors are; default: the current GPU where the default process group is NCCL's, else the CPU.
+        tied, interleaved, megatron, check: as for `Topology.build`.
+
+    Raises:
+        UserError: on all ranks. A module has no layout, or the graph not the module; a layout does not fit the ranks;
+            ranks call it with different arguments; or no process group is initialised.
+    """
+    if not dist.is_initialized():
+        fix = "call `torch.distributed.init_process_group`, or be inside `process_group()`"
+        raise UserError.at("build", problem="no process group is initialised", fix=fix)
+    parsed, problem = _parsed(graph, {**(layouts or {}), **named})
+    rows = f"rows: {graph.width}, {graph.dtype}, {graph.transport}, {graph.outputs}"
+    groups = f"groups: {list(tied)}, {list(interleaved)}, {None if megatron is None else list(megatron)}, {check}"
+    layouts_of = (f"{name}: {layout}" for name, layout in parsed.items())
+    _require_alike([str(problem or ""), *map(str, graph.edges), *layouts_of, rows, groups])
+    if problem is not None:
+        raise problem
+    topology = Topology.build(
+        parsed,
+        platform or _platform(),
+        edges=graph.edges,
+        planned=graph.edges,
+        tied=tied,
+        interleaved=interleaved,
+        megatron=megatron,
+        check=check,
+    )
+    return replace(topology, graph=graph)
+
+
+def _parsed(graph: Graph, layouts: dict[str, str | Layout]) -> tuple[dict[str, Layout], UserError | None]:
+    try:
+        for name in (*graph.modules, *layouts):
+            if name not in layouts:
+                fix = f"add {name}=..."
+                raise UserError.at("build", found=f"no layout of `{name}`", expected="one for each module", fix=fix)
+            if name not in graph.modules:
+                known = ", ".join(graph.modules)
+                raise UserError.at(
+                    "build", found=f"a layout of `{name}`", expected=f"those of {known}", fix="remove it"
+                )
+        world = dist.get_world_size()
+        found = {
+            n: each if isinstance(each, Layout) else Layout.parse(each, world, module=n) for n, each in layouts.items()
+        }
+        for name, layout in found.items():
+            if layout.ranks[-1] >= world:
+                expected = f"ranks below {world}, the number of ranks"
+                raise UserError.at(f"build: {name}", found=str(layout), expected=expected, fix="correct its ranks")
+    except UserError as error:
+        return {}, error
+    return {name: found[name] for name in graph.modules}, None
+
+
+def _require_alike(mine: list[str]) -> None:
+    """Raise the same `UserError` on all ranks unless they make the same groups."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise UserError.at(
+                "build",
+                found=f"{'; '.join(everyone[0])} on rank 0 and {'; '.join(theirs)} on rank {rank}",
+                expected="the same on all ranks",
+                because="all of them make all groups",
+                fix="call it with the same graph and layouts",
+            )
+
+
+def _platform() -> Platform:
+    """That of the default process group."""
+    # Several where the group is for a GPU and its host, as `init_process_group()` makes it.
+    backends = dist.get_backend_config()
+    if torch.cuda.is_available() and "nccl" in backends:
+        return Platform(torch.device("cuda", torch.cuda.current_device()), "nccl")
+    return Platform(CPU, "gloo" if "gloo" in backends else dist.get_backend())

@@ -1,0 +1,143 @@
+"""The one rule for gradients (docs/gradients.md), for modules of any kind.
+
+Every rank has back-propagated the *sum* of its own tokens' losses. For each module, in the order of the topology:
+
+  1. Megatron's `DistributedDataParallel` reduces its buffers;
+  2. gradients that are parts along `tp` are summed over it;
+  3. the others are summed along those of `sp`, `cp` and `dp` that no wrapper has reduced over;
+  4. an embedding that the first and the last stage share is summed over the two;
+
+and everything is divided once, by the tokens of the whole step. The sums are linear, so that a wrapper's mean is made a
+sum in the same division.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hetero.distributed.communicators import ENDS, GRADIENT_AXES
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.errors import UserError
+from megatron_hetero.recipe.agreement import shared
+from megatron_hetero.recipe.held import Chunks, HeldModule, HeldParameter, held_modules
+from megatron_hetero.recipe.reduction import sum_over
+
+Tokens = int | float | Tensor
+
+
+def finish_gradients(topology: Topology, modules: Mapping[str, Chunks | None], tokens: Tokens) -> None:
+    """Make of each rank's gradients those of the mean loss over the tokens of the step, in place. All ranks call it
+    once, after the last backward pass of the step and before any optimizer's.
+
+    A parameter without a gradient on this rank counts as zeros there; one that is frozen is left out. Gradients of
+    Megatron's `DistributedDataParallel` are in `main_grad`, with its distributed optimizer each rank's own share only.
+    The means that FSDP2 and PyTorch's DDP form are corrected to sums. Custom communication hooks are not known here.
+
+    Along `tp` a gradient is summed if its parameter has the attribute `sequence_parallel`, as Megatron's have that are
+    used on sharded activations, or is a norm of queries or keys; averaged if it has
+    `average_gradients_across_tp_domain`. Copies of an embedding on the first and last stage have `shared_embedding`.
+
+    Args:
+        topology: of all modules.
+        modules: by name what this rank holds, as it is called: wrapped, if it is. A list for virtual stages.
+        tokens: of the whole step over all ranks, the same on all of them: a number, or a tensor [] on the device, for
+            which no host waits. See `count_tokens`. In place of tokens, whatever losses were summed over.
+
+    Raises:
+        UserError: on all ranks. `modules` are not those of a rank, `tokens` is no positive number, or a wrapper reduced
+            over ranks that do not lie along axes of the layout.
+    """
+
+    def check() -> tuple[tuple[HeldModule, ...], float | Tensor]:
+        return held_modules(topology, modules), factor_of(tokens, topology.platform.device)
+
+    finish(*shared(topology, check))
+
+
+def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
+    """The tokens of the whole step from those of each rank, int64 [] on the device. All ranks call it.
+
+    Args:
+        topology: of all modules.
+        module: whose loss is summed over tokens.
+        mine: tokens in this rank's part of the losses. Ranks along `tp` have the same: those of the first count. Of
+            stages the last counts; what other ranks, and those without the module, say does not matter.
+    """
+    is_here, rank, device = topology.has(module), topology.rank, topology.platform.device
+    layout = topology.layouts[module]
+    counted = torch.as_tensor(mine, dtype=torch.int64).to(device, non_blocking=True).clone()
+    place = layout.coordinate(rank) if is_here else None
+    if place is None or place.tp or place.pp != layout.pp - 1:
+        counted.zero_()
+    dist.all_reduce(counted, group=topology.world)
+    return counted
+
+
+# ------------------------------------------------------------------------------------------ for optimizers
+
+
+def finish(held: Iterable[HeldModule], factor: float | Tensor) -> None:
+    """As `finish_gradients`, with the factor for all gradients."""
+    with torch.no_grad():
+        for module in held:
+            _reduce(module)
+            _scale(module, factor)
+
+
+def factor_of(tokens: Tokens, device: torch.device) -> float | Tensor:
+    """What sums over tokens are multiplied by. Raises `UserError` if a number is not positive."""
+    if isinstance(tokens, Tensor):
+        # Without tokens all gradients are zero, and stay so.
+        number = tokens.detach().to(device, torch.float32, non_blocking=True).reshape(())
+        return torch.where(number > 0, number.reciprocal(), torch.zeros_like(number))
+    if not tokens > 0:
+        fix = "skip the step, or count the tokens of all ranks"
+        raise UserError.at("tokens", found=str(tokens), expected="those of the whole step, 1 or more", fix=fix)
+    return 1.0 / tokens
+
+
+def gradients_of(parameters: Iterable[HeldParameter]) -> list[Tensor]:
+    """This rank's parts."""
+    return [parameter.gradient() for parameter in parameters]
+
+
+def _reduce(module: HeldModule) -> None:
+    topology = module.topology
+    for chunk in module.in_megatrons_ddp:
+        chunk.finish_grad_sync(force_all_reduce=topology.platform.prefers_all_reduce)
+    _reduce_over_tp(module)
+    for axes in dict.fromkeys(each.axes for each in module.parameters):
+        gradients = gradients_of(each for each in module.parameters if each.axes == axes)
+        for group in _groups_along(axes, module):
+            sum_over(gradients, group)
+    if tied := [each for each in module.parameters if each.tied]:
+        sum_over(gradients_of(tied), topology.group(module.name, *ENDS))
+
+
+def _reduce_over_tp(module: HeldModule) -> None:
+    parts = [each for each in module.parameters if each.over_tp is not None]
+    if not parts:
+        return
+    group = module.topology.group(module.name, "tp")
+    sum_over(gradients_of(parts), group)
+    if means := gradients_of(each for each in parts if each.over_tp == "mean"):
+        torch._foreach_div_(means, group.size())
+
+
+def _groups_along(axes: Sequence[str], module: HeldModule) -> list[dist.ProcessGroup]:
+    """One group for all axes where it communicates, else one after the other."""
+    degrees = module.topology.layouts[module.name].degrees
+    if all(axis in axes or degrees[axis] == 1 for axis in GRADIENT_AXES):
+        return [module.topology.group(module.name, *GRADIENT_AXES)]
+    return [module.topology.group(module.name, axis) for axis in axes]
+
+
+def _scale(module: HeldModule, factor: float | Tensor) -> None:
+    for own in dict.fromkeys(each.factor for each in module.parameters):
+        gradients = gradients_of(each for each in module.parameters if each.factor == own)
+        if gradients:
+            torch._foreach_mul_(gradients, factor * own)

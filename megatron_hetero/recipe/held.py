@@ -1,0 +1,257 @@
+"""A module on this rank as a training program gives it: which parameters train, where their gradients are, and what
+its wrapper has done to them.
+
+    wrapper                     gradients after the backward pass          what is left to do here
+    none                        of this rank's tokens                      sums over sp, cp and dp
+    Megatron's DDP              of this rank's tokens, in `main_grad`      its own `finish_grad_sync`
+    FSDP2 (`fully_shard`)       shards, their mean over the mesh           times the mesh's ranks; sums over other axes
+    PyTorch's DDP               their mean over its group                  times the group's ranks; sums over other axes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron_hetero.distributed.communicators import GRADIENT_AXES
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout.axes import AXES
+from megatron_hetero.layout.grammar import format_ranks
+
+Chunks = Any  # What `fully_shard` returns is no `nn.Module` to type checkers.
+"""A module, or a list of one for each of its virtual stages."""
+OverTp = Literal["sum", "mean"]
+
+
+@dataclass(frozen=True, eq=False)
+class HeldParameter:
+    """A parameter that trains.
+
+    `axes`: over which its gradient is still to be summed, and `factor`: by which that sum is to be multiplied, since a
+    wrapper has divided it. `over_tp`: what to do over `tp`. `counts`: whether this rank's share of its gradient counts
+    in the norm; each element counts on one rank. `tied`: the first and last stage hold copies of it.
+    """
+
+    name: str
+    parameter: Any
+    in_main_grad: bool
+    axes: tuple[str, ...]
+    factor: float
+    over_tp: OverTp | None
+    counts: bool
+    tied: bool
+
+    def gradient(self) -> Tensor:
+        """This rank's part; zeros where there is none."""
+        if self.in_main_grad:
+            return self.parameter.main_grad
+        parameter = self.parameter
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif is_sharded(parameter) and parameter.grad.placements != parameter.placements:
+            # With tensor parallelism of PyTorch, sums over `tp` may still be to be formed.
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        return local(parameter.grad)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldModule:
+    """A module of the topology on this rank. `chunks` are as they were given, wrapped or not."""
+
+    name: str
+    chunks: tuple[nn.Module, ...]
+    topology: Topology
+
+    @cached_property
+    def parameters(self) -> tuple[HeldParameter, ...]:
+        """Those that train, in the order in which all replicas have them."""
+        found: dict[int, HeldParameter] = {}
+        for chunk in self.chunks:
+            fsdp = _of_fsdp(chunk)
+            _require_attributes(self, chunk, fsdp)
+            for name, parameter in chunk.named_parameters():
+                if parameter.requires_grad and id(parameter) not in found:
+                    found[id(parameter)] = _held(self, chunk, name, parameter, fsdp)
+        return tuple(found.values())
+
+    @property
+    def in_megatrons_ddp(self) -> tuple[Any, ...]:
+        """The chunks that Megatron's `DistributedDataParallel` wraps."""
+        return tuple(chunk for chunk in self.chunks if is_megatrons_ddp(chunk))
+
+
+def held_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tuple[HeldModule, ...]:
+    """Those of this rank, in the order of the topology. Raises `UserError` if the topology has others, or if a wrapper
+    has done what is not known here.
+    """
+    given = {name: _chunks(module) for name, module in modules.items()}
+    given = {name: chunks for name, chunks in given.items() if chunks}
+    expected = [name for name, layout in topology.layouts.items() if topology.rank in layout]
+    if wrong := sorted(given.keys() ^ expected):
+        missing = wrong[0] in expected
+        raise UserError.at(
+            f"modules on rank {topology.rank}",
+            found=f"{'no' if missing else 'a'} module `{wrong[0]}`",
+            expected=f"those of this rank: {', '.join(expected) or 'none'}",
+            because="ranks of a module reduce its gradients together",
+            fix="pass the part of each module that this rank holds, and None or nothing for others",
+        )
+    held = tuple(HeldModule(name, given[name], topology) for name in expected)
+    for module in held:
+        _ = module.parameters  # What is wrong is said here, before ranks wait for each other.
+    return held
+
+
+def is_megatrons_ddp(module: nn.Module) -> bool:
+    """Whether this is Megatron's `DistributedDataParallel`, which keeps gradients in buffers of its own."""
+    return hasattr(module, "finish_grad_sync") and hasattr(module, "buffers") and hasattr(module, "ddp_config")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a `DTensor`; other tensors as they are."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether this is a `DTensor`."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def _chunks(module: Chunks | None) -> tuple[nn.Module, ...]:
+    if module is None:
+        return ()
+    return (module,) if isinstance(module, nn.Module) else tuple(module)
+
+
+# --------------------------------------------------------------------------------- what wrappers have done
+
+
+@dataclass(frozen=True)
+class _Wrapped:
+    """What a wrapper has done to a gradient: summed it along axes, and divided it."""
+
+    axes: tuple[str, ...] = ()
+    divisor: float = 1.0
+
+
+def _held(
+    module: HeldModule, chunk: nn.Module, name: str, parameter: Any, fsdp: Mapping[int, float | None]
+) -> HeldParameter:
+    topology, degrees = module.topology, module.topology.layouts[module.name].degrees
+    wrapped = _wrapped(module, chunk, name, parameter, fsdp)
+    place = topology.layouts[module.name].coordinate(topology.rank)._asdict()
+    if is_sharded(parameter):
+        inside = _axes_between(module, parameter.device_mesh.mesh.flatten().tolist(), name, tp=True)
+        counts = _is_first_copy(parameter) and all(place[axis] == 0 for axis in GRADIENT_AXES if axis not in inside)
+        split = "tp" in inside or getattr(parameter, "tensor_model_parallel", False)
+    else:
+        counts = all(place[axis] == 0 for axis in GRADIENT_AXES)
+        split = getattr(parameter, "tensor_model_parallel", False)
+    return HeldParameter(
+        name=name,
+        parameter=parameter,
+        in_main_grad=is_megatrons_ddp(chunk),
+        axes=tuple(axis for axis in GRADIENT_AXES if axis not in wrapped.axes and degrees[axis] > 1),
+        factor=wrapped.divisor,
+        over_tp=_over_tp(name, parameter, _configuration(chunk)) if degrees["tp"] > 1 else None,
+        counts=counts and bool(split or place["tp"] == 0) and not getattr(parameter, "shared", False),
+        tied=bool(getattr(parameter, "shared_embedding", False)),
+    )
+
+
+def _wrapped(
+    module: HeldModule, chunk: nn.Module, name: str, parameter: Any, fsdp: Mapping[int, float | None]
+) -> _Wrapped:
+    degrees = module.topology.layouts[module.name].degrees
+    if is_megatrons_ddp(chunk):
+        sums = _configuration(chunk).calculate_per_token_loss
+        return _Wrapped(GRADIENT_AXES, 1.0 if sums else prod(degrees[axis] for axis in GRADIENT_AXES))
+    if id(parameter) in fsdp:
+        inside = _axes_between(module, parameter.device_mesh.mesh.flatten().tolist(), name, tp=True)
+        axes = tuple(axis for axis in inside if axis in GRADIENT_AXES)
+        return _Wrapped(axes, fsdp[id(parameter)] or prod(degrees[axis] for axis in axes))
+    if isinstance(chunk, nn.parallel.DistributedDataParallel):
+        ranks = torch.distributed.get_process_group_ranks(chunk.process_group)
+        return _Wrapped(_axes_between(module, ranks, name, tp=False), len(ranks))
+    return _Wrapped()
+
+
+def _of_fsdp(chunk: nn.Module) -> dict[int, float | None]:
+    """By the parameters that FSDP2 shards, what it divides their gradients by; None: by the number of its ranks."""
+    found: dict[int, float | None] = {}
+    for module in chunk.modules():
+        state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # pyright: ignore[reportCallIssue]
+        # PyTorch 2.12 and earlier have one group in each module.
+        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+            if group is not None:
+                found |= dict.fromkeys((id(each.sharded_param) for each in group.fsdp_params), _divisor_of(group))
+    return found
+
+
+def _require_attributes(module: HeldModule, chunk: nn.Module, fsdp: Collection[int]) -> None:
+    """Check that parameters of a Megatron model still say how they are split: `fully_shard` makes new ones that do not.
+    Raises `UserError`.
+    """
+    layout, configuration = module.topology.layouts[module.name], _configuration(chunk)
+    if not fsdp or not hasattr(configuration, "tensor_model_parallel_size") or layout.tp == layout.pp == 1:
+        return
+    if not any(hasattr(p, "tensor_model_parallel") for p in chunk.parameters()):
+        raise UserError.at(
+            f"module `{module.name}`",
+            problem="its parameters have lost the attributes that Megatron gave them, such as `tensor_model_parallel`",
+            because="FSDP2 puts new ones in their place, and sums over tp and between stages depend on them",
+            fix="keep vars(p) of each parameter by name before `fully_shard` and put them back after (docs/library.md)",
+        )
+
+
+def _divisor_of(group: Any) -> float | None:
+    return None if group.gradient_divide_factor is None else float(group.gradient_divide_factor)
+
+
+def _axes_between(module: HeldModule, ranks: Sequence[int], name: str, *, tp: bool) -> tuple[str, ...]:
+    """The axes of the module's layout along which `ranks` lie: those of `GRADIENT_AXES`, and `tp` if that may be one.
+    Raises `UserError` if they are not all ranks along some.
+    """
+    topology, layout = module.topology, module.topology.layouts[module.name]
+    mine = layout.coordinate(topology.rank)
+    places = [layout.coordinate(rank) for rank in ranks if rank in layout]
+    axes = tuple(axis for i, axis in enumerate(AXES) if any(place[i] != mine[i] for place in places))
+    along = {axis for axis in axes if axis in GRADIENT_AXES or (axis == "tp" and tp)}
+    if sorted(ranks) != list(layout.group_of(topology.rank, *along)):
+        raise UserError.at(
+            f"parameter {name} of `{module.name}`",
+            found=f"a wrapper over ranks {format_ranks(sorted(ranks))}",
+            expected=f"ranks along axes of its layout {layout}",
+            because="its gradients are summed along the other axes",
+            fix=f'wrap the module with a mesh or group of the topology, such as topology.mesh("{module.name}")["dp"]',
+        )
+    return axes
+
+
+def _is_first_copy(parameter: Any) -> bool:
+    """Whether no rank before this one in the mesh of a `DTensor` holds the same elements."""
+    mesh = parameter.device_mesh
+    return all(p.is_shard() or mesh.get_local_rank(dim) == 0 for dim, p in enumerate(parameter.placements))
+
+
+def _over_tp(name: str, parameter: Any, configuration: Any) -> OverTp | None:
+    """As Megatron's `finalize_model_grads`."""
+    if getattr(parameter, "average_gradients_across_tp_domain", False):
+        return "mean"
+    norms_heads = getattr(configuration, "qk_layernorm", False) and ("q_layernorm" in name or "k_layernorm" in name)
+    return "sum" if norms_heads or getattr(parameter, "sequence_parallel", False) else None
+
+
+def _configuration(chunk: nn.Module) -> Any:
+    """Of a model of Megatron, inside its wrappers; None of others."""
+    inner: Any = chunk
+    while not hasattr(inner, "config") and isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    return getattr(inner, "config", None)

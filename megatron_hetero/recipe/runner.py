@@ -1,0 +1,191 @@
+"""Steps of a graph of modules with pipeline stages, or on ranks that should work at the same time: by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_hetero.boundary.boundary import Boundary, Rows
+from megatron_hetero.boundary.loaded import LoadedPlan
+from megatron_hetero.distributed.collective import on_every
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.errors import UserError
+from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, StageModel
+from megatron_hetero.execution.runtime import Interpreter
+from megatron_hetero.layout.edge import Edge, as_edge
+from megatron_hetero.layout.graph import Ends
+from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.checks.check import check_schedule
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.settings import ScheduleSettings
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A pipeline stage after the first one, where the model itself does not say what it receives.
+
+    `hidden_shape`: of its hidden states, or a function of a micro-batch's input of the module that gives it.
+    """
+
+    model: Callable[..., Any]
+    hidden_shape: Sequence[int] | Callable[[Any], Sequence[int]]
+
+
+class _StageModel(nn.Module):
+    """A `Stage` as the interpreter calls it."""
+
+    def __init__(self, stage: Stage):
+        super().__init__()
+        self.model, self.shape = stage.model, stage.hidden_shape
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.model(*inputs)
+
+    def hidden_shape(self, batch: Any) -> Sequence[int]:
+        return self.shape(batch) if callable(self.shape) else self.shape
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """This rank's part of a micro-batch."""
+
+    inputs: Mapping[str, Any]
+    """Of each module of this rank, for its models. None, the same on all of its ranks, where the module has no work."""
+    rows: Mapping[Ends, Rows] = field(default_factory=dict)
+    """By edge which rows this rank holds and needs; without edges of which it does neither."""
+
+
+class Runner:
+    """Runs steps of the graph of a topology that `build` made. All ranks make one, and call it alike.
+
+    Models are called as the interpreter does (docs/library.md, section 5): with a module's input of the micro-batch,
+    with hidden states if the stage is not the first, and with the rows that enter it, if there are such edges. They
+    return rows, hidden states, or the sum of losses; several of them by name.
+
+    Args:
+        topology: with a graph.
+        modules: of this rank, its stage of each, None or nothing for others; `Stage` where the model has no
+            `hidden_shape`. With virtual stages, of modules that `build` was told of, models by stage.
+        settings: of graphs in which all modules feed one, see `ScheduleSettings`.
+        forward_only: modules without a backward pass, which nothing that trains feeds.
+        check: as for `Interpreter.build`.
+
+    Raises:
+        UserError: on all ranks, see `Interpreter.build`, `build_schedule` and `check_schedule`.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        modules: Mapping[str, Callable[..., Any] | Stage | Mapping[int, Callable[..., Any] | Stage] | None],
+        *,
+        settings: ScheduleSettings | None = None,
+        forward_only: Collection[str] = (),
+        timeout_s: float = 1800.0,
+        check: bool = True,
+    ):
+        graph = topology.graph
+        if graph is None:
+            raise UserError.at("Runner", problem="the topology has no graph", fix="make it with `build`")
+        self.topology, self.graph, self._check = topology, graph, check
+        self._settings, self._forward_only = settings, tuple(forward_only)
+        self.schedule(1)  # What cannot run is refused now.
+        self._boundaries = {edge: Boundary.of(topology, edge, check=check) for edge in topology.planned}
+        given = {name: each for name, each in modules.items() if each is not None}
+        held = {name: ModuleOnRank(_stages(topology, name, each)) for name, each in given.items()}
+        outputs = {edge: names for edge in graph.edges if (names := graph.outputs_of(edge))}
+        self._interpreter = Interpreter.build(
+            topology,
+            held,
+            width={edge: graph.width_of(edge) for edge in graph.edges},
+            dtype=graph.dtype,
+            outputs=outputs,
+            transport=graph.transport,
+            timeout_s=timeout_s,
+            check=check,
+        )
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], *, forward_only: bool = False) -> Tensor:
+        """Run a step; gradients accumulate in the parameters.
+
+        Args:
+            micro_batches: equally many on all ranks.
+            forward_only: whether there is no backward pass, as in an evaluation.
+
+        Returns:
+            This rank's sum of losses, fp32 []; 0 on ranks whose stages have none.
+
+        Raises:
+            UserError: on all ranks, with `check`. Ranks differ in the number of micro-batches, or rows are of no edge
+                of the graph or do not fit, see `Boundary.plan`.
+        """
+        plans = self._plans(micro_batches)
+        if not any(self.topology.has(name) for name in self.topology.layouts):
+            return torch.zeros((), device=self.topology.platform.device)
+
+        def load(m: int) -> DeviceMicroBatch:
+            inputs = {name: given for name, given in micro_batches[m].inputs.items() if given is not None}
+            return DeviceMicroBatch(inputs, {edge: each[m] for edge, each in plans.items()})
+
+        return self._interpreter.run(self.schedule(len(micro_batches), forward_only=forward_only), load)
+
+    @lru_cache(maxsize=8)  # noqa: B019  A runner lives as long as its program.
+    def schedule(self, micro_batches: int, *, forward_only: bool = False) -> Schedule:
+        """The checked schedule of a step."""
+        layouts, edges = self.topology.layouts, self.graph.edges
+        frozen = tuple(layouts) if forward_only else self._forward_only
+        schedule = build_schedule(layouts, micro_batches, self._settings, forward_only=frozen, edges=edges)
+        check_schedule(schedule)
+        return schedule
+
+    def _plans(self, micro_batches: Sequence[MicroBatch]) -> dict[Edge, list[LoadedPlan]]:
+        """By edge, the plans of all micro-batches. The ranks of an edge share its errors, and then all ranks do."""
+        self._share(lambda: self._require_edges(micro_batches))
+        plans: dict[Edge, list[LoadedPlan]] = {}
+        problems: list[UserError] = []
+        for edge, boundary in self._boundaries.items():
+            try:
+                plans[edge] = boundary.plans(self._rows(edge, micro_batches))
+            except UserError as error:
+                problems.append(error)
+
+        def require() -> None:
+            if problems:
+                raise problems[0]
+
+        self._share(require)
+        return plans
+
+    def _share(self, require: Callable[[], None]) -> None:
+        if self._check:
+            on_every(self.topology.host, require)
+        else:
+            require()
+
+    def _require_edges(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Check that rows are of edges of the graph."""
+        known = [as_edge(edge, self.topology.layouts) for edge in self.graph.edges]
+        for each in micro_batches:
+            for ends in each.rows:
+                if (edge := as_edge(ends, self.topology.layouts)) not in known:
+                    edges = ", ".join(map(str, known)) or "none"
+                    where, fix = f"Runner on rank {self.topology.rank}: rows", "name an edge of the graph"
+                    raise UserError.at(where, found=f"rows of `{edge}`", expected=f"of {edges}", fix=fix)
+
+    def _rows(self, edge: Edge, micro_batches: Sequence[MicroBatch]) -> list[Rows]:
+        layouts = self.topology.layouts
+        given = [{as_edge(ends, layouts): rows for ends, rows in each.rows.items()} for each in micro_batches]
+        return [each.get(edge, Rows()) for each in given]
+
+
+def _stages(topology: Topology, name: str, given: Any) -> dict[int, StageModel]:
+    """The models of a module by stage."""
+    if not isinstance(given, Mapping):
+        layout = topology.layouts.get(name)
+        given = {layout.coordinate(topology.rank).pp if layout and topology.rank in layout else 0: given}
+    return {stage: _StageModel(each) if isinstance(each, Stage) else each for stage, each in given.items()}

@@ -1,0 +1,247 @@
+"""Schedules of any acyclic graph of stages, such as text > generator or audio > text > talker, on any ranks.
+
+All stages of all modules form one pipeline with branches, and run 1F1B over its longest path: backwards go first, and a
+stage keeps activations of as many micro-batches as there are changes of ranks on the longest path from it to an end,
+plus one. Modules that share all their ranks so run depth-first, one micro-batch at a time, and a chain of modules on
+ranks of their own runs as stages of a pipeline do. A module without a backward pass is as far ahead of those that it
+feeds.
+
+The orders of all ranks come from one simulated run, in which a forward takes one unit of time and a backward two, and a
+stage runs when all its ranks are free. It records one sequence: work when it begins, just after the ends of what it
+waits for; and when work ends, the beginnings of the transfers and crossings of its output, on both sides. Each rank
+executes the part of the sequence that concerns it.
+
+Why no order deadlocks. All ranks execute subsequences of one sequence, in which everything follows what it depends on.
+So the first action in it that has not ended can proceed, with collectives that enter one after the other and one
+hardware queue for all streams, too. `check_schedule` proves it for each schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import NamedTuple
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout.edge import Edge, as_edge
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.schedule.actions import Action, WorkKind, finish, irecv, run, start
+from megatron_hetero.schedule.program import Module, Role, Schedule, StageId, find_roles
+from megatron_hetero.schedule.transfers import input_of, output_of
+
+_UNITS: dict[WorkKind, int] = {"F": 1, "B": 2}
+
+
+def build_graph_schedule(
+    layouts: Mapping[str, Layout], edges: Collection[Edge], micro_batches: int, forward_only: Collection[str]
+) -> Schedule:
+    """Build the schedule of a step. Arguments and errors as of `build_schedule`."""
+    _require_edges(layouts, edges)
+    named = tuple(dict.fromkeys(as_edge(edge, layouts) for edge in edges))
+    modules = tuple(
+        Module(name, layout, "graph", backward=name not in forward_only) for name, layout in layouts.items()
+    )
+    graph = _Graph(Schedule(modules, named, micro_batches, find_roles(modules)))
+    _require_trained_through(graph.schedule)
+    bounded = tuple(replace(m, window=max(graph.depth[m.name, stage] for stage in range(m.stages))) for m in modules)
+    schedule = replace(graph.schedule, modules=bounded)
+    sequence = list(_Run(graph).sequence())
+    orders = (tuple(a for a in sequence if graph.concerns(role, a)) for role in schedule.roles)
+    return replace(schedule, roles=tuple(map(_with_actions, schedule.roles, orders)))
+
+
+def _with_actions(role: Role, actions: tuple[Action, ...]) -> Role:
+    return replace(role, actions=actions)
+
+
+def _require_edges(layouts: Mapping[str, Layout], edges: Collection[Edge]) -> None:
+    for edge in edges:
+        for name, stage in ((edge.source, edge.source_stage), (edge.target, edge.target_stage)):
+            if name not in layouts or (stage or 0) >= layouts[name].pp:
+                stages = ", ".join(f"`{module}` with {layout.pp}" for module, layout in layouts.items())
+                expected, fix = f"stages of {stages}", "name modules that have a layout, and number stages from 0"
+                raise UserError.at("edges", found=f"`{edge}`", expected=expected, fix=fix)
+
+
+def _require_trained_through(schedule: Schedule) -> None:
+    for edge in schedule.edges:
+        source, target = schedule.module[edge.source], schedule.module[edge.target]
+        if source.backward and not target.backward:
+            raise UserError.at(
+                "forward_only",
+                found=f"`{target.name}` without `{source.name}`",
+                expected="all modules that feed it, too",
+                because=f"`{source.name}` gets its gradients through it",
+                fix=f"add `{source.name}`, or leave `{target.name}` out (its parameters may be frozen all the same)",
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """The stages of a schedule without actions, and what follows what."""
+
+    schedule: Schedule
+
+    @cached_property
+    def following(self) -> dict[StageId, tuple[StageId, ...]]:
+        """The stages that each stage feeds: the next of its module, and those that its rows enter."""
+        found: dict[StageId, list[StageId]] = {}
+        for module in self.schedule.modules:
+            stages = [(module.name, stage) for stage in range(module.stages)]
+            found.update({stage: [] for stage in stages})
+            for stage, after in pairwise(stages):
+                found[stage].append(after)
+        for edge in self.schedule.edges:
+            own, stage = self.schedule.stages_of(edge)
+            found[edge.source, own].append((edge.target, stage))
+        return {stage: tuple(dict.fromkeys(after)) for stage, after in found.items()}
+
+    @cached_property
+    def preceding(self) -> dict[StageId, tuple[StageId, ...]]:
+        """The stages that feed each stage."""
+        return {stage: tuple(s for s, after in self.following.items() if stage in after) for stage in self.following}
+
+    @cached_property
+    def order(self) -> tuple[StageId, ...]:
+        """All stages, each after those that feed it. Raises `UserError`."""
+        try:
+            return tuple(TopologicalSorter(self.preceding).static_order())
+        except CycleError as error:
+            cycle = " > ".join(f"{module}.{stage}" for module, stage in error.args[1])
+            raise UserError.at(
+                "edges",
+                found=f"a cycle, {cycle}",
+                expected="none",
+                because="a stage would need rows of its own micro-batch before it has run it",
+                fix="remove one of these edges",
+            ) from None
+
+    @cached_property
+    def roles(self) -> dict[StageId, frozenset[int]]:
+        """The roles that hold each stage, by index."""
+        roles = self.schedule.roles
+        return {
+            stage: frozenset(i for i, role in enumerate(roles) if stage in role.held_stages) for stage in self.following
+        }
+
+    @cached_property
+    def depth(self) -> dict[StageId, int]:
+        """One more than the changes of ranks on the longest path from each stage."""
+        found: dict[StageId, int] = {}
+        for stage in reversed(self.order):
+            after = ((n, self.roles[n].isdisjoint(self.roles[stage])) for n in self.following[stage])
+            found[stage] = max((found[n] + moves for n, moves in after), default=1)
+        return found
+
+    def has_backward(self, stage: StageId) -> bool:
+        """Whether the stage has a backward pass."""
+        return self.schedule.module[stage[0]].backward
+
+    def concerns(self, role: Role, action: Action) -> bool:
+        """Whether the role executes the action."""
+        if action.op in ("start", "finish"):
+            return any(self.schedule.crosses(role, action.edge))
+        return (action.module, action.stage) in role.held_stages
+
+
+class _Work(NamedTuple):
+    kind: WorkKind
+    stage: StageId
+    micro_batch: int
+
+
+class _Run:
+    """A simulated run. `begun` and `ended`: how many micro-batches of each kind and stage have."""
+
+    def __init__(self, graph: _Graph):
+        self.graph = graph
+        works = [(kind, stage) for stage in graph.order for kind in ("F", "B")]
+        self.begun, self.ended = dict.fromkeys(works, 0), dict.fromkeys(works, 0)
+        self.running: dict[_Work, int] = {}  # and when it ends
+
+    def sequence(self) -> Iterator[Action]:
+        """All actions of the step."""
+        now = 0
+        while True:
+            for work in self._startable():
+                self.begun[work.kind, work.stage] += 1
+                self.running[work] = now + _UNITS[work.kind]
+                yield from self._crossings(work, before=True)
+                yield from self._with_wait(run(work.kind, *work.stage, work.micro_batch))
+            if not self.running:
+                break
+            now = min(self.running.values())
+            for work in [work for work, end in self.running.items() if end == now]:
+                del self.running[work]
+                self.ended[work.kind, work.stage] += 1
+                yield from self._transfer(run(work.kind, *work.stage, work.micro_batch))
+                yield from self._crossings(work, before=False)
+        every = self.graph.schedule.micro_batches
+        assert all(n == every for (kind, s), n in self.ended.items() if kind == "F" or self.graph.has_backward(s)), (
+            "work is left"
+        )
+
+    def _with_wait(self, work: Action) -> Iterator[Action]:
+        """The work, after what it waits for from another stage of its module."""
+        if arriving := input_of(self.graph.schedule.module[work.module], work):
+            yield arriving[1]
+        yield work
+
+    def _transfer(self, work: Action) -> Iterator[Action]:
+        """The transfer of the output of work to another stage of its module. Its receive is not posted later: a send
+        holds up those behind it until then.
+        """
+        if sending := output_of(self.graph.schedule.module[work.module], work):
+            assert isinstance(sending.peer, int) and sending.stage is not None, "a transfer is between two stages"
+            yield sending
+            yield irecv(work.kind, work.module, sending.peer, sending.stage, work.micro_batch)
+
+    def _crossings(self, work: _Work, *, before: bool) -> Iterator[Action]:
+        """Those that end before the work begins, or start when it has ended."""
+        schedule = self.graph.schedule
+        entering, leaving = (side.get(work.stage, ()) for side in (schedule.entering, schedule.leaving))
+        for edge in entering if before == (work.kind == "F") else leaving:
+            if work.kind == "F" or schedule.returns(edge):
+                yield (finish if before else start)(work.kind, edge, work.micro_batch)
+
+    def _startable(self) -> list[_Work]:
+        """The work that begins now. Work that waits for some of its ranks keeps less urgent work off the others."""
+        taken = {role for work in self.running for role in self.graph.roles[work.stage]}
+        waiting = [work for stage in self.graph.order for work in self._ready(stage)]
+        found: list[_Work] = []
+        for work in sorted(waiting, key=self._urgency):
+            roles = self.graph.roles[work.stage]
+            if taken.isdisjoint(roles):
+                found.append(work)
+            taken |= roles
+        return found
+
+    def _urgency(self, work: _Work) -> tuple[bool, int, int]:
+        """Backwards first, then what is nearer to an end of the graph."""
+        return work.kind == "F", -self.graph.order.index(work.stage), work.micro_batch
+
+    def _ready(self, stage: StageId) -> Iterator[_Work]:
+        """The next backward and forward of the stage, where they depend on nothing more."""
+        graph, every = self.graph, self.graph.schedule.micro_batches
+        following, m = graph.following[stage], self.begun["B", stage]
+        back = (self.ended["B", other] for other in following if graph.has_backward(other))
+        if graph.has_backward(stage) and m < min(self.ended["F", stage], *back, every):
+            yield _Work("B", stage, m)
+        m, arrived = self.begun["F", stage], (self.ended["F", other] for other in graph.preceding[stage])
+        if m < min(every, self._done_with(stage) + graph.depth[stage], *arrived):
+            yield _Work("F", stage, m)
+
+    def _done_with(self, stage: StageId) -> int:
+        """The micro-batches of which the stage needs to keep nothing more."""
+        if self.graph.has_backward(stage):
+            return self.ended["B", stage]
+        return min((self.ended["F", n] for n in self.graph.following[stage]), default=self.ended["F", stage])
+
+
+def feeds_all(edges: Sequence[Edge]) -> str | None:
+    """The module that all edges enter and none leaves; None if there is no such module."""
+    targets = {edge.target for edge in edges}
+    return targets.pop() if len(targets) == 1 and targets.isdisjoint(edge.source for edge in edges) else None

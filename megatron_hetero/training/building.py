@@ -1,0 +1,132 @@
+"""Builds what a rank trains steps with: process groups, its parts of modules, their optimizers, and the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from megatron_hetero.batch.step_plan import StepPlanner
+from megatron_hetero.distributed.collective import together
+from megatron_hetero.distributed.megatron import prepare_globals, random_states, set_random_states
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.engine.module import TrainedModule, build_module
+from megatron_hetero.engine.optimizer import build_optimizer
+from megatron_hetero.execution.contract import RandomStates
+from megatron_hetero.execution.runtime import Interpreter, ModuleOnRank
+from megatron_hetero.execution.watch import Stopwatch, Watchdog
+from megatron_hetero.hf.weight_map import WeightSource
+from megatron_hetero.job import JobSpec
+from megatron_hetero.models.common.backend import spec_provider
+from megatron_hetero.names import TEXT
+from megatron_hetero.training.profile import StepProfiler
+from megatron_hetero.training.step_trainer import StepTrainer
+
+
+def build_step_trainer(
+    job: JobSpec,
+    platform: Platform,
+    weights: Mapping[str, WeightSource],
+    *,
+    watchdog: Watchdog | None = None,
+    check: bool = True,
+) -> StepTrainer:
+    """Make groups, modules and optimizers of this process's rank.
+
+    `weights`: where those of each module come from. `watchdog`: the rank's, if it already has one. `check`: whether
+    groups are checked, see `Topology.build`.
+
+    Raises `UserError` where the configuration does not fit the model or the world.
+    """
+    config, schedule = job.config, job.schedule  # A schedule that does not fit is said before groups are made.
+    torch.manual_seed(config.train.seed)
+    platform.prepare_megatron()
+    prepare_globals(config.train.seed)
+    watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform)
+    with watchdog.waiting(lambda: "the making of process groups, with all other ranks,"):
+        topology = Topology.build(
+            job.layouts,
+            platform,
+            decoding=config.model.encoder_names,
+            megatron=(),  # The schedule, the norm and the embedding's gradients are ours.
+            check=check,
+            **job.communication,
+        )
+    build = partial(_build_modules, job, topology, weights)
+    with watchdog.waiting(lambda: "the weights of all other ranks"):
+        # A rank may be the only one to read what is wrong: all of them leave, and one says why.
+        modules = together(topology.files, build, watchdog.working) if check else build()
+    planner = StepPlanner(
+        job.shapes.encoders,
+        job.layouts,
+        job.sequence_parallel,
+        topology.rank,
+        job.row_bytes,
+        config.data.balance,
+        job.edges,
+    )
+    watch, profiled = Stopwatch(platform), config.train.profile
+    return StepTrainer(
+        job=job,
+        schedule=schedule,
+        topology=topology,
+        modules=modules,
+        optimizers=tuple(build_optimizer(m, config.optimizer, job.dtype, platform) for m in modules),
+        interpreter=_interpreter(job, topology, modules, watch, watchdog),
+        planner=planner,
+        watch=watch,
+        profiler=StepProfiler(profiled.start, profiled.steps, config.log.dir, topology.rank, platform),
+    )
+
+
+def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> tuple[TrainedModule, ...]:
+    config = job.config
+    provider = spec_provider(config.model.backend, topology.platform)
+    return tuple(
+        build_module(
+            name,
+            job.shapes,
+            job.stages[name],
+            topology,
+            provider,
+            dtype=job.dtype,
+            sequence_parallel=job.sequence_parallel[name],
+            recompute=config.model.recompute.get(name, "none"),
+            freeze=config.model.freeze,
+            distributed_optimizer=job.optimizer.sharded,
+            weights=weights[name],
+        )
+        for name, layout in topology.layouts.items()
+        if topology.rank in layout
+    )
+
+
+def _interpreter(
+    job: JobSpec,
+    topology: Topology,
+    modules: Sequence[TrainedModule],
+    watch: Stopwatch,
+    watchdog: Watchdog,
+) -> Interpreter:
+    on_rank = {}
+    for module in modules:
+        layout, first = topology.layouts[module.name], topology.layouts[module.name].coordinate(topology.rank).pp
+        stages = {first + i * layout.pp: chunk for i, chunk in enumerate(module.chunks)}
+        trains = module.name == TEXT or module.name not in job.config.model.freeze
+        on_rank[module.name] = ModuleOnRank(stages, module.name == TEXT and 0 in stages, trains)
+    return Interpreter.build(
+        topology,
+        on_rank,
+        width=job.shapes.text.hidden,
+        dtype=job.dtype,
+        outputs=job.edges,
+        transport=job.transport,
+        watch=watch,
+        watchdog=watchdog,
+        random=RandomStates(
+            partial(random_states, topology.platform), partial(set_random_states, platform=topology.platform)
+        ),
+        check=False,  # Stages of our own.
+    )

@@ -1,0 +1,1 @@
+"""What a run logs: metrics on the terminal, in `log.dir`, and to experiment trackers."""

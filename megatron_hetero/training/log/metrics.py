@@ -1,0 +1,149 @@
+"""The metrics of a step and of an evaluation: as records of metrics.jsonl, and as lines for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Value = float | int | str | None
+"""What a metric is in a record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """Metrics of one step, over all ranks.
+
+    Attributes:
+        step: counted from 1.
+        loss: mean over supervised tokens, in nats; NaN if nothing was trained.
+        grad_norm: over all modules, before clipping; NaN if nothing was trained.
+        lr: of the text module.
+        tokens: of all samples, including image tokens, excluding padding.
+        images: number of images.
+        skipped_samples: samples skipped as too long; if all were, nothing was trained.
+        step_time_s: wall-clock seconds.
+        peak_memory_bytes: maximum over ranks.
+        data_time_s: seconds of the step spent waiting for data.
+        boundary_time_s: seconds of the step in which this rank packed or awaited rows; transfers overlap with compute.
+        mfu: model FLOPs utilisation, None if the device's peak is unknown.
+        stopping: whether a rank was asked to stop, so that all stop after this step; not recorded.
+        extra: further values to record, under unused names.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    images: int
+    step_time_s: float
+    peak_memory_bytes: int
+    skipped_samples: int = 0
+    data_time_s: float = 0.0
+    boundary_time_s: float = 0.0
+    mfu: float | None = None
+    stopping: bool = False
+    extra: Mapping[str, Value] = field(default_factory=dict)
+
+    def per_second(self, count: int) -> float:
+        """`count` of the step as a rate; 0 where no time passed."""
+        return count / self.step_time_s if self.step_time_s > 0 else 0.0
+
+    def share(self, seconds: float) -> float:
+        """`seconds` as a share of the step's time; 0 where no time passed."""
+        return seconds / self.step_time_s if self.step_time_s > 0 else 0.0
+
+    def record(self) -> dict[str, Value]:
+        """The record for metrics.jsonl; numbers that are not finite are None."""
+        values = {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "tokens": self.tokens,
+            "images": self.images,
+            "skipped_samples": self.skipped_samples,
+            "step_time_s": self.step_time_s,
+            "tokens_per_s": self.per_second(self.tokens),
+            "images_per_s": self.per_second(self.images),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "data_share": self.share(self.data_time_s),
+            "boundary_share": self.share(self.boundary_time_s),
+            "mfu": self.mfu,
+        }
+        taken = values.keys() & self.extra.keys()
+        assert not taken, f"extra metrics {sorted(taken)} have names that are taken"
+        return {name: _finite(value) for name, value in (values | dict(self.extra)).items()}
+
+    def line(self, steps: int) -> str:
+        """The line for the terminal, in a run of so many steps."""
+        parts = [
+            f"step {self.step:>{len(str(steps))}}/{steps}",
+            "nothing trained" if math.isnan(self.loss) else f"loss {self.loss:.4f} | norm {self.grad_norm:.3f}",
+            f"lr {self.lr:.2e}",
+            f"{self.per_second(self.tokens):,.0f} tokens/s",
+            f"{self.per_second(self.images):,.1f} images/s",
+            f"{self.step_time_s:.3f} s",
+            f"data {self.share(self.data_time_s):.0%}",
+            f"boundary {self.share(self.boundary_time_s):.0%}",
+            f"memory {self.peak_memory_bytes / 2**30:.2f} GiB",
+        ]
+        parts += [] if self.mfu is None else [f"MFU {self.mfu:.1%}"]
+        parts += [f"{self.skipped_samples:,} too long"] if self.skipped_samples else []
+        return " | ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationMetrics:
+    """Metrics of one held-out data set after one step, over all ranks.
+
+    Attributes:
+        step: the step that it follows, counted from 1.
+        dataset: its name.
+        loss: mean over all supervised tokens, in nats.
+        exact_match: fraction of samples whose answer greedy decoding would reproduce exactly.
+        asked: the number of samples that this is a fraction of: those with a supervised token.
+        supervised_tokens: number of supervised tokens.
+        samples: number of samples, without those skipped as too long.
+        time_s: wall-clock seconds.
+    """
+
+    step: int
+    dataset: str
+    loss: float
+    exact_match: float
+    asked: int
+    supervised_tokens: int
+    samples: int
+    time_s: float
+
+    @property
+    def values(self) -> dict[str, Value]:
+        """The numbers by name; those that are not finite are None."""
+        numbers = {
+            "loss": self.loss,
+            "exact_match": self.exact_match,
+            "asked": self.asked,
+            "supervised_tokens": self.supervised_tokens,
+            "samples": self.samples,
+            "time_s": self.time_s,
+        }
+        return {name: _finite(value) for name, value in numbers.items()}
+
+    def record(self) -> dict[str, Value]:
+        """The record for metrics.jsonl, in a line of its own."""
+        return {"step": self.step, "eval_dataset": self.dataset} | {f"eval_{n}": v for n, v in self.values.items()}
+
+    def line(self, steps: int) -> str:
+        """The line for the terminal, in a run of so many steps."""
+        return (
+            f"step {self.step:>{len(str(steps))}}/{steps} | evaluation of {self.dataset} | loss {self.loss:.4f} | "
+            f"exact match {self.exact_match:.1%} of {self.asked:,} | "
+            f"{self.supervised_tokens:,} tokens of {self.samples:,} samples | {self.time_s:.3f} s"
+        )
+
+
+def _finite(value: Value) -> Value:
+    """The value, or None for NaN and infinity, which JSON lacks."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

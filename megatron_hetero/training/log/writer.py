@@ -1,0 +1,263 @@
+"""The writers of metrics: to the terminal, to metrics.jsonl, and optionally to TensorBoard and Weights & Biases.
+
+One rank gets a `MetricsWriter`, the others a `NullWriter` with the same methods, so that the training loop has no
+conditions.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from megatron_hetero import terminal
+from megatron_hetero.errors import UserError, reason
+from megatron_hetero.outputs.logs import METRICS as FILE_NAME
+from megatron_hetero.training.log.folder import LogFolder, unwritable
+from megatron_hetero.training.log.metrics import EvaluationMetrics, StepMetrics, Value
+from megatron_hetero.training.log.skipped import Skipped
+from megatron_hetero.training.log.trackers.tracker import open_trackers, scalars
+
+_TRACKER_FIX = "free space or restore access for the next run; metrics.jsonl has all steps"
+TERMINAL, REMOVED = "terminal", "removed"
+"""Two faults of a writer: the one after which nothing more is printed, and the one that has been repaired."""
+
+
+class Writer(Protocol):
+    """Receives the output of the training loop; a context manager that closes itself."""
+
+    @property
+    def faults(self) -> Mapping[str, str]:
+        """What could not be written, by what failed."""
+        ...
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something cannot be written at the moment."""
+        ...
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Records one step."""
+        ...
+
+    def write_evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Records the evaluation of one data set."""
+        ...
+
+    def print(self, renderable: object) -> None:
+        """Prints text or anything that `rich` renders, above the progress bar."""
+        ...
+
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the end of training."""
+        ...
+
+    def fail(self) -> None:
+        """Notes that the run ends with an error, as one that leaves the context does too."""
+        ...
+
+    def close(self) -> None:
+        """Finishes; nothing is written afterwards."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class NullWriter:
+    """A writer for the ranks that report nothing."""
+
+    faults: Mapping[str, str] = MappingProxyType({})
+    is_broken = False
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Does nothing."""
+
+    def write_evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Does nothing."""
+
+    def print(self, renderable: object) -> None:
+        """Does nothing."""
+
+    def notes(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
+
+    def fail(self) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        pass
+
+
+class MetricsWriter:
+    """Writes the metrics of a run to a folder and the terminal. A failing write does not end the run: it is reported at
+    once, retried if possible, and kept in `faults` by what failed.
+
+    Args:
+        folder: created if necessary; files of an earlier run are moved to a subfolder.
+        steps: number of steps of the run.
+        config: the resolved configuration, saved with the metrics.
+        done: number of steps trained before, with the lines of metrics.jsonl in `history`.
+        tensorboard: whether TensorBoard's files are written to the folder too.
+        wandb: the Weights & Biases project to log to; None: not at all.
+        console: receives lines and progress; standard output by default.
+
+    Raises:
+        UserError: the folder cannot be written, another run writes there, or a tracker is not installed or cannot be
+            started.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        *,
+        config: str = "",
+        done: int = 0,
+        history: str = "",
+        tensorboard: bool = False,
+        wandb: str | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self._steps = steps
+        self._console = console or terminal.console()
+        self._failed = False
+        self.faults: dict[str, str] = {}
+        self._log = LogFolder(folder, history, config)
+        self._skipped = Skipped.of(history)
+        try:
+            self._trackers = open_trackers(folder, tensorboard=tensorboard, wandb=wandb, config=config, done=done)
+        except UserError:
+            self._log.close()
+            raise
+        self._progress = _progress(self._console)
+        self._task = self._progress.add_task("training", total=steps, completed=done)
+        # Only a terminal can redraw a bar; elsewhere there are plain lines.
+        if self._console.is_terminal:
+            self._progress.start()
+        for note in self._log.notes:
+            self.print(note)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something cannot be written at the moment."""
+        return bool(self.faults.keys() - {REMOVED})
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Records one step."""
+        record = metrics.record()
+        self._record(record)
+        self._skipped = self._skipped.and_of(record)
+        self._show("train", metrics.step, record)
+        self.print(metrics.line(self._steps))
+        self._progress.update(self._task, completed=metrics.step)
+
+    def write_evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Records the evaluation of one data set."""
+        self._record(metrics.record())
+        self._show(f"eval/{metrics.dataset}", metrics.step, metrics.values)
+        self.print(metrics.line(self._steps))
+
+    def _record(self, record: Mapping[str, Value]) -> None:
+        self._append(json.dumps(record, allow_nan=False) + "\n")
+
+    def _append(self, line: str) -> None:
+        try:
+            made_again = self._log.append(line)
+        except (OSError, UserError) as error:
+            wrong = unwritable(self._log.folder / FILE_NAME, error) if isinstance(error, OSError) else error
+            return self._note(FILE_NAME, str(wrong))
+        self.faults.pop(FILE_NAME, None)
+        if made_again:
+            self._note(REMOVED, _removed(self._log.folder))
+        return None
+
+    def _show(self, group: str, step: int, values: Mapping[str, Value]) -> None:
+        """Send the numbers to each tracker, until that fails."""
+        for tracker in tuple(self._trackers):
+            try:
+                tracker.log(step, scalars(group, values))
+            except OSError as error:
+                self._trackers.remove(tracker)
+                fault = UserError.at(tracker.name, problem=f"stopped recording ({reason(error)})", fix=_TRACKER_FIX)
+                self._note(tracker.name, str(fault))
+
+    def _note(self, what: str, fault: str) -> None:
+        """Report a fault if it is new."""
+        if what not in self.faults:
+            with suppress(OSError):
+                print(f"warning: {fault}", file=sys.stderr, flush=True)
+        self.faults[what] = fault
+
+    def print(self, renderable: object) -> None:
+        """Prints text or anything that `rich` renders, above the progress bar."""
+        if TERMINAL in self.faults:
+            return
+        try:
+            if isinstance(renderable, str) and not self._console.is_terminal:
+                # A file or a pipe has no width to wrap at.
+                print(renderable, file=self._console.file)
+            else:
+                self._console.print(renderable, markup=False, highlight=False)
+            self._console.file.flush()
+        except (OSError, SystemExit) as error:  # `rich` exits on a closed pipe.
+            why = reason(error) if isinstance(error, OSError) else "broken pipe"
+            self._note(TERMINAL, f"standard output: cannot be written ({why}).")
+
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the end of training, on all steps, including those before a resume."""
+        return self._skipped.notes()
+
+    def fail(self) -> None:
+        """Notes that the run ends with an error, for the trackers to record."""
+        self._failed = True
+
+    def close(self) -> None:
+        """Finishes; nothing is written afterwards."""
+        if self._progress.live.is_started:
+            self._progress.stop()
+        self._append("")  # Lines still waiting for disk space, and a file that was removed after the last step.
+        self._log.close()
+        for tracker in self._trackers:
+            with suppress(OSError):  # Each step was flushed as it was written, and failures were reported.
+                tracker.close(failed=self._failed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            self.fail()
+        self.close()
+
+
+def _removed(folder: Path) -> str:
+    return str(
+        UserError.at(
+            f"log.dir: {folder / FILE_NAME}",
+            problem="was removed during the run",
+            fix="it has been written again in full, but other files of the folder may be gone",
+        )
+    )
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)

@@ -1,0 +1,110 @@
+"""The start of a run: inputs opened, modules built, the state resumed, the log opened."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+
+from megatron_hetero.batch.step_loader import StepLoader
+from megatron_hetero.checkpoint.resume import resume, shared_record
+from megatron_hetero.checkpoint.saver import Saver
+from megatron_hetero.checkpoint.state import Resumed, TrainState
+from megatron_hetero.config.schema import Config, to_yaml
+from megatron_hetero.distributed.collective import on_first
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.environment.cuda import prepare_traces
+from megatron_hetero.errors import SharedError, os_errors_as
+from megatron_hetero.execution.watch import Watchdog
+from megatron_hetero.job import JobSpec
+from megatron_hetero.models.common.backend import backend_notices
+from megatron_hetero.models.weights import stored_shapes
+from megatron_hetero.names import VISION, parts_of
+from megatron_hetero.training.building import build_step_trainer
+from megatron_hetero.training.inputs import REPORTER, open_together
+from megatron_hetero.training.log.folder import unwritable
+from megatron_hetero.training.log.history import evaluations_since
+from megatron_hetero.training.log.writer import MetricsWriter, NullWriter, Writer
+from megatron_hetero.training.trainer import Trainer
+
+
+def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None = None) -> Trainer:
+    """Check the configuration against the model and the world, and all ranks against each other; then create process
+    groups, modules, optimizers and the loader, and resume. `watchdog`: the rank's, if it already has one.
+
+    Raises `UserError` for anything that the user can fix, before anything is written.
+    """
+    watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform)
+    job, inputs = open_together(config, platform, watchdog)
+    if platform.is_cuda:  # Before the first collective.
+        _prepare_traces(config.log.dir / "nccl")
+    steps = build_step_trainer(job, platform, inputs.weights, watchdog=watchdog)
+    topology, data = steps.topology, config.data
+    for notice in backend_notices(config.model.backend, platform) if topology.rank == REPORTER else ():
+        print(notice, flush=True)
+    state = TrainState(steps.modules, steps.optimizers, topology, stored_shapes(steps.shapes), working=watchdog.working)
+    with watchdog.waiting(lambda: "the state to resume from, with all other ranks,"):
+        record = shared_record(config, state, inputs.mixture)
+        resumed = _with_evaluations(resume(config, state, record), config, topology)
+        _require_trained_projector(job, resumed)
+        writer = _open_writer(config, topology, resumed)
+    # Ranks that still read their weights take longer than any step may.
+    steps.wait_for_all("the start of all other ranks")
+    return Trainer(
+        **{field.name: getattr(steps, field.name) for field in fields(steps)},
+        loader=StepLoader(
+            inputs.mixture, inputs.processor, topology, steps.planner, steps.batch, data.max_seq_length, data.too_long
+        ),
+        held_out=inputs.held_out,
+        writer=writer,
+        resumed=resumed,
+        saver=Saver(config, state, record, resumed.step, watchdog.waiting),
+        companions=inputs.companions,
+    )
+
+
+def _prepare_traces(folder: Path) -> None:
+    with os_errors_as(partial(unwritable, folder)):
+        prepare_traces(folder)
+
+
+def _with_evaluations(resumed: Resumed, config: Config, topology: Topology) -> Resumed:
+    """Its history with the evaluations made after the checkpoint was written, so that none is repeated."""
+    if resumed.step == 0:
+        return resumed
+    more = on_first(topology.files, lambda: evaluations_since(resumed.history, resumed.step, config.log.dir))
+    return replace(resumed, history=resumed.history + more)
+
+
+def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
+    """Check that a fresh projector is trained, in this run or before. Raises `UserError`."""
+    frozen = parts_of(VISION)[-1]
+    if resumed.step == 0 and frozen in job.config.model.freeze and job.folders.fresh_projector:
+        raise SharedError.at(
+            "model.freeze (--model.freeze)",
+            problem=f"{frozen} is frozen, but starts with random weights",
+            because="model.fresh_projector is set, or the folder's projector does not match the language model",
+            fix="train it first, or take folders that match",
+        )
+
+
+def _open_writer(config: Config, topology: Topology, resumed: Resumed) -> Writer:
+    """The writer of this rank. Raises `SharedError` if the folder cannot be written, or is in use by another run."""
+    opened: list[MetricsWriter] = []
+
+    def open_folder() -> None:
+        opened.append(
+            MetricsWriter(
+                config.log.dir,
+                config.train.iters,
+                config=to_yaml(config),
+                done=resumed.step,
+                history=resumed.history,
+                tensorboard=config.log.tensorboard,
+                wandb=config.log.wandb,
+            )
+        )
+
+    on_first(topology.files, open_folder)
+    return opened[0] if opened else NullWriter()

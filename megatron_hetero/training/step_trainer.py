@@ -1,0 +1,243 @@
+"""Training steps on one rank: forward, backward and update, together with all other ranks. Where weights and batches
+come from is not its business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_hetero.batch.step_loader import StepBatch
+from megatron_hetero.batch.step_plan import StepPlanner
+from megatron_hetero.batch.to_device import to_device
+from megatron_hetero.distributed.collective import on_every
+from megatron_hetero.distributed.platform import Platform, on_device
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.engine.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients
+from megatron_hetero.engine.module import TrainedModule
+from megatron_hetero.engine.optimizer import rate_of, set_learning_rates, update
+from megatron_hetero.errors import NotFiniteError, SharedError
+from megatron_hetero.execution.runtime import Interpreter
+from megatron_hetero.execution.watch import Stopwatch
+from megatron_hetero.job import JobSpec, OfJob
+from megatron_hetero.names import TEXT
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.sharding.balance import idle_share
+from megatron_hetero.training.log.metrics import StepMetrics
+from megatron_hetero.training.mfu import utilisation
+from megatron_hetero.training.profile import StepProfiler
+
+
+@dataclass(frozen=True)
+class _EndOfStep:
+    """What is known when all ranks have updated: the most memory of a rank, whether one was asked to stop, the share of
+    the encoder ranks' time in which they wait for the slowest of their encoder, in each forward and backward of each
+    micro-batch, and this rank's seconds in boundaries.
+    """
+
+    peak_memory_bytes: int
+    stopping: bool
+    encoder_idle_share: float
+    boundary_time_s: float
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepTrainer(OfJob):
+    """Trains the parts of modules that a rank has, step by step. `modules`: those parts, encoders first; `optimizers`:
+    theirs, in the same order. `planner` plans the micro-batches of a step.
+    """
+
+    job: JobSpec
+    schedule: Schedule
+    topology: Topology
+    modules: tuple[TrainedModule, ...]
+    optimizers: tuple[Any, ...]
+    interpreter: Interpreter
+    planner: StepPlanner
+    watch: Stopwatch
+    profiler: StepProfiler
+
+    @property
+    def platform(self) -> Platform:
+        """Where this rank computes."""
+        return self.topology.platform
+
+    def train_step(self, step: int, batch: StepBatch, waited: float = 0.0, stop: object = False) -> StepMetrics:
+        """Forward, backward, and update; `waited`: seconds that the batch was waited for; `stop`: true, at the end of
+        the step, where this rank was asked to stop.
+
+        Where all samples were too long, nothing is updated. Raises `SharedError` before the update where the loss or a
+        gradient is NaN or infinite.
+        """
+        start = time.perf_counter()
+        if not batch.sample_lengths:
+            return self._train_nothing(step, batch, waited, stop)
+        if batch.supervised == 0:
+            raise SharedError(
+                f"step {step}: found no supervised token in the global batch, expected some, because the loss "
+                f"divides by their number; raise the batch size, or mend the data"
+            )
+        with self.profiler.step(step):
+            summary = self.gradients(batch)
+            self._refuse_faults(step, summary)
+            # Whoever has read the summary has waited for all that was measured.
+            laps = self.watch.read()
+            norm = summary.norm / batch.supervised
+            factor = clip_factor(norm, self.config.optimizer.clip_grad) / batch.supervised
+            scale_gradients(self.modules, factor)
+            with self.watched(f"the update of step {step}"):
+                rate = self._update(step)
+                end = self._end_of_step(laps, stop)
+        return self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited, end)
+
+    def _train_nothing(self, step: int, batch: StepBatch, waited: float, stop: object) -> StepMetrics:
+        """A step whose samples are all too long: only the learning rate advances."""
+        start, nan = time.perf_counter(), float("nan")
+        with self.profiler.step(step), self.watched(f"the end of step {step}"):
+            end = self._end_of_step({}, stop)
+        config = self.config.optimizer
+        rate = rate_of(config.lr, config.min_lr, step, config, self.config.train.iters)
+        return self._metrics(step, batch, nan, nan, rate, start - waited, waited, end)
+
+    def gradients(self, batch: StepBatch) -> GradientSummary:
+        """Forward and backward of all micro-batches, then the sums over ranks; gradients are not scaled by 1/N yet."""
+        for module, optimizer in zip(self.modules, self.optimizers, strict=True):
+            if module.ddp is not None:
+                module.ddp.zero_grad_buffer()
+                optimizer.zero_grad()  # Megatron's fp32 optimizer leaves the last step's gradients on the parameters
+        dtype, outputs = self.job.dtype, self.job.outputs
+        loss_sum = self.interpreter.run(
+            self.schedule, lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs)
+        )
+        with self.watched("the sums of gradients over ranks"):
+            return reduce_gradients(self.modules, loss_sum, self.counts_loss, self.optimizers, self.topology)
+
+    def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what waits for other ranks between the actions of the schedule."""
+        return self.interpreter.watchdog.doing(lambda: f"{what}, with all other ranks,")
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's loss is one of those that add up to the whole: once for each tp group that has one."""
+        layout, rank = self.topology.layouts[TEXT], self.topology.rank
+        if rank not in layout:
+            return False
+        at = layout.coordinate(rank)
+        return at.tp == 0 and at.pp == layout.pp - 1
+
+    def _update(self, step: int) -> float:
+        """Step all optimizers. Returns the learning rate of `optimizer.lr` (parts may have rates of their own)."""
+        config, total = self.config.optimizer, self.config.train.iters
+        with self.platform.megatron_scope():
+            for optimizer in self.optimizers:
+                if optimizer is not None:
+                    set_learning_rates(optimizer, step, config, total)
+                    update(optimizer)
+        return rate_of(config.lr, config.min_lr, step, config, total)
+
+    def _refuse_faults(self, step: int, summary: GradientSummary) -> None:
+        if not summary.faults:
+            return
+        what, rank = summary.faults[0]
+        others = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
+        kind = "loss" if what == "loss" else f"gradient of module {what}"
+        raise NotFiniteError(
+            f"step {step}: found a {kind} that is NaN or infinite on rank {rank}{others}, expected finite "
+            f"numbers; the weights "
+            "have not been updated. Lower optimizer.lr, add warm-up, or look for broken samples in this step."
+        )
+
+    def _end_of_step(self, laps: Mapping[str, Sequence[float]], stop: object) -> _EndOfStep:
+        """What all ranks exchange, once, when they have updated; this waits for the device.
+        `laps`: this rank's seconds of each run of its modules.
+        """
+        runs = {name: self._runs(name) for name in self.shapes.encoders}
+        mine = [float(self.platform.peak_memory_bytes()), float(bool(stop))]
+        for name, count in runs.items():
+            own = laps.get(name, [])
+            mine += [*own, *[0.0] * (count - len(own))]
+        (memory, stopping, *seconds), rounds = self.all_gather(mine).T.tolist(), []
+        for name, count in runs.items():
+            ranks = self.topology.layouts[name].ranks
+            rounds += [[of_run[rank] for rank in ranks] for of_run in seconds[:count]]
+            del seconds[:count]
+        return _EndOfStep(
+            peak_memory_bytes=int(max(memory)),
+            stopping=bool(max(stopping)),
+            encoder_idle_share=idle_share(*rounds),
+            boundary_time_s=sum(laps.get("boundary", [])),
+        )
+
+    def _runs(self, encoder: str) -> int:
+        """How often a rank of an encoder runs it in a step, forward and backward."""
+        role = self.schedule.roles[self.schedule.role_index[self.topology.layouts[encoder].ranks[0]]]
+        return sum(action.op == "run" and action.module == encoder for action in role.actions)
+
+    def _metrics(
+        self,
+        step: int,
+        batch: StepBatch,
+        loss: float,
+        norm: float,
+        rate: float,
+        start: float,
+        waited: float,
+        end: _EndOfStep,
+    ) -> StepMetrics:
+        seconds = time.perf_counter() - start
+        return StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=rate,
+            tokens=batch.tokens,
+            images=sum(map(len, batch.sizes.values())),
+            step_time_s=seconds,
+            peak_memory_bytes=end.peak_memory_bytes,
+            skipped_samples=batch.skipped,
+            data_time_s=waited,
+            boundary_time_s=end.boundary_time_s,
+            mfu=utilisation(self.shapes, self.config.model.freeze, batch, seconds, self.topology),
+            stopping=end.stopping,
+            extra={
+                "patches": self._patches(batch),
+                "supervised_tokens": batch.supervised,
+                "encoder_idle_share": end.encoder_idle_share,
+                "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
+            },
+        )
+
+    def _patches(self, batch: StepBatch) -> int:
+        """Patches of all images of a step."""
+        encoders = self.shapes.encoders
+        return sum(sum(encoders[name].sequences(size)) for name, sizes in batch.sizes.items() for size in sizes)
+
+    def on_any_rank(self, flag: object) -> bool:
+        """Whether `flag` is true on at least one rank, the same on each."""
+        with self.watched("the question whether any rank was asked to stop"):
+            return bool(self.all_gather([float(bool(flag))]).max())
+
+    def wait_for_all(self, what: str) -> None:
+        """Wait until all ranks have come here, however long they work. `what` is waited for, in words."""
+        with self.interpreter.watchdog.waiting(lambda: what):
+            on_every(self.topology.host, lambda: None)
+
+    def all_gather(self, numbers: Sequence[float]) -> torch.Tensor:
+        """All ranks' numbers, fp64 [ranks, numbers] on the host; as many on each rank."""
+        mine = on_device(torch.tensor(numbers, dtype=torch.float64), self.platform.device)
+        everyone = mine.new_empty(self.topology.world_size * len(mine))
+        dist.all_gather_into_tensor(everyone, mine, group=self.topology.world)
+        return everyone.view(self.topology.world_size, -1).cpu()
+
+    def all_reduce(self, counts: np.ndarray) -> np.ndarray:
+        """The sum of all ranks' `counts`, int64 of any shape, the same on each rank."""
+        total = torch.from_numpy(counts).to(self.platform.device, copy=True)
+        dist.all_reduce(total, group=self.topology.world)
+        return total.cpu().numpy()

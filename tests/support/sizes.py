@@ -1,0 +1,18 @@
+"""Sizes of images as arrays, as `transformers` takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron_hetero.data.packing import PackedBatch
+from megatron_hetero.data.sample import TokenizedSample
+from megatron_hetero.models.common.images.size import ImageSize
+
+
+def grids(source: TokenizedSample | PackedBatch) -> np.ndarray:
+    """Frames, rows and columns of patches of each image: int64 [images, 3]."""
+    assert all(isinstance(size, ImageSize) for size in source.sizes)
+    images: Any = source.sizes
+    return np.array(images, np.int64).reshape(-1, 3)

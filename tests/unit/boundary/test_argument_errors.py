@@ -1,0 +1,97 @@
+"""Arguments of public names that do not fit: errors in the library's words, with what there is instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatron_hetero as mh
+from tests.support.pool import platform
+from tests.support.ranks import on_ranks
+
+EDGES = [("vision", "text")]
+LAYOUTS = {"vision": mh.Layout.parse("dp:4", 4), "text": mh.Layout.parse("tp:2,dp:2", 4)}
+SOURCE, TARGET = mh.Ownership.of({(0,): [0, 1], (1,): [2]}), mh.Ownership.of({(0, 1): [2]})
+
+PURE: dict[str, Callable[[], Any]] = {
+    r"plan_boundary: found 2 rows that are needed but held by nobody, such as row 0, needed by ranks 0, expected": (
+        lambda: mh.plan_boundary(TARGET, SOURCE, row_bytes=4)
+    ),
+    r"load_plan: plan: found a BoundaryPlan, .* Give it `plan.rank\(rank\)`": (
+        lambda: mh.load_plan(mh.plan_boundary(SOURCE, TARGET, row_bytes=4), torch.device("cpu"))  # pyright: ignore[reportArgumentType]
+    ),
+    r"Ownership.of: found 0 as a group of ranks, expected tuples": lambda: mh.Ownership.of({0: [0]}),  # pyright: ignore[reportArgumentType]
+    r"Ownership.of: gradient: found 'whole', expected 'invariant' or 'partial'": (
+        lambda: mh.Ownership.of({(0,): [0]}, "whole")  # pyright: ignore[reportArgumentType]
+    ),
+    r"edge a to b: found a stage at one end, .* `source_stage` and `target_stage`": lambda: mh.Edge("a", "b", 1),
+    r"schedule: found no layout for module `decoder` among vision, text": (
+        lambda: mh.build_schedule(LAYOUTS, 2, text="decoder")
+    ),
+    r"layout `xp:2`.*: found axis `xp`, expected one of tp, sp, cp, dp, pp": lambda: mh.Layout.parse("xp:2", 4),
+}
+MISSING: dict[str, Callable[[], Any]] = {
+    "no direction `back`; there are forward, backward": (
+        lambda: mh.plan_boundary(SOURCE, TARGET, row_bytes=4).traffic("back", 0)
+    ),
+    "rank 7 holds no module; ranks 0-3 do": lambda: mh.build_schedule(LAYOUTS, 2).actions_of(7),
+}
+
+
+@pytest.mark.parametrize("said", PURE)
+def test_what_plans_says_what_it_expects(said: str) -> None:
+    with pytest.raises(mh.UserError, match=said):
+        PURE[said]()
+
+
+@pytest.mark.parametrize("said", MISSING)
+def test_what_is_missing_is_a_key_error_that_lists_what_there_is(said: str) -> None:
+    with pytest.raises(KeyError, match=said):
+        MISSING[said]()
+
+
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "layout of `audio`: found `dp:8@0-7`, expected ranks from 0 to 3": {"audio": mh.Layout.parse("dp:8", 8)},
+    "layout of `audio`: found a str, expected a Layout. Parse it": {"audio": "dp:4"},
+    "tied: found `audio`, expected some of vision, text": {"tied": ["audio"]},
+    "interleaved: found `audio`, expected some of vision, text": {"interleaved": ["audio"]},
+    "decoding: found `audio`, expected some of vision, text": {"decoding": ["audio"]},
+    r"edges: found 'vision', expected pairs of modules": {"edges": ("vision", "text")},
+    r"edges: found \('vision', 'text', 'talker'\), expected pairs": {"edges": [("vision", "text", "talker")]},
+    r"edge vision>txet: found no module `txet` \(did you mean `text`\?\), expected modules among vision, text": {
+        "edges": [("vision", "txet")]
+    },
+}
+
+
+@pytest.mark.parametrize("said", TOPOLOGIES)
+@on_ranks(4)
+def test_a_topology_says_what_it_expects(said: str) -> None:
+    """Before any group is made: the next one is."""
+    options = dict(TOPOLOGIES[said])
+    layouts = LAYOUTS | ({"audio": options.pop("audio")} if "audio" in options else {})
+    with pytest.raises(mh.UserError, match=said):
+        mh.Topology.build(layouts, platform(), **options)
+    mh.Topology.build(LAYOUTS, platform(), edges=EDGES)
+
+
+@on_ranks(4)
+def test_what_rows_are_is_checked_when_a_boundary_is_opened() -> None:
+    topology = mh.Topology.build(LAYOUTS, platform(), edges=EDGES, planned=EDGES)
+    options: dict[str, Any] = {"width": 4, "dtype": torch.float32}
+    wrongs: list[dict[str, Any]] = [{"width": 0}, {"width": "4"}, {"dtype": torch.int32}, {"transport": torch.int8}]
+    for wrong in wrongs:
+        [(name, found)] = wrong.items()
+        with pytest.raises(mh.UserError, match=f"boundary vision>text: {name}: found {found!r}, expected a"):
+            mh.Boundary.open(topology, "vision", "text", **options | wrong)
+
+
+@on_ranks(4)
+def test_the_modules_of_an_interpreter_say_which_stages_they_are() -> None:
+    topology, modules = mh.Topology.build(LAYOUTS, platform(), edges=EDGES), {"vision": nn.Linear(1, 1)}
+    with pytest.raises(mh.UserError, match=r"found a Linear for `vision`, .* Write `ModuleOnRank\(\{0: model\}\)`"):
+        mh.Interpreter.build(topology, modules, width=4, dtype=torch.float32)  # pyright: ignore[reportArgumentType]

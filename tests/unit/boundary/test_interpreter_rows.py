@@ -1,0 +1,113 @@
+"""Rows and their gradients in the interpreter: what does not fit the plan, or would be left out without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hetero.boundary.loaded import load_plan
+from megatron_hetero.boundary.ownership import Gradient, Ownership
+from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.distributed.platform import CPU
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.errors import UserError
+from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank
+from megatron_hetero.execution.runtime import Interpreter
+from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.settings import ScheduleSettings
+from tests.support.pool import platform
+from tests.support.ranks import on_ranks
+
+WIDTH, EDGE = 8, Edge("encoder", "decoder")
+COLOCATED, DISJOINT = ("dp:4", "tp:2,dp:2"), ("dp:2@0-1", "tp:2@2-3")
+MICRO_BATCHES = 3
+
+
+def run(
+    places: tuple[str, str], gradient: Gradient, parts: bool, settings: ScheduleSettings, padding: int = 0, **batch: Any
+) -> float:
+    """The gradient of the encoder's weight, over all ranks, after a step.
+
+    Each decoder rank reads all rows of its replica, or every other one where `parts`. The first micro-batch uses none.
+    `padding`: rows of each encoder rank before those that are needed.
+    """
+    layouts = {name: Layout.parse(text, 4) for name, text in zip(("encoder", "decoder"), places, strict=True)}
+    topology, rank, weight = Topology.build(layouts, platform(), edges=[EDGE]), dist.get_rank(), torch.ones(())
+    weight.requires_grad_()
+
+    def decoder(micro_batch: Tensor, rows: Tensor) -> Tensor:
+        return (rows[rank % 2 :: 2] if parts else rows).sum() * micro_batch
+
+    source = Ownership.of(
+        {(r,): [*range(8 + i, 8 + i + padding), 2 * i, 2 * i + 1] for i, r in enumerate(layouts["encoder"].ranks)}
+    )
+    replicas = [range(4), range(4, 8)]
+    target = Ownership.of(dict(zip(layouts["decoder"].groups("tp"), replicas, strict=False)), gradient)
+    plan = load_plan(plan_boundary(source, target, 4 * WIDTH).rank(rank), CPU)
+
+    def load(micro_batch: int) -> DeviceMicroBatch:
+        number = torch.tensor(float(micro_batch))
+        given: dict[str, Any] = {"inputs": {"encoder": number, "decoder": number}, "boundaries": {EDGE: plan}}
+        return DeviceMicroBatch(**given | batch)
+
+    models: dict[str, Any] = {"encoder": lambda _: weight * torch.ones(padding + 2, WIDTH), "decoder": decoder}
+    held = {name: ModuleOnRank({0: models[name]}) for name, layout in layouts.items() if rank in layout}
+    interpreter = Interpreter.build(topology, held, width=WIDTH, dtype=torch.float32, timeout_s=0)
+    interpreter.run(build_schedule(layouts, MICRO_BATCHES, settings, text="decoder"), load)
+    total = torch.zeros(()) if weight.grad is None else weight.grad
+    dist.all_reduce(total)
+    return total.item()
+
+
+@pytest.mark.parametrize("gradient", ["invariant", "partial"])
+@pytest.mark.parametrize("places", [COLOCATED, DISJOINT])
+@on_ranks(4)
+def test_gradients_are_what_the_plan_says(places: tuple[str, str], gradient: Gradient) -> None:
+    rows = 8 if places == COLOCATED else 4
+    assert run(places, gradient, gradient == "partial", ScheduleSettings()) == (1 + 2) * rows * WIDTH
+
+
+@pytest.mark.parametrize("kind", ["waves", "recompute"])
+@pytest.mark.parametrize("gradient, other", [("invariant", "partial"), ("partial", "invariant")])
+@on_ranks(4)
+def test_gradients_that_are_not_what_the_plan_says_are_refused(gradient: Gradient, other: str, kind: Any) -> None:
+    """Parts where each rank should have all, and the reverse, in the second micro-batch: the first one has zeros."""
+    ranks = "0-1" if dist.get_rank() < 2 else "2-3"
+    said = rf"boundary encoder>decoder backward: found .* on ranks {ranks}, .* plan with gradient='{other}'"
+    with pytest.raises(UserError, match=said):
+        run(COLOCATED, gradient, gradient == "invariant", ScheduleSettings(kind))
+
+
+@pytest.mark.parametrize("places", [COLOCATED, DISJOINT])
+@on_ranks(4)
+def test_rows_that_nobody_needs_are_padding(places: tuple[str, str]) -> None:
+    """A class token, which has an id of its own in the plan: it does not cross, and has no gradient."""
+    rows = 8 if places == COLOCATED else 4
+    assert run(places, "invariant", False, ScheduleSettings(), padding=1) == (1 + 2) * rows * WIDTH
+
+
+@pytest.mark.parametrize(
+    "field, said",
+    [
+        (
+            {"inputs": {"encodr": 1}},
+            "`inputs` of its `DeviceMicroBatch`: found `encodr`, expected some of `encoder`, `d",
+        ),
+        ({"boundaries": {("encoder", "decoder"): 1}}, r"`boundaries` of .*: found \('encoder', 'decoder'\), expected"),
+        (
+            {"boundaries": {Edge("decoder", "encoder"): 1}},
+            "found `decoder>encoder`, expected some of `encoder>decoder`",
+        ),
+    ],
+)
+@on_ranks(4)
+def test_what_a_schedule_has_not_is_refused(field: dict[str, Any], said: str) -> None:
+    """Rows under another name would not cross, a module under another would not run."""
+    with pytest.raises(UserError, match=f"micro-batch 0: .*{said}"):
+        run(COLOCATED, "invariant", False, ScheduleSettings(), **field)

@@ -1,0 +1,65 @@
+"""The files of a checkpoint: safetensors that anybody can open, and an index that says what is where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_hetero.checkpoint.format.index import read_index
+from megatron_hetero.checkpoint.format.keys import Entry
+from megatron_hetero.checkpoint.format.storage import read_entries, write_entries
+from megatron_hetero.errors import UserError
+
+VALUES = {
+    "weights/a": torch.arange(21.0).view(7, 3),
+    "weights/b": torch.arange(10, dtype=torch.bfloat16),
+    "weights/c": torch.arange(5, dtype=torch.float16),
+    "random/d": torch.arange(3, dtype=torch.uint8),
+    "step/e": torch.tensor([4.0]),
+}
+
+
+def entries(values: dict[str, Tensor]) -> list[Entry]:
+    """Whole tensors, but for one in two rectangles, the second of which begins in the middle of a row."""
+    found = [Entry(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in values.items() if key != "weights/a"]
+    cut = values["weights/a"]
+    return [*found, Entry("weights/a", (7, 3), (0, 0), cut[:, :1]), Entry("weights/a", (7, 3), (0, 1), cut[:, 1:])]
+
+
+def test_files_are_safetensors(tmp_path: Path) -> None:
+    """With every value where the index says that it is, and aligned."""
+    records = write_entries(tmp_path, entries(VALUES), None)
+    [name] = [name for name in records if name.endswith(".safetensors")]
+    with safe_open(tmp_path / name, framework="pt") as opened:
+        stored = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    index, found = read_index(tmp_path), 0
+    for key, tensor in index.items():
+        for chunk in tensor.chunks:
+            (top, bottom), (left, right) = chunk.rows, chunk.columns
+            expected = VALUES[key].view(len(VALUES[key]), -1)[top:bottom, left:right]
+            values = stored[f"{key}[{top}:{bottom},{left}:{right}]"]
+            assert values.dtype == expected.dtype and torch.equal(values.view_as(expected), expected)
+            assert chunk.file == name and chunk.at % expected.element_size() == 0
+            data = (tmp_path / name).read_bytes()[chunk.at : chunk.at + expected.nbytes]
+            assert data == expected.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            found += 1
+    assert found == len(stored) == len(VALUES) + 1 and index.keys() == VALUES.keys()
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    write_entries(tmp_path, entries(VALUES), None)
+    empty = {key: torch.zeros_like(values) for key, values in VALUES.items()}
+    wanted = [Entry(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in empty.items()]
+    read_entries(tmp_path, read_index(tmp_path), wanted, None)
+    assert all(torch.equal(empty[key], values) for key, values in VALUES.items())
+
+
+def test_a_tensor_that_is_not_written_whole_is_refused(tmp_path: Path) -> None:
+    """It would be a fault of the program, which ends the save on all ranks."""
+    parts = [entry for entry in entries(VALUES) if entry.offsets != (0, 1)]
+    with pytest.raises(UserError, match=r"tensors\.json: what ranks wrote does not fit .*'weights/a' do not cover"):
+        write_entries(tmp_path, parts, None)

@@ -1,0 +1,207 @@
+"""`finish_gradients` against one process: a `GPTModel` in layouts and wrappers, with Megatron's own loop."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.recipe import reduction
+from megatron_hetero.recipe.gradients import count_tokens, finish_gradients
+from tests.support.ranks import on_ranks
+from tests.unit.recipe import gpt, running
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "add_bias_linear": False,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_load_balancing_type": "none",
+}
+CASES = [
+    ("tp:4", "plain", False, {}),
+    ("tp:4", "plain", False, {"sequence_parallel": True}),
+    ("tp:2,dp:2", "plain", True, {"sequence_parallel": True, "qk_layernorm": True}),
+    ("tp:2,dp:2", "plain", False, {"qk_layernorm": True}),
+    ("dp:4", "plain", True, {}),
+    ("dp:4", "ddp", False, {}),
+    ("dp:4", "fsdp", False, {}),
+    ("tp:2,dp:2", "fsdp", False, {"sequence_parallel": True}),
+    ("tp:2,dp:2", "ddp", False, {"sequence_parallel": True}),
+    ("tp:2,dp:2", "megatron", True, {"sequence_parallel": True}),
+    ("dp:4", "megatron-mean", False, {"calculate_per_token_loss": False}),
+    ("pp:2,dp:2", "plain", True, {}),
+    ("pp:2,dp:2", "plain", False, {}),
+    ("tp:2,pp:2", "plain", True, {"sequence_parallel": True}),
+    ("tp:2,pp:2", "megatron", True, {"sequence_parallel": True}),
+    ("tp:2,dp:2", "plain", False, {"sequence_parallel": True, **EXPERTS}),
+    ("tp:2,pp:2", "plain", False, {"sequence_parallel": True, **EXPERTS}),
+    ("dp:4", "megatron", False, EXPERTS),
+]
+
+
+@pytest.mark.parametrize("layout, wrapper, tied, options", CASES)
+@on_ranks(4, timeout_s=40)
+def test_gradients_and_loss_are_those_of_one_process(layout: str, wrapper: str, tied: bool, options: dict) -> None:
+    topology = running.topology_of(text=layout)
+    # PyTorch's wrappers want as many micro-batches on all replicas.
+    batch = gpt.samples(8 if wrapper in ("ddp", "fsdp") else 6)
+    own = {key: options[key] for key in options.keys() - {"sequence_parallel", "calculate_per_token_loss"}}
+    reference = gpt.whole(topology.rank, tied=tied, **own)
+    expected_loss, expected = gpt.gradients(reference, batch, sum(sample.supervised for sample in batch))
+
+    config = gpt.configuration(topology.layouts["text"], **options)
+    part = gpt.model(config, topology.collection("text"), tied=tied)
+    gpt.fill(part, reference, tied)
+    model = running.wrapped(part, wrapper, topology)
+    loss, mine = running.backward(topology, model, batch)
+    tokens = running.tokens_of(topology, mine)
+    assert tokens.item() == sum(sample.supervised for sample in batch)
+    finish_gradients(topology, {"text": model}, tokens)
+    assert abs(running.total_loss(topology, loss, tokens) - expected_loss) < 1e-6 * expected_loss
+    running.require_gradients(topology, model, reference, expected, tied)
+
+
+@on_ranks(4, timeout_s=40)
+def test_virtual_stages() -> None:
+    topology, batch = running.topology_of(text="pp:4"), gpt.samples(8)
+    reference = gpt.whole(topology.rank, tied=True, num_layers=8)
+    expected_loss, expected = gpt.gradients(reference, batch, sum(sample.supervised for sample in batch))
+    config = gpt.configuration(topology.layouts["text"], num_layers=8, virtual_pipeline_model_parallel_size=2)
+    chunks = [gpt.model(config, topology.collection("text"), tied=True, virtual=virtual) for virtual in range(2)]
+    for chunk in chunks:
+        gpt.fill(chunk, reference, tied=True)
+    loss, mine = running.backward(topology, chunks, batch)
+    tokens = running.tokens_of(topology, mine)
+    finish_gradients(topology, {"text": chunks}, tokens)
+    assert abs(running.total_loss(topology, loss, tokens) - expected_loss) < 1e-6 * expected_loss
+    for chunk in chunks:
+        running.require_gradients(topology, chunk, reference, expected, tied=True)
+
+
+# -------------------------------------------------------------------------------------------- plain modules
+
+
+class Weight(nn.Module):
+    """Eight elements whose gradient is what is given."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, dtype=dtype))
+
+    def forward(self, gradient: float) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
+@pytest.mark.parametrize("layout", ["dp:4", "sp:2,dp:2", "cp:2,dp:2", "sp:2,cp:2", "tp:2,dp:2", "pp:2,dp:2", "sp:4"])
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "ddp over dp", "fsdp"])
+@on_ranks(4, timeout_s=40)
+def test_sums_along_the_axes_that_share_work(layout: str, wrapper: str) -> None:
+    topology = running.topology_of(text=layout)
+    here, model = topology.layouts["text"], Weight()
+    module: Any = model
+    if wrapper.startswith("ddp"):
+        axes = ("dp",) if wrapper == "ddp over dp" else ("sp", "cp", "dp")
+        if (group := topology.group("text", *axes)).size() == 1:
+            return  # PyTorch's DDP wants a communicator.
+        module = nn.parallel.DistributedDataParallel(model, process_group=group)
+    elif wrapper == "fsdp":
+        module = fully_shard(model, mesh=topology.mesh("text")["dp"])
+    module(float(1 + topology.rank)).backward()
+    finish_gradients(topology, {"text": module}, torch.tensor(5))
+    expected = sum(1 + rank for rank in here.group_of(topology.rank, "sp", "cp", "dp")) / 5
+    grad: Any = model.weight.grad
+    found = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    assert torch.allclose(found, torch.full((8,), expected), rtol=1e-6)
+
+
+@on_ranks(4, timeout_s=40)
+def test_a_divisor_of_fsdp_is_undone() -> None:
+    topology, model = running.topology_of(text="dp:4"), Weight()
+    fully_shard(model, mesh=topology.mesh("text")["dp"], reshard_after_forward=False)
+    model.set_force_sum_reduction_for_comms(True)  # pyright: ignore[reportCallIssue]
+    model.set_gradient_divide_factor(8.0)  # pyright: ignore[reportCallIssue]
+    model(float(1 + topology.rank)).backward()
+    finish_gradients(topology, {"text": model}, 2)
+    grad: Any = model.weight.grad
+    assert torch.equal(grad.full_tensor(), torch.full((8,), 5.0))
+
+
+@on_ranks(4, timeout_s=40)
+def test_what_attributes_say_about_tp() -> None:
+    topology, own = running.topology_of(text="tp:4"), {name: Weight() for name in ("a", "b", "c")}
+    model, weights = nn.ModuleDict(own), {name: cast("Any", each.weight) for name, each in own.items()}
+    weights["a"].sequence_parallel = True
+    weights["b"].average_gradients_across_tp_domain = True
+    torch.stack([each(float(topology.rank)) for each in own.values()]).sum().backward()
+    finish_gradients(topology, {"text": model}, 2.0)
+    values = {name: weight.grad[0].item() for name, weight in weights.items()}
+    assert values == {"a": 3.0, "b": 0.75, "c": topology.rank / 2}
+
+
+@on_ranks(4, timeout_s=40)
+def test_missing_gradients_are_zeros_and_frozen_parameters_have_none() -> None:
+    topology, model = running.topology_of(text="dp:4"), [Weight(), Weight(), Weight(torch.bfloat16)]
+    model[1].requires_grad_(False)
+    if topology.rank == 2:
+        (model[0](3.0) + model[2](3.0)).backward()
+    finish_gradients(topology, {"text": model}, 3)
+    grads: list[Any] = [each.weight.grad for each in model]
+    assert grads[1] is None and grads[0].eq(1).all() and grads[2].eq(1).all()
+
+
+@on_ranks(2, timeout_s=40)
+def test_few_all_reduces() -> None:
+    """One for each bucket, not one for each parameter."""
+    topology, model = running.topology_of_world(2, text="dp:2"), [Weight() for _ in range(20)]
+    real: Any
+    calls: list[int]
+    torch.stack([each(1.0) for each in model]).sum().backward()
+    calls, real, most = [], dist.all_reduce, reduction.BUCKET
+    try:
+        dist.all_reduce = lambda tensor, *args, **kwargs: (calls.append(tensor.numel()), real(tensor, *args, **kwargs))
+        reduction.BUCKET = 50
+        finish_gradients(topology, {"text": model}, 1)
+    finally:
+        dist.all_reduce, reduction.BUCKET = real, most
+    assert calls == [1, 48, 48, 48, 16], "one for errors, and the buckets"
+    assert all(cast("Any", each.weight.grad).eq(2).all() for each in model)
+
+
+@on_ranks(4, timeout_s=40)
+def test_wrappers_that_cannot_be_known() -> None:
+    topology, model = running.topology_of(vision="dp:4", text="tp:2,dp:2"), Weight()
+    elsewhere = nn.parallel.DistributedDataParallel(model, process_group=topology.group("vision", "dp"))
+    modules = {"vision": Weight(), "text": elsewhere}
+    # All ranks along both axes of the text: sums of what tp ranks each have whole.
+    with pytest.raises(UserError, match=r"parameter module\.weight of `text`: found a wrapper over ranks 0-3"):
+        finish_gradients(topology, modules, 1)
+    config = gpt.configuration(topology.layouts["text"], sequence_parallel=True)
+    bare = fully_shard(gpt.model(config, topology.collection("text")), mesh=topology.mesh("text")["dp"])
+    with pytest.raises(UserError, match=r"have lost the attributes that Megatron gave them"):
+        finish_gradients(topology, {"vision": Weight(), "text": bare}, 1)
+
+
+@on_ranks(2, timeout_s=40)
+def test_errors_of_one_rank_are_raised_on_all() -> None:
+    topology = running.topology_of_world(2, vision="dp:1@0", text="dp:1@1")
+    with pytest.raises(
+        UserError, match=r"modules on rank 1: found a module `audio`, expected those of this rank: text"
+    ):
+        finish_gradients(topology, {"vision": Weight()} if topology.rank == 0 else {"text": None, "audio": Weight()}, 1)
+    with pytest.raises(UserError, match=r"tokens: found -1, expected those of the whole step, 1 or more"):
+        finish_gradients(topology, {"text" if topology.rank else "vision": Weight()}, -1)
+
+
+@on_ranks(4, timeout_s=40)
+def test_tokens_are_counted_once() -> None:
+    topology = running.topology_of(vision="dp:1@3", text="tp:2,pp:1@0-1")
+    assert count_tokens(topology, "text", 7 + 100 * (topology.rank > 0)).item() == 7
+    topology = running.topology_of(text="pp:2,dp:2")
+    mine = [None, None, torch.tensor(3), 4][topology.rank]
+    assert count_tokens(topology, "text", 50 if mine is None else mine).item() == 7

@@ -1,0 +1,256 @@
+"""`build_optimizers` against one optimizer of PyTorch in one process: several steps of two modules that are clipped
+together, in layouts, wrappers and kinds of optimizers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig
+from torch import Tensor, nn
+
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.errors import UserError
+from megatron_hetero.recipe.optimizers import build_optimizers
+from tests.support.ranks import on_ranks
+from tests.unit.recipe import gpt, running
+
+STEPS, CLIP, RATE, DECAY = 3, 0.05, 0.02, 0.1
+INPUTS, ROWS = 12, 8
+
+
+def adam(**options: Any) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam", lr=RATE, min_lr=0.0, weight_decay=DECAY, adam_eps=1e-3, clip_grad=CLIP, **options
+    )
+
+
+def of_pytorch(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=RATE, eps=1e-3)
+
+
+def vision(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(INPUTS, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def pictures(step: int) -> Tensor:
+    """[ROWS, INPUTS]."""
+    return torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(step)).float()
+
+
+def loss_of_rows(model: nn.Module, rows: Tensor) -> Tensor:
+    return (model(rows) ** 2).sum()
+
+
+def batch_of(step: int) -> list[gpt.Sample]:
+    return gpt.samples(8)[step % 2 :][:4] + gpt.samples(4)
+
+
+def alone(rank: int, tied: bool, frozen: bool) -> tuple[list[float], nn.Module, gpt.GPTModel]:
+    """Norms of each step and the trained modules, in one process."""
+    images, text = vision(), gpt.whole(rank, tied=tied)
+    images.requires_grad_(not frozen)
+    trained = [p for module in (images, text) for p in module.parameters() if p.requires_grad]
+    optimizer, norms = of_pytorch(trained), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = batch_of(step)
+        losses = [gpt.loss_of(text, sample) for sample in batch]
+        if not frozen:
+            losses.append(loss_of_rows(images, pictures(step)))
+        (torch.stack(losses).sum() / sum(sample.supervised for sample in batch)).backward()
+        norms.append(nn.utils.clip_grad_norm_(trained, CLIP).item())
+        optimizer.step()
+    return norms, images, text
+
+
+def require_weights(topology: Topology, model: Any, reference: gpt.GPTModel, tied: bool) -> None:
+    part = model if isinstance(model, gpt.GPTModel) else model.module
+    for name, (own, theirs) in gpt.counterparts(part, reference, tied).items():
+        found = own.full_tensor() if hasattr(own, "full_tensor") else own
+        right = gpt.shard(theirs, own, part.pg_collection)
+        assert gpt.apart(found, right) < 1e-5, (topology.rank, name, gpt.apart(found, right))
+
+
+CASES = [
+    ("dp:4", "plain", "tp:2,dp:2", "plain", adam(), True, False),
+    ("dp:4", "fsdp", "tp:2,dp:2", "plain", adam(), False, False),
+    ("dp:4", "plain", "tp:2,dp:2", "megatron", adam(), True, False),
+    ("dp:2@0-1", "plain", "tp:2@2-3", "megatron", adam(), True, False),
+    ("dp:2@0-1", "plain", "tp:2@2-3", "plain", adam(), True, True),
+    ("dp:4", "ddp", "pp:2,dp:2", "plain", of_pytorch, True, False),
+    ("dp:1@0", "plain", "tp:2,pp:2", "megatron", adam(), True, False),
+    ("dp:4", "fsdp", "tp:2,dp:2", "zero1", adam(use_distributed_optimizer=True), True, False),
+    ("dp:4", "fsdp", "pp:2,dp:2", "zero1", adam(use_distributed_optimizer=True), True, False),
+    ("dp:4", "plain", "dp:4", "fsdp", of_pytorch, False, False),
+]
+
+
+@pytest.mark.parametrize("images, image_wrapper, text, text_wrapper, config, tied, frozen", CASES)
+@on_ranks(4, timeout_s=40)
+def test_steps_norms_and_weights_are_those_of_one_process(
+    images: str, image_wrapper: str, text: str, text_wrapper: str, config: Any, tied: bool, frozen: bool
+) -> None:
+    train(images, image_wrapper, text, text_wrapper, config, tied, frozen)
+
+
+@pytest.mark.parametrize("images, text", [("dp:2@0-1", "tp:2@2-3"), ("dp:4", "tp:2,pp:2")])
+@on_ranks(4, timeout_s=60, fixture="rules_pools")
+def test_the_same_under_nccls_rules(images: str, text: str) -> None:
+    train(images, "plain", text, "plain", adam(), True, False)
+
+
+def train(images: str, image_wrapper: str, text: str, text_wrapper: str, config: Any, tied: bool, frozen: bool) -> None:
+    topology = running.topology_of(vision=images, text=text)
+    norms, own_images, own_text = alone(topology.rank, tied, frozen)
+    modules, reference = build(topology, image_wrapper, text_wrapper, tied, frozen)
+    optimizer = build_optimizers(topology, modules, config, clip_grad=CLIP)
+    assert ("vision" in optimizer.parts) == (topology.has("vision") and not frozen)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = batch_of(step)
+        if topology.has("vision") and not frozen:
+            layout = topology.layouts["vision"]
+            rows = pictures(step)[layout.replica_of(topology.rank) :: layout.dp]
+            loss_of_rows(modules["vision"], rows).backward()
+        mine = running.backward(topology, modules["text"], batch)[1] if topology.has("text") else 0
+        norm = optimizer.step(tokens=running.tokens_of(topology, mine))
+        assert gpt.apart(optimizer.norms.square().sum().sqrt(), norm) < 1e-6
+        assert norm > CLIP, "the test would not see that gradients are clipped"
+        assert abs(norm.item() - norms[step]) < 1e-5 * norms[step], (step, norm.item(), norms)
+    if topology.has("text"):
+        require_weights(topology, modules["text"], own_text, tied)
+    if topology.has("vision"):
+        for own, theirs in zip(modules["vision"].parameters(), own_images.parameters(), strict=True):
+            found = own.full_tensor() if hasattr(own, "full_tensor") else own
+            assert gpt.apart(found, theirs) < 1e-5
+    assert reference is not own_text
+
+
+def build(
+    topology: Topology, image_wrapper: str, text_wrapper: str, tied: bool, frozen: bool
+) -> tuple[dict[str, Any], gpt.GPTModel]:
+    modules, reference = {}, gpt.whole(topology.rank, tied=tied)
+    if topology.has("vision"):
+        images = vision()
+        if image_wrapper == "plain" and topology.layouts["vision"].replica_of(topology.rank):
+            images = vision(seed=topology.rank)  # Replicas get the weights of the first.
+        modules["vision"] = running.wrapped(images.requires_grad_(not frozen), image_wrapper, topology, "vision")
+    if topology.has("text"):
+        layout = topology.layouts["text"]
+        part = gpt.model(
+            gpt.configuration(layout, sequence_parallel=layout.tp > 1), topology.collection("text"), tied=tied
+        )
+        gpt.fill(part, reference, tied)
+        modules["text"] = running.wrapped(part, text_wrapper, topology)
+    return modules, reference
+
+
+@on_ranks(2, timeout_s=40)
+def test_a_learning_rate_scheduler_of_pytorch_drives_it() -> None:
+    topology = running.topology_of_world(2, vision="dp:1@0", text="dp:1@1")
+    weight = nn.Linear(2, 2)
+    name = "vision" if topology.rank == 0 else "text"
+    optimizer = build_optimizers(topology, {name: weight}, partial(torch.optim.SGD, lr=1.0))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    before = weight.weight.detach().clone()
+    for step in range(2):
+        optimizer.zero_grad()
+        weight.weight.sum().backward()
+        optimizer.step(tokens=4)
+        scheduler.step()
+        before -= 0.25 * 0.5**step
+        assert torch.allclose(weight.weight, before)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    with pytest.raises(UserError, match="found no modules, expected"):
+        optimizer.load_state_dict({})
+
+
+@on_ranks(2, timeout_s=40)
+def test_wrong_uses_are_errors_on_all_ranks() -> None:
+    topology = running.topology_of_world(2, vision="dp:1@0", text="dp:1@1")
+    name, sgd = "vision" if topology.rank == 0 else "text", partial(torch.optim.SGD, lr=1.0)
+    with pytest.raises(
+        UserError, match=r"modules on rank 1: found no module `text`, expected those of this rank: text"
+    ):
+        build_optimizers(topology, {name: nn.Linear(2, 2)} if topology.rank == 0 else {}, sgd)
+    with pytest.raises(UserError, match="found no module|found a module `vision`"):
+        build_optimizers(topology, {"vision": nn.Linear(2, 2)}, sgd)
+    with pytest.raises(UserError, match="config of `text`: found configurations of vision, expected one of `text`"):
+        build_optimizers(topology, {name: nn.Linear(2, 2)}, {"vision": sgd})
+    with pytest.raises(UserError, match="config of `vision`: found str"):
+        build_optimizers(topology, {name: nn.Linear(2, 2)}, "adam")
+    configs = {"vision": OptimizerConfig(clip_grad=1.0), "text": OptimizerConfig(clip_grad=2.0)}
+    with pytest.raises(UserError, match=r"clip_grad: found 1\.0 and 2\.0"):
+        build_optimizers(topology, {name: nn.Linear(2, 2)}, configs)
+    config = OptimizerConfig(lr=1.0, use_distributed_optimizer=True)
+    with pytest.raises(UserError, match=r"`vision`: found config.use_distributed_optimizer"):
+        build_optimizers(topology, {name: nn.Linear(2, 2)}, config)
+    optimizer = build_optimizers(topology, {name: nn.Linear(2, 2)}, sgd)
+    with pytest.raises(UserError, match="tokens: found 0"):
+        optimizer.step(tokens=0)
+
+
+@on_ranks(2, timeout_s=40)
+def test_weights_in_bfloat16_are_updated_in_fp32() -> None:
+    """Each update is too small for them."""
+    topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(4, 4, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    config = OptimizerConfig(optimizer="sgd", lr=2**-10, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0, bf16=True)
+    optimizer = build_optimizers(topology, {"text": model}, config)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        assert optimizer.step(tokens=2) == 4.0
+    assert torch.equal(model.weight, torch.full((4, 4), 1 - 2**-8, dtype=torch.bfloat16))
+    with pytest.raises(UserError, match=r"found 16-bit parameters \(weight\) and config\.bf16 False"):
+        build_optimizers(topology, {"text": model}, OptimizerConfig(lr=1.0))
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "megatron", "zero1"])
+@on_ranks(4, timeout_s=40)
+def test_a_model_in_bfloat16(wrapper: str) -> None:
+    """Its norms are near those of fp32, and so is what it has learnt."""
+    topology = running.topology_of(text="tp:2,dp:2")
+    norms, _, expected = alone(topology.rank, False, True)
+    start = gpt.whole(topology.rank)
+    layout = topology.layouts["text"]
+    narrow = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    config = gpt.configuration(layout, sequence_parallel=True, **narrow)
+    part = gpt.model(config, topology.collection("text"))
+    gpt.fill(part, start)
+    model = running.wrapped(part, wrapper, topology)
+    settings = adam(bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=wrapper == "zero1")
+    optimizer = build_optimizers(topology, {"vision": None, "text": model}, settings)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        mine = running.backward(topology, model, batch_of(step))[1]
+        norm = optimizer.step(tokens=running.tokens_of(topology, mine))
+        assert abs(norm.item() - norms[step]) < 0.02 * norms[step]
+    # PyTorch's norms keep fp32 weights.
+    assert {p.dtype for p in part.parameters()} == {torch.bfloat16, torch.float32}
+    first, off, moved = dict(start.named_parameters()), [], []
+    for name, (own, theirs) in gpt.counterparts(part, expected).items():
+        off.append((own.float() - gpt.shard(theirs, own, part.pg_collection)).norm())
+        moved.append(gpt.shard(theirs - first[name], own, part.pg_collection).norm())
+    # Adam makes as much of small gradients as of large ones: it is all elements together that are near.
+    assert torch.stack(off).norm() < 0.15 * torch.stack(moved).norm()
+
+
+@on_ranks(2, timeout_s=40)
+def test_replicas_that_differ_are_found() -> None:
+    topology, module = running.topology_of_world(2, text="dp:2"), nn.Linear(2, 2)
+    module.bias.requires_grad_(topology.rank == 0)
+    with pytest.raises(UserError, match="found other trainable parameters than on another rank along sp, cp, dp"):
+        build_optimizers(topology, {"text": module}, partial(torch.optim.SGD, lr=1.0))
+    dist.barrier()

@@ -1,0 +1,248 @@
+"""`Graph`, `build` and `Runner`: a graph of ordinary models by a schedule, and in a plain loop, is one model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_hetero import (
+    Boundary,
+    Edge,
+    Graph,
+    Layout,
+    MicroBatch,
+    Rows,
+    Runner,
+    ScheduleSettings,
+    Stage,
+    Topology,
+    UserError,
+    build,
+)
+from megatron_hetero import micro_batch as block
+from tests.support.ranks import on_ranks
+
+WIDTH, SAMPLES, MICRO_BATCHES = 4, 6, 3
+GRAPH = Graph({"vision": ["text"], "text": ["generator"]}, width=WIDTH, dtype=torch.float64)
+PLACEMENTS = {
+    "colocated": {"vision": "dp:4", "text": "dp:2,tp:2", "generator": "dp:4"},
+    "disjoint": {"vision": "dp:1@0", "text": "dp:2@1-2", "generator": "dp:1@3"},
+    "stages": {"vision": "dp:2@0-1", "text": "pp:2@2-3", "generator": "dp:2@0-1"},
+}
+
+
+class Text(nn.Module):
+    """Two layers; rows are added to the tokens. Its loss, and rows for the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+
+    def begin(self, tokens: Tensor, rows: Tensor) -> Tensor:
+        return torch.tanh(self.first(tokens + rows))
+
+    def end(self, hidden: Tensor) -> dict[str, Tensor]:
+        rows = self.second(hidden)
+        return {"rows": rows, "loss": rows.square().sum()}
+
+    def forward(self, tokens: Tensor, rows: Tensor) -> dict[str, Tensor]:
+        return self.end(self.begin(tokens, rows))
+
+
+class Generator(nn.Module):
+    """A loss of rows and noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, noise: Tensor, rows: Tensor) -> Tensor:
+        return (self.layer(rows) - noise).abs().sum()
+
+
+def models() -> dict[str, Any]:
+    torch.manual_seed(3)
+    return {"vision": nn.Linear(WIDTH, WIDTH, dtype=torch.float64), "text": Text(), "generator": Generator()}
+
+
+def inputs(name: str, m: int) -> Tensor:
+    torch.manual_seed(10 * m + len(name))
+    return torch.randn(SAMPLES, WIDTH, dtype=torch.float64)
+
+
+def mine(topology: Topology, name: str) -> list[int]:
+    """The samples of this rank."""
+    layout = topology.layouts[name]
+    return list(range(layout.replica_of(topology.rank), SAMPLES, layout.dp)) if topology.has(name) else []
+
+
+def part_of(topology: Topology, m: int) -> MicroBatch:
+    samples = {name: mine(topology, name) for name in topology.layouts}
+    layout = topology.layouts["text"]
+    stage = layout.coordinate(topology.rank).pp if topology.has("text") else 0
+    first, last = stage == 0, stage == layout.pp - 1
+    rows = {
+        ("vision", "text"): Rows(held=samples["vision"], needed=samples["text"] if first else []),
+        Edge("text", "generator"): Rows(held=samples["text"] if last else [], needed=samples["generator"]),
+    }
+    return MicroBatch({name: inputs(name, m)[samples[name]] for name in samples if topology.has(name)}, rows)
+
+
+def alone() -> dict[str, Any]:
+    found = models()
+    for m in range(MICRO_BATCHES):
+        text = found["text"](inputs("text", m), found["vision"](inputs("vision", m)))
+        (text["loss"] + found["generator"](inputs("generator", m), text["rows"])).backward()
+    return found
+
+
+def compare(topology: Topology, held: dict[str, Any]) -> None:
+    """Gradients of this rank's parameters, summed over its replicas, are those of one process."""
+    expected = alone()
+    for name in held:
+        layout, group = topology.layouts[name], topology.group(name, "sp", "cp", "dp")
+        for (which, own), other in zip(held[name].named_parameters(), expected[name].parameters(), strict=True):
+            if layout.pp > 1 and (("first", "second")[layout.coordinate(topology.rank).pp] not in which):
+                continue
+            assert own.grad is not None, f"{name}.{which}"
+            if group.size() > 1:
+                dist.all_reduce(own.grad, group=group)
+            assert torch.allclose(own.grad, other.grad, rtol=1e-11, atol=1e-11), f"{name}.{which}"
+
+
+def held_by(topology: Topology) -> dict[str, Any]:
+    return {name: model for name, model in models().items() if topology.has(name)}
+
+
+def stages_of(topology: Topology, held: dict[str, Any]) -> dict[str, Any]:
+    """What the runner is given."""
+    text, layout = held.get("text"), topology.layouts["text"]
+    if text is None or layout.pp == 1:
+        return dict(held)
+    last = Stage(lambda _, hidden: text.end(hidden), hidden_shape=lambda tokens: tokens.shape)
+    return held | {"text": last if layout.coordinate(topology.rank).pp else text.begin}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@on_ranks(4)
+def test_a_step_of_the_runner(placement: str) -> None:
+    topology = build(GRAPH, PLACEMENTS[placement])
+    held = held_by(topology)
+    runner = Runner(topology, stages_of(topology, held))
+    batches = [part_of(topology, m) for m in range(MICRO_BATCHES)]
+    evaluated, trained = runner(batches, forward_only=True), runner(batches)
+    assert torch.equal(evaluated, trained) and runner.schedule(MICRO_BATCHES).micro_batches == MICRO_BATCHES
+    compare(topology, held)
+
+
+@pytest.mark.parametrize("placement", ["colocated", "disjoint"])
+@on_ranks(4)
+def test_the_same_functions_in_a_plain_loop(placement: str) -> None:
+    """Boundaries take width and dtype from the graph."""
+    topology = build(GRAPH, PLACEMENTS[placement])
+    held, edges = held_by(topology), [edge for edge in topology.graph.edges if edge in topology.planned]  # pyright: ignore[reportOptionalMemberAccess]
+    links = {edge: Boundary.open(topology, edge.source, edge.target) for edge in edges}
+    for m in range(MICRO_BATCHES):
+        part, made, losses = part_of(topology, m), {}, []
+        with block(*links.values()):
+            for name in topology.layouts:
+                arrived = []
+                for edge, link in links.items():
+                    if edge.target == name:
+                        rows = part.rows[(edge.source, edge.target) if edge.source == "vision" else edge]
+                        arrived.append(link(link.plan(held=rows.held, needed=rows.needed), made.get(edge.source)))
+                if name in held:
+                    output = held[name](part.inputs[name], *arrived)
+                    output = output if isinstance(output, dict) else {"loss" if name == "generator" else "rows": output}
+                    made[name] = output.get("rows")
+                    losses += [output["loss"]] if "loss" in output else []
+            if losses:
+                # The text module's graph is that of its loss and of the rows that it feeds to the generator.
+                torch.stack(losses).sum().backward(retain_graph="text" in held)
+    compare(topology, held)
+
+
+@on_ranks(4)
+def test_wrong_uses_are_errors_on_all_ranks() -> None:
+    rank = dist.get_rank()
+    with pytest.raises(UserError, match="build: found no layout of `generator`, expected one for each module"):
+        build(GRAPH, vision="dp:4", text="dp:4")
+    with pytest.raises(UserError, match="build: found a layout of `sound`, expected those of vision, text, generator"):
+        build(GRAPH, vision="dp:4", text="dp:4", generator="dp:4", sound="dp:4")
+    with pytest.raises(
+        UserError, match=r"text layout `dp:4@2-5`: found ranks 4-5, expected ranks from 0 to 3.* Try `text="
+    ):
+        build(GRAPH, vision="dp:4", text="dp:4@2-5", generator="dp:4")
+    with pytest.raises(UserError, match="build: text: found dp:4@2-5, expected ranks below 4"):
+        build(GRAPH, vision="dp:4", text=Layout.parse("dp:4@2-5"), generator="dp:4")
+    with pytest.raises(UserError, match="on rank 0 and .*text: tp:4.* on rank 2, expected the same on all ranks"):
+        build(GRAPH, vision="dp:4", text="tp:4" if rank == 2 else "dp:4", generator="dp:4")
+    with pytest.raises(UserError, match="vision"):
+        build(GRAPH, vision="xp:4" if rank == 1 else "dp:4", text="dp:4", generator="dp:4")
+    topology = build(GRAPH, PLACEMENTS["colocated"])
+    with pytest.raises(UserError, match="interpreter on rank 1: found no stage of `text`"):
+        Runner(topology, {n: m for n, m in models().items() if n != "text" or rank != 1})
+    with pytest.raises(UserError, match="settings: found .*waves=3"):
+        Runner(topology, models(), settings=ScheduleSettings(waves=3))
+    runner = Runner(topology, models())
+    batches = [part_of(topology, m) for m in range(2)]
+    with pytest.raises(UserError, match="vision>text: crossings: found 2 on rank 0 and 1 on rank 3"):
+        runner(batches[: 1 if rank == 3 else 2])
+    with pytest.raises(UserError, match="rows: found rows of `text>vision`, expected of vision>text, text>generator"):
+        runner([MicroBatch(batches[0].inputs, {("text", "vision"): Rows([0], [0])}) if rank == 1 else batches[0]])
+    runner(batches)  # It can be used afterwards.
+
+
+@on_ranks(4)
+def test_an_error_of_one_edge_is_that_of_all_ranks() -> None:
+    """Ranks of the others would wait for those that raise it."""
+    topology = build(GRAPH, PLACEMENTS["disjoint"])
+    runner, part = Runner(topology, held_by(topology)), part_of(topology, 0)
+    wrong = {**part.rows, ("vision", "text"): Rows(held=part.rows["vision", "text"].held, needed=[99])}
+    with pytest.raises(UserError, match="vision>text: needed: found row 99 on rank 1"):
+        runner([MicroBatch(part.inputs, wrong) if topology.rank == 1 else part])
+
+
+@on_ranks(2)
+def test_a_last_stage_that_feeds_nobody_returns_its_loss() -> None:
+    """Also where rows leave an earlier stage of its module."""
+    graph = Graph([Edge("text", "critic", 0, 0), ("vision", "text")], width=WIDTH, dtype=torch.float64)
+    topology = build(graph, vision="dp:1@0", text="pp:2@0-1", critic="dp:1@0")
+    layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    first = {
+        "vision": nn.Identity(),
+        "text": lambda tokens, rows: {"hidden": tokens + rows, "rows": rows},
+        "critic": lambda _, rows: 0 * rows.sum(),
+    }
+    last = {"text": Stage(lambda _, hidden: layer(hidden).sum(), hidden_shape=(2, WIDTH))}
+    runner = Runner(topology, last if topology.rank else first)
+    values = torch.ones(2, WIDTH, dtype=torch.float64)
+    inputs = {name: values for name in topology.layouts if topology.has(name)}
+    ids = [0, 1] if topology.rank == 0 else []
+    rows = Rows(held=ids, needed=ids)
+    loss = runner([MicroBatch(inputs, {("vision", "text"): rows, Edge("text", "critic", 0, 0): rows})])
+    if topology.rank == 1:
+        assert (
+            torch.allclose(loss.double(), layer(2 * values).sum().detach(), rtol=1e-6) and layer.weight.grad is not None
+        )
+    else:
+        assert loss == 0
+
+
+def test_a_graph_is_checked() -> None:
+    float32 = torch.float32
+    assert Graph({"a": ["b", "c"], "d": []}, width=2, dtype=float32).modules == ("a", "d", "b", "c")
+    with pytest.raises(UserError, match="`a>b` twice"):
+        Graph([("a", "b"), Edge("a", "b")], width=2, dtype=float32)
+    with pytest.raises(UserError, match="`a>a` from a module to itself"):
+        Graph({"a": ["a"]}, width=2, dtype=float32)
+    with pytest.raises(UserError, match="width: found none for `b>c`"):
+        Graph({"a": ["b"], "b": ["c"]}, width={("a", "b"): 2}, dtype=float32)
+    with pytest.raises(UserError, match="width: found `a>c`, expected edges of the graph, `a>b`"):
+        Graph({"a": ["b"]}, width={("a", "b"): 2, ("a", "c"): 3}, dtype=float32)
+    with pytest.raises(UserError, match="width: found 0, expected 1 or more"):
+        Graph({"a": ["b"]}, width=0, dtype=float32)
