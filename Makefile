@@ -12,8 +12,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+LOGS := $(VENV)/logs
 EXTRAS := dev,tensorboard,bench
 RANKS ?= 2
+
+# A recipe fails where the first command of a pipe does.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 
 # One thread per process: the ranks of a run and the workers of the tests share the cores.
 export OMP_NUM_THREADS := 1
@@ -34,30 +39,31 @@ venv: $(INSTALLED)
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-input -q -c constraints.txt -e '.[$(EXTRAS)]'
+	@mkdir -p $(LOGS)
 	@touch $@
 
 # ---------------------------------------------------------------------------------------------- tests
 
-# Types and both runs of pytest at the same time, since many tests wait; their output is mixed.
+# Types and both runs of pytest at the same time, since many tests wait; their output is mixed. How each ended comes last.
 test: lint
-	@$(MAKE) --no-print-directory --keep-going --jobs 3 types unit functional
+	@$(MAKE) --no-print-directory --keep-going --jobs 3 types unit functional || { tail -n 25 $(LOGS)/*.log; exit 1; }
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(INSTALLED)
-	$(BIN)/pyright
+	$(BIN)/pyright 2>&1 | tee $(LOGS)/types.log
 
 unit: $(INSTALLED)
-	$(BIN)/python -u -m pytest tests/unit
+	$(BIN)/python -u -m pytest tests/unit 2>&1 | tee $(LOGS)/unit.log
 
 # Not part of `make test`.
 matrix: $(INSTALLED)
 	$(BIN)/python -m pytest -m long
 
 functional: $(INSTALLED)
-	$(BIN)/python -u -m pytest --ignore tests/unit
+	$(BIN)/python -u -m pytest --ignore tests/unit 2>&1 | tee $(LOGS)/functional.log
 
 # Not part of `make test`. SEED=N kills at other moments.
 SEED ?= 0

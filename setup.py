@@ -43,6 +43,7 @@ setup(
         # pyright runs on node, which its extra brings along.
         "dev": [
             "pytest>=9",
+            "pytest-timeout>=2.4",
             "hypothesis>=6.100",
             "psutil>=6",
             "ruff>=0.12",

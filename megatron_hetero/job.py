@@ -193,7 +193,7 @@ class JobSpec:
         settings = _schedule_settings(self.config)
         self._require_rows_enter_early()
         schedule = build_schedule(
-            self.layouts, batch.micro_batches, settings, forward_only=forward_only, edges=list(self.edges)
+            self.layouts, batch.micro_batches, settings, text=TEXT, forward_only=forward_only, edges=list(self.edges)
         )
         check_schedule(schedule)
         return schedule

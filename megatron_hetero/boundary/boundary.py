@@ -100,7 +100,7 @@ class Boundary:
                 fix="give the edge to `Topology.build` in `edges` and `planned`, and open it on ranks of either module",
             )
         if graph := topology.graph:
-            of_edge = len(graph.outputs_of(edge) or " ") * graph.width_of(edge)
+            of_edge = len(graph.outputs_of(edge)) * graph.width_of(edge)
             width, dtype, transport = width or of_edge, dtype or graph.dtype, transport or graph.transport
         if width is None or dtype is None:
             expected = "both, where the topology has no graph"

@@ -78,29 +78,39 @@ class Edge:
         return ">".join(self.ends)
 
 
-def as_edge(edge: Edge | tuple[str, str], layouts: Mapping[str, Layout]) -> Edge:
-    """`edge` by its only name, for modules in these layouts; a tuple is the edge from the last stage to the first.
+Ends = Edge | tuple[str, str]
+"""An edge; two modules alone are the edge from the last stage of one to the first of the other."""
+
+
+def edge_of(ends: Ends) -> Edge:
+    """The edge, as it is named. Raises `UserError` if it is none."""
+    if isinstance(ends, Edge):
+        return ends
+    if isinstance(ends, str) or len(ends) != 2:
+        raise UserError.at(
+            "edges",
+            found=repr(ends),
+            expected="pairs of modules, or `Edge`s",
+            fix='write `edges=[("vision", "text")]`, and an edge between two stages as an `Edge`',
+        )
+    return Edge(*ends)
+
+
+def as_edge(ends: Ends, layouts: Mapping[str, Layout]) -> Edge:
+    """The edge by its only name, for modules in these layouts.
 
     Raises:
         UserError: it is no edge, or there is no such module.
     """
-    if not isinstance(edge, Edge) and (isinstance(edge, str) or len(edge) != 2):
-        raise UserError.at(
-            "edges",
-            found=repr(edge),
-            expected="pairs of modules, or `Edge`s",
-            fix='write `edges=[("vision", "text")]`, and an edge between two stages as an `Edge`',
-        )
-    for module in (edge.source, edge.target) if isinstance(edge, Edge) else edge:
+    edge = edge_of(ends)
+    for module in (edge.source, edge.target):
         if module not in layouts:
             raise UserError.at(
-                f"edge {edge if isinstance(edge, Edge) else '>'.join(map(str, edge))}",
+                f"edge {edge}",
                 found=f"no module `{module}`{did_you_mean(str(module), layouts)}",
                 expected=f"modules among {', '.join(layouts)}",
                 fix="name them as in the layouts",
             )
-    if not isinstance(edge, Edge):
-        return Edge(*edge)
     if edge.source_stage is None or edge.target_stage is None:
         return edge
     return Edge.of(edge.source, edge.source_stage, layouts[edge.source].pp, edge.target, edge.target_stage)

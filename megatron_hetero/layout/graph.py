@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.edge import Edge, Ends, as_edge, edge_of
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.names import ROWS
 
 if TYPE_CHECKING:
     import torch
-
-Ends = Edge | tuple[str, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,21 +44,25 @@ class Graph:
                 raise UserError.at("Graph: edges", problem=f"`{edge}` {problem}", fix="remove it")
         for name, given in (("width", self.width), ("outputs", self.outputs)):
             for ends in given if isinstance(given, Mapping) else ():
-                if _edge(ends) not in edges:
+                if edge_of(ends) not in edges:
                     expected = ", ".join(f"`{edge}`" for edge in edges) or "none"
                     raise UserError.at(
-                        f"Graph: {name}", found=f"`{_edge(ends)}`", expected=f"edges of the graph, {expected}",
+                        f"Graph: {name}", found=f"`{edge_of(ends)}`", expected=f"edges of the graph, {expected}",
                         fix="correct it",
                     )  # fmt: skip
         for edge in edges:
-            self.width_of(edge)
+            if edge not in self._widths:
+                raise UserError.at("Graph: width", found=f"none for `{edge}`", expected="one per edge", fix="add it")
+            if (width := self._widths[edge]) < 1:
+                fix = "give the elements of a row"
+                raise UserError.at("Graph: width", found=str(width), expected="1 or more", fix=fix)
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
         """All edges, in the order in which they were given."""
         if isinstance(self.feeds, Mapping):
             return tuple(Edge(source, target) for source, targets in self.feeds.items() for target in targets)
-        return tuple(map(_edge, self.feeds))
+        return tuple(map(edge_of, self.feeds))
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
@@ -68,21 +72,28 @@ class Graph:
 
     def width_of(self, edge: Edge) -> int:
         """Elements of a row of one output."""
-        width = self.width
-        if isinstance(width, Mapping):
-            named = {_edge(ends): each for ends, each in width.items()}
-            if edge not in named:
-                raise UserError.at("Graph: width", found=f"none for `{edge}`", expected="one per edge", fix="add it")
-            width = named[edge]
-        if width < 1:
-            raise UserError.at("Graph: width", found=str(width), expected="1 or more", fix="give the elements of a row")
-        return width
+        return self._widths[edge]
 
-    def outputs_of(self, edge: Edge) -> tuple[str, ...] | None:
-        """The outputs that cross along the edge; None for the rows alone."""
-        named = {_edge(ends): tuple(names) for ends, names in (self.outputs or {}).items()}
-        return named.get(edge)
+    def outputs_of(self, edge: Edge) -> tuple[str, ...]:
+        """The outputs that cross along the edge."""
+        return self._outputs.get(edge, (ROWS,))
 
+    def in_layouts(self, layouts: Mapping[str, Layout]) -> Graph:
+        """The same graph, with each edge by its only name in these layouts, see `as_edge`. Raises `UserError`."""
+        named = {edge: as_edge(edge, layouts) for edge in self.edges}
+        return replace(
+            self,
+            feeds=tuple(named.values()),
+            width={named[edge]: self.width_of(edge) for edge in self.edges},
+            outputs={named[edge]: self.outputs_of(edge) for edge in self.edges},
+        )
 
-def _edge(ends: Ends) -> Edge:
-    return ends if isinstance(ends, Edge) else Edge(*ends)
+    @cached_property
+    def _widths(self) -> dict[Edge, int]:
+        if isinstance(self.width, Mapping):
+            return {edge_of(ends): width for ends, width in self.width.items()}
+        return dict.fromkeys(self.edges, self.width)
+
+    @cached_property
+    def _outputs(self) -> dict[Edge, tuple[str, ...]]:
+        return {edge_of(ends): tuple(names) for ends, names in (self.outputs or {}).items()}

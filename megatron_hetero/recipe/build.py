@@ -45,7 +45,11 @@ def build(
     if not dist.is_initialized():
         fix = "call `torch.distributed.init_process_group`, or be inside `process_group()`"
         raise UserError.at("build", problem="no process group is initialised", fix=fix)
-    parsed, problem = _parsed(graph, {**(layouts or {}), **named})
+    try:
+        parsed = _parsed(graph, {**(layouts or {}), **named})
+        graph, problem = graph.in_layouts(parsed), None
+    except UserError as error:
+        parsed, problem = {}, error
     rows = f"rows: {graph.width}, {graph.dtype}, {graph.transport}, {graph.outputs}"
     groups = f"groups: {list(tied)}, {list(interleaved)}, {None if megatron is None else list(megatron)}, {check}"
     layouts_of = (f"{name}: {layout}" for name, layout in parsed.items())
@@ -65,28 +69,23 @@ def build(
     return replace(topology, graph=graph)
 
 
-def _parsed(graph: Graph, layouts: dict[str, str | Layout]) -> tuple[dict[str, Layout], UserError | None]:
-    try:
-        for name in (*graph.modules, *layouts):
-            if name not in layouts:
-                fix = f"add {name}=..."
-                raise UserError.at("build", found=f"no layout of `{name}`", expected="one for each module", fix=fix)
-            if name not in graph.modules:
-                known = ", ".join(graph.modules)
-                raise UserError.at(
-                    "build", found=f"a layout of `{name}`", expected=f"those of {known}", fix="remove it"
-                )
-        world = dist.get_world_size()
-        found = {
-            n: each if isinstance(each, Layout) else Layout.parse(each, world, module=n) for n, each in layouts.items()
-        }
-        for name, layout in found.items():
-            if layout.ranks[-1] >= world:
-                expected = f"ranks below {world}, the number of ranks"
-                raise UserError.at(f"build: {name}", found=str(layout), expected=expected, fix="correct its ranks")
-    except UserError as error:
-        return {}, error
-    return {name: found[name] for name in graph.modules}, None
+def _parsed(graph: Graph, layouts: Mapping[str, str | Layout]) -> dict[str, Layout]:
+    """The layouts of the graph's modules, in its order. Raises `UserError`."""
+    for name in (*graph.modules, *layouts):
+        if name not in layouts:
+            fix = f"add {name}=..."
+            raise UserError.at("build", found=f"no layout of `{name}`", expected="one for each module", fix=fix)
+        if name not in graph.modules:
+            known = ", ".join(graph.modules)
+            raise UserError.at("build", found=f"a layout of `{name}`", expected=f"those of {known}", fix="remove it")
+    world, found = dist.get_world_size(), dict[str, Layout]()
+    for name in graph.modules:
+        given = layouts[name]
+        found[name] = given if isinstance(given, Layout) else Layout.parse(given, world, module=name)
+        if found[name].ranks[-1] >= world:
+            expected = f"ranks below {world}, the number of ranks"
+            raise UserError.at(f"build: {name}", found=str(found[name]), expected=expected, fix="correct its ranks")
+    return found
 
 
 def _require_alike(mine: list[str]) -> None:

@@ -14,19 +14,17 @@ BUCKET = 1 << 25
 
 @torch.no_grad()
 def sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum each tensor over the ranks of a group, in place; all ranks pass tensors of the same shapes. Sums of 16-bit
-    tensors are formed in fp32.
-    """
+    """Sum each tensor over the ranks of a group, in place; all ranks pass tensors of the same shapes."""
     if group.size() == 1:
         return
     for bucket in buckets(tensors):
         if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].element_size() >= 4:
             dist.all_reduce(bucket[0], group=group)
             continue
-        flat = _flat(bucket)
+        # Sums of narrow tensors are formed in fp32.
+        flat = torch.cat([t.reshape(-1).to(torch.float32 if t.element_size() < 4 else t.dtype) for t in bucket])
         dist.all_reduce(flat, group=group)
-        parts = flat.split([tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+        _copy_back(flat, bucket)
 
 
 @torch.no_grad()
@@ -38,8 +36,7 @@ def copy_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None
     for bucket in buckets(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.broadcast(flat, first, group=group)
-        parts = flat.split([tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+        _copy_back(flat, bucket)
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -60,6 +57,6 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _flat(bucket: Sequence[Tensor]) -> Tensor:
-    dtype = torch.float32 if bucket[0].element_size() < 4 else bucket[0].dtype
-    return torch.cat([tensor.reshape(-1).to(dtype) for tensor in bucket])
+def _copy_back(flat: Tensor, bucket: list[Tensor]) -> None:
+    parts = flat.split([tensor.numel() for tensor in bucket])
+    torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])

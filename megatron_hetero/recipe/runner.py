@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from megatron_hetero.boundary.boundary import Boundary, Rows
 from megatron_hetero.boundary.loaded import LoadedPlan
-from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, StageModel
 from megatron_hetero.execution.runtime import Interpreter
-from megatron_hetero.layout.edge import Edge, as_edge
-from megatron_hetero.layout.graph import Ends
+from megatron_hetero.layout.edge import Edge, Ends, as_edge
+from megatron_hetero.recipe.agreement import shared
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
@@ -98,13 +97,12 @@ class Runner:
         self._boundaries = {edge: Boundary.of(topology, edge, check=check) for edge in topology.planned}
         given = {name: each for name, each in modules.items() if each is not None}
         held = {name: ModuleOnRank(_stages(topology, name, each)) for name, each in given.items()}
-        outputs = {edge: names for edge in graph.edges if (names := graph.outputs_of(edge))}
         self._interpreter = Interpreter.build(
             topology,
             held,
             width={edge: graph.width_of(edge) for edge in graph.edges},
             dtype=graph.dtype,
-            outputs=outputs,
+            outputs={edge: graph.outputs_of(edge) for edge in graph.edges},
             transport=graph.transport,
             timeout_s=timeout_s,
             check=check,
@@ -163,17 +161,16 @@ class Runner:
 
     def _share(self, require: Callable[[], None]) -> None:
         if self._check:
-            on_every(self.topology.host, require)
+            shared(self.topology, require)
         else:
             require()
 
     def _require_edges(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Check that rows are of edges of the graph."""
-        known = [as_edge(edge, self.topology.layouts) for edge in self.graph.edges]
         for each in micro_batches:
             for ends in each.rows:
-                if (edge := as_edge(ends, self.topology.layouts)) not in known:
-                    edges = ", ".join(map(str, known)) or "none"
+                if (edge := as_edge(ends, self.topology.layouts)) not in self.graph.edges:
+                    edges = ", ".join(map(str, self.graph.edges)) or "none"
                     where, fix = f"Runner on rank {self.topology.rank}: rows", "name an edge of the graph"
                     raise UserError.at(where, found=f"rows of `{edge}`", expected=f"of {edges}", fix=fix)
 

@@ -52,12 +52,12 @@ from dataclasses import replace
 from itertools import chain, product
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout.edge import Edge, as_edge
+from megatron_hetero.layout.edge import Edge, Ends, as_edge, edge_of
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, finish, run, start
 from megatron_hetero.schedule.ahead import ahead_order, receive_rows, send_gradients_ahead
 from megatron_hetero.schedule.context import BuildContext, first_stage, text_parts
-from megatron_hetero.schedule.graph import build_graph_schedule, feeds_all
+from megatron_hetero.schedule.graph import build_graph_schedule, fed_by_all
 from megatron_hetero.schedule.orders import Work
 from megatron_hetero.schedule.program import Module, Role, Schedule, find_roles
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
@@ -71,7 +71,7 @@ def build_schedule(
     *,
     text: str | None = None,
     forward_only: Collection[str] = (),
-    edges: Collection[Edge | tuple[str, str]] = (),
+    edges: Collection[Ends] | None = None,
 ) -> Schedule:
     """Build the schedule of a step.
 
@@ -79,25 +79,26 @@ def build_schedule(
         layouts: of all modules, by name.
         micro_batches: their number in the step.
         settings: see `ScheduleSettings`.
-        text: the module that all others feed, which are encoders; default: the one that `edges` make that, else `text`.
+        text: the module that all others feed, which are encoders; default: the one that `edges` make that, or `text`
+            where there are none.
         forward_only: modules without a backward pass: frozen encoders, or all modules in an evaluation.
-        edges: of the graph of modules; (from, to) alone is from the last stage to the first. Encoders without any feed
-            the first stage of `text`. Graphs in which several modules are fed, or some feed none, are run as `graph`
-            describes; they have no settings.
+        edges: of the graph of modules; (from, to) alone is from the last stage to the first. With `text`, encoders
+            without any feed its first stage. Graphs in which several modules are fed, or some feed none, are run as
+            `graph` describes; they have no settings.
 
     Raises:
         UserError: the settings or edges do not fit the layouts.
     """
-    edges = [edge if isinstance(edge, Edge) else Edge(*edge) for edge in edges]
     _require_forward_only_exists(layouts, forward_only)
-    if text is None and edges and (text := feeds_all(edges)) is None:
+    named = [edge_of(edge) for edge in edges or ()]
+    if text is None and edges is not None and (text := fed_by_all(layouts, named)) is None:
         _require_no_settings(settings or ScheduleSettings())
-        return build_graph_schedule(layouts, edges, micro_batches, forward_only)
+        return build_graph_schedule(layouts, named, micro_batches, forward_only)
     text = text or "text"
     settings = resolve_settings(settings or ScheduleSettings(), layouts, micro_batches, text=text)
-    _require_edges_fit(layouts, text, settings.virtual_stages, edges)
+    _require_edges_fit(layouts, text, settings.virtual_stages, named)
     modules = _modules(layouts, settings, text, forward_only)
-    empty = Schedule(modules, _edges(modules, edges), micro_batches, find_roles(modules))
+    empty = Schedule(modules, _edges(modules, named), micro_batches, find_roles(modules))
     ctx = BuildContext(empty, settings)
     orders = [list(_order(ctx, role)) for role in empty.roles]
     return replace(empty, roles=with_transfers(empty, orders))

@@ -18,7 +18,7 @@ hardware queue for all streams, too. `check_schedule` proves it for each schedul
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -29,7 +29,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge, as_edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, WorkKind, finish, irecv, run, start
-from megatron_hetero.schedule.program import Module, Role, Schedule, StageId, find_roles
+from megatron_hetero.schedule.program import Module, Schedule, StageId, find_roles
 from megatron_hetero.schedule.transfers import input_of, output_of
 
 _UNITS: dict[WorkKind, int] = {"F": 1, "B": 2}
@@ -48,13 +48,12 @@ def build_graph_schedule(
     _require_trained_through(graph.schedule)
     bounded = tuple(replace(m, window=max(graph.depth[m.name, stage] for stage in range(m.stages))) for m in modules)
     schedule = replace(graph.schedule, modules=bounded)
-    sequence = list(_Run(graph).sequence())
-    orders = (tuple(a for a in sequence if graph.concerns(role, a)) for role in schedule.roles)
-    return replace(schedule, roles=tuple(map(_with_actions, schedule.roles, orders)))
-
-
-def _with_actions(role: Role, actions: tuple[Action, ...]) -> Role:
-    return replace(role, actions=actions)
+    orders: list[list[Action]] = [[] for _ in schedule.roles]
+    for action in _Run(graph).sequence():
+        for role in graph.executing(action):
+            orders[role].append(action)
+    roles = (replace(role, actions=tuple(order)) for role, order in zip(schedule.roles, orders, strict=True))
+    return replace(schedule, roles=tuple(roles))
 
 
 def _require_edges(layouts: Mapping[str, Layout], edges: Collection[Edge]) -> None:
@@ -140,11 +139,13 @@ class _Graph:
         """Whether the stage has a backward pass."""
         return self.schedule.module[stage[0]].backward
 
-    def concerns(self, role: Role, action: Action) -> bool:
-        """Whether the role executes the action."""
+    def executing(self, action: Action) -> frozenset[int]:
+        """The roles that execute the action, by index."""
         if action.op in ("start", "finish"):
-            return any(self.schedule.crosses(role, action.edge))
-        return (action.module, action.stage) in role.held_stages
+            edge, (own, stage) = action.edge, self.schedule.stages_of(action.edge)
+            return self.roles[edge.source, own] | self.roles[edge.target, stage]
+        assert isinstance(action.stage, int), f"{action} is of one stage"
+        return self.roles[action.module, action.stage]
 
 
 class _Work(NamedTuple):
@@ -161,6 +162,7 @@ class _Run:
         works = [(kind, stage) for stage in graph.order for kind in ("F", "B")]
         self.begun, self.ended = dict.fromkeys(works, 0), dict.fromkeys(works, 0)
         self.running: dict[_Work, int] = {}  # and when it ends
+        self.to_the_end = {stage: n for n, stage in enumerate(reversed(graph.order))}
 
     def sequence(self) -> Iterator[Action]:
         """All actions of the step."""
@@ -221,7 +223,7 @@ class _Run:
 
     def _urgency(self, work: _Work) -> tuple[bool, int, int]:
         """Backwards first, then what is nearer to an end of the graph."""
-        return work.kind == "F", -self.graph.order.index(work.stage), work.micro_batch
+        return work.kind == "F", self.to_the_end[work.stage], work.micro_batch
 
     def _ready(self, stage: StageId) -> Iterator[_Work]:
         """The next backward and forward of the stage, where they depend on nothing more."""
@@ -241,7 +243,7 @@ class _Run:
         return min((self.ended["F", n] for n in self.graph.following[stage]), default=self.ended["F", stage])
 
 
-def feeds_all(edges: Sequence[Edge]) -> str | None:
-    """The module that all edges enter and none leaves; None if there is no such module."""
-    targets = {edge.target for edge in edges}
-    return targets.pop() if len(targets) == 1 and targets.isdisjoint(edge.source for edge in edges) else None
+def fed_by_all(modules: Collection[str], edges: Collection[Edge]) -> str | None:
+    """The module that all edges enter, from all others; None if there is no such module."""
+    targets, sources = {edge.target for edge in edges}, {edge.source for edge in edges}
+    return targets.pop() if len(targets) == 1 and sources == {*modules} - targets else None

@@ -9,12 +9,11 @@ import torch
 
 from megatron_hetero.batch.step_plan import StepPlanner
 from megatron_hetero.distributed.collective import together
-from megatron_hetero.distributed.megatron import prepare_globals, random_states, set_random_states
+from megatron_hetero.distributed.megatron import prepare_globals
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.module import TrainedModule, build_module
 from megatron_hetero.engine.optimizer import build_optimizer
-from megatron_hetero.execution.contract import RandomStates
 from megatron_hetero.execution.runtime import Interpreter, ModuleOnRank
 from megatron_hetero.execution.watch import Stopwatch, Watchdog
 from megatron_hetero.hf.weight_map import WeightSource
@@ -125,8 +124,5 @@ def _interpreter(
         transport=job.transport,
         watch=watch,
         watchdog=watchdog,
-        random=RandomStates(
-            partial(random_states, topology.platform), partial(set_random_states, platform=topology.platform)
-        ),
         check=False,  # Stages of our own.
     )

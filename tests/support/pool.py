@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -11,18 +11,18 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from megatron_hetero.distributed.launch import end_with_parent
 from tests.support.nccl_rules.coordinator import Coordinator
 from tests.support.nccl_rules.waiting import RANK_HAS_ENDED
 
 TIMEOUT_S = 120.0
-_PR_SET_PDEATHSIG = 1
 PRELOADED = [
     "torch.distributed",
     "megatron.core.models.gpt.gpt_model",
@@ -58,7 +58,7 @@ class Pool:
         one_connection: bool = False,
     ):
         context = _context(packages)
-        self.ranks, self._rules = ranks, rules
+        self.ranks, self._rules, self._stacks = ranks, rules, [folder / f"stack-{rank}" for rank in range(ranks)]
         self._jobs = [context.Queue() for _ in range(ranks)]
         self._results = context.Queue()
         store = str(folder / f"store-{ranks}")
@@ -66,7 +66,16 @@ class Pool:
         self._workers = [
             context.Process(
                 target=_serve,
-                args=(rank, ranks, store, packages, pipes[rank][1], self._jobs[rank], self._results),
+                args=(
+                    rank,
+                    ranks,
+                    store,
+                    packages,
+                    self._stacks[rank],
+                    pipes[rank][1],
+                    self._jobs[rank],
+                    self._results,
+                ),
                 daemon=True,
             )
             for rank in range(ranks)
@@ -114,13 +123,25 @@ class Pool:
                 if self.alive and time.monotonic() < patience:
                     continue
                 what = "hang in" if self.alive else "or others have died before the end of"
+                where = self._where(missing)
                 self.close()
-                raise TimeoutError(f"ranks {missing} {what} {function.__name__}") from None
+                raise TimeoutError(f"ranks {missing} {what} {function.__name__}\n{where}") from None
+            except BaseException:  # Such as a test's timeout: what comes of this job would be taken for the next one's.
+                self.close()
+                raise
             missing.discard(rank)
             patience = time.monotonic() + timeout_s
             yield rank, Outcome(result, failure)
         for jobs in self._jobs:
             jobs.put(None)
+
+    def _where(self, ranks: Iterable[int]) -> str:
+        """The stacks of `ranks`."""
+        for rank in ranks:
+            if self._workers[rank].is_alive():
+                os.kill(self._workers[rank].pid, signal.SIGUSR2)
+        time.sleep(1)
+        return "\n".join(f"rank {rank}:\n{self._stacks[rank].read_text()}" for rank in ranks)
 
     @property
     def alive(self) -> bool:
@@ -162,9 +183,17 @@ def platform() -> Any:
 
 
 def _serve(
-    rank: int, ranks: int, store: str, packages: Sequence[Path], coordinator: Any, jobs: Any, results: Any
+    rank: int,
+    ranks: int,
+    store: str,
+    packages: Sequence[Path],
+    stack: Path,
+    coordinator: Any,
+    jobs: Any,
+    results: Any,
 ) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # Where pytest is killed nobody else would end it.
+    end_with_parent()  # Where pytest is killed nobody else would end it.
+    faulthandler.register(signal.SIGUSR2, stack.open("w"))
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:0] = [str(folder) for folder in packages]
     import torch

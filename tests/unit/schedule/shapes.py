@@ -66,7 +66,7 @@ def schedules(draw: st.DrawFn, most_batches: int = 9, most_ranks: int = 16) -> S
     forward_only = draw(st.sampled_from([(), (), sorted(frozen), list(model)]))
     batches, chosen = draw(st.integers(1, most_batches)), draw(settings_for(model))
     edges = draw(edges_of(model, chosen.virtual_stages))
-    return build_schedule(model, batches, chosen, forward_only=forward_only, edges=edges)
+    return build_schedule(model, batches, chosen, text="text", forward_only=forward_only, edges=edges)
 
 
 @st.composite

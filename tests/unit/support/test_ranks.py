@@ -81,7 +81,7 @@ def test_an_exception_of_one_rank_has_its_trace(pools: Pools) -> None:
 
 
 def test_a_rank_that_hangs_is_named(pools: Pools) -> None:
-    with pytest.raises(TimeoutError, match=r"1\} hang in hangs"):
+    with pytest.raises(TimeoutError, match=r"1\} hang in hangs\nrank 1:\n(?s:.*)in barrier(?s:.*)in hangs"):
         hangs(pools=pools)
 
 
