@@ -182,7 +182,7 @@ class Boundary:
         rows = self.communicator.no_rows() if rows is None else rows
         if self._micro_batch is None:
             return self._cross_without_gradients(plan, rows)
-        return self._micro_batch.cross(self.edge.source, self.communicator, plan, rows)
+        return self._micro_batch.cross(self.edge, self.communicator, plan, rows)
 
     def _cross_without_gradients(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
         if any_requires_grad(self.communicator, plan, rows):

@@ -2,7 +2,9 @@
 
 What arrives is the output of an autograd node that keeps the gradients that come to it. They go back at the end, on all
 ranks, the last crossing first. The module that made rows runs its backward pass once, with the gradients of all of its
-rows: wrappers such as DDP reduce gradients in each backward pass and expect one for each forward pass.
+rows: wrappers such as DDP reduce gradients in each backward pass and expect one for each forward pass. When it does so
+is the same on all ranks that made rows, as FSDP2 wants, whose backward passes communicate: modules of a chain are known
+by the names of their edges, not by what a rank's rows were made of.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from megatron_hetero.boundary.autograd import any_requires_grad, widened
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.errors import UserError
+from megatron_hetero.layout.edge import Edge
 
 _NOT_KEPT = str(
     UserError.at(
@@ -50,11 +53,11 @@ _AFTER_ITS_END = str(
 
 @dataclass(eq=False)
 class _Crossing:
-    """A crossing: what `source` of the edge made, this rank's `rows` (None once they are of no more use), and the sum
-    of the gradients that came to those that arrived. `computed`: whether any were made.
+    """A crossing along `edge`: this rank's `rows` (None once they are of no more use), and the sum of the gradients
+    that came to those that arrived. `computed`: whether any were made.
     """
 
-    source: str
+    edge: Edge
     communicator: BoundaryCommunicator
     plan: LoadedPlan
     rows: Tensor | None
@@ -83,7 +86,8 @@ class _Crossing:
             shape = self.plan.forward.needed, self.communicator.width
             self.grad = torch.zeros(shape, dtype=self.communicator.dtype, device=self.communicator.device)
             problem = problem or (_NOT_KEPT if self.computed else None)
-        return self.communicator.backward(self.plan, self.grad, problem=problem)
+        grad, self.grad = self.grad, None  # What arrived keeps this object.
+        return self.communicator.backward(self.plan, grad, problem=problem)
 
 
 class _Arrival(torch.autograd.Function):
@@ -117,7 +121,7 @@ class MicroBatchCrossings:
     crossings: list[_Crossing] = field(default_factory=list)
     problem: str | None = None
 
-    def cross(self, source: str, communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor) -> Tensor:
+    def cross(self, edge: Edge, communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor) -> Tensor:
         """As `Boundary.__call__`."""
         if torch._C._current_graph_task_id() != -1:
             self.problem = _MADE_AGAIN
@@ -126,7 +130,7 @@ class MicroBatchCrossings:
         arrived = communicator.forward(plan, widened(rows, communicator.dtype))
         if not returns:
             return arrived
-        self.crossings.append(_Crossing(source, communicator, plan, rows))
+        self.crossings.append(_Crossing(edge, communicator, plan, rows))
         return self.crossings[-1].arrive(arrived)
 
     @_disable_dynamo
@@ -141,23 +145,26 @@ class MicroBatchCrossings:
     def _end(self) -> None:
         waiting: dict[str, dict[int, _Returned]] = {}  # by the module that made the rows
         while self.crossings:
-            for source in [source for source, rows in waiting.items() if not self._may_wait(rows)]:
+            for source in [source for source, rows in waiting.items() if not self._may_wait(source, rows)]:
                 self._backward(waiting.pop(source))
             crossing = self.crossings[-1]
             grad, rows = crossing.go_back(self.problem), crossing.rows
             self.crossings.pop()
             crossing.rows = None
             if rows is not None and rows.requires_grad:
-                of_module = waiting.setdefault(crossing.source, {})
+                of_module = waiting.setdefault(crossing.edge.source, {})
                 earlier = of_module.get(id(rows))
                 of_module[id(rows)] = _Returned(rows, grad if earlier is None else earlier.grad + grad)
-            if not any(left.source == crossing.source for left in self.crossings):
-                self._backward(waiting.pop(crossing.source, {}))
+            if not any(left.edge.source == crossing.edge.source for left in self.crossings):
+                self._backward(waiting.pop(crossing.edge.source, {}))
 
-    def _may_wait(self, waiting: Mapping[int, _Returned]) -> bool:
-        """Whether no rows were made of what the last crossing brought: those that crossed before it were not."""
-        before = {id(earlier.rows) for earlier in self.crossings}
-        return not any(id not in before and _made_of(each.rows, self.crossings[-1]) for id, each in waiting.items())
+    def _may_wait(self, source: str, waiting: Mapping[int, _Returned]) -> bool:
+        """Whether no rows of `source` were made of what the last crossing brought, in so far as that can be: those that
+        crossed before it were not.
+        """
+        last, before = self.crossings[-1], {id(earlier.rows) for earlier in self.crossings}
+        later = [each.rows for id, each in waiting.items() if id not in before]
+        return not later or not (last.edge.target == source or any(_made_of(rows, last) for rows in later))
 
     def _backward(self, waiting: Mapping[int, _Returned]) -> None:
         """Continue into the module that made rows, once with all of them."""

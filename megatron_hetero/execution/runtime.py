@@ -73,12 +73,17 @@ class Interpreter(RankResources):
             _require_placed(topology, modules)
             _require_no_ddp(topology.rank, modules)
             _require_edges(topology, outputs or {})
-            _by_edge(width, topology)
+            _require_rows_fit_together(_by_edge(width, topology), crossing)
             return uuid.uuid4().hex
 
-        keys = on_every(topology.host, require) if check else [require()]
-        further = {as_edge(edge, topology.layouts): tuple(names) for edge, names in (outputs or {}).items()}
+        known = topology.layouts.keys()
+        further = {
+            as_edge(edge, topology.layouts): tuple(names)
+            for edge, names in (outputs or {}).items()
+            if {edge.source, edge.target} <= known
+        }
         crossing = dict.fromkeys(topology.boundaries, (ROWS,)) | further
+        keys = on_every(topology.host, require) if check else [require()]
         named = _by_edge(width, topology)
         widths = {edge: named[edge] * len(crossing[edge]) for edge in topology.boundaries}
         return cls(
@@ -187,6 +192,22 @@ def _require_edges(topology: Topology, outputs: Mapping[Edge, Sequence[str]]) ->
             because="the topology has no other edges on this rank",
             fix="give `Topology.build` the edge in `edges`",
         )
+
+
+def _require_rows_fit_together(widths: Mapping[Edge, int], outputs: Mapping[Edge, Sequence[str]]) -> None:
+    """Check that rows of one name that enter one stage are equally wide: it is given all of them in one tensor."""
+    first: dict[tuple[str, int, str], Edge] = {}
+    for edge in widths:
+        for name in outputs.get(edge, (ROWS,)):
+            other = first.setdefault((edge.target, edge.target_stage or 0, name), edge)
+            if widths[other] != widths[edge]:
+                raise UserError.at(
+                    "width",
+                    found=f"{widths[other]} of `{name}` along `{other}` and {widths[edge]} along `{edge}`",
+                    expected="one width, or several names",
+                    because="the stage is given all rows of a name in one tensor",
+                    fix="name them differently, in `outputs`",
+                )
 
 
 def _require_same_edges(interpreter: Interpreter, schedule: Schedule) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.grammar import did_you_mean
@@ -78,8 +79,10 @@ class Edge:
         return ">".join(self.ends)
 
 
+T = TypeVar("T")
 Ends = Edge | tuple[str, str]
 """An edge; two modules alone are the edge from the last stage of one to the first of the other."""
+ByEdge = Mapping[Edge, T] | Mapping[tuple[str, str], T] | Mapping[Ends, T]
 
 
 def edge_of(ends: Ends) -> Edge:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout.edge import Edge, Ends, as_edge, edge_of
+from megatron_hetero.layout.edge import ByEdge, Edge, Ends, as_edge, edge_of
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.names import ROWS
 
@@ -27,13 +27,13 @@ class Graph:
 
     feeds: Mapping[str, Sequence[str]] | Sequence[Ends]
     """The modules that each module feeds, from its last stage to the first of theirs; or the edges."""
-    width: int | Mapping[Ends, int]
+    width: int | ByEdge[int]
     """Elements of a row, of all edges or of each."""
     dtype: torch.dtype
     """Of rows, and of hidden states between stages."""
     transport: torch.dtype | None = None
     """Of rows on the wire; None: `dtype`."""
-    outputs: Mapping[Ends, Sequence[str]] | None = None
+    outputs: ByEdge[Sequence[str]] | None = None
     """The outputs of a module that cross along an edge, of edges where these are not its `rows` alone."""
 
     def __post_init__(self) -> None:

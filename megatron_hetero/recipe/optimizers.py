@@ -87,6 +87,14 @@ class JointOptimizer(Optimizer):
         problem = "parameters cannot be added"
         raise UserError.at("JointOptimizer.add_param_group", problem=problem, because=because, fix=fix)
 
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Take the weights from the models, after some were loaded into them: what the optimizers keep of them in fp32
+        would else overwrite these in the next step. The name is that of Megatron's optimizers.
+        """
+        for part in self._parts.values():
+            part.reload_model_params()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Before the first backward pass of a step."""
         for module in self._held:
@@ -126,7 +134,8 @@ def build_optimizers(
     *,
     clip_grad: float | None = None,
 ) -> JointOptimizer:
-    """One optimizer for all modules. All ranks call it, after the models are built, wrapped and frozen.
+    """One optimizer for all modules. All ranks call it, after the models are built, wrapped and frozen. Where weights
+    are loaded into them later, see `JointOptimizer.reload_model_params`.
 
     Replicas of a module are given the weights of the first. For modules in Megatron's `DistributedDataParallel` the
     optimizer is Megatron's, also its distributed one. For others it is PyTorch's, with Megatron's settings; weights in

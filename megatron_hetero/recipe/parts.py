@@ -40,6 +40,10 @@ class Part(Protocol):
         """Forget the gradients that were taken over."""
         ...
 
+    def reload_model_params(self) -> None:
+        """Take the weights from the models."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that is needed to go on."""
         ...
@@ -150,6 +154,11 @@ class TorchPart:
         for master in self._masters.values():
             master.grad = None
 
+    def reload_model_params(self) -> None:
+        """See `Part`."""
+        for p, master in self._masters.items():
+            master.copy_(p)
+
     def state_dict(self) -> dict[str, Any]:
         """See `Part`."""
         return {"optimizer": self.optimizer.state_dict(), "masters": [m.detach() for m in self._masters.values()]}
@@ -250,6 +259,10 @@ class MegatronPart:
     def zero(self) -> None:
         """See `Part`."""
         self.optimizer.zero_grad()
+
+    def reload_model_params(self) -> None:
+        """See `Part`."""
+        self.optimizer.reload_model_params()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Part`."""

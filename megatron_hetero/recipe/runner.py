@@ -16,7 +16,7 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, StageModel
 from megatron_hetero.execution.runtime import Interpreter
-from megatron_hetero.layout.edge import Edge, Ends, as_edge
+from megatron_hetero.layout.edge import Edge, as_edge
 from megatron_hetero.recipe.agreement import shared
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule
@@ -55,8 +55,8 @@ class MicroBatch:
 
     inputs: Mapping[str, Any]
     """Of each module of this rank, for its models. None, the same on all of its ranks, where the module has no work."""
-    rows: Mapping[Ends, Rows] = field(default_factory=dict)
-    """By edge which rows this rank holds and needs; without edges of which it does neither."""
+    rows: Mapping[Any, Rows] = field(default_factory=dict)
+    """By edge, or by the two modules that it joins, which rows this rank holds and needs; without edges of which it does neither."""
 
 
 class Runner:

@@ -101,7 +101,7 @@ def _drawn(draw: st.DrawFn) -> tuple[dict[str, Layout], dict[str, Any]]:
     return layouts, options
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(_drawn())
 def test_kinds_are_disjoint_and_every_use_has_its_own(drawn: tuple[dict[str, Layout], dict[str, Any]]) -> None:
     layouts, options = drawn
@@ -149,7 +149,7 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(_drawn())
 def test_ranks_that_may_exchange_rows(drawn: tuple[dict[str, Layout], dict[str, Any]]) -> None:
     """What one sends another one receives; between the sides all may meet, inside a side the ranks of a replica."""

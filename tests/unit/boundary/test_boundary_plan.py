@@ -29,7 +29,7 @@ def boundaries(draw: st.DrawFn, worlds: tuple[int, int] = (2, 9), most_rows: int
 
 
 def cases(number: int) -> settings:
-    return settings(max_examples=number, deadline=None)
+    return settings(max_examples=number)
 
 
 # ------------------------------------------------------------------------------------------- properties

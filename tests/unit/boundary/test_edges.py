@@ -124,7 +124,7 @@ EDGES = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(VISION),
     st.sampled_from(TEXT),

@@ -45,7 +45,7 @@ def rate_of(text: str) -> Fraction:
     return Fraction(text[1:]) / 100 if text else Fraction(1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(chosen=entries, seed=st.integers(-3, 2**40), number=st.integers(0, 5))
 def test_every_shuffled_epoch_has_the_right_shares(
     registry: dict[str, DatasetConfig], chosen: list[tuple[str, str]], seed: int, number: int

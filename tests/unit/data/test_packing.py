@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.data.packing import PackedBatch, check_length, check_text, pack
@@ -47,7 +47,6 @@ def stretches(batch: PackedBatch) -> list[slice]:
     return [slice(a, b) for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
 
 
-@settings(deadline=None)
 @given(st.lists(samples(), min_size=1, max_size=4))
 def test_packs_hold_every_sample_unchanged(parts: list[TokenizedSample]) -> None:
     batch = pack(parts)

@@ -152,7 +152,7 @@ def test_the_limit_is_the_callers(tmp_path: Path) -> None:
     assert_refused(path, "30 x 20", "at most 599 pixels", max_pixels=599)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data(), suffix=st.sampled_from(["png", "jpg", "gif", "tiff", "webp"]))
 def test_damage_gives_a_user_error_or_a_picture(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, suffix: str

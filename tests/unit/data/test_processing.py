@@ -77,7 +77,7 @@ def test_supervised_are_the_answers_and_their_ends(processor: Processor, make_re
         assert sample.input_ids.tolist() == reference_ids(processor, record, grids(sample))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(texts=st.lists(st.text(max_size=12), min_size=1, max_size=3), system=st.none() | st.text(max_size=8))
 def test_supervision_is_exact_for_any_text(
     processor: Processor, make_record: MakeRecord, texts: list[str], system: str | None
@@ -122,7 +122,6 @@ def test_positions_equal_transformers(processor: Processor, make_record: MakeRec
         np.testing.assert_array_equal(sample.position_ids, expected)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6)), max_size=4),
     st.integers(0, 5),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.data import reading, records
@@ -67,7 +67,6 @@ def test_blank_lines_byte_order_mark_and_suffix_do_not_matter(tmp_path: Path) ->
     assert [record.where for record in data] == [f"{path}:2", f"{path}:4"]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 )

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 DIM = 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 7), min_size=1, max_size=8).filter(any),
     st.booleans(),
@@ -54,7 +54,7 @@ SEGMENTS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), max_size=8)
 """Queries, and how many keys there are more."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SEGMENTS.filter(bool), st.booleans(), st.integers(0, 2**32 - 1))
 def test_segments_end_with_their_last_query(shapes: list[tuple[int, int]], causal: bool, seed: int) -> None:
     """The last queries of a sequence get what they would get if all of it attended."""
@@ -75,7 +75,7 @@ def test_segments_end_with_their_last_query(shapes: list[tuple[int, int]], causa
     torch.testing.assert_close(gradients, torch.autograd.grad((expected * cotangent).sum(), whole))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SEGMENTS)
 def test_segments(shapes: list[tuple[int, int]]) -> None:
     queries, keys = [q for q, _ in shapes], [q + more for q, more in shapes]

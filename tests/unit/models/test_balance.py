@@ -34,7 +34,7 @@ SHAPE = VisionShape(
     rope_theta=10000.0,
 )
 """Published, of Qwen2.5-VL 7B."""
-some = settings(max_examples=200, deadline=None)
+some = settings(max_examples=200)
 costs_and_replicas = st.tuples(st.lists(st.floats(0, 1e12), max_size=30), st.integers(1, 8))
 
 

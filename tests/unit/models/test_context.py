@@ -39,7 +39,7 @@ def starts_of_tokens(lengths: list[int]) -> list[int]:
     return [sum(lengths[:i]) for i, length in enumerate(lengths) for _ in range(length)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(PACKS, MEMBERS)
 def test_zigzag_deals_every_token_to_one_member(lengths: list[int], cp: int) -> None:
     tokens = zigzag_tokens(lengths, cp)
@@ -47,7 +47,7 @@ def test_zigzag_deals_every_token_to_one_member(lengths: list[int], cp: int) -> 
     assert sorted(np.concatenate(tokens).tolist()) == list(range(sum(lengths)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(PACKS, MEMBERS)
 def test_zigzag_gives_member_i_the_chunks_i_and_as_many_from_the_end(lengths: list[int], cp: int) -> None:
     expected: list[list[int]] = [[] for _ in range(cp)]
@@ -60,7 +60,7 @@ def test_zigzag_gives_member_i_the_chunks_i_and_as_many_from_the_end(lengths: li
     assert [part.tolist() for part in zigzag_tokens(lengths, cp)] == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(PACKS, MEMBERS)
 def test_zigzag_segments_are_the_causal_prefix_of_each_query(lengths: list[int], cp: int) -> None:
     tokens, starts = zigzag_tokens(lengths, cp), starts_of_tokens(lengths)
@@ -79,7 +79,7 @@ def test_many_short_samples_are_dealt_evenly(length: int, cp: int) -> None:
     assert sizes == {2 * length}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 200_000), st.integers(1, 16), st.integers(0, 40))
 def test_zigzag_work_is_even(length: int, cp: int, number: int) -> None:
     """Tokens to two, visible keys to two rows of the sample's length: each of the at most four ends of a member's
@@ -121,7 +121,7 @@ def shards(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return lengths, np.diff([0, *cuts, sum(lengths)]).tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(shards())
 def test_contiguous_segments_are_the_whole_sequence_of_each_query(pack: tuple[list[int], list[int]]) -> None:
     lengths, members = pack
@@ -142,7 +142,7 @@ def test_the_table_at_the_head_of_the_file() -> None:
     assert [part.tolist() for part in zigzag_tokens([8, 5], 2)] == [[0, 1, 6, 7, 8, 12], [2, 3, 4, 5, 9, 10, 11]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any))
 def test_padded_index(lengths: list[int]) -> None:
     longest = max(lengths)

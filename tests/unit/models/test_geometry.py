@@ -19,7 +19,7 @@ from megatron_hetero.sharding.items import EncoderPlan, plan_encoder
 PATCH = 14
 COST = (1.0, 0.01)
 """Per patch, and per patch and patch of its frame: as much of either where a frame has 100 patches."""
-some = settings(max_examples=100, deadline=None)
+some = settings(max_examples=100)
 degrees = st.integers(1, 4)
 
 

@@ -135,7 +135,7 @@ def test_pytorchs_kernel_equals_the_buckets(
     compare(torch_flash, segments, heads, dim, causal, device=device, dtype=dtype)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=8),
     st.sampled_from([(4, 4), (4, 2), (6, 1)]),

@@ -23,7 +23,7 @@ from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
 from megatron_hetero.names import ROWS
 from megatron_hetero.sharding.items import plan_encoder
 
-some = settings(max_examples=100, deadline=None)
+some = settings(max_examples=100)
 SHAPE = VisionShape(4, 48, 4, 52, 3, 16, 2, 2, 64, 1e4, table_side=6, deepstack=(0, 2))
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 40).map(lambda n: 2 * n), st.integers(1, 40).map(lambda n: 2 * n))
 

@@ -65,7 +65,7 @@ def newer_shapes(draw: st.DrawFn, tp: int, heads: int, kv_heads: int) -> ModelSh
     return ModelShapes({"vision": vision}, text)
 
 
-some = settings(max_examples=60, deadline=None)
+some = settings(max_examples=60)
 
 
 def maps_of(shapes: ModelShapes, module: str, tp: int) -> list[WeightMap]:

@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_hetero.distributed.local_group import LocalGroup
 from megatron_hetero.distributed.module_groups import module_groups
@@ -132,10 +132,23 @@ def samples(number: int, rows: int = 0) -> list[Sample]:
     return found
 
 
+class WithRows(nn.Module):
+    """Puts rows into the embedding in its forward pass, as FSDP2 wants, which gathers weights for that."""
+
+    def __init__(self, module: GPTModel):
+        super().__init__()
+        self.module = module
+
+    def forward(self, sample: Sample, rows: Tensor | None) -> Tensor:
+        return losses_of(self.module, sample, rows)
+
+
 def losses_of(part: Any, sample: Sample, rows: Tensor | None = None) -> Tensor:
     """Of each label, [1, LENGTH], or the output of another stage than the last. `rows`: [places, HIDDEN], which stand
     in for tokens.
     """
+    if isinstance(part, WithRows):
+        return part(sample, rows)
     model = part.module if hasattr(part, "module") else part
     positions, hidden = torch.arange(LENGTH)[None], None
     if model.pre_process and rows is not None:

@@ -213,6 +213,12 @@ def test_weights_in_bfloat16_are_updated_in_fp32() -> None:
         model.weight.sum().backward()
         assert optimizer.step(tokens=2) == 4.0
     assert torch.equal(model.weight, torch.full((4, 4), 1 - 2**-8, dtype=torch.bfloat16))
+    nn.init.constant_(model.weight, 3.0)  # As by a checkpoint.
+    optimizer.reload_model_params()
+    optimizer.zero_grad()
+    model.weight.sum().backward()
+    optimizer.step(tokens=2)
+    assert torch.equal(model.weight, torch.full((4, 4), 3.0, dtype=torch.bfloat16))
     with pytest.raises(UserError, match=r"found 16-bit parameters \(weight\) and config\.bf16 False"):
         build_optimizers(topology, {"text": model}, OptimizerConfig(lr=1.0))
 
@@ -245,6 +251,14 @@ def test_a_model_in_bfloat16(wrapper: str) -> None:
         moved.append(gpt.shard(theirs - first[name], own, part.pg_collection).norm())
     # Adam makes as much of small gradients as of large ones: it is all elements together that are near.
     assert torch.stack(off).norm() < 0.15 * torch.stack(moved).norm()
+    for p in part.parameters():
+        p.detach().add_(1.0)  # Weights of another run; the optimizer's own copies would undo it.
+    optimizer.reload_model_params()
+    other = {name: p.detach().clone() for name, p in part.named_parameters()}
+    optimizer.zero_grad()
+    running.backward(topology, model, batch_of(0))
+    optimizer.step(tokens=1)
+    assert all((p - other[name]).abs().max() < 0.1 for name, p in part.named_parameters())
 
 
 @on_ranks(2, timeout_s=40)

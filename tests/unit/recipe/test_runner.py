@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from megatron_hetero import (
     Boundary,
@@ -164,6 +165,138 @@ def test_the_same_functions_in_a_plain_loop(placement: str) -> None:
                 # The text module's graph is that of its loss and of the rows that it feeds to the generator.
                 torch.stack(losses).sum().backward(retain_graph="text" in held)
     compare(topology, held)
+
+
+@on_ranks(4)
+def test_a_module_in_shards_amid_a_chain() -> None:
+    """Its backward pass communicates, in the same place on all ranks, though on one of them its rows are not made of
+    those that arrived.
+    """
+    topology = build(GRAPH, dict.fromkeys(GRAPH.modules, "dp:4"))
+    first, second = (Boundary.open(topology, *ends) for ends in (("vision", "text"), ("text", "generator")))
+    layers, id, rank = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3)], topology.rank, topology.rank
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.copy_(torch.eye(WIDTH) * 2)
+            layer.bias.zero_()
+    shards: Any = fully_shard(layers[1], mesh=topology.mesh("text")["dp"])
+    there, back = first.plan(held=[id], needed=[(id + 1) % 4]), second.plan(held=[id], needed=[id])
+    with block(first, second):
+        losses = []
+        for _ in range(2):
+            arrived = first(there, layers[0](torch.full((1, WIDTH), 1.0 + rank, dtype=torch.float64)))
+            texts = shards(torch.ones(1, WIDTH, dtype=torch.float64) if rank == 2 else arrived)
+            losses.append(layers[2](second(back, texts)).sum())
+        torch.stack(losses).sum().backward()
+    # A gradient of 2 comes to each text, and of 4 to each picture but the last rank's, which is not used.
+    grad: Any = shards.weight.grad
+    inputs = 2 * [4.0, 6.0, 1.0, 2.0]
+    assert torch.equal(grad.full_tensor() * 4, torch.full((WIDTH, WIDTH), 2 * sum(inputs), dtype=torch.float64))
+    expected = 0.0 if rank == 3 else 2 * 4.0 * (1 + rank)
+    found: Any = layers[0].weight.grad
+    assert torch.equal(found, torch.full((WIDTH, WIDTH), expected, dtype=torch.float64))
+
+
+@on_ranks(2)
+def test_modules_that_no_edge_joins() -> None:
+    """Alone, in stages; and beside others. They take no rows."""
+    alone = Graph({"text": []}, width=WIDTH, dtype=torch.float64)
+    topology, found = build(alone, text="pp:2"), models()["text"]
+    rows, values = torch.zeros(SAMPLES, WIDTH, dtype=torch.float64), [inputs("text", m) for m in range(MICRO_BATCHES)]
+    last = Stage(lambda _, hidden: found.end(hidden)["loss"], hidden_shape=lambda tokens: tokens.shape)
+    runner = Runner(topology, {"text": last if topology.rank else lambda tokens: found.begin(tokens, rows)})
+    loss = runner([MicroBatch({"text": each}) for each in values])
+    expected = models()["text"]
+    losses = torch.stack([expected(each, rows)["loss"] for each in values]).sum()
+    losses.backward()
+    assert not topology.rank or torch.allclose(loss.double(), losses.detach(), rtol=1e-6)
+    own, theirs = ((each.second if topology.rank else each.first).weight.grad for each in (found, expected))
+    assert torch.allclose(own, theirs, rtol=1e-12)
+
+    beside = Graph({"vision": ["text"], "critic": []}, width=WIDTH, dtype=torch.float64)
+    topology = build(beside, vision="dp:2", text="dp:2", critic="dp:2")
+    stages = {"vision": nn.Identity(), "text": lambda _, rows: rows.sum(), "critic": lambda values: 2 * values.sum()}
+    part = Rows(held=[topology.rank], needed=[topology.rank])
+    values = torch.ones(1, WIDTH, dtype=torch.float64)
+    given = MicroBatch(dict.fromkeys(stages, values), {("vision", "text"): part})
+    assert Runner(topology, stages)([given]).item() == 3 * WIDTH
+
+
+@on_ranks(2)
+def test_edges_are_known_by_the_stages_that_they_join() -> None:
+    """The last stage to the first is the edge without stages, whatever it is called."""
+    ends = Edge("vision", "text", 1, 0)
+    graph = Graph([ends], width={ends: WIDTH}, dtype=torch.float64, outputs={ends: ["rows"]})
+    topology = build(graph, vision="pp:2", text="dp:1@0")
+    first = {"vision": nn.Identity(), "text": lambda _, rows: rows.sum()}
+    last = {"vision": Stage(lambda _, hidden: 2 * hidden, hidden_shape=(1, WIDTH))}
+    values = torch.ones(1, WIDTH, dtype=torch.float64, requires_grad=True)
+    part = {Edge("vision", "text", 1, 0): Rows(held=[0] * topology.rank, needed=[0] * (1 - topology.rank))}
+    batch = MicroBatch({"vision": values, "text": values} if topology.rank == 0 else {"vision": values}, part)
+    assert Runner(topology, last if topology.rank else first)([batch]).item() == (1 - topology.rank) * 2 * WIDTH
+    with pytest.raises(UserError, match="`vision>text` twice"):
+        build(Graph([ends, ("vision", "text")], width=2, dtype=torch.float64), vision="pp:2", text="dp:1@0")
+
+
+@on_ranks(2)
+def test_virtual_stages_of_a_module_that_others_feed() -> None:
+    """Two on each rank, of which every one is a layer."""
+    graph = Graph({"vision": ["text"]}, width=WIDTH, dtype=torch.float64)
+    topology = build(graph, vision="dp:2", text="pp:2", interleaved=["text"])
+    torch.manual_seed(5)
+    encoder, layers = (
+        nn.Linear(WIDTH, WIDTH, dtype=torch.float64),
+        nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4)),
+    )
+
+    def stage(number: int) -> Any:
+        def run(tokens: Tensor, given: Tensor) -> Tensor:
+            hidden = torch.tanh(layers[number](tokens + given if number == 0 else given))
+            return hidden.square().sum() if number == 3 else hidden
+
+        return Stage(run, hidden_shape=lambda tokens: tokens.shape) if number else run
+
+    mine = {"vision": encoder, "text": {number: stage(number) for number in (topology.rank, topology.rank + 2)}}
+    runner = Runner(topology, mine, settings=ScheduleSettings(virtual_stages=2))
+    held, batches = list(range(topology.rank, SAMPLES, 2)), []
+    for m in range(4):
+        part = Rows(held=held, needed=range(SAMPLES) if topology.rank == 0 else [])
+        batches.append(
+            MicroBatch({"vision": inputs("vision", m)[held], "text": inputs("text", m)}, {("vision", "text"): part})
+        )
+    runner(batches)
+    found = {
+        name: p.grad for name, p in [*encoder.named_parameters(), *layers.named_parameters()] if p.grad is not None
+    }
+    own = dict(encoder.named_parameters())
+    for p in own.values():
+        assert p.grad is not None
+        dist.all_reduce(p.grad)
+    for p in (*encoder.parameters(), *layers.parameters()):
+        p.grad = None
+    for m in range(4):
+        hidden = inputs("text", m) + encoder(inputs("vision", m))
+        for layer in layers:
+            hidden = torch.tanh(layer(hidden))
+        hidden.square().sum().backward()
+    of_one: dict[str, Any] = {name: p.grad for name, p in [*encoder.named_parameters(), *layers.named_parameters()]}
+    assert len(found) == 6, "the encoder, and two layers"
+    for name, grad in found.items():
+        assert torch.allclose(grad, of_one[name], rtol=1e-11, atol=1e-12), name
+
+
+@on_ranks(2)
+def test_rows_of_one_name_are_equally_wide() -> None:
+    """A stage is given them in one tensor."""
+    ends, width = [("vision", "text"), ("sound", "text")], {("vision", "text"): 4, ("sound", "text"): 8}
+    names = {"vision": "dp:1@0", "sound": "dp:1@1", "text": "dp:1@1"}
+    rank = dist.get_rank()
+    held = {"vision": nn.Identity()} if rank == 0 else {"sound": nn.Identity(), "text": nn.Identity()}
+    topology = build(Graph(ends, width=width, dtype=torch.float64), names)
+    with pytest.raises(UserError, match="width: found 4 of `rows` along `vision>text` and 8 along `sound>text`"):
+        Runner(topology, held)
+    outputs = {("sound", "text"): ["sounds"]}
+    Runner(build(Graph(ends, width=width, dtype=torch.float64, outputs=outputs), names), held)
 
 
 @on_ranks(4)

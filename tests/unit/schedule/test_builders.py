@@ -30,20 +30,20 @@ def peak(schedule: Schedule, rank: int, module: str) -> int:
 
 
 @given(schedules(), st.integers(0, 1000))
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 def test_every_schedule_passes_and_runs(schedule: Schedule, seed: int) -> None:
     check_schedule(schedule)
     execute(schedule, seed)
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_text_round_trip(schedule: Schedule) -> None:
     assert parse_schedule(format_schedule(schedule)) == schedule
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_roles_part_the_ranks(schedule: Schedule) -> None:
     ranks = sorted(rank for module in schedule.modules for rank in set(module.layout.ranks))
     assert sorted(schedule.role_index) == sorted(set(ranks))

@@ -35,13 +35,13 @@ WIRINGS = [Wiring(*each) for each in product(("pair", "pipeline"), ("direction",
 
 
 @given(schedules(most_ranks=64))
-@settings(deadline=None, max_examples=2000)
+@settings(max_examples=2000)
 def test_every_schedule_ends(schedule: Schedule) -> None:
     assert find_cycle(schedule) is None
 
 
 @given(schedules(most_batches=6), st.integers(0, 2**16))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_every_schedule_ends_whatever_a_batch_leaves_out(schedule: Schedule, seed: int) -> None:
     """Encoders without images in some micro-batches, and messages of no rows. On its own: no check by role."""
     assert not Gpus(schedule).run()
@@ -52,7 +52,7 @@ def test_every_schedule_ends_whatever_a_batch_leaves_out(schedule: Schedule, see
 
 
 @given(schedules(most_batches=3))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_the_wiring_is_that_of_the_topology(schedule: Schedule) -> None:
     """Each rank has the communicators that its actions use, and no other ones for links and boundaries."""
     kinds = communicators(
@@ -153,7 +153,7 @@ def _keeps_needs(schedule: Schedule, index: int, actions: list[Action]) -> bool:
 
 
 @given(schedules(most_batches=5), st.sampled_from(WIRINGS), st.booleans(), st.integers(0, 2**16))
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 def test_the_verdict_is_that_of_an_execution(schedule: Schedule, wiring: Wiring, one_queue: bool, seed: int) -> None:
     assert_same_verdict(permuted(schedule, Random(seed)), wiring, one_queue)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.errors import UserError
@@ -35,7 +35,7 @@ def seconds(module: str, kind: str, stage: int) -> float:
 
 
 @given(graph_schedules(), st.integers(0, 1000))
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 def test_every_graph_ends(schedule: Schedule, seed: int) -> None:
     check_schedule(schedule)
     execute(schedule, seed)
@@ -43,7 +43,7 @@ def test_every_graph_ends(schedule: Schedule, seed: int) -> None:
 
 
 @given(graph_schedules(most_batches=3, most_ranks=RANKS))
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20)
 def test_every_graph_ends_with_nccls_rules(rules_pools: Pools, schedule: Schedule) -> None:
     assert runs_to_the_end(schedule, rules_pools(RANKS)) is None
 

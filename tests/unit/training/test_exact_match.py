@@ -25,7 +25,7 @@ def packed(lengths: list[int], labels: np.ndarray) -> PackedBatch:
     )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(LAYOUTS),
     st.lists(st.integers(1, 9), max_size=6),

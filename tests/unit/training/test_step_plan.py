@@ -33,7 +33,7 @@ VISION = [
 ]  # fmt: skip
 TEXT = ["dp:8", "tp:8", "tp:2,dp:4", "tp:4,dp:2", "cp:8", "sp:8", "tp:2,cp:2,dp:2", "sp:2,cp:2,tp:2", "sp:4,dp:2"]
 Case = tuple[list[PackShape], dict[str, Layout], dict[str, bool], int]
-some = settings(max_examples=60, deadline=None)
+some = settings(max_examples=60)
 
 EDGE = Edge("vision", "text")
 
