@@ -158,6 +158,25 @@ def build_models(topology: mh.Topology, words: int) -> dict[str, nn.Module]:
     return modules | ({"text": TextStage(topology, words).to(device)} if topology.has("text") else {})
 
 
+def build_both(topology: mh.Topology, words: int) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Both models as in one process, on every rank, and the modules of this rank with the same weights."""
+    alone = mh.build(GRAPH, dict.fromkeys(GRAPH.modules, f"dp:{dist.get_world_size()}"))
+    mh.prepare_megatron(topology, seed=1)
+    whole, modules = build_models(alone, words), build_models(topology, words)
+    for module in whole.values():
+        for parameter in module.parameters():
+            dist.broadcast(parameter.data, 0)  # Megatron draws other weights on ranks along tp.
+    for own, value in counterparts(topology, modules, {name: module.state_dict() for name, module in whole.items()}):
+        own.data.copy_(value)
+    return whole, modules
+
+
+def loss_in_one_process(whole: Mapping[str, nn.Module], batch: Sequence[Sample]) -> Tensor:
+    """The mean over the answers' tokens."""
+    rows = whole["vision"](torch.cat([sample.pictures for sample in batch]))
+    return whole["text"](batch, rows) / torch.stack([sample.answers for sample in batch]).sum()
+
+
 def counterparts(
     topology: mh.Topology, modules: Mapping[str, nn.Module], whole: Mapping[str, Mapping[str, Tensor]]
 ) -> Iterator[tuple[Any, Tensor]]:
@@ -180,13 +199,14 @@ def counterparts(
         )
 
 
-def gradients_apart(
-    topology: mh.Topology, modules: Mapping[str, nn.Module], whole: Mapping[str, Mapping[str, Tensor]]
-) -> float:
+def gradients_apart(topology: mh.Topology, modules: Mapping[str, nn.Module], whole: Mapping[str, nn.Module]) -> float:
     """The largest difference of a gradient on any rank, relative to the largest element of its tensor."""
     apart = [torch.zeros((), device=topology.platform.device)]
-    largest = torch.stack([grad.abs().max() for grads in whole.values() for grad in grads.values()]).max()
-    for own, other in counterparts(topology, modules, whole):
+    grads = {
+        name: {n: p.grad for n, p in module.named_parameters() if p.grad is not None} for name, module in whole.items()
+    }
+    largest = torch.stack([grad.abs().max() for of_module in grads.values() for grad in of_module.values()]).max()
+    for own, other in counterparts(topology, modules, grads):
         found = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
         # Gradients of biases of keys are rounding errors.
         apart.append((found - other).abs().max() / other.abs().max().clamp(min=1e-3 * largest))
@@ -232,15 +252,9 @@ class Step(NamedTuple):
 def train(vision: str, text: str, data: Path, *, steps: int, fsdp: bool) -> list[Step]:
     """Train, next to the same in one process."""
     topology = mh.build(GRAPH, vision=vision, text=text)
-    alone = mh.build(GRAPH, vision=f"dp:{dist.get_world_size()}", text=f"dp:{dist.get_world_size()}")
-    mh.prepare_megatron(topology, seed=1)
     samples, words = read_data(data, topology.platform.device)
-    whole, modules = build_models(alone, words), build_models(topology, words)
+    whole, modules = build_both(topology, words)
     parameters = [parameter for module in whole.values() for parameter in module.parameters()]
-    for parameter in parameters:
-        dist.broadcast(parameter.data, 0)  # Megatron draws other weights on ranks along tp.
-    for own, value in counterparts(topology, modules, {name: module.state_dict() for name, module in whole.items()}):
-        own.data.copy_(value)
     if fsdp and "vision" in modules:
         fully_shard(modules["vision"], mesh=topology.mesh("vision")["dp"])
     trainer, done = Trainer(topology, modules), []
@@ -248,14 +262,9 @@ def train(vision: str, text: str, data: Path, *, steps: int, fsdp: bool) -> list
     for step in range(steps):
         batch = [samples[(step * SAMPLES + i) % len(samples)] for i in range(SAMPLES)]
         loss = trainer.backward(batch)
-        expected = whole["text"](batch, whole["vision"](torch.cat([sample.pictures for sample in batch])))
-        expected = expected / torch.stack([sample.answers for sample in batch]).sum()
+        expected = loss_in_one_process(whole, batch)
         expected.backward()
-        grads = {
-            name: {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-            for name, module in whole.items()
-        }
-        done.append(Step(loss, abs(loss / expected.item() - 1), gradients_apart(topology, modules, grads)))
+        done.append(Step(loss, abs(loss / expected.item() - 1), gradients_apart(topology, modules, whole)))
         trainer.update()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         reference.step()

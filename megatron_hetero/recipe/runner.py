@@ -56,7 +56,9 @@ class MicroBatch:
     inputs: Mapping[str, Any]
     """Of each module of this rank, for its models. None, the same on all of its ranks, where the module has no work."""
     rows: Mapping[Any, Rows] = field(default_factory=dict)
-    """By edge, or by the two modules that it joins, which rows this rank holds and needs; without edges of which it does neither."""
+    """By edge, or by the modules that it joins, which rows this rank holds and needs; without edges of which it does
+    neither.
+    """
 
 
 class Runner:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_hetero import Boundary, build, finish_gradients, micro_batch
 from megatron_hetero.cli.demo.pictures import draw
 from megatron_hetero.cli.demo.records import training_samples
 from tests.support.ranks import on_ranks
+from tests.unit.recipe import running
 
 LAYOUTS = [
     ("dp:4", "dp:4"),
@@ -63,3 +68,37 @@ def test_any_layouts_train_as_one_process(vision: str, text: str, data: Path) ->
 @on_ranks(4)
 def test_a_tower_in_shards(vision: str, text: str, data: Path) -> None:
     train(vision, text, data, fsdp=True)
+
+
+@pytest.mark.parametrize("vision, text", [("dp:4", "tp:2,dp:2"), ("dp:2@0-1", "dp:2@2-3"), ("dp:4", "dp:2@1-2")])
+@pytest.mark.parametrize("tower, model", [("ddp", "ddp"), ("fsdp", "fsdp"), ("plain", "fsdp"), ("ddp", "plain")])
+@on_ranks(4)
+def test_either_side_in_a_wrapper_of_pytorch(vision: str, text: str, tower: str, model: str, data: Path) -> None:
+    """In a plain loop: the interpreter refuses DDP, which reduces in each backward pass."""
+    from examples import megatron_recipe as recipe
+
+    topology = build(recipe.GRAPH, vision=vision, text=text)
+    samples, words = recipe.read_data(data, topology.platform.device)
+    whole, inner = recipe.build_both(topology, words)
+    wrappers = {"vision": tower, "text": model}
+    modules: Any = {name: running.wrapped(each, wrappers[name], topology, name) for name, each in inner.items()}
+    link = Boundary.open(topology, "vision", "text") if inner else None
+    loss, batch = torch.zeros(()), samples[:16]
+    for at in range(0, 16, 4):
+        part = recipe.part_of(topology, batch[at : at + 4])
+        if link is None:
+            continue
+        with micro_batch(link):
+            made = modules["vision"](part.inputs["vision"]) if "vision" in modules else None
+            arrived = link(link.plans([part.rows["vision", "text"]])[0], made)
+            if "text" in modules:
+                mine = modules["text"](part.inputs["text"], arrived)
+                mine.backward()
+                loss += mine.detach() * (topology.layouts["text"].coordinate(topology.rank).tp == 0)
+    tokens = torch.stack([sample.answers for sample in batch]).sum()
+    finish_gradients(topology, modules, tokens)
+    dist.all_reduce(loss)
+    expected = recipe.loss_in_one_process(whole, batch)
+    expected.backward()
+    assert abs(loss / tokens / expected.detach() - 1) < 1e-6
+    assert recipe.gradients_apart(topology, inner, whole) < 1e-5
