@@ -40,18 +40,7 @@ from megatron_hetero.terminal import guarded_output, open_closed_outputs
 if TYPE_CHECKING:
     from megatron_hetero.distributed.platform import Platform
 
-__all__ = [
-    "FINAL",
-    "INTERRUPTED",
-    "STOPPED_FILE",
-    "end_with_parent",
-    "ended",
-    "guarded",
-    "leave",
-    "process_group",
-    "rank",
-    "world_size",
-]
+__all__ = ["FINAL", "INTERRUPTED", "STOPPED_FILE", "ended", "guarded", "leave", "process_group", "rank", "world_size"]
 
 INTERRUPTED = 130
 STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
@@ -106,10 +95,7 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
 
     Exit status: 1 for an error, 130 for Ctrl-C. Where torchrun is killed, its ranks end too (on Linux).
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Nobody else would end this rank, and it would keep running next to its restarted successor. SIGTERM is not
-        # enough: it may be deferred to the end of a step.
-        end_with_parent()
+    _end_with_torchrun()
     open_closed_outputs()
     prepare_environment()
     try:
@@ -194,9 +180,11 @@ def _in_short(error: BaseException) -> str:
     return "\n".join((f"{type(error).__name__}: {error}".splitlines()[0], *getattr(error, "__notes__", ())))
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it dies (on Linux)."""
-    if sys.platform != "linux":
+def _end_with_torchrun() -> None:
+    """Have the kernel kill this rank when the torchrun that started it dies: nobody else would, and the rank would
+    keep running next to its restarted successor. SIGTERM is not enough: it may be deferred to the end of a step.
+    """
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))

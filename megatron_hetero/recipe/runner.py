@@ -95,6 +95,8 @@ class Runner:
             raise UserError.at("Runner", problem="the topology has no graph", fix="make it with `build`")
         self.topology, self.graph, self._check = topology, graph, check
         self._settings, self._forward_only = settings, tuple(forward_only)
+        # Of each object: a cache of the class would keep its groups, and their threads, alive.
+        self._cached_schedule = lru_cache(maxsize=8)(self._build_schedule)
         self.schedule(1)  # What cannot run is refused now.
         self._boundaries = {edge: Boundary.of(topology, edge, check=check) for edge in topology.planned}
         given = {name: each for name, each in modules.items() if each is not None}
@@ -134,9 +136,11 @@ class Runner:
 
         return self._interpreter.run(self.schedule(len(micro_batches), forward_only=forward_only), load)
 
-    @lru_cache(maxsize=8)  # noqa: B019  A runner lives as long as its program.
     def schedule(self, micro_batches: int, *, forward_only: bool = False) -> Schedule:
         """The checked schedule of a step."""
+        return self._cached_schedule(micro_batches, forward_only)
+
+    def _build_schedule(self, micro_batches: int, forward_only: bool) -> Schedule:
         layouts, edges = self.topology.layouts, self.graph.edges
         frozen = tuple(layouts) if forward_only else self._forward_only
         schedule = build_schedule(layouts, micro_batches, self._settings, forward_only=frozen, edges=edges)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import faulthandler
 import gc
 import multiprocessing
+import multiprocessing.connection
 import os
 import queue
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +20,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megatron_hetero.distributed.launch import end_with_parent
 from tests.support.nccl_rules.coordinator import Coordinator
 from tests.support.nccl_rules.waiting import RANK_HAS_ENDED
 
@@ -192,7 +193,7 @@ def _serve(
     jobs: Any,
     results: Any,
 ) -> None:
-    end_with_parent()  # Where pytest is killed nobody else would end it.
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     faulthandler.register(signal.SIGUSR2, stack.open("w"))
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:0] = [str(folder) for folder in packages]
@@ -234,6 +235,16 @@ def _serve(
         except BaseException:
             answer = (rank, None, traceback.format_exc())
         results.put(answer if client is None else _finish(client, answer))
+
+
+def _end_with_parent() -> None:
+    """Where pytest is killed nobody else would end this worker. It is no child of it, but of a server that lives as
+    long as its workers do.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker is started by `multiprocessing`"
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 def _finish(client: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
