@@ -7,9 +7,10 @@ import faulthandler
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -86,6 +87,37 @@ class _Issued:
     mark: Mark
 
 
+@dataclass
+class _PeerReports:
+    """What the other ranks and this one have reported: `beats`, of all ranks when this one `asked` last, and
+    `reported`, the work of this rank.
+    """
+
+    peers: Peers
+    beats: int | None = None
+    reported: int = 0
+    asked: float = field(default_factory=time.monotonic)
+
+    def __call__(self, watchdog: Watchdog) -> float | None:
+        return watchdog._exchange_reports(self)
+
+
+def _start(name: str, watchdog: Watchdog, look: Callable[[Watchdog], float | None]) -> None:
+    """Call `look`, which returns seconds until the next time or None to end, in a thread as long as `watchdog` exists.
+    The thread keeps neither it nor what it knows of alive: an interpreter, and through that process groups.
+    """
+    existing = weakref.ref(watchdog)
+
+    def repeat() -> None:
+        pause: float | None = 0.0
+        while pause is not None and (watchdog := existing()) is not None:
+            pause = look(watchdog)
+            del watchdog
+            time.sleep(pause or 0.0)
+
+    threading.Thread(target=repeat, name=name, daemon=True).start()
+
+
 class Watchdog:
     """Ends the process if one action takes longer than `timeout_s`, and names the action. 0: never.
 
@@ -98,7 +130,7 @@ class Watchdog:
     On a device with a `clock`, an action lasts until its work there has ended, counted from the end of the action
     before it. So the action named is the first that has not ended, however far ahead the host is. `on_exit` is called
     before the process ends and returns further text to print. With `peers`, the first rank that gives up reports for
-    all, and names those that do not wait.
+    all, and names those that do not wait. It watches as long as it is referenced.
     """
 
     def __init__(
@@ -117,12 +149,13 @@ class Watchdog:
         self._issued: deque[_Issued] = deque()
         self._device_idle_since = self._heard = time.monotonic()
         self._lock, self._at_work, self._work_done = threading.Lock(), 0, 0
+        self._asks_peers = False
         if timeout_s <= 0:
             return
-        threading.Thread(target=self._guard, name="schedule-watchdog", daemon=True).start()
+        _start("schedule-watchdog", self, Watchdog._guard)
         if clock is not None:
             # A thread of its own: the guard would be late if the device is slow to answer.
-            threading.Thread(target=self._follow_device, name="schedule-device-clock", daemon=True).start()
+            _start("schedule-device-clock", self, Watchdog._follow_device)
 
     @classmethod
     def of_world(cls, timeout_s: float, platform: Platform) -> Watchdog:
@@ -182,51 +215,47 @@ class Watchdog:
         # The inner activity counts as progress of the outer one.
         self._current = outer and outer._replace(began=time.monotonic())
 
-    def _guard(self) -> None:
-        asks = False
-        while True:
-            time.sleep(min(1.0, self.timeout_s / 4))
-            oldest = self.oldest()
-            age = time.monotonic() - oldest[1] if oldest else 0.0
-            # Work that comes in short pieces may be over whenever this looks.
-            works = self._at_work or self._work_done
-            if self._peers is not None and not asks and (works or age > self.timeout_s / 8):
-                # From now on, and in another thread: a store may not answer.
-                threading.Thread(target=self._follow_peers, args=(self._peers,), name="peers", daemon=True).start()
-                asks = True
-            if oldest is not None and age > self.timeout_s:
-                self._give_up(*oldest)
+    def _guard(self) -> float:
+        """Look whether an action takes too long. Returns the seconds until the next look."""
+        oldest = self.oldest()
+        age = time.monotonic() - oldest[1] if oldest else 0.0
+        # Work that comes in short pieces may be over whenever this looks.
+        works = self._at_work or self._work_done
+        if self._peers is not None and not self._asks_peers and (works or age > self.timeout_s / 8):
+            # From now on, and in another thread: a store may not answer.
+            _start("peers", self, _PeerReports(self._peers))
+            self._asks_peers = True
+        if oldest is not None and age > self.timeout_s:
+            self._give_up(*oldest)
+        return min(1.0, self.timeout_s / 4)
 
-    def _follow_peers(self, peers: Peers) -> None:
-        """Exchange reports of work and of waits with the other ranks, as long as the store answers."""
-        beats, reported, asked = None, 0, time.monotonic()
-        with contextlib.suppress(Exception):  # The store is gone: no more reports.
-            while True:
-                time.sleep(min(1.0, self.timeout_s / 16))
-                now, oldest, current = time.monotonic(), self.oldest(), self._current
-                if oldest is not None and now - oldest[1] > self.timeout_s / 2 and peers.given_up():
-                    peers.answer()
-                patient = current is not None and current.patient
-                done = self._work_done
-                works = self._at_work > 0 or done != reported
-                if not (patient or works) or now - asked < self.timeout_s / 8:
-                    continue
-                heard = peers.beat(works)
-                if beats is not None and heard != beats:
-                    self._heard = now
-                beats, reported, asked = heard, done, now
-
-    def _follow_device(self) -> None:
+    def _follow_device(self) -> float | None:
         """Pop the actions that the device has finished, as long as it can be queried."""
         try:
-            while True:
-                while self._issued and self._issued[0].mark.done():
-                    self._device_idle_since = time.monotonic()
-                    self._issued.popleft()
-                time.sleep(min(0.2, self.timeout_s / 20))
+            while self._issued and self._issued[0].mark.done():
+                self._device_idle_since = time.monotonic()
+                self._issued.popleft()
         except RuntimeError:  # A device error, which is raised to the next caller, too.
             self._clock = None
             self._issued.clear()
+            return None
+        return min(0.2, self.timeout_s / 20)
+
+    def _exchange_reports(self, state: _PeerReports) -> float | None:
+        """Exchange reports of work and of waits with the other ranks, as long as the store answers."""
+        now, oldest, current, peers = time.monotonic(), self.oldest(), self._current, state.peers
+        with contextlib.suppress(Exception):  # The store is gone: no more reports.
+            if oldest is not None and now - oldest[1] > self.timeout_s / 2 and peers.given_up():
+                peers.answer()
+            patient, done = current is not None and current.patient, self._work_done
+            works = self._at_work > 0 or done != state.reported
+            if (patient or works) and now - state.asked >= self.timeout_s / 8:
+                heard = peers.beat(works)
+                if state.beats is not None and heard != state.beats:
+                    self._heard = now
+                state.beats, state.reported, state.asked = heard, done, now
+            return min(1.0, self.timeout_s / 16)
+        return None
 
     def _give_up(self, described: Callable[[], str], since: float) -> None:
         waited, what, called = time.monotonic() - since, described(), self._roll_call()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -314,3 +315,16 @@ def test_ranks_that_all_wait_say_so(scenes: dict[str, tuple[list[int], str]]) ->
 @pytest.mark.parametrize("scene", ["one works", "one works in pieces"])
 def test_who_waits_for_a_rank_that_works_is_patient(scene: str, scenes: dict[str, tuple[list[int], str]]) -> None:
     assert scenes[scene] == ([0, 0], "")
+
+
+def test_nothing_is_watched_once_nobody_refers_to_it() -> None:
+    """An interpreter that is let go takes its threads with it."""
+
+    def threads() -> list[str]:
+        return sorted(each.name for each in set(threading.enumerate()) - before)
+
+    before = set(threading.enumerate())
+    watchdog = Watchdog(0.4, rank=0, clock=Device())
+    assert threads() == ["schedule-device-clock", "schedule-watchdog"]
+    del watchdog
+    assert soon(lambda: not threads())
