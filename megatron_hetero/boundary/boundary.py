@@ -91,13 +91,18 @@ class Boundary:
         check: bool = True,
     ) -> Boundary:
         """As `open`, along any edge."""
+        if topology.graph and edge in topology.graph.edges and edge not in topology.planned:
+            problem, fix = "the rank is on neither side of it", f"open it where {edge.source} or {edge.target} is"
+            raise UserError.at(f"boundary {edge} on rank {topology.rank}", problem=problem, fix=fix)
         if edge not in topology.planned:
             declared = edge in topology.boundaries
             raise UserError.at(
                 f"boundary {edge} on rank {topology.rank}",
                 found="an edge that is not planned" if declared else "no such edge",
                 expected=f"one of {', '.join(map(str, topology.planned)) or 'none'}",
-                fix="give the edge to `Topology.build` in `edges` and `planned`, and open it on ranks of either module",
+                fix="add it to the graph"
+                if topology.graph
+                else "give it to `Topology.build` in `edges` and `planned`, and open it on ranks of either module",
             )
         if graph := topology.graph:
             of_edge = len(graph.outputs_of(edge)) * graph.width_of(edge)
@@ -149,7 +154,8 @@ class Boundary:
     @_disable_dynamo
     def plans(self, crossings: Sequence[Rows]) -> list[LoadedPlan]:
         """As `plan`, of several crossings at once, with one exchange between the hosts."""
-        everyone = on_every(self._hosts, lambda: [Known.of(str(self.edge), *rows) for rows in crossings])
+        mine, name = dist.get_rank(), str(self.edge)
+        everyone = on_every(self._hosts, lambda: [Known.of(name, mine, *rows) for rows in crossings])
         ranks = dist.get_process_group_ranks(self._hosts)
         for rank, known in zip(ranks, everyone, strict=True):
             if len(known) != len(everyone[0]):
@@ -158,7 +164,7 @@ class Boundary:
                 raise UserError.at(f"boundary {self.edge}: crossings", found=found, expected=expected, fix=fix)
         sides = (ownerships_of(ranks, known, self._sides) for known in zip(*everyone, strict=True))
         plans = (plan_boundary(*each, self.communicator.row_bytes) for each in sides)
-        return [load_plan(plan.rank(dist.get_rank()), self.communicator.device, edge=str(self.edge)) for plan in plans]
+        return [load_plan(plan.rank(mine), self.communicator.device, edge=name) for plan in plans]
 
     @_disable_dynamo
     def __call__(self, plan: LoadedPlan, rows: Tensor | None = None) -> Tensor:

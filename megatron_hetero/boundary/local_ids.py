@@ -25,11 +25,14 @@ class Known(NamedTuple):
     gradient: Gradient
 
     @classmethod
-    def of(cls, boundary: str, held: Any, needed: Any, gradient: Gradient) -> Self:
-        """Checked. Raises `UserError`."""
+    def of(cls, boundary: str, rank: int, held: Any, needed: Any, gradient: Gradient) -> Self:
+        """Those of `rank`, checked. Raises `UserError`."""
+        where = f"boundary {boundary} on rank {rank}"
         if gradient not in ("invariant", "partial"):
-            raise UserError.at("gradient", found=repr(gradient), expected="'invariant' or 'partial'", fix="correct it")
-        return cls(boundary, _ids("held", held, least=PADDING), _ids("needed", needed), gradient)
+            expected = "'invariant' or 'partial'"
+            raise UserError.at(f"{where}: gradient", found=repr(gradient), expected=expected, fix="correct it")
+        own = _ids(f"{where}: held", held, least=PADDING), _ids(f"{where}: needed", needed)
+        return cls(boundary, *own, gradient)
 
 
 Sides = tuple[Sequence[int], Sequence[int]]

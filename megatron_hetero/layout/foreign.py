@@ -20,6 +20,7 @@ from megatron_hetero.layout.axes import AXES
 Grid = tuple[str, list[tuple[str, int]], list[int]]
 """What it is, its dimensions (axis, size) from the slowest to the fastest, and the ranks along them."""
 
+GRID = "Layout.from_grid"
 _ORDER = f"ranks along the axes in the order {', '.join(AXES)}, the first fastest"
 
 
@@ -40,9 +41,9 @@ def grid_of_mesh(mesh: Any, axes: Mapping[str, str]) -> Grid:
 
 def grid_of_hyper_grid(grid: Any, axes: Mapping[str, str]) -> Grid:
     """Of a `HyperCommGrid`. Raises `UserError` if it has other names."""
-    dims = _dims("Layout.from_grid", grid.dim_names, [int(size) for size in grid.shape], axes)[::-1]
+    dims = _dims(GRID, grid.dim_names, [int(size) for size in grid.shape], axes)[::-1]
     first = int(grid.rank_offset)
-    return "Layout.from_grid", dims, list(range(first, first + prod(size for _, size in dims)))
+    return GRID, dims, list(range(first, first + prod(size for _, size in dims)))
 
 
 def grid_of_mpu(state: Any, dist: Any) -> Grid:
@@ -83,9 +84,18 @@ def in_layout_order(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[
     places = product(*(range(dims[i][1]) for i in order))
     listed = [ranks[sum(at * strides[i] for at, i in zip(place, order, strict=True))] for place in places]
     if any(b <= a for a, b in pairwise(listed)):
-        shown = ", ".join(f"{axis}:{size}" for axis, size in dims)
-        fix = "put its dimensions in that order, or state the layout as text"
-        raise UserError.at(what, found=f"dimensions {shown}, the last fastest", expected=_ORDER, fix=fix)
+        wanted, because = (
+            [dims[i][0] for i in order],
+            "layouts number ranks along tp, sp, cp, dp and pp, the first fastest",
+        )
+        if [axis for axis, _ in dims] == wanted:
+            found, fix = f"ranks {listed} along {', '.join(wanted)}", "use another order of ranks"
+            raise UserError.at(what, found=found, expected="ascending ranks", because=because, fix=fix)
+        fastest = "the first fastest" if what == GRID else "the last fastest"
+        turn = -1 if what == GRID else 1
+        shown = ", ".join(f"{axis}:{size}" for axis, size in dims[::turn])
+        expected, fix = f"{', '.join(wanted[::turn])}", "put its dimensions in that order, or state the layout as text"
+        raise UserError.at(what, found=f"dimensions {shown}, {fastest}", expected=expected, because=because, fix=fix)
     return listed
 
 

@@ -37,6 +37,10 @@ class Graph:
     """The outputs of a module that cross along an edge, of edges where these are not its `rows` alone."""
 
     def __post_init__(self) -> None:
+        for name, dtype in (("dtype", self.dtype), ("transport", self.transport)):
+            if dtype is not None and not dtype.is_floating_point:
+                fix = "use bfloat16 or float32"
+                raise UserError.at(f"Graph: {name}", found=str(dtype), expected="a floating dtype", fix=fix)
         edges = self.edges
         for at, edge in enumerate(edges):
             problem = "twice" if edge in edges[:at] else "from a module to itself" if edge.source == edge.target else ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,34 @@ def shared(topology: Topology, work: Callable[[], T]) -> T:
     return done[0]
 
 
+def require_equal(topology: Topology, where: str, facts: Mapping[str, str | None], fix: str) -> None:
+    """Check that each fact is the same on all ranks that have it: None where a rank has none. All ranks call it, with
+    the same names. Raises `UserError` on all of them.
+    """
+    digests = [None if fact is None else zlib.crc32(fact.encode()) for fact in facts.values()]
+    lowest = torch.iinfo(torch.int64).min
+    extremes = torch.tensor([[lowest, lowest] if d is None else [d, -d] for d in digests], dtype=torch.int64)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=topology.host)
+    if all(most == -least or most == lowest for most, least in extremes.tolist()):
+        return
+    raise_first_difference(where, on_every(topology.host, lambda: dict(facts)), range(topology.world_size), fix)
+
+
+def raise_first_difference(
+    where: str, of_ranks: Sequence[Mapping[str, str | None]], ranks: Sequence[int], fix: str
+) -> NoReturn:
+    """Raise a `UserError` that names the first fact in which ranks differ."""
+    names = dict.fromkeys(name for facts in of_ranks for name in facts)
+    for name in names:
+        having = [(rank, facts.get(name)) for rank, facts in zip(ranks, of_ranks, strict=True)]
+        having = [(rank, fact) for rank, fact in having if fact is not None]
+        for rank, fact in having:
+            if fact != having[0][1]:
+                found = f"{having[0][1]} on rank {having[0][0]} and {fact} on rank {rank}"
+                raise UserError.at(f"{where}: {name}", found=found, expected="the same on all ranks", fix=fix)
+    raise AssertionError("facts differ")
+
+
 def _raise(problem: UserError | None) -> None:
     if problem is not None:
         raise problem
@@ -44,33 +72,37 @@ def require_alike(held: Sequence[HeldModule]) -> None:
     """Check that the replicas of each module train the same parameters, and that its ranks along `tp` sum the same over
     `tp`. The ranks of a module call it; those that differ raise `UserError`, all of them.
     """
-    differ = []
+    differ: list[tuple[HeldModule, dist.ProcessGroup, list[str]]] = []
     for module in held:
         along = {
             GRADIENT_AXES: [
-                f"{_sums(each)}{tuple(each.parameter.shape)}{each.parameter.dtype}" for each in module.parameters
+                f"{_sums(each)}, {tuple(each.parameter.shape)} {each.parameter.dtype}" for each in module.parameters
             ],
             ("tp",): [_sums(each) for each in module.parameters if each.over_tp is not None],
         }
-        differ += [(module, axes) for axes, facts in along.items() if not _is_alike(module, axes, facts)]
-    for module, axes in differ:
-        raise UserError.at(
-            f"module `{module.name}`",
-            found=f"other trainable parameters than on another rank along {', '.join(axes)}",
-            expected="the same",
-            because="their gradients are summed together",
-            fix="build, freeze and wrap the module alike on all its ranks",
-        )
+        for axes, facts in along.items():
+            group = module.topology.group(module.name, *axes)
+            if not _is_alike(module, group, facts):
+                differ.append((module, group, facts))
+    for module, group, facts in differ:
+        of_ranks: list[Any] = [None] * group.size()
+        dist.all_gather_object(of_ranks, {f"parameter {n}": fact for n, fact in enumerate(facts)}, group=group)
+        names = dict.fromkeys(name for own in of_ranks for name in own)
+        every = [{name: own.get(name, "none") for name in names} for own in of_ranks]
+        ranks = dist.get_process_group_ranks(group)
+        fix = "build, freeze and wrap the module alike on all its ranks, whose gradients are summed together"
+        raise_first_difference(f"module `{module.name}`: trainable parameters", every, ranks, fix)
 
 
 def _sums(each: HeldParameter) -> str:
-    return f"{each.name} {each.over_tp} {each.axes}"
+    over_tp = f", its {each.over_tp} over tp" if each.over_tp else ""
+    return f"`{each.name}`{over_tp}{f', summed over {chr(183).join(each.axes)}' if each.axes else ''}"
 
 
-def _is_alike(module: HeldModule, axes: tuple[str, ...], facts: Sequence[str]) -> bool:
+def _is_alike(module: HeldModule, group: dist.ProcessGroup, facts: Sequence[str]) -> bool:
     """Whether all ranks of the group have the same facts."""
-    group = module.topology.group(module.name, *axes)
     digest = zlib.crc32("\n".join(facts).encode())
     extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=module.topology.platform.device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    return extremes.tolist() == [digest, -digest]
+    most, least = extremes.tolist()
+    return most == -least

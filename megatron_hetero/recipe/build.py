@@ -14,6 +14,7 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.graph import Graph
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.recipe.agreement import raise_first_difference
 
 
 def build(
@@ -50,10 +51,21 @@ def build(
         graph, problem = graph.in_layouts(parsed), None
     except UserError as error:
         parsed, problem = {}, error
-    rows = f"rows: {graph.width}, {graph.dtype}, {graph.transport}, {graph.outputs}"
-    groups = f"groups: {list(tied)}, {list(interleaved)}, {None if megatron is None else list(megatron)}, {check}"
-    layouts_of = (f"{name}: {layout}" for name, layout in parsed.items())
-    _require_alike([str(problem or ""), *map(str, graph.edges), *layouts_of, rows, groups])
+    facts = {
+        "problem": str(problem or "none"),
+        "edges": ", ".join(map(str, graph.edges)) or "none",
+        **{f"layout of `{name}`": str(layout) for name, layout in parsed.items()},
+        "modules": ", ".join(parsed),
+        **{f"width of `{edge}`": str(graph.width_of(edge)) for edge in graph.edges},
+        **{f"outputs of `{edge}`": ", ".join(graph.outputs_of(edge)) for edge in graph.edges},
+        "dtype": str(graph.dtype),
+        "transport": str(graph.transport),
+        "tied": str(sorted(tied)),
+        "interleaved": str(sorted(interleaved)),
+        "megatron": "all" if megatron is None else str(sorted(megatron)),
+        "check": str(check),
+    }
+    _require_alike(facts)
     if problem is not None:
         raise problem
     topology = Topology.build(
@@ -88,19 +100,13 @@ def _parsed(graph: Graph, layouts: Mapping[str, str | Layout]) -> dict[str, Layo
     return found
 
 
-def _require_alike(mine: list[str]) -> None:
+def _require_alike(mine: dict[str, str]) -> None:
     """Raise the same `UserError` on all ranks unless they make the same groups."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise UserError.at(
-                "build",
-                found=f"{'; '.join(everyone[0])} on rank 0 and {'; '.join(theirs)} on rank {rank}",
-                expected="the same on all ranks",
-                because="all of them make all groups",
-                fix="call it with the same graph and layouts",
-            )
+    if any(theirs != everyone[0] for theirs in everyone):
+        fix = "call it with the same graph and layouts: all ranks make all groups"
+        raise_first_difference("build", everyone, range(len(everyone)), fix)
 
 
 def _platform() -> Platform:

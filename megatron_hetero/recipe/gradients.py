@@ -13,6 +13,7 @@ sum in the same division.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from megatron_hetero.distributed.communicators import ENDS, GRADIENT_AXES
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
-from megatron_hetero.recipe.agreement import shared
+from megatron_hetero.recipe.agreement import require_equal, shared
 from megatron_hetero.recipe.held import Chunks, HeldModule, HeldParameter, held_modules
 from megatron_hetero.recipe.reduction import sum_over
 
@@ -45,17 +46,23 @@ def finish_gradients(topology: Topology, modules: Mapping[str, Chunks | None], t
         topology: of all modules.
         modules: by name what this rank holds, as it is called: wrapped, if it is. A list for virtual stages.
         tokens: of the whole step over all ranks, the same on all of them: a number, or a tensor [] on the device, for
-            which no host waits. See `count_tokens`. In place of tokens, whatever losses were summed over.
+            which no host waits and which is not checked; with zero tokens gradients become zero. See `count_tokens`. In
+            place of tokens, whatever losses were summed over.
 
     Raises:
-        UserError: on all ranks. `modules` are not those of a rank, `tokens` is no positive number, or a wrapper reduced
-            over ranks that do not lie along axes of the layout.
+        UserError: on all ranks. `modules` are not those of a rank, gradients are finished already, `tokens` is a number
+            that is not positive or not the same on all ranks, or a wrapper reduced over ranks that do not lie along
+            axes of the layout.
     """
 
     def check() -> tuple[tuple[HeldModule, ...], float | Tensor]:
-        return held_modules(topology, modules), factor_of(tokens, topology.platform.device)
+        held = held_modules(topology, modules)
+        require_unfinished(held)
+        return held, factor_of(tokens, topology.platform.device)
 
-    finish(*shared(topology, check))
+    held, factor = shared(topology, check)
+    require_equal_tokens(topology, tokens)
+    finish(held, factor)
 
 
 def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
@@ -68,6 +75,9 @@ def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
             stages the last counts; what other ranks, and those without the module, say does not matter.
     """
     is_here, rank, device = topology.has(module), topology.rank, topology.platform.device
+    if module not in topology.layouts:
+        known = ", ".join(topology.layouts)
+        raise UserError.at("count_tokens", found=f"no module `{module}`", expected=f"one of {known}", fix="correct it")
     layout = topology.layouts[module]
     counted = torch.as_tensor(mine, dtype=torch.int64).to(device, non_blocking=True).clone()
     place = layout.coordinate(rank) if is_here else None
@@ -86,6 +96,53 @@ def finish(held: Iterable[HeldModule], factor: float | Tensor) -> None:
         for module in held:
             _reduce(module)
             _scale(module, factor)
+            for each in module.parameters[:1]:  # All are finished together.
+                gradient = each.gradient()
+                each.parameter.finished_gradient = weakref.ref(gradient), gradient._version
+
+
+@torch.no_grad()
+def require_unfinished(held: Iterable[HeldModule]) -> None:
+    """Check that gradients have changed since they were finished. Raises `UserError`."""
+    for module in held:
+        finished, version = _finished_gradient(module)
+        if finished is not None and finished._version == version:
+            raise UserError.at(
+                f"gradients of `{module.name}`",
+                problem="they are finished already",
+                because="they would be summed and divided again",
+                fix="call `finish_gradients` and then `step(tokens=None)`, or `step(tokens=...)` alone",
+            )
+
+
+@torch.no_grad()
+def require_finished(held: Iterable[HeldModule]) -> None:
+    """Check that gradients were finished, and perhaps changed since. Raises `UserError`."""
+    for module in held:
+        if module.parameters and _finished_gradient(module)[0] is None:
+            raise UserError.at(
+                f"gradients of `{module.name}`",
+                problem="they are not finished",
+                because="each rank has those of its own tokens",
+                fix="give `tokens`, or call `finish_gradients` before",
+            )
+
+
+def require_equal_tokens(topology: Topology, tokens: Tokens | None) -> None:
+    """Check that numbers are the same on all ranks. Raises `UserError` on all of them."""
+    shown = "a tensor" if isinstance(tokens, Tensor) else "None" if tokens is None else f"{float(tokens):.17g}"
+    fix = "give the tokens of the whole step, which `count_tokens` adds up"
+    require_equal(topology, "gradients", {"tokens": shown}, fix)
+
+
+def _finished_gradient(module: HeldModule) -> tuple[Tensor | None, int]:
+    """The gradient of the first parameter as it was finished last, if that is still its gradient, and its version."""
+    for each in module.parameters[:1]:
+        reference, version = getattr(each.parameter, "finished_gradient", (lambda: None, 0))
+        has_one = each.in_main_grad or each.parameter.grad is not None
+        if has_one and (finished := reference()) is not None and finished is each.gradient():
+            return finished, version
+    return None, 0
 
 
 def factor_of(tokens: Tokens, device: torch.device) -> float | Tensor:

@@ -13,7 +13,14 @@ from torch.optim import Optimizer
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.recipe.agreement import require_alike, shared
-from megatron_hetero.recipe.gradients import Tokens, factor_of, finish
+from megatron_hetero.recipe.gradients import (
+    Tokens,
+    factor_of,
+    finish,
+    require_equal_tokens,
+    require_finished,
+    require_unfinished,
+)
 from megatron_hetero.recipe.held import Chunks, HeldModule, held_modules
 from megatron_hetero.recipe.parts import Config, Part, build_part, clip_of, config_of, equal_replicas
 
@@ -26,7 +33,16 @@ class JointOptimizer(Optimizer):
     module of the topology, fp32 [modules] on the device, before clipping.
     """
 
-    def __init__(self, topology: Topology, held: tuple[HeldModule, ...], parts: Mapping[str, Part], clip_grad: float):
+    def __init__(
+        self,
+        topology: Topology,
+        held: tuple[HeldModule, ...],
+        parts: Mapping[str, Part],
+        clip_grad: float,
+        *,
+        check: bool,
+    ):
+        self._check = check
         # Not that of PyTorch's class, which refuses to have no parameters.
         self._topology, self._held, self._parts, self.clip_grad = topology, held, dict(parts), clip_grad
         self.defaults: dict[str, Any] = {}
@@ -58,9 +74,16 @@ class JointOptimizer(Optimizer):
         Returns:
             The norm of the gradients of all modules together before clipping, fp32 [] on the device; no host has
             waited for it. It is NaN or infinite where a gradient is, and so are then the weights.
+
+        Raises:
+            UserError: on all ranks. There is a closure; or `tokens` is as `finish_gradients` refuses it, or is left out
+                or given wrongly, as far as that is seen.
         """
         if closure is not None:
             raise UserError.at("JointOptimizer.step", found="a closure", expected="none", fix="call backward before")
+        if self._check:
+            shared(self._topology, lambda: (require_finished if tokens is None else require_unfinished)(self._held))
+            require_equal_tokens(self._topology, tokens)
         if tokens is not None:
             finish(self._held, factor_of(tokens, self._topology.platform.device))
         with self._topology.platform.megatron_scope():
@@ -133,6 +156,7 @@ def build_optimizers(
     config: Config | Mapping[str, Config],
     *,
     clip_grad: float | None = None,
+    check: bool = True,
 ) -> JointOptimizer:
     """One optimizer for all modules. All ranks call it, after the models are built, wrapped and frozen. Where weights
     are loaded into them later, see `JointOptimizer.reload_model_params`.
@@ -148,18 +172,20 @@ def build_optimizers(
             parameters, such as ``partial(torch.optim.AdamW, lr=1e-4)``; or one of these for each module, by name.
         clip_grad: the largest norm of all gradients together; 0 for any. Where left out, that of Megatron's `config`,
             or 0.
+        check: whether ranks share errors of each `step`, and compare its `tokens`: two small messages between hosts.
+            The same on all ranks.
 
     Raises:
         UserError: on all ranks. `modules` are not those of the rank, replicas have different parameters, or a setting
             cannot be had for a module.
     """
 
-    def check() -> tuple[tuple[HeldModule, ...], dict[str, Config], float]:
+    def read() -> tuple[tuple[HeldModule, ...], dict[str, Config], float]:
         held = held_modules(topology, modules)
         configs = {name: config_of(config, name) for name in topology.layouts}
         return held, configs, clip_of(configs.values(), clip_grad)
 
-    held, configs, clip = shared(topology, check)
+    held, configs, clip = shared(topology, read)
     shared(topology, lambda: require_alike(held))
     for module in held:
         equal_replicas(module)
@@ -168,4 +194,4 @@ def build_optimizers(
         trained = (module for module in held if module.parameters)
         return {module.name: build_part(module, configs[module.name]) for module in trained}
 
-    return JointOptimizer(topology, held, shared(topology, build), clip)
+    return JointOptimizer(topology, held, shared(topology, build), clip, check=check)

@@ -274,7 +274,12 @@ class MegatronPart:
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """fp64 []. Norms are formed in fp32 tensor by tensor."""
-    if not (filled := [tensor for tensor in tensors if tensor.numel()]):
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(filled, 2, dtype=torch.float32)).double().square().sum()
+    """fp64 []. Norms are formed tensor by tensor, in fp32 or wider."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_dtype.setdefault(torch.promote_types(tensor.dtype, torch.float32), []).append(tensor)
+    for dtype, alike in by_dtype.items():
+        total += torch.stack(torch._foreach_norm(alike, 2, dtype=dtype)).double().square().sum()
+    return total

@@ -17,7 +17,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, StageModel
 from megatron_hetero.execution.runtime import Interpreter
 from megatron_hetero.layout.edge import Edge, as_edge
-from megatron_hetero.recipe.agreement import shared
+from megatron_hetero.recipe.agreement import require_equal, shared
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
@@ -51,14 +51,18 @@ class _StageModel(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """This rank's part of a micro-batch."""
+    """This rank's part of a micro-batch.
+
+        MicroBatch({"vision": pictures, "text": tokens}, {("vision", "text"): Rows(held, needed)})
+
+    `inputs`: of each module of this rank, by name, what all of its models are called with. A module that takes only
+    rows is given anything, such as `()`. Without an input, on all of its ranks alike, a module has no work in the
+    micro-batch and is not run. `rows`: by edge, or by the two modules that it joins.
+    """
 
     inputs: Mapping[str, Any]
-    """Of each module of this rank, for its models. None, the same on all of its ranks, where the module has no work."""
     rows: Mapping[Any, Rows] = field(default_factory=dict)
-    """By edge, or by the modules that it joins, which rows this rank holds and needs; without edges of which it does
-    neither.
-    """
+    """Which rows this rank holds and needs; without edges of which it does neither."""
 
 
 class Runner:
@@ -95,6 +99,10 @@ class Runner:
             raise UserError.at("Runner", problem="the topology has no graph", fix="make it with `build`")
         self.topology, self.graph, self._check = topology, graph, check
         self._settings, self._forward_only = settings, tuple(forward_only)
+        if check:
+            shared(topology, lambda: _require_frozen(self._forward_only, modules))
+            facts = {"settings": str(settings), "forward_only": str(sorted(self._forward_only))}
+            require_equal(topology, "Runner", facts, "make it alike on all ranks")
         # Of each object: a cache of the class would keep its groups, and their threads, alive.
         self._cached_schedule = lru_cache(maxsize=8)(self._build_schedule)
         self.schedule(1)  # What cannot run is refused now.
@@ -112,20 +120,30 @@ class Runner:
             check=check,
         )
 
-    def __call__(self, micro_batches: Sequence[MicroBatch], *, forward_only: bool = False) -> Tensor:
+    def __call__(self, micro_batches: Sequence[MicroBatch], *, forward_only: bool | None = None) -> Tensor:
         """Run a step; gradients accumulate in the parameters.
 
         Args:
             micro_batches: equally many on all ranks.
-            forward_only: whether there is no backward pass, as in an evaluation.
+            forward_only: whether there is no backward pass, as in an evaluation; default: inside `torch.no_grad()`.
 
         Returns:
             This rank's sum of losses, fp32 []; 0 on ranks whose stages have none.
 
         Raises:
-            UserError: on all ranks, with `check`. Ranks differ in the number of micro-batches, or rows are of no edge
-                of the graph or do not fit, see `Boundary.plan`.
+            UserError: on all ranks, with `check`. Ranks differ in the number of micro-batches or in `forward_only`, or
+                those of a module in whether it has an input; a module without one has rows; or rows are of no edge of
+                the graph or do not fit, see `Boundary.plan`.
         """
+        forward_only = not torch.is_grad_enabled() if forward_only is None else forward_only
+        if self._check:
+            shared(self.topology, lambda: self._require_known(micro_batches))
+            facts = {"micro-batches": str(len(micro_batches)), "forward_only": str(forward_only)}
+            facts |= {
+                f"micro-batches with an input of `{name}`": self._with_input(name, micro_batches)
+                for name in self.topology.layouts
+            }
+            require_equal(self.topology, "Runner", facts, "give all ranks their part of the same micro-batches")
         plans = self._plans(micro_batches)
         if not any(self.topology.has(name) for name in self.topology.layouts):
             return torch.zeros((), device=self.topology.platform.device)
@@ -149,7 +167,6 @@ class Runner:
 
     def _plans(self, micro_batches: Sequence[MicroBatch]) -> dict[Edge, list[LoadedPlan]]:
         """By edge, the plans of all micro-batches. The ranks of an edge share its errors, and then all ranks do."""
-        self._share(lambda: self._require_edges(micro_batches))
         plans: dict[Edge, list[LoadedPlan]] = {}
         problems: list[UserError] = []
         for edge, boundary in self._boundaries.items():
@@ -162,28 +179,59 @@ class Runner:
             if problems:
                 raise problems[0]
 
-        self._share(require)
-        return plans
-
-    def _share(self, require: Callable[[], None]) -> None:
         if self._check:
             shared(self.topology, require)
         else:
             require()
+        return plans
 
-    def _require_edges(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Check that rows are of edges of the graph."""
+    def _with_input(self, name: str, micro_batches: Sequence[MicroBatch]) -> str | None:
+        """The numbers of the micro-batches in which a module of this rank has an input."""
+        if not self.topology.has(name):
+            return None
+        return str([m for m, each in enumerate(micro_batches) if each.inputs.get(name) is not None])
+
+    def _require_known(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Check that inputs are of modules of this rank, rows of edges of the graph, and that modules with rows have an
+        input.
+        """
+        rank, held = self.topology.rank, [name for name in self.topology.layouts if self.topology.has(name)]
         for each in micro_batches:
-            for ends in each.rows:
+            if unknown := [name for name in each.inputs if name not in held]:
+                where, expected = f"Runner on rank {rank}: inputs", f"those of {', '.join(held) or 'no module'}"
+                fix = "give the inputs of this rank's modules"
+                raise UserError.at(where, found=f"an input of `{unknown[0]}`", expected=expected, fix=fix)
+            for ends, rows in each.rows.items():
                 if (edge := as_edge(ends, self.topology.layouts)) not in self.graph.edges:
                     edges = ", ".join(map(str, self.graph.edges)) or "none"
-                    where, fix = f"Runner on rank {self.topology.rank}: rows", "name an edge of the graph"
+                    where, fix = f"Runner on rank {rank}: rows", "name an edge of the graph"
                     raise UserError.at(where, found=f"rows of `{edge}`", expected=f"of {edges}", fix=fix)
+                for name, ids, what in ((edge.source, rows.held, "held"), (edge.target, rows.needed, "needed")):
+                    if len(ids) and name in held and each.inputs.get(name) is None:
+                        raise UserError.at(
+                            f"Runner on rank {rank}: inputs",
+                            found=f"none of `{name}`, and {len(ids)} {what} rows of `{edge}`",
+                            expected="an input where there are rows",
+                            because="a module without an input is not run",
+                            fix="give it one, such as `()` for a module that takes only rows",
+                        )
 
     def _rows(self, edge: Edge, micro_batches: Sequence[MicroBatch]) -> list[Rows]:
         layouts = self.topology.layouts
         given = [{as_edge(ends, layouts): rows for ends, rows in each.rows.items()} for each in micro_batches]
         return [each.get(edge, Rows()) for each in given]
+
+
+def _require_frozen(names: Collection[str], modules: Mapping[str, Any]) -> None:
+    """Check that what runs without a backward pass is not to be trained."""
+    for name in names:
+        given = modules.get(name)
+        models = list(given.values()) if isinstance(given, Mapping) else [given]
+        inner = [each.model if isinstance(each, Stage) else each for each in models]
+        if any(p.requires_grad for each in inner if isinstance(each, nn.Module) for p in each.parameters()):
+            because, fix = "they would get no gradients", f"freeze them: `{name}.requires_grad_(False)`"
+            where, problem = f"Runner: forward_only `{name}`", "it has parameters that require gradients"
+            raise UserError.at(where, problem=problem, because=because, fix=fix)
 
 
 def _stages(topology: Topology, name: str, given: Any) -> dict[int, StageModel]:

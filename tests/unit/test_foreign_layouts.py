@@ -35,7 +35,7 @@ def test_grids(shape: list[int], names: list[str], offset: int, expected: str, m
 @pytest.mark.parametrize(
     "shape, names, message",
     [
-        ([2, 2], ["dp", "tp"], r"found dimensions tp:2, dp:2, the last fastest, expected ranks along the axes in the"),
+        ([2, 2], ["dp", "tp"], r"found dimensions dp:2, tp:2, the first fastest, expected tp, dp, because layouts"),
         ([2, 2], ["tp", "ep"], r"found dimension `ep` of size 2, expected one of tp, sp, cp, dp, pp"),
     ],
 )

@@ -15,7 +15,7 @@ from megatron_hetero.errors import UserError
 
 
 def known(*sides: tuple[Any, Any], gradient: Any = "invariant") -> list[Known]:
-    return [Known.of("a>b", held, needed, gradient) for held, needed in sides]
+    return [Known.of("a>b", 0, held, needed, gradient) for held, needed in sides]
 
 
 def test_ranks_with_the_same_rows_are_replicas() -> None:
@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_refused(message: str, sides: list[tuple[list[int],
 
 
 def test_ranks_agree_on_the_gradient() -> None:
-    sides = [Known.of("a>b", [1], [1], "invariant"), Known.of("a>b", [], [1], "partial")]
+    sides = [Known.of("a>b", 0, [1], [1], "invariant"), Known.of("a>b", 0, [], [1], "partial")]
     with pytest.raises(UserError, match="a>b: gradient: found 'invariant' on rank 0 and 'partial' on rank 1"):
         ownerships_of((0, 1), sides)
 
@@ -102,15 +102,15 @@ def test_ranks_agree_on_the_gradient() -> None:
 )
 def test_ids_are_integers_and_each_is_given_once(held: Any, found: str) -> None:
     with pytest.raises(UserError, match=f"held: found {found}"):
-        Known.of("a>b", held, (), "invariant")
+        Known.of("a>b", 0, held, (), "invariant")
 
 
 def test_ranks_plan_one_boundary() -> None:
-    sides = [Known.of("a>b", [1], [], "invariant"), Known.of("c>b", [1], [], "invariant")]
+    sides = [Known.of("a>b", 0, [1], [], "invariant"), Known.of("c>b", 0, [1], [], "invariant")]
     with pytest.raises(UserError, match="boundary: found 'a>b' on rank 0 and 'c>b' on rank 1.* in one order"):
         ownerships_of((0, 1), sides)
 
 
 def test_a_gradient_is_one_of_two() -> None:
     with pytest.raises(UserError, match="gradient: found 'sum', expected 'invariant' or 'partial'"):
-        Known.of("a>b", (), (), "sum")  # pyright: ignore[reportArgumentType]
+        Known.of("a>b", 0, (), (), "sum")  # pyright: ignore[reportArgumentType]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
+from megatron_hetero.recipe.gradients import finish_gradients
 from megatron_hetero.recipe.optimizers import build_optimizers
 from tests.support.ranks import on_ranks
 from tests.unit.recipe import gpt, running
@@ -202,6 +203,40 @@ def test_wrong_uses_are_errors_on_all_ranks() -> None:
 
 
 @on_ranks(2, timeout_s=40)
+def test_gradients_are_finished_once() -> None:
+    topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(2, 2, bias=False)
+    optimizer = build_optimizers(topology, {"text": model}, partial(torch.optim.SGD, lr=1.0))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        with pytest.raises(UserError, match="gradients of `text`: they are not finished"):
+            optimizer.step(tokens=None)
+        with pytest.raises(UserError, match="gradients: tokens: found 2 on rank 0 and 3 on rank 1"):
+            optimizer.step(tokens=2 + topology.rank)
+        finish_gradients(topology, {"text": model}, 2)
+        with pytest.raises(UserError, match="gradients of `text`: they are finished already"):
+            optimizer.step(tokens=2)
+        with pytest.raises(UserError, match="gradients of `text`: they are finished already"):
+            finish_gradients(topology, {"text": model}, 2)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = model.weight.detach().clone()
+        assert optimizer.step(tokens=None) == pytest.approx(1.0)
+        torch.testing.assert_close(model.weight, before - 0.5)
+    fresh = build_optimizers(topology, {"text": model}, partial(torch.optim.SGD, lr=1.0), check=False)
+    fresh.step(tokens=2)  # Whatever they are.
+
+
+@on_ranks(2, timeout_s=40)
+def test_weights_in_fp64() -> None:
+    topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(4, 4, bias=False, dtype=torch.float64)
+    optimizer = build_optimizers(topology, {"text": model}, partial(torch.optim.SGD, lr=1.0), clip_grad=1.0)
+    before = model.weight.detach().clone()
+    model.weight.sum().backward()
+    assert optimizer.step(tokens=2) == 4.0
+    torch.testing.assert_close(model.weight, before - 0.25, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2, timeout_s=40)
 def test_weights_in_bfloat16_are_updated_in_fp32() -> None:
     """Each update is too small for them."""
     topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(4, 4, bias=False).bfloat16()
@@ -265,6 +300,7 @@ def test_a_model_in_bfloat16(wrapper: str) -> None:
 def test_replicas_that_differ_are_found() -> None:
     topology, module = running.topology_of_world(2, text="dp:2"), nn.Linear(2, 2)
     module.bias.requires_grad_(topology.rank == 0)
-    with pytest.raises(UserError, match="found other trainable parameters than on another rank along sp, cp, dp"):
+    message = r"`text`: trainable parameters: parameter 1: found `bias`, .* on rank 0 and none on rank 1"
+    with pytest.raises(UserError, match=message):
         build_optimizers(topology, {"text": module}, partial(torch.optim.SGD, lr=1.0))
     dist.barrier()

@@ -140,6 +140,20 @@ def test_a_step_of_the_runner(placement: str) -> None:
     compare(topology, held)
 
 
+@on_ranks(4)
+def test_without_gradients_there_is_no_backward_pass() -> None:
+    """And a module without an input is not run."""
+    topology = build(GRAPH, PLACEMENTS["disjoint"])
+    held = held_by(topology)
+    runner, batches = Runner(topology, held), [part_of(topology, m) for m in range(2)]
+    with torch.no_grad():
+        evaluated = runner(batches)
+    assert all(p.grad is None for model in held.values() for p in model.parameters())
+    assert torch.equal(evaluated, runner(batches, forward_only=True))
+    images_only = {name: each for name, each in batches[0].inputs.items() if name == "vision"}
+    assert runner([MicroBatch(images_only, {("vision", "text"): Rows(batches[0].rows["vision", "text"].held)})]) == 0
+
+
 @pytest.mark.parametrize("placement", ["colocated", "disjoint"])
 @on_ranks(4)
 def test_the_same_functions_in_a_plain_loop(placement: str) -> None:
@@ -312,7 +326,9 @@ def test_wrong_uses_are_errors_on_all_ranks() -> None:
         build(GRAPH, vision="dp:4", text="dp:4@2-5", generator="dp:4")
     with pytest.raises(UserError, match="build: text: found dp:4@2-5, expected ranks below 4"):
         build(GRAPH, vision="dp:4", text=Layout.parse("dp:4@2-5"), generator="dp:4")
-    with pytest.raises(UserError, match="on rank 0 and .*text: tp:4.* on rank 2, expected the same on all ranks"):
+    with pytest.raises(
+        UserError, match="build: layout of `text`: found dp:4@0-3 on rank 0 and tp:4@0-3 on rank 2, exp"
+    ):
         build(GRAPH, vision="dp:4", text="tp:4" if rank == 2 else "dp:4", generator="dp:4")
     with pytest.raises(UserError, match="vision"):
         build(GRAPH, vision="xp:4" if rank == 1 else "dp:4", text="dp:4", generator="dp:4")
@@ -323,8 +339,23 @@ def test_wrong_uses_are_errors_on_all_ranks() -> None:
         Runner(topology, models(), settings=ScheduleSettings(waves=3))
     runner = Runner(topology, models())
     batches = [part_of(topology, m) for m in range(2)]
-    with pytest.raises(UserError, match="vision>text: crossings: found 2 on rank 0 and 1 on rank 3"):
+    with pytest.raises(UserError, match="Runner: micro-batches: found 2 on rank 0 and 1 on rank 3"):
         runner(batches[: 1 if rank == 3 else 2])
+    with pytest.raises(UserError, match="Runner: forward_only: found False on rank 0 and True on rank 1"):
+        runner(batches, forward_only=rank == 1)
+    frozen = models()["vision"].requires_grad_(False)
+    with pytest.raises(UserError, match="Runner: forward_only: found .* on rank 0 and .'vision'. on rank 2"):
+        Runner(topology, models() | {"vision": frozen}, forward_only=["vision"] if rank == 2 else [])
+    with pytest.raises(UserError, match="forward_only `vision`: it has parameters that require gradients"):
+        Runner(topology, models(), forward_only=["vision"])
+    nothing = MicroBatch({**batches[0].inputs, "generator": None}, batches[0].rows)
+    with pytest.raises(UserError, match="on rank 3: inputs: found none of `generator`, and 1 needed rows of `text>gen"):
+        runner([nothing if rank == 3 else batches[0]])
+    no_rows = MicroBatch({name: each for name, each in batches[0].inputs.items() if name != "text" or rank != 2})
+    with pytest.raises(UserError, match=r"with an input of `text`: found \[0\] on rank 0 and \[\] on rank 2"):
+        runner([no_rows])
+    with pytest.raises(UserError, match="Runner on rank 1: inputs: found an input of `sound`"):
+        runner([MicroBatch({**batches[0].inputs, "sound": 0}) if rank == 1 else batches[0]])
     with pytest.raises(UserError, match="rows: found rows of `text>vision`, expected of vision>text, text>generator"):
         runner([MicroBatch(batches[0].inputs, {("text", "vision"): Rows([0], [0])}) if rank == 1 else batches[0]])
     runner(batches)  # It can be used afterwards.
