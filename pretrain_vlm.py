@@ -55,9 +55,9 @@ def train_and_export(config: Config, platform: Platform, request: StopRequest) -
     """Build the run, train and evaluate it, and export the model. Returns whether it finished, rather than being asked
     to stop. Raises `UserError`, after saving what was trained if possible.
     """
-    from megatron_hetero.execution.watch import Watchdog
+    from megatron_hetero.watch.watchdog import Watchdog
 
-    watchdog = Watchdog.of_world(config.schedule.timeout_s, platform)
+    watchdog = Watchdog.of_world(config.schedule.timeout_s, platform, "schedule.timeout_s")
     with watchdog.working():  # Imports may take long while other ranks wait.
         from megatron_hetero.training.ending import Ending
         from megatron_hetero.training.starting import build_trainer

@@ -20,9 +20,9 @@ from megatron_hetero.config.schema import DatasetConfig, load_config
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.execution.watch import Stopwatch
 from megatron_hetero.processor.processor import Processor
 from megatron_hetero.training.starting import build_trainer
+from megatron_hetero.watch.stopwatch import Stopwatch
 
 LEARNING_RATE = 1e-4
 MAX_PIXELS = 4_000_000

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.execution.watch import Stopwatch
 from megatron_hetero.schedule.actions import Action, irecv, run, send, start
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import DurationKey, Span
+from megatron_hetero.watch.stopwatch import Stopwatch
 
 Recorded = Mapping[int, Sequence[Span]]
 """By rank, what it did in a step. Seconds by one clock for all ranks, from the first start of any of them."""

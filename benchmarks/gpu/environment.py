@@ -101,7 +101,7 @@ def _best(platform: Platform, *, small: bool) -> dict[str, float]:
 
 def seconds(work: Callable[[], Any], platform: Platform, rounds: int = 7) -> float:
     """Median time of `work` after two rounds that do not count: of the device's stream, or of the host on a CPU."""
-    from megatron_hetero.execution.watch import Stopwatch
+    from megatron_hetero.watch.stopwatch import Stopwatch
 
     watch = Stopwatch(platform)
     for turn in range(rounds + 2):

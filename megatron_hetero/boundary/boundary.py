@@ -36,6 +36,7 @@ from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge, as_edge
+from megatron_hetero.watch.watchdog import Watchdog
 
 Ids = Sequence[int] | np.ndarray | Tensor
 
@@ -51,9 +52,16 @@ class Rows(NamedTuple):
 class Boundary:
     """The boundary along one edge, on one of its ranks; made by `open`."""
 
-    def __init__(self, edge: Edge, communicator: BoundaryCommunicator, hosts: dist.ProcessGroup, sides: Sides):
+    def __init__(
+        self,
+        edge: Edge,
+        communicator: BoundaryCommunicator,
+        hosts: dist.ProcessGroup,
+        sides: Sides,
+        watchdog: Watchdog,
+    ):
         self.edge, self.communicator, self._sides = edge, communicator, sides
-        self._hosts = hosts
+        self._hosts, self._watchdog = hosts, watchdog
         self._micro_batch: MicroBatchCrossings | None = None
 
     @classmethod
@@ -67,30 +75,34 @@ class Boundary:
         dtype: torch.dtype | None = None,
         transport: torch.dtype | None = None,
         check: bool = True,
+        timeout_s: float = 1800.0,
     ) -> Boundary:
         """The boundary from module `source` to `target`, on a rank of either.
 
         The topology was made by `build`, or with the edge in `edges` and in `planned`. `width`: elements of a row;
-        `transport`, `check`: as for `BoundaryCommunicator`. What is left out is that of the topology's graph.
+        `transport`, `check`: as for `BoundaryCommunicator`. What is left out is that of the topology's graph. A plan or
+        crossing to which other ranks have not come after `timeout_s` seconds ends the process with a message; 0: never.
 
         Raises:
             UserError: the topology has no such edge on this rank, or no graph that has what is left out.
         """
         edge = as_edge((source, target), topology.layouts)
-        return cls.of(topology, edge, width=width, dtype=dtype, transport=transport, check=check)
+        watchdog = Watchdog.of_world(timeout_s, topology.platform)
+        return cls.of(topology, edge, watchdog, width=width, dtype=dtype, transport=transport, check=check)
 
     @classmethod
     def of(
         cls,
         topology: Topology,
         edge: Edge,
+        watchdog: Watchdog,
         *,
         width: int | None = None,
         dtype: torch.dtype | None = None,
         transport: torch.dtype | None = None,
         check: bool = True,
     ) -> Boundary:
-        """As `open`, along any edge."""
+        """As `open`, along any edge, with the rank's own `watchdog`."""
         if topology.graph and edge in topology.graph.edges and edge not in topology.planned:
             problem, fix = "the rank is on neither side of it", f"open it where {edge.source} or {edge.target} is"
             raise UserError.at(f"boundary {edge} on rank {topology.rank}", problem=problem, fix=fix)
@@ -129,7 +141,7 @@ class Boundary:
         )
         source, target = (topology.layouts[name] for name in (edge.source, edge.target))
         sides = edge.source_ranks(source), edge.target_ranks(target)
-        return cls(edge, communicator, topology.planned[edge], sides)
+        return cls(edge, communicator, topology.planned[edge], sides, watchdog)
 
     @_disable_dynamo
     def plan(self, *, held: Ids = (), needed: Ids = (), gradient: Gradient = "invariant") -> LoadedPlan:
@@ -155,7 +167,8 @@ class Boundary:
     def plans(self, crossings: Sequence[Rows]) -> list[LoadedPlan]:
         """As `plan`, of several crossings at once, with one exchange between the hosts."""
         mine, name = dist.get_rank(), str(self.edge)
-        everyone = on_every(self._hosts, lambda: [Known.of(name, mine, *rows) for rows in crossings])
+        with self._doing("a plan"):
+            everyone = on_every(self._hosts, lambda: [Known.of(name, mine, *rows) for rows in crossings])
         ranks = dist.get_process_group_ranks(self._hosts)
         for rank, known in zip(ranks, everyone, strict=True):
             if len(known) != len(everyone[0]):
@@ -186,9 +199,10 @@ class Boundary:
                 fix="give the plan first, then the rows",
             )
         rows = self.communicator.no_rows() if rows is None else rows
-        if self._micro_batch is None:
-            return self._cross_without_gradients(plan, rows)
-        return self._micro_batch.cross(self.edge, self.communicator, plan, rows)
+        with self._doing("a crossing"):
+            if self._micro_batch is None:
+                return self._cross_without_gradients(plan, rows)
+            return self._micro_batch.cross(self.edge, self.communicator, plan, rows, self._doing)
 
     def _cross_without_gradients(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
         if any_requires_grad(self.communicator, plan, rows):
@@ -200,6 +214,10 @@ class Boundary:
                 "`communicator`",
             )
         return self.communicator.forward(plan, widened(rows, self.communicator.dtype))
+
+    def _doing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what waits for the other ranks of the boundary."""
+        return self._watchdog.doing(lambda: f"{what} of boundary {self.edge}, with all its ranks,")
 
     def __repr__(self) -> str:
         return f"Boundary({self.edge}, rows of {self.communicator.width} {self.communicator.dtype})"

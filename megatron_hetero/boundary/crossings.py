@@ -9,7 +9,8 @@ by the names of their edges, not by what a rank's rows were made of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -54,6 +55,9 @@ _AFTER_ITS_END = str(
     )
 )
 
+Doing = Callable[[str], AbstractContextManager[None]]
+"""Watches what is described."""
+
 
 @dataclass(eq=False)
 class _Crossing:
@@ -65,6 +69,7 @@ class _Crossing:
     communicator: BoundaryCommunicator
     plan: LoadedPlan
     rows: Tensor | None
+    doing: Doing
     grad: Tensor | None = None
     computed: bool = False
 
@@ -91,7 +96,8 @@ class _Crossing:
             self.grad = torch.zeros(shape, dtype=self.communicator.dtype, device=self.communicator.device)
             problem = problem or (_NOT_KEPT if self.computed else None)
         grad, self.grad = self.grad, None  # What arrived keeps this object.
-        return self.communicator.backward(self.plan, grad, problem=problem)
+        with self.doing("the return of gradients"):
+            return self.communicator.backward(self.plan, grad, problem=problem)
 
 
 class _Arrival(torch.autograd.Function):
@@ -125,8 +131,10 @@ class MicroBatchCrossings:
     crossings: list[_Crossing] = field(default_factory=list)
     problem: str | None = None
 
-    def cross(self, edge: Edge, communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor) -> Tensor:
-        """As `Boundary.__call__`."""
+    def cross(
+        self, edge: Edge, communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor, doing: Doing
+    ) -> Tensor:
+        """As `Boundary.__call__`. `doing`: around what waits for other ranks when the gradients return."""
         if torch._C._current_graph_task_id() != -1:
             self.problem = _MADE_AGAIN
             raise UserError(_MADE_AGAIN)
@@ -134,7 +142,7 @@ class MicroBatchCrossings:
         arrived = communicator.forward(plan, widened(rows, communicator.dtype))
         if not returns:
             return arrived
-        self.crossings.append(_Crossing(edge, communicator, plan, rows))
+        self.crossings.append(_Crossing(edge, communicator, plan, rows, doing))
         return self.crossings[-1].arrive(arrived)
 
     @_disable_dynamo

@@ -1,1 +1,1 @@
-"""Executes a schedule on a rank, with a watchdog for ranks that wait forever."""
+"""Executes a schedule on a rank."""

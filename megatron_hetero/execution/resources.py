@@ -12,8 +12,9 @@ from megatron_hetero.distributed.topology import Links
 from megatron_hetero.execution.announced import AnnouncedShapes
 from megatron_hetero.execution.contract import ModuleOnRank, RandomStates
 from megatron_hetero.execution.copies import ComparedCopies
-from megatron_hetero.execution.watch import Stopwatch, Watchdog
 from megatron_hetero.layout.edge import Edge
+from megatron_hetero.watch.stopwatch import Stopwatch
+from megatron_hetero.watch.watchdog import Watchdog
 
 
 @dataclass(eq=False, kw_only=True)

@@ -19,10 +19,11 @@ from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, R
 from megatron_hetero.execution.copies import ComparedCopies
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.step import StepExecution
-from megatron_hetero.execution.watch import Stopwatch, Watchdog
 from megatron_hetero.layout.edge import Edge, as_edge
 from megatron_hetero.names import ROWS
 from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.watch.stopwatch import Stopwatch
+from megatron_hetero.watch.watchdog import Watchdog
 
 
 class Interpreter(RankResources):

@@ -22,6 +22,7 @@ from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
+from megatron_hetero.watch.watchdog import Watchdog
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +79,7 @@ class Runner:
             `hidden_shape`. With virtual stages, of modules that `build` was told of, models by stage.
         settings: of graphs in which all modules feed one, see `ScheduleSettings`.
         forward_only: modules without a backward pass, which nothing that trains feeds.
-        check: as for `Interpreter.build`.
+        timeout_s, check: as for `Interpreter.build`.
 
     Raises:
         UserError: on all ranks, see `Interpreter.build`, `build_schedule` and `check_schedule`.
@@ -106,7 +107,8 @@ class Runner:
         # Of each object: a cache of the class would keep its groups, and their threads, alive.
         self._cached_schedule = lru_cache(maxsize=8)(self._build_schedule)
         self.schedule(1)  # What cannot run is refused now.
-        self._boundaries = {edge: Boundary.of(topology, edge, check=check) for edge in topology.planned}
+        watchdog = Watchdog.of_world(timeout_s, topology.platform)
+        self._boundaries = {edge: Boundary.of(topology, edge, watchdog, check=check) for edge in topology.planned}
         given = {name: each for name, each in modules.items() if each is not None}
         held = {name: ModuleOnRank(_stages(topology, name, each)) for name, each in given.items()}
         self._interpreter = Interpreter.build(
@@ -116,7 +118,7 @@ class Runner:
             dtype=graph.dtype,
             outputs={edge: graph.outputs_of(edge) for edge in graph.edges},
             transport=graph.transport,
-            timeout_s=timeout_s,
+            watchdog=watchdog,
             check=check,
         )
 

@@ -15,13 +15,14 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.module import TrainedModule, build_module
 from megatron_hetero.engine.optimizer import build_optimizer
 from megatron_hetero.execution.runtime import Interpreter, ModuleOnRank
-from megatron_hetero.execution.watch import Stopwatch, Watchdog
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.backend import spec_provider
 from megatron_hetero.names import TEXT
 from megatron_hetero.training.profile import StepProfiler
 from megatron_hetero.training.step_trainer import StepTrainer
+from megatron_hetero.watch.stopwatch import Stopwatch
+from megatron_hetero.watch.watchdog import Watchdog
 
 
 def build_step_trainer(
@@ -43,7 +44,7 @@ def build_step_trainer(
     torch.manual_seed(config.train.seed)
     platform.prepare_megatron()
     prepare_globals(config.train.seed)
-    watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform)
+    watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform, "schedule.timeout_s")
     with watchdog.waiting(lambda: "the making of process groups, with all other ranks,"):
         topology = Topology.build(
             job.layouts,

@@ -13,7 +13,6 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.distributed.agreement import Statement, require_agreement
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.watch import Watchdog
 from megatron_hetero.hf.folder_writer import Companions, require_writable
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.job import JobSpec
@@ -23,6 +22,7 @@ from megatron_hetero.names import VISION
 from megatron_hetero.processor.processor import Processor
 from megatron_hetero.processor.two_folders import export_changes
 from megatron_hetero.training.started_with import data_sets, files_of_model, settings_and_versions
+from megatron_hetero.watch.watchdog import Watchdog
 
 REPORTER = 0
 """The rank that prints, writes metrics and exports."""

@@ -16,7 +16,6 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.environment.cuda import prepare_traces
 from megatron_hetero.errors import SharedError, os_errors_as
-from megatron_hetero.execution.watch import Watchdog
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.backend import backend_notices
 from megatron_hetero.models.weights import stored_shapes
@@ -27,6 +26,7 @@ from megatron_hetero.training.log.folder import unwritable
 from megatron_hetero.training.log.history import evaluations_since
 from megatron_hetero.training.log.writer import MetricsWriter, NullWriter, Writer
 from megatron_hetero.training.trainer import Trainer
+from megatron_hetero.watch.watchdog import Watchdog
 
 
 def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None = None) -> Trainer:
@@ -35,7 +35,7 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
 
     Raises `UserError` for anything that the user can fix, before anything is written.
     """
-    watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform)
+    watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform, "schedule.timeout_s")
     job, inputs = open_together(config, platform, watchdog)
     if platform.is_cuda:  # Before the first collective.
         _prepare_traces(config.log.dir / "nccl")

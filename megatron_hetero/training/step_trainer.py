@@ -25,7 +25,6 @@ from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.engine.optimizer import rate_of, set_learning_rates, update
 from megatron_hetero.errors import NotFiniteError, SharedError
 from megatron_hetero.execution.runtime import Interpreter
-from megatron_hetero.execution.watch import Stopwatch
 from megatron_hetero.job import JobSpec, OfJob
 from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.program import Schedule
@@ -33,6 +32,7 @@ from megatron_hetero.sharding.balance import idle_share
 from megatron_hetero.training.log.metrics import StepMetrics
 from megatron_hetero.training.mfu import utilisation
 from megatron_hetero.training.profile import StepProfiler
+from megatron_hetero.watch.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)

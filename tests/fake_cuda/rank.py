@@ -14,11 +14,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.optimizer import update
-from megatron_hetero.execution.watch import Stopwatch, Watchdog
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.training.step_trainer import StepTrainer
 from megatron_hetero.training.trial import FAKE, assumed_step, drawn_trainer
+from megatron_hetero.watch.stopwatch import Stopwatch
+from megatron_hetero.watch.watchdog import Watchdog
 from tests.fake_cuda.cases import Case
 from tests.fake_cuda.device import GPU, FakeGpu, Usage
 

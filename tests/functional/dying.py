@@ -19,7 +19,7 @@ from typing import Any
 
 import pretrain_vlm
 from megatron_hetero.distributed.launch import guarded, rank
-from megatron_hetero.execution.watch import Stopwatch
+from megatron_hetero.watch.stopwatch import Stopwatch
 
 CALLS = {
     "start-up": ("megatron_hetero.distributed.platform", "Platform.init_process_group", 1),

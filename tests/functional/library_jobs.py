@@ -31,7 +31,7 @@ from megatron_hetero import (
     plan_boundary,
 )
 from megatron_hetero.distributed.platform import CPU
-from megatron_hetero.execution.watch import Watchdog
+from megatron_hetero.watch.watchdog import Watchdog
 
 
 def trained(options: Options) -> tuple[list[float], list[str]]:

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.distributed.communicators import DIRECTIONS, EdgeUse, Link
-from megatron_hetero.execution.watch import Watchdog
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.checks.deadlock import DESIGN
 from megatron_hetero.schedule.checks.streams import Wiring
 from megatron_hetero.schedule.communication import use_of
 from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.watch.watchdog import Watchdog
 from tests.support.pool import Pool
 
 Ranks = tuple[int, ...]

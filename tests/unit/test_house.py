@@ -20,7 +20,7 @@ outputs
 layout
 hf config
 distributed
-data
+data watch
 boundary
 schedule
 execution sharding

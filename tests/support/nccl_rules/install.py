@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.execution.watch import Watchdog
+from megatron_hetero.watch.watchdog import Watchdog
 from tests.support.nccl_rules.client import DEVICE, HOST, Client
 from tests.support.nccl_rules.group import CPU, WORLD, RulesGroup
 

@@ -13,11 +13,11 @@ from megatron_hetero.boundary.buffers import BufferPool
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.execution.step import StepExecution
-from megatron_hetero.execution.watch import Stopwatch
 from megatron_hetero.planning.memory.parameters import parameters_of
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
 from megatron_hetero.training.trial import assumed_step
+from megatron_hetero.watch.stopwatch import Stopwatch
 
 
 def measure(flags: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Times the parts of a step, and ends a process whose rank waits for others forever."""
+"""Ends a process whose rank waits for others forever, and says what it waits for."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from megatron_hetero.distributed.launch import leave
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.environment.cuda import write_trace
-from megatron_hetero.execution.device_clock import DeviceClock, Mark, clock_of
-from megatron_hetero.execution.peers import Peers, RollCall, within
 from megatron_hetero.layout.grammar import format_ranks
+from megatron_hetero.watch.device_clock import DeviceClock, Mark, clock_of
+from megatron_hetero.watch.peers import Peers, RollCall, within
 
 MAX_ISSUED = 1024
 """The most actions tracked on the device. Its launch queue holds no more, so the host is rarely further ahead."""
@@ -30,44 +29,6 @@ EXIT_TIMEOUT_S = 30.0
 """Seconds after which a process that has given up ends, even if `on_exit` has not returned."""
 _ROLL_CALL_S = 5.0
 """The most seconds in which other ranks can answer that they wait, too."""
-
-
-class Stopwatch:
-    """Measures the seconds of named parts of a step: of the current stream on a GPU, without synchronising, and of the
-    host on a CPU. `record`: whether laps are recorded; otherwise only profilers see the parts.
-    """
-
-    def __init__(self, platform: Platform, *, record: bool = True):
-        self._platform = platform
-        self._record = record
-        self._laps: list[tuple[str, Any, Any]] = []
-
-    @contextlib.contextmanager
-    def part(self, name: str, label: str = "") -> Iterator[None]:
-        """Add the time inside to `name`. Profilers show it as `label`, by default `name`."""
-        start = self._now() if self._record else None
-        try:
-            with torch.profiler.record_function(label or name):
-                yield
-        finally:
-            if self._record:
-                self._laps.append((name, start, self._now()))
-
-    def read(self) -> dict[str, list[float]]:
-        """The seconds of each lap, by part, since the last call. On a GPU, synchronise first."""
-        seconds: dict[str, list[float]] = {}
-        for name, start, stop in self._laps:
-            lap = start.elapsed_time(stop) / 1000 if self._platform.is_cuda else stop - start
-            seconds.setdefault(name, []).append(lap)
-        self._laps.clear()
-        return seconds
-
-    def _now(self) -> Any:
-        if not self._platform.is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 class _Current(NamedTuple):
@@ -140,8 +101,9 @@ class Watchdog:
         clock: DeviceClock | None = None,
         on_exit: Callable[[], str] = lambda: "",
         peers: Peers | None = None,
+        setting: str = "timeout_s",
     ):
-        self.timeout_s, self.rank = timeout_s, rank
+        self.timeout_s, self.rank, self._setting = timeout_s, rank, setting
         self._clock = clock if timeout_s > 0 else None
         self._on_exit, self._peers = on_exit, peers
         self._current: _Current | None = None
@@ -158,10 +120,10 @@ class Watchdog:
             _start("schedule-device-clock", self, Watchdog._follow_device)
 
     @classmethod
-    def of_world(cls, timeout_s: float, platform: Platform) -> Watchdog:
-        """The watchdog of this rank of the default process group."""
+    def of_world(cls, timeout_s: float, platform: Platform, setting: str = "timeout_s") -> Watchdog:
+        """The watchdog of this rank of the default process group. `setting`: what users call `timeout_s`."""
         rank = dist.get_rank()
-        return cls(timeout_s, rank, clock_of(platform.device), partial(_traced, rank), Peers.of_world())
+        return cls(timeout_s, rank, clock_of(platform.device), partial(_traced, rank), Peers.of_world(), setting)
 
     @contextlib.contextmanager
     def doing(self, described: Callable[[], str]) -> Iterator[None]:
@@ -263,8 +225,8 @@ class Watchdog:
         if reports:
             print(
                 f"rank {self.rank}: found {what} unfinished after {waited:.0f} s, expected it within "
-                f"schedule.timeout_s = {self.timeout_s:g}, because {_suspected(called)}. Look for the first error of "
-                "another rank, or raise schedule.timeout_s",
+                f"{self._setting} = {self.timeout_s:g}, because {_suspected(called)}. Look for the first error of "
+                f"another rank, or raise {self._setting}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,0 +1,51 @@
+"""A rank that leaves out a crossing of a plain loop ends the others, with one message that names it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.functional.forked import Forked
+
+
+def loop(left_out: str) -> None:
+    """Rank 2 goes on without it, as a loop with `if not pictures: continue` would."""
+    import torch
+
+    import megatron_hetero as mh
+
+    def train(_: object) -> None:
+        with mh.process_group():
+            graph = mh.Graph({"vision": ["text"]}, width=4, dtype=torch.float32)
+            topology = mh.build(graph, vision="dp:3", text="dp:3")
+            link = mh.Boundary.open(topology, "vision", "text", timeout_s=2)
+            rank = topology.rank
+            for step in range(3):
+                while step == 1 and rank == 2 and left_out == "plan":
+                    time.sleep(0.1)
+                plan = link.plan(held=[rank], needed=[(rank + 1) % 3])
+                with mh.micro_batch(link):
+                    while step == 1 and rank == 2 and left_out == "crossing":
+                        time.sleep(0.1)
+                    link(plan, torch.ones(1, 4, requires_grad=True)).sum().backward()
+                    while step == 1 and rank == 2:
+                        time.sleep(0.1)
+
+    mh.guarded(train, [])
+
+
+@pytest.mark.parametrize(
+    "left_out, said",
+    [("plan", "a plan of"), ("crossing", "a crossing of"), ("end", "the return of gradients of")],
+)
+def test_the_others_end_and_say_who_did_not_come(left_out: str, said: str, tmp_path: Path) -> None:
+    with Forked(tmp_path / "ranks", loop, [[left_out]] * 3) as ranks:
+        for rank in ranks.ranks[:2]:
+            rank.join(60)
+        assert [rank.exitcode for rank in ranks.ranks] == [1, 1, None]
+        messages = [line for rank in (0, 1) for line in ranks.said(rank).splitlines() if "unfinished" in line]
+    assert len(messages) == 1, messages
+    assert f"found {said} boundary vision>text, with all its ranks, unfinished after" in messages[0]
+    assert "expected it within timeout_s = 2" in messages[0] and "rank 2" in messages[0]
