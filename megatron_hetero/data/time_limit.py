@@ -11,6 +11,8 @@ from functools import cache
 
 _LOOKS_S = 0.05
 """Polling interval."""
+_OVER = float("inf")
+"""In place of the end of a time that is over."""
 
 
 @contextmanager
@@ -23,7 +25,11 @@ def time_limit(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        limits.end(me)
+        try:
+            if limits.end(me):
+                _take_pending()
+        except TimeoutError:  # It came amid this.
+            limits.end(me)
 
 
 class _Limits:
@@ -43,11 +49,10 @@ class _Limits:
                 self._thread.start()
         self._used.set()
 
-    def end(self, thread: int) -> None:
-        """Lift the limit of `thread`, and retract an exception that is still pending."""
+    def end(self, thread: int) -> bool:
+        """Lift the limit of `thread`. Returns whether its time was over: an exception may still be pending."""
         with self._lock:
-            del self._ends[thread]
-            _raise(thread, None)
+            return self._ends.pop(thread, _OVER) == _OVER
 
     def _look(self) -> None:
         while True:
@@ -56,15 +61,20 @@ class _Limits:
             with self._lock:
                 late = [thread for thread, end in self._ends.items() if time.monotonic() > end]
                 for thread in late:
-                    self._ends[thread] = float("inf")
-                    _raise(thread, TimeoutError)
+                    self._ends[thread] = _OVER
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
                 if not self._ends:
                     self._used.clear()
 
 
-def _raise(thread: int, kind: type[Exception] | None) -> None:
-    what = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+def _take_pending() -> None:
+    """Let an exception come that is still pending: it does within a few instructions.
+
+    Not with `PyThreadState_SetAsyncExc(thread, NULL)`: after that Python 3.11 looks for an exception at every call, and
+    forever at the first one that a debugger or a coverage tool traces.
+    """
+    for _ in range(1000):
+        pass
 
 
 @cache

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,48 @@ def test_what_ends_just_in_time_raises_inside_or_not_at_all() -> None:
             outside += 1
         spin(0.0005)
     assert outside <= 50
+
+
+TRACED = """
+import sys, time
+from megatron_hetero.data.time_limit import time_limit
+def call():
+    return 1
+for late in (False, True):
+    try:
+        with time_limit(0.01 if late else 60):
+            while late:
+                pass
+    except TimeoutError:
+        print("late")
+    sys.settrace(lambda *_: None)
+    call()
+    sys.settrace(None)
+print("traced")
+"""
+
+
+def test_a_program_can_be_traced_after_it() -> None:
+    """By a debugger, or for coverage: Python 3.11 looked for a pending exception forever."""
+    done = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "late\ntraced\n", done.stderr
+
+
+@pytest.mark.parametrize("late", [0.0, 0.002, 0.02])
+def test_no_exception_comes_after_the_end(late: float) -> None:
+    for _ in range(20):
+        with suppress(TimeoutError), time_limit(0.002):
+            spin(late)
+        spin(0.003)
+
+
+def test_an_exception_that_the_code_inside_takes_does_not_come_again() -> None:
+    with time_limit(0.05):
+        try:
+            spin(20)
+        except TimeoutError:
+            spin(0.2)
+    spin(0.2)
 
 
 @pytest.mark.parametrize("body", ["", "x"])
