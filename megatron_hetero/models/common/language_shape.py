@@ -9,6 +9,14 @@ from typing import Any, Self
 
 from megatron_hetero.models.common.flops import TextFlopShape
 
+MOST_LOGITS = 1 << 26
+"""Logits of a rank that exist at a time: 256 MiB in fp32."""
+
+
+def tokens_at_a_time(columns: int) -> int:
+    """For how many tokens logits of so many columns exist at a time."""
+    return max(1, MOST_LOGITS // columns)
+
 
 @dataclass(frozen=True)
 class LanguageModelShape:

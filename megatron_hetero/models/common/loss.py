@@ -1,65 +1,142 @@
-"""Cross entropy, and which tokens are predicted right, over a vocabulary that is split over a tensor-parallel group.
+"""The head and its loss: cross entropy, and which tokens are predicted right, over a vocabulary that is split over a
+tensor-parallel group, in chunks of tokens.
 
 The method of the cross entropy is Megatron-LM's (Shoeybi et al. 2019, arXiv 1909.08053): each rank reduces its own part
 of the vocabulary, and only three numbers per token cross the group. Ours takes its group explicitly, computes and
-differentiates in fp32, and leaves out rows that pad the vocabulary.
+differentiates in fp32, and leaves out rows that pad the vocabulary. Logits of a whole batch would be the largest tensor
+of a step (152k ids, 16k tokens: 10 GB in fp32); gradients are therefore formed with the loss, as in Liger Kernel (Hsu
+et al. 2024, arXiv 2410.10989), and logits exist for some tokens at a time.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_hetero.models.common.language_shape import tokens_at_a_time
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, valid: int, group: dist.ProcessGroup) -> Tensor:
-        logits32 = _without_padding(logits.float(), valid)
-        highest = logits32.amax(dim=-1)
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        local = targets - first
-        mine = (local >= 0) & (local < valid)
-        local = local.clamp(0, logits.shape[1] - 1)
-        exponentials = (logits32 - highest[:, None]).exp_()
-        target_logit = torch.where(mine, logits32.gather(1, local[:, None]).squeeze(1) - highest, 0.0)
-        sums = torch.stack([exponentials.sum(dim=-1), target_logit])
-        dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), local, mine)
-        ctx.dtype = logits.dtype
-        return sums[0].log() - sums[1]
+class VocabularyShard(NamedTuple):
+    """A tensor-parallel rank's part of the vocabulary: `valid` ids from `first` on, then padding up to the columns of
+    its logits; `group`: of the ranks that have the other parts.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        softmax, local, mine = ctx.saved_tensors
-        grad = softmax.clone()
-        grad[torch.arange(len(grad), device=grad.device), local] -= mine.to(grad.dtype)
-        return grad.mul_(grads[0][:, None]).to(ctx.dtype), None, None, None, None
+    first: int
+    valid: int
+    group: dist.ProcessGroup
 
 
-def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, first: int, valid: int, group: dist.ProcessGroup
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabularyShard,
+    *,
+    hits: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
-    """Cross entropy per token, fp32 [tokens], whole on every rank of `group`.
+    """The sum of the cross entropies of all tokens, fp32 [], whole on every rank of the group; of logits that the head
+    `weight` makes of `hidden`, and that exist for `chunk` tokens at a time.
 
-    `logits`: [tokens, local vocabulary], of which the first `valid` columns stand for the vocabulary ids from `first`
-    on and the rest is padding. `targets`: int64 [tokens], global ids, the same on every rank.
+    The gradients are formed in the forward pass, chunk by chunk: those of `hidden`, this rank's part of them, and of
+    `weight`. The loss is to be back-propagated once.
+
+    Args:
+        hidden: [tokens, hidden].
+        weight: [columns, hidden], of which the first `valid` rows stand for ids.
+        targets: int64 [tokens], global ids, the same on every rank.
+        shard: of the vocabulary.
+        hits: bool [tokens], filled where it is given, see `vocab_parallel_hits`.
+        chunk: tokens; default: `tokens_at_a_time`.
     """
-    return _VocabParallelCrossEntropy.apply(logits, targets, first, valid, group)
+    return _HeadLoss.apply(hidden, weight, targets, shard, hits, chunk or tokens_at_a_time(len(weight)))
 
 
-def vocab_parallel_hits(logits: Tensor, targets: Tensor, first: int, valid: int, group: dist.ProcessGroup) -> Tensor:
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard, hits: Tensor | None,
+        chunk: int,
+    ) -> Tensor:  # fmt: skip
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        of_weight = _SumOfProducts(weight, many=len(hidden) > chunk) if ctx.needs_input_grad[1] else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, len(hidden), chunk):
+            tokens = slice(start, start + chunk)
+            logits = hidden[tokens] @ weight.t()
+            if hits is not None:
+                hits[tokens] = vocab_parallel_hits(logits, targets[tokens], shard)
+            losses, grad = _cross_entropy_(logits, targets[tokens], shard)
+            loss += losses.sum()
+            del logits
+            grad = grad.to(hidden.dtype) if of_hidden is not None or of_weight is not None else grad
+            if of_hidden is not None:
+                torch.mm(grad, weight, out=of_hidden[tokens])
+            if of_weight is not None:
+                of_weight.add(grad.t(), hidden[tokens])
+        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.value())
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # In place: whoever goes backward a second time is told by autograd.
+        of_hidden, of_weight = (None if each is None else each.mul_(grad) for each in ctx.saved_tensors)
+        return of_hidden, of_weight, None, None, None, None
+
+
+class _SumOfProducts:
+    """A sum of matrix products, of `like`'s shape and dtype; in fp32 as long as there are `many` narrow ones to add."""
+
+    def __init__(self, like: Tensor, *, many: bool):
+        self._sum: Tensor | None = None
+        self._like, self._dtype = like, torch.float32 if many and like.element_size() < 4 else like.dtype
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        if self._sum is None:
+            self._sum = (left @ right).to(self._dtype)
+        elif left.dtype == self._dtype:
+            self._sum.addmm_(left, right)
+        else:
+            self._sum += left @ right
+
+    def value(self) -> Tensor:
+        return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
+
+
+def _cross_entropy_(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """Cross entropy of each token, fp32 [tokens], and its gradients, fp32 of the shape of `logits`, which it may take
+    the place of.
+    """
+    logits = logits.float()
+    logits[:, shard.valid :] = -torch.inf
+    highest = logits.amax(dim=-1)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=shard.group)
+    logits.sub_(highest[:, None])
+    local = targets - shard.first
+    mine = (local >= 0) & (local < shard.valid)
+    local = local.clamp_(0, logits.shape[1] - 1)[:, None]
+    target_logit = torch.where(mine, logits.gather(1, local).squeeze(1), 0.0)
+    exponentials = logits.exp_()
+    sums = torch.stack([exponentials.sum(dim=-1), target_logit])
+    dist.all_reduce(sums, group=shard.group)
+    gradient = exponentials.div_(sums[0][:, None]).scatter_add_(1, local, -mine[:, None].float())
+    return sums[0].log() - sums[1], gradient
+
+
+def vocab_parallel_hits(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
     """Whether each token's target is what greedy decoding chooses: the likeliest id, the lowest of several as likely.
-    Bool [tokens], whole on every rank of `group`. Arguments as for `vocab_parallel_cross_entropy`; two numbers per
-    token cross the group.
+    Bool [tokens], whole on every rank of the group. `logits`: [tokens, columns]. Two numbers per token cross the group.
     """
-    highest, column = _without_padding(logits, valid).max(dim=-1)
+    highest, column = _without_padding(logits, shard.valid).max(dim=-1)
     best = highest.to(torch.float32, copy=True)
-    dist.all_reduce(best, dist.ReduceOp.MAX, group=group)
-    chosen = torch.where(highest == best, column + first, torch.iinfo(column.dtype).max)
-    dist.all_reduce(chosen, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(best, dist.ReduceOp.MAX, group=shard.group)
+    chosen = torch.where(highest == best, column + shard.first, torch.iinfo(column.dtype).max)
+    dist.all_reduce(chosen, dist.ReduceOp.MIN, group=shard.group)
     return chosen == targets
 
 

@@ -16,8 +16,8 @@ s / tp with sequence-parallel activations), of width h:
 Recomputed layers keep their input [l, h]; one at a time keeps all of the above during its backward pass.
 
 The transient memory of actions (their workspace) peaks where a layer's MLP goes backward (gradients of
-gate and up [s, 2 ffn] and of their product [s, ffn]), and in the loss (logits as the head gives them and once more in
-fp32 [supervised, vocabulary / tp], and the gathered input of the head [s, h]).
+gate and up [s, 2 ffn] and of their product [s, ffn]), and in the loss, which forms gradients at once (logits of a chunk
+of tokens as the head gives them and once more in fp32 [chunk, vocabulary / tp], and the input of the head [s, h]).
 
 Transformer Engine saves less: no copies in fp32 for norms.
 """
@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.flops import Passes
+from megatron_hetero.models.common.language_shape import tokens_at_a_time
 from megatron_hetero.models.family import EncoderShape, LayerKind, TextShape
 from megatron_hetero.names import ROWS
 from megatron_hetero.planning.shards import SequenceShard, Spans
@@ -191,9 +192,9 @@ def text_stage(
     entered = 0 if stage.is_first or recompute or itemsize == FP32 else message
     left = 0 if stage.is_last else message
     again, workspace = max(0, again - after), _layer_workspace(layer, shard)
-    loss = _loss_workspace(shape, layout, shard, itemsize) if stage.is_last else 0
+    loss = _loss_workspace(shape, layout, shard, itemsize, passes) if stage.is_last else 0
     return StageBytes(
-        saved + after, entered, left, 0, message, again, max(loss, workspace), max(loss - again, workspace),
+        saved + after, entered, left, 0, message, again, max(loss, workspace), workspace,
         _gathered(layer, shard),
     )  # fmt: skip
 
@@ -208,17 +209,28 @@ def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes, 
 
 
 def _head_bytes(shape: TextShape, layout: Layout, supervised: int, itemsize: int, passes: Passes) -> int:
-    """Head and loss: their input, probabilities in fp32, and which positions and labels they are of."""
-    probabilities = FP32 * -(-shape.vocab // layout.tp)
-    return supervised * (itemsize * shape.hidden * passes.weights + probabilities + 8 + 8 + 1)
+    """Gradients of the head's weights and of its input, and which positions these are of."""
+    of_input = supervised * (itemsize * shape.hidden + 8) * passes.inputs
+    return of_input + _head_gradient_bytes(shape, layout, itemsize, passes)
 
 
-def _loss_workspace(shape: TextShape, layout: Layout, shard: SequenceShard, itemsize: int) -> int:
-    """In addition to the probabilities: logits, as the head gives them and in fp32, and the hidden states of the whole
-    shard. As much in the backward: the gradient in fp32 and as the head takes it.
+def _head_gradient_bytes(shape: TextShape, layout: Layout, itemsize: int, passes: Passes) -> int:
+    return itemsize * -(-shape.vocab // layout.tp) * shape.hidden * passes.weights
+
+
+def _loss_workspace(shape: TextShape, layout: Layout, shard: SequenceShard, itemsize: int, passes: Passes) -> int:
+    """In the forward, in addition to the gradients: logits of a chunk, as the head gives them and in fp32, or their
+    gradient as the head takes it next to what the gradients of its weights are added up from; and the hidden states of
+    the whole shard and of supervised tokens.
     """
-    logits = shard.supervised * -(-shape.vocab // layout.tp)
-    return logits * (FP32 + (itemsize if itemsize < FP32 else 0)) + itemsize * shard.padded * shape.hidden
+    columns = -(-shape.vocab // layout.tp)
+    chunk, gradient = tokens_at_a_time(columns), _head_gradient_bytes(shape, layout, itemsize, passes)
+    narrow, many = itemsize < FP32, shard.supervised > chunk
+    logits = min(chunk, shard.supervised) * columns
+    total = FP32 // itemsize * gradient if many else 0  # in fp32, from the first chunk on
+    products = total + gradient if many and narrow else max(total, gradient)
+    peak = max(logits * (FP32 + itemsize * narrow) + total, logits * itemsize + products)
+    return max(0, peak - gradient) + itemsize * (shard.padded + shard.supervised) * shape.hidden
 
 
 def encoder_stage(

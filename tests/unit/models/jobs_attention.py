@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ from megatron_hetero.models.common.exchange import (
     ulysses_gather_heads,
     ulysses_scatter_heads,
 )
-from megatron_hetero.models.common.loss import vocab_parallel_cross_entropy, vocab_parallel_hits
+from megatron_hetero.models.common.loss import VocabularyShard, head_loss, vocab_parallel_hits
 from megatron_hetero.sharding.context import contiguous_segments, zigzag_segments, zigzag_tokens
 from tests.support.pool import world
 
@@ -280,37 +281,62 @@ def ulysses(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int) -> No
     assert_adjoint(x, list(ax), c, total)
 
 
-def cross_entropy(vocabulary: int, tokens: int) -> tuple[float, float]:
-    """The largest errors of value and gradient against `F.cross_entropy`, in a vocabulary padded to the group."""
-    rank, members = dist.get_rank(), dist.get_world_size()
-    return _cross_entropy(vocabulary, tokens, rank, members, world())
+def head_losses(vocabulary: int, tokens: int, chunk: int | None, dtype: torch.dtype) -> list[float]:
+    """The errors of loss and gradients against `F.cross_entropy`, in a vocabulary padded to the group, relative to the
+    largest element.
+    """
+    return _head_losses(vocabulary, tokens, chunk, dtype, dist.get_rank(), dist.get_world_size(), world())
 
 
-def cross_entropy_alone(vocabulary: int, tokens: int) -> tuple[float, float]:
+def head_losses_alone(vocabulary: int, tokens: int, chunk: int | None, dtype: torch.dtype) -> list[float]:
     """The same over a group of one rank."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    return _cross_entropy(vocabulary, tokens, 0, 1, alone)
+    return _head_losses(vocabulary, tokens, chunk, dtype, 0, 1, alone)
 
 
-def _cross_entropy(vocabulary: int, tokens: int, rank: int, members: int, group: Any) -> tuple[float, float]:
+def _head_losses(
+    vocabulary: int, tokens: int, chunk: int | None, dtype: torch.dtype, rank: int, members: int, group: Any
+) -> list[float]:
     generator = torch.Generator().manual_seed(1)
-    logits = (5 * torch.randn(tokens, vocabulary, generator=generator)).requires_grad_()
+    hidden = torch.randn(tokens, 16, generator=generator).to(dtype).float().requires_grad_()
+    weight = torch.randn(vocabulary, 16, generator=generator).to(dtype).float().requires_grad_()
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
-    weights = torch.randn(tokens, generator=generator)
-    expected = F.cross_entropy(logits, targets, reduction="none")
-    (expected * weights).sum().backward()
+    expected = 3 * F.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
+    expected.backward()
 
-    local = -(-vocabulary // members)
-    first = rank * local
-    valid = max(0, min(local, vocabulary - first))
-    padding = torch.full((tokens, local - valid), 1e4)  # what pads must not matter, however large
-    own = torch.cat([logits.detach()[:, first : first + valid], padding], dim=1).requires_grad_()
-    got = vocab_parallel_cross_entropy(own, targets, first, valid, group)
-    (got * weights).sum().backward()
-    assert got.dtype == torch.float32 and own.grad is not None and logits.grad is not None
-    assert not own.grad[:, valid:].any(), "padding has a gradient"
-    errors = (got - expected).abs(), (own.grad[:, :valid] - logits.grad[:, first : first + valid]).abs()
-    return tuple(float(error.max()) if error.numel() else 0.0 for error in errors)  # pyright: ignore[reportReturnType]
+    columns = -(-vocabulary // members)
+    shard = VocabularyShard(rank * columns, max(0, min(columns, vocabulary - rank * columns)), group)
+    own = torch.full((columns, 16), 100.0)  # what pads must not matter, however large
+    mine = slice(shard.first, shard.first + shard.valid)
+    own[: shard.valid] = weight.detach()[mine]
+    own, given = own.to(dtype).requires_grad_(), hidden.detach().to(dtype).requires_grad_()
+    hits = torch.zeros(tokens, dtype=torch.bool)
+    got = 3 * head_loss(given, own, targets, shard, hits=hits, chunk=chunk)
+    got.backward()
+    assert got.dtype == torch.float32 and own.grad is not None and given.grad is not None
+    assert own.grad.dtype == given.grad.dtype == dtype
+    assert not own.grad[shard.valid :].any(), "padding has a gradient"
+    if dtype == torch.float32:
+        assert torch.equal(hits, (hidden @ weight.t()).argmax(dim=1) == targets)
+    of_hidden = given.grad.float()
+    dist.all_reduce(of_hidden, group=group)
+    assert hidden.grad is not None and weight.grad is not None
+    pairs = (got, expected), (of_hidden, hidden.grad), (own.grad[: shard.valid].float(), weight.grad[mine])
+    return [float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) if b.numel() else 0.0 for a, b in pairs]
+
+
+def head_loss_of_frozen_parts() -> list[bool]:
+    """Whether hidden states and weights get gradients where only one of them, or none, requires them."""
+    shard, found = VocabularyShard(0, 6, world()), []
+    for hidden_trains, weight_trains in ((True, False), (False, True), (False, False)):
+        hidden, weight = torch.randn(4, 8, requires_grad=hidden_trains), torch.randn(6, 8, requires_grad=weight_trains)
+        loss = head_loss(hidden, weight, torch.arange(4), shard, chunk=3)
+        if loss.requires_grad:
+            loss.backward()
+            with pytest.raises(RuntimeError, match="second time|inplace"):
+                loss.backward()
+        found += [hidden.grad is not None, weight.grad is not None]
+    return found
 
 
 def hits(vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -325,7 +351,7 @@ def hits(vocabulary: int, tokens: int, dtype: torch.dtype) -> Tensor:
     valid = max(0, min(local, vocabulary - first))
     own = torch.full((tokens, local), 1e4, dtype=dtype)  # what pads must not matter, however large
     own[:, :valid] = logits[:, first : first + valid]
-    found = vocab_parallel_hits(own, targets, first, valid, world())
+    found = vocab_parallel_hits(own, targets, VocabularyShard(first, valid, world()))
     assert found.dtype == torch.bool
     torch.testing.assert_close(found, targets == best)
     return found

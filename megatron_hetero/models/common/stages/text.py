@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.models.common.backend import layer_spec, padded, recompute_options, transformer_config
 from megatron_hetero.models.common.inputs import TextInput
-from megatron_hetero.models.common.loss import vocab_parallel_cross_entropy, vocab_parallel_hits
+from megatron_hetero.models.common.loss import VocabularyShard, head_loss
 from megatron_hetero.models.common.stages.block import Between, run_layers
 from megatron_hetero.models.common.stages.rotary import multimodal_table
 from megatron_hetero.models.family import TextShape
@@ -121,12 +121,6 @@ class TextModel(GPTModel):
         self.shape, self.stage = shape, stage
         # Hidden states are handed over as an argument. Megatron's other way, an attribute, would keep the last ones.
         self.decoder.pre_process = True
-        if stage.is_last:
-            # Supervised positions are picked between gathering the sequence and the head, so that gathering is done
-            # here.
-            self.output_layer.sequence_parallel = False
-            self.output_layer.allreduce_dgrad = False
-            self.output_layer.disable_grad_reduce = True
         if self.head_norms and tp > 1:
             _mark_head_norms(self.decoder)
 
@@ -190,14 +184,11 @@ class TextModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=tp)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits = self.output_layer(hidden[batch.supervised], weight=weight)[0].squeeze(1)
-        local = self.vocab_size // tp.size()
-        first = local * tp.rank()
-        valid = max(0, min(local, self.shape.vocab - first))
-        if batch.hits is not None:
-            batch.hits.copy_(vocab_parallel_hits(logits.detach(), batch.targets, first, valid, tp))
-        return vocab_parallel_cross_entropy(logits, batch.targets, first, valid, tp).sum()
+        weight: Any = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight = self.output_layer.weight if weight is None else weight
+        first = len(weight) * tp.rank()
+        shard = VocabularyShard(first, max(0, min(len(weight), self.shape.vocab - first)), tp)
+        return head_loss(hidden.squeeze(1)[batch.supervised], weight, batch.targets, shard, hits=batch.hits)
 
 
 def _adding(rows: Tensor, places: Tensor) -> Between:
