@@ -13,8 +13,8 @@ sum in the same division.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,16 +97,16 @@ def finish(held: Iterable[HeldModule], factor: float | Tensor) -> None:
             _reduce(module)
             _scale(module, factor)
             for each in module.parameters[:1]:  # All are finished together.
-                gradient = each.gradient()
-                each.parameter.finished_gradient = weakref.ref(gradient), gradient._version
+                gradient: Any = each.gradient()
+                gradient.finished_version = gradient._version
 
 
 @torch.no_grad()
 def require_unfinished(held: Iterable[HeldModule]) -> None:
     """Check that gradients have changed since they were finished. Raises `UserError`."""
     for module in held:
-        finished, version = _finished_gradient(module)
-        if finished is not None and finished._version == version:
+        gradient = _finished_gradient(module)
+        if gradient is not None and gradient._version == gradient.finished_version:
             raise UserError.at(
                 f"gradients of `{module.name}`",
                 problem="they are finished already",
@@ -119,7 +119,7 @@ def require_unfinished(held: Iterable[HeldModule]) -> None:
 def require_finished(held: Iterable[HeldModule]) -> None:
     """Check that gradients were finished, and perhaps changed since. Raises `UserError`."""
     for module in held:
-        if module.parameters and _finished_gradient(module)[0] is None:
+        if module.parameters and _finished_gradient(module) is None:
             raise UserError.at(
                 f"gradients of `{module.name}`",
                 problem="they are not finished",
@@ -135,14 +135,12 @@ def require_equal_tokens(topology: Topology, tokens: Tokens | None) -> None:
     require_equal(topology, "gradients", {"tokens": shown}, fix)
 
 
-def _finished_gradient(module: HeldModule) -> tuple[Tensor | None, int]:
-    """The gradient of the first parameter as it was finished last, if that is still its gradient, and its version."""
+def _finished_gradient(module: HeldModule) -> Any:
+    """The gradient of the first parameter, which has `finished_version`; None if it has not been finished."""
     for each in module.parameters[:1]:
-        reference, version = getattr(each.parameter, "finished_gradient", (lambda: None, 0))
-        has_one = each.in_main_grad or each.parameter.grad is not None
-        if has_one and (finished := reference()) is not None and finished is each.gradient():
-            return finished, version
-    return None, 0
+        if (each.in_main_grad or each.parameter.grad is not None) and hasattr(each.gradient(), "finished_version"):
+            return each.gradient()
+    return None
 
 
 def factor_of(tokens: Tokens, device: torch.device) -> float | Tensor:

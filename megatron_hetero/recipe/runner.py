@@ -199,7 +199,7 @@ class Runner:
         """
         rank, held = self.topology.rank, [name for name in self.topology.layouts if self.topology.has(name)]
         for each in micro_batches:
-            if unknown := [name for name in each.inputs if name not in held]:
+            if unknown := [name for name, given in each.inputs.items() if given is not None and name not in held]:
                 where, expected = f"Runner on rank {rank}: inputs", f"those of {', '.join(held) or 'no module'}"
                 fix = "give the inputs of this rank's modules"
                 raise UserError.at(where, found=f"an input of `{unknown[0]}`", expected=expected, fix=fix)
@@ -208,11 +208,14 @@ class Runner:
                     edges = ", ".join(map(str, self.graph.edges)) or "none"
                     where, fix = f"Runner on rank {rank}: rows", "name an edge of the graph"
                     raise UserError.at(where, found=f"rows of `{edge}`", expected=f"of {edges}", fix=fix)
+                if not isinstance(rows, Rows):
+                    where, found = f"Runner on rank {rank}: rows of `{edge}`", f"a {type(rows).__name__}"
+                    raise UserError.at(where, found=found, expected="`Rows`", fix="write `Rows(held, needed)`")
                 for name, ids, what in ((edge.source, rows.held, "held"), (edge.target, rows.needed, "needed")):
-                    if len(ids) and name in held and each.inputs.get(name) is None:
+                    if _number_of(ids) and name in held and each.inputs.get(name) is None:
                         raise UserError.at(
                             f"Runner on rank {rank}: inputs",
-                            found=f"none of `{name}`, and {len(ids)} {what} rows of `{edge}`",
+                            found=f"none of `{name}`, and {_number_of(ids)} {what} rows of `{edge}`",
                             expected="an input where there are rows",
                             because="a module without an input is not run",
                             fix="give it one, such as `()` for a module that takes only rows",
@@ -222,6 +225,11 @@ class Runner:
         layouts = self.topology.layouts
         given = [{as_edge(ends, layouts): rows for ends, rows in each.rows.items()} for each in micro_batches]
         return [each.get(edge, Rows()) for each in given]
+
+
+def _number_of(ids: Any) -> int:
+    """1 of what is no list of ids, which `Boundary.plan` refuses."""
+    return len(ids) if hasattr(ids, "__len__") and getattr(ids, "ndim", 1) else 1
 
 
 def _require_frozen(names: Collection[str], modules: Mapping[str, Any]) -> None:

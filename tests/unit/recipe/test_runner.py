@@ -354,6 +354,14 @@ def test_wrong_uses_are_errors_on_all_ranks() -> None:
     no_rows = MicroBatch({name: each for name, each in batches[0].inputs.items() if name != "text" or rank != 2})
     with pytest.raises(UserError, match=r"with an input of `text`: found \[0\] on rank 0 and \[\] on rank 2"):
         runner([no_rows])
+    a_tuple: Any = {("vision", "text"): ([], [])}
+    with pytest.raises(UserError, match="Runner on rank 2: rows of `vision>text`: found a tuple, expected `Rows`"):
+        runner([MicroBatch(batches[0].inputs, a_tuple) if rank == 2 else batches[0]])
+    scalar = MicroBatch(batches[0].inputs, {("vision", "text"): Rows(torch.tensor(3), [])})
+    with pytest.raises(
+        UserError, match=r"boundary vision>text on rank 2: held: found .*, expected int64 of shape \[rows\]"
+    ):
+        runner([scalar if rank == 2 else batches[0]])
     with pytest.raises(UserError, match="Runner on rank 1: inputs: found an input of `sound`"):
         runner([MicroBatch({**batches[0].inputs, "sound": 0}) if rank == 1 else batches[0]])
     with pytest.raises(UserError, match="rows: found rows of `text>vision`, expected of vision>text, text>generator"):
