@@ -39,11 +39,7 @@ def require_equal(topology: Topology, where: str, facts: Mapping[str, str | None
     """Check that each fact is the same on all ranks that have it: None where a rank has none. All ranks call it, with
     the same names. Raises `UserError` on all of them.
     """
-    digests = [None if fact is None else zlib.crc32(fact.encode()) for fact in facts.values()]
-    lowest = torch.iinfo(torch.int64).min
-    extremes = torch.tensor([[lowest, lowest] if d is None else [d, -d] for d in digests], dtype=torch.int64)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=topology.host)
-    if all(most == -least or most == lowest for most, least in extremes.tolist()):
+    if _are_alike(list(facts.values()), topology.host, torch.device("cpu")):
         return
     raise_first_difference(where, on_every(topology.host, lambda: dict(facts)), range(topology.world_size), fix)
 
@@ -82,7 +78,7 @@ def require_alike(held: Sequence[HeldModule]) -> None:
         }
         for axes, facts in along.items():
             group = module.topology.group(module.name, *axes)
-            if not _is_alike(module, group, facts):
+            if not _are_alike(["\n".join(facts)], group, module.topology.platform.device):
                 differ.append((module, group, facts))
     for module, group, facts in differ:
         of_ranks: list[Any] = [None] * group.size()
@@ -99,10 +95,11 @@ def _sums(each: HeldParameter) -> str:
     return f"`{each.name}`{over_tp}{f', summed over {chr(183).join(each.axes)}' if each.axes else ''}"
 
 
-def _is_alike(module: HeldModule, group: dist.ProcessGroup, facts: Sequence[str]) -> bool:
-    """Whether all ranks of the group have the same facts."""
-    digest = zlib.crc32("\n".join(facts).encode())
-    extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=module.topology.platform.device)
+def _are_alike(facts: Sequence[str | None], group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether each fact is the same on all ranks of the group that have it: by the extremes of its digest."""
+    lowest = torch.iinfo(torch.int64).min
+    digests = [None if fact is None else zlib.crc32(fact.encode()) for fact in facts]
+    ends = [[lowest, lowest] if digest is None else [digest, -digest] for digest in digests]
+    extremes = torch.tensor(ends, dtype=torch.int64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    most, least = extremes.tolist()
-    return most == -least
+    return all(most in (-least, lowest) for most, least in extremes.tolist())

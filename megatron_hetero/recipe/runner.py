@@ -171,9 +171,11 @@ class Runner:
         """By edge, the plans of all micro-batches. The ranks of an edge share its errors, and then all ranks do."""
         plans: dict[Edge, list[LoadedPlan]] = {}
         problems: list[UserError] = []
+        layouts = self.topology.layouts
+        given = [{as_edge(ends, layouts): rows for ends, rows in each.rows.items()} for each in micro_batches]
         for edge, boundary in self._boundaries.items():
             try:
-                plans[edge] = boundary.plans(self._rows(edge, micro_batches))
+                plans[edge] = boundary.plans([each.get(edge, Rows()) for each in given])
             except UserError as error:
                 problems.append(error)
 
@@ -220,11 +222,6 @@ class Runner:
                             because="a module without an input is not run",
                             fix="give it one, such as `()` for a module that takes only rows",
                         )
-
-    def _rows(self, edge: Edge, micro_batches: Sequence[MicroBatch]) -> list[Rows]:
-        layouts = self.topology.layouts
-        given = [{as_edge(ends, layouts): rows for ends, rows in each.rows.items()} for each in micro_batches]
-        return [each.get(edge, Rows()) for each in given]
 
 
 def _number_of(ids: Any) -> int:

@@ -59,9 +59,6 @@ class _PeerReports:
     reported: int = 0
     asked: float = field(default_factory=time.monotonic)
 
-    def __call__(self, watchdog: Watchdog) -> float | None:
-        return watchdog._exchange_reports(self)
-
 
 def _start(name: str, watchdog: Watchdog, look: Callable[[Watchdog], float | None]) -> None:
     """Call `look`, which returns seconds until the next time or None to end, in a thread as long as `watchdog` exists.
@@ -185,7 +182,7 @@ class Watchdog:
         works = self._at_work or self._work_done
         if self._peers is not None and not self._asks_peers and (works or age > self.timeout_s / 8):
             # From now on, and in another thread: a store may not answer.
-            _start("peers", self, _PeerReports(self._peers))
+            _start("peers", self, partial(Watchdog._exchange_reports, state=_PeerReports(self._peers)))
             self._asks_peers = True
         if oldest is not None and age > self.timeout_s:
             self._give_up(*oldest)
