@@ -17,7 +17,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
 from megatron_hetero.data.early_end import ends_early
-from megatron_hetero.errors import UserError, in_short
+from megatron_hetero.errors import UserError, in_short, reason
 
 # 2 × PIL's own warning threshold: where PIL itself refuses to open a picture.
 MAX_IMAGE_PIXELS = 178_956_970
@@ -39,16 +39,20 @@ _UPRIGHT = {
 }
 _SWAPS_SIDES = {5, 6, 7, 8}
 _MORE_FILES = "raise the limit of open files (ulimit -n), or lower data.workers"
+_NAME = "correct the record's 'image', or `images` in data.registry"
 _RIGHTS = "grant this user read access to the file and its folders"
 _ADVICE = {
     errno.EMFILE: _MORE_FILES,
     errno.ENFILE: _MORE_FILES,
     errno.EACCES: _RIGHTS,
+    errno.ENAMETOOLONG: _NAME,
     errno.EPERM: _RIGHTS,
     errno.ENOMEM: "raise the memory limit (ulimit -v), free memory, or lower data.workers",
     errno.EIO: "check the disk or mount that it is on, and restart",
 }
 """What to do about a system error, by number; `EIO` for all others."""
+_MOST_OF_A_NAME = 1000
+"""Characters."""
 
 
 def picture_size(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
@@ -84,19 +88,26 @@ def load_picture(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> 
         return rgb.transpose(_UPRIGHT[orientation])
 
 
+def image_place(where: str, path: Path) -> str:
+    """A record's image as messages name it, truncated: a damaged record's name may be as long as its file."""
+    name = str(path)
+    rest = len(name) - _MOST_OF_A_NAME
+    return f"{where}: image {name if rest <= 0 else f'{name[:_MOST_OF_A_NAME]}... and {rest} more characters'}"
+
+
 @contextmanager
 def _open(path: Path, where: str, max_pixels: int) -> Iterator[tuple[Image.Image, IO[bytes]]]:
     with _as_user_errors(path, where):
         # Opening a named pipe or a device would block.
         if not path.is_file():
             raise UserError.at(
-                f"{where}: image {path}",
+                image_place(where, path),
                 problem="not a file" if path.exists() else "no such file",
-                fix="correct the record's 'image', or `images` in data.registry",
+                fix=_NAME,
             )
         # Opened here: of a file that it opens itself, Pillow takes the name, to open it once more.
         with path.open("rb") as file, Image.open(file, formats=_known_formats()) as image:
-            _check_pixels(image.width, image.height, f"{where}: image {path}", max_pixels)
+            _check_pixels(image.width, image.height, image_place(where, path), max_pixels)
             yield image, file
 
 
@@ -110,7 +121,7 @@ def _known_formats() -> tuple[str, ...]:
 @contextmanager
 def _as_user_errors(path: Path, where: str) -> Iterator[None]:
     """PIL's plugins raise nearly every built-in exception on damaged files."""
-    place = f"{where}: image {path}"
+    place = image_place(where, path)
     try:
         yield
     except UserError:
@@ -123,12 +134,14 @@ def _as_user_errors(path: Path, where: str) -> Iterator[None]:
             fix="downscale the picture, or remove the record",
         ) from error
     except (MemoryError, OSError) as error:
-        number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
+        if isinstance(error, MemoryError):
+            error = OSError(errno.ENOMEM, "out of memory")
+        number = error.errno
         if number is None:  # Of Pillow, for a damaged file.
             raise _damaged(place, error) from error
         raise UserError.at(
             place,
-            problem=f"cannot be read ({in_short(error)}); the picture itself may be intact",
+            problem=f"cannot be read ({reason(error)}); the picture itself may be intact",
             fix=_ADVICE.get(number, _ADVICE[errno.EIO]),
         ) from error
     except Exception as error:

@@ -333,6 +333,12 @@ def test_pictures_that_are_cut_off_are_refused(tmp_path: Path, kind: str) -> Non
             assert_refused(path, "cannot be read")
 
 
+def test_a_name_too_long_for_the_file_system_is_quoted_in_part(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="more characters: cannot be read .file name too long.*'image'") as refused:
+        picture_size(tmp_path / ("x" * 5000), WHERE)
+    assert len(str(refused.value)) < 1500
+
+
 @pytest.mark.parametrize(
     "error, fix",
     [(OSError(errno.EMFILE, "Too many open files"), "ulimit -n"), (MemoryError(), "ulimit -v"),

@@ -47,7 +47,7 @@ class ImageReader:
             )
         except (ValueError, ZeroDivisionError) as error:
             raise UserError.at(
-                f"{record.where}: image {path}",
+                pictures.image_place(record.where, path),
                 found=f"a picture of {width} x {height} pixels ({error})",
                 expected="sides that differ by a factor below 200",
                 fix="crop or split the picture, or remove the record",
@@ -92,7 +92,7 @@ class ImageReader:
         found, expected = output["image_grid_thw"][0].tolist(), list(size)
         if found != expected:
             raise UserError.at(
-                f"{record.where}: image {path}",
+                pictures.image_place(record.where, path),
                 found=f"a decoded picture of {found} patches (time, height, width)",
                 expected=f"{expected}, as its header said",
                 fix="do not change pictures during training; if this one is damaged, replace it",
