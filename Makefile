@@ -3,6 +3,7 @@
 # make matrix        the rows of long matrices that `make test` leaves out
 # make torture       a run that is killed dozens of times, also on two hosts, and must end as if nobody had touched it
 # make nccl-rules    360 drawn layouts on a process group with NCCL's rules: all end, with equal losses; some minutes
+# make properties    the property tests with other examples than those of `make test`
 # make fuzz          bad input of all kinds for 20 minutes: taken, or refused with a sentence
 # make slurm         the job scripts on a Slurm of three nodes on this machine; some minutes, as root, Linux
 # make test-versions the oldest and the newest torch, transformers and Megatron-Core; 6 GB each
@@ -25,7 +26,7 @@ export OMP_NUM_THREADS := 1
 # Nothing is fetched while programs run.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv test matrix lint types unit functional torture nccl-rules fuzz slurm test-versions format readme kernels
+.PHONY: help venv test matrix lint types unit functional torture nccl-rules properties fuzz slurm test-versions format readme kernels
 .PHONY: train demo-clean bench bench-gpu clean
 .DEFAULT_GOAL := help
 
@@ -81,6 +82,10 @@ nccl-rules: $(INSTALLED)
 	$(BIN)/python -m tests.rules --seed $(SEED)
 	$(BIN)/python -m tests.rules --seed $(SEED) --layouts 60 --one-connection
 	$(BIN)/python -m tests.rules --seed $(SEED) --layouts 100 --family qwen3_vl
+
+# Not part of `make test`. Other examples each time.
+properties: $(INSTALLED)
+	$(BIN)/python -m pytest tests/unit -m hypothesis --hypothesis-profile=random
 
 # Not part of `make test`. SEED=N draws other cases.
 fuzz: $(INSTALLED)
