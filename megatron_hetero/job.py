@@ -117,7 +117,7 @@ class JobSpec:
         layouts = resolve(config.parallel, shapes.module_shapes(), world_size, flags=True)
         batch = _batch_shape(config, layouts[TEXT])
         _require_turns(config, layouts, batch, MOST_TURNS)
-        resolve_settings(_schedule_settings(config), layouts, batch.micro_batches)
+        resolve_settings(_schedule_settings(config), layouts, batch.micro_batches, place="schedule")
         _require_micro_batches(config, batch.micro_batches)
         stages = {
             name: cut_stages(

@@ -45,20 +45,32 @@ def sharing_encoders(layouts: Mapping[str, Layout], text: str) -> tuple[str, ...
 
 
 def resolve_settings(
-    settings: ScheduleSettings, layouts: Mapping[str, Layout], micro_batches: int, *, text: str = "text"
+    settings: ScheduleSettings,
+    layouts: Mapping[str, Layout],
+    micro_batches: int,
+    *,
+    text: str = "text",
+    place: str = "ScheduleSettings",
 ) -> ScheduleSettings:
     """The settings with all defaults filled in; those that do not apply stay None.
+
+    Args:
+        settings: as given.
+        layouts: of all modules, by name.
+        micro_batches: their number in the step.
+        text: the module that all others feed.
+        place: where the user gave them, for messages.
 
     Raises:
         UserError: a setting is out of range, or applies to encoders that do not exist.
     """
-    _require_known(settings, layouts, micro_batches, text)
+    _require_known(settings, layouts, micro_batches, text, place)
     sharing = sharing_encoders(layouts, text)
     ahead = [name for name in layouts if name not in (text, *sharing)]
     kind = settings.kind if settings.kind != "auto" else "waves" if sharing else "ahead"
-    _require_kind_fits(kind, sharing, text)
-    _require_applies("waves", settings.waves, kind == "waves", f"the schedule is `{kind}`")
-    _require_applies("run_ahead", settings.run_ahead, bool(ahead), "no encoder has all its ranks to itself")
+    _require_kind_fits(kind, sharing, text, place)
+    _require_applies(f"{place}.waves", settings.waves, kind == "waves", f"the schedule is `{kind}`")
+    _require_applies(f"{place}.run_ahead", settings.run_ahead, bool(ahead), "no encoder has all its ranks to itself")
     waves, run_ahead = settings.waves, settings.run_ahead
     if kind == "waves" and waves is None:
         waves = _default_waves(layouts[text].pp, micro_batches, settings.virtual_stages)
@@ -81,31 +93,33 @@ def _default_waves(pp: int, micro_batches: int, virtual_stages: int) -> int:
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def _require_known(settings: ScheduleSettings, layouts: Mapping[str, Layout], micro_batches: int, text: str) -> None:
+def _require_known(
+    settings: ScheduleSettings, layouts: Mapping[str, Layout], micro_batches: int, text: str, place: str
+) -> None:
     if text not in layouts:
         raise UserError.at(
-            "schedule",
+            "layouts",
             found=f"no layout for module `{text}` among {', '.join(layouts) or 'none'}",
             expected="one",
             because="it is the module that all others feed",
             fix=f"give the layout of `{text}`, or name that module in `text`",
         )
     _require_least("micro-batches", micro_batches, 1)
-    _require_least("schedule.waves", settings.waves, 1)
-    _require_least("schedule.run_ahead", settings.run_ahead, 0)
-    _require_least("schedule.virtual_stages", settings.virtual_stages, 1)
+    _require_least(f"{place}.waves", settings.waves, 1)
+    _require_least(f"{place}.run_ahead", settings.run_ahead, 0)
+    _require_least(f"{place}.virtual_stages", settings.virtual_stages, 1)
     if settings.virtual_stages > 1 and layouts[text].pp == 1:
         raise UserError.at(
-            "schedule.virtual_stages",
+            f"{place}.virtual_stages",
             found=f"{settings.virtual_stages} with {text} layout `{layouts[text]}`",
             expected="1",
             because="stages of a pipeline of one rank have nothing to overlap",
-            fix=f"set schedule.virtual_stages to 1, or give `{text}` a pp of 2 or more",
+            fix=f"set {place}.virtual_stages to 1, or give `{text}` a pp of 2 or more",
         )
     kinds = get_args(ScheduleKind)
     if settings.kind not in kinds:
         raise UserError.at(
-            "schedule.kind",
+            f"{place}.kind",
             found=f"`{settings.kind}`{did_you_mean(settings.kind, kinds)}",
             expected=f"one of {', '.join(kinds)}",
             fix="set it to auto",
@@ -117,28 +131,26 @@ def _require_least(where: str, found: int | None, least: int) -> None:
         raise UserError.at(where, found=str(found), expected=f"an integer of {least} or more", fix=f"set it to {least}")
 
 
-def _require_kind_fits(kind: str, sharing: Collection[str], text: str) -> None:
+def _require_kind_fits(kind: str, sharing: Collection[str], text: str, place: str) -> None:
     if kind == "ahead" and sharing:
         names = ", ".join(f"`{name}`" for name in sharing)
         raise UserError.at(
-            "schedule.kind",
+            f"{place}.kind",
             found=f"`ahead`, while {names} and `{text}` share ranks",
             expected="waves or recompute",
             because="modules that share ranks take turns on them",
-            fix="set schedule.kind to auto, or give the modules ranks of their own",
+            fix=f"set {place}.kind to auto, or give the modules ranks of their own",
         )
     if kind != "ahead" and not sharing:
         raise UserError.at(
-            "schedule.kind",
+            f"{place}.kind",
             found=f"`{kind}`, while no encoder shares ranks with `{text}`",
             expected="ahead",
             because="encoders on ranks of their own run concurrently with it",
-            fix="set schedule.kind to auto",
+            fix=f"set {place}.kind to auto",
         )
 
 
-def _require_applies(name: str, value: int | None, applies: bool, why: str) -> None:
+def _require_applies(where: str, value: int | None, applies: bool, why: str) -> None:
     if value is not None and not applies:
-        raise UserError.at(
-            f"schedule.{name}", found=str(value), expected="no value", because=why, fix=f"leave schedule.{name} out"
-        )
+        raise UserError.at(where, found=str(value), expected="no value", because=why, fix=f"leave {where} out")

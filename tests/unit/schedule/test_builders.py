@@ -209,8 +209,8 @@ def test_defaults_follow_from_the_layouts() -> None:
     [
         (ScheduleSettings("wave"), 1, "did you mean `waves`"),  # pyright: ignore[reportArgumentType]
         (ScheduleSettings("ahead"), 1, "`vision` and `text` share ranks"),
-        (ScheduleSettings(waves=0), 1, "schedule.waves: found 0, expected an integer of 1 or more"),
-        (ScheduleSettings(run_ahead=1), 1, "schedule.run_ahead: found 1, expected no value"),
+        (ScheduleSettings(waves=0), 1, "ScheduleSettings.waves: found 0, expected an integer of 1 or more"),
+        (ScheduleSettings(run_ahead=1), 1, "ScheduleSettings.run_ahead: found 1, expected no value"),
         (ScheduleSettings("recompute", waves=2), 1, "because the schedule is `recompute`"),
         (ScheduleSettings(virtual_stages=2), 1, "give `text` a pp of 2 or more"),
         (ScheduleSettings(), 0, "micro-batches: found 0"),
@@ -224,7 +224,7 @@ def test_settings_that_do_not_fit(settings_: ScheduleSettings, batches: int, sai
 def test_settings_that_do_not_fit_separate_ranks() -> None:
     model = layouts(vision="dp:1@0", text="tp:1@1")
     for wrong in (ScheduleSettings("waves"), ScheduleSettings(waves=2), ScheduleSettings("recompute")):
-        with pytest.raises(UserError, match="Set schedule.kind to auto|Leave schedule.waves out"):
+        with pytest.raises(UserError, match="Set ScheduleSettings.kind to auto|Leave ScheduleSettings.waves out"):
             build_schedule(model, 2, wrong)
     with pytest.raises(UserError, match="encoders get their gradients through `text`"):
         build_schedule(model, 2, forward_only=["text"])
