@@ -13,45 +13,28 @@ It learns to answer questions about pictures. Each step's loss and gradients are
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from demo_data import LENGTH, PATCH, SIDE, Sample, ids, read_data
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
-from PIL import Image
+from one_process import OneProcess, Step
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 import megatron_hetero as mh
 
-HIDDEN, HEADS, LAYERS, LENGTH = 64, 4, 6, 24
-SIDE, PATCH, ROWS = 48, 16, 9
+HIDDEN, HEADS, LAYERS = 64, 4, 6
 SAMPLES, MICRO_BATCHES, RATE, CLIP, TOLERANCE = 16, 4, 2e-3, 1.0, 1e-3
 GRAPH = mh.Graph({"vision": ["text"]}, width=HIDDEN, dtype=torch.float32)
-
-
-class Sample(NamedTuple):
-    """Its number; tokens, int64 [LENGTH], 0 in place of rows; which are answers; pictures, [n, 3, SIDE, SIDE]."""
-
-    number: int
-    tokens: Tensor
-    answers: Tensor
-    pictures: Tensor
-
-    @property
-    def row_ids(self) -> range:
-        return range(self.number * LENGTH, self.number * LENGTH + ROWS * len(self.pictures))
 
 
 class Tower(nn.Module):
@@ -110,28 +93,6 @@ class TextStage(nn.Module):
         return (losses * torch.stack([sample.answers for sample in batch]).roll(-1, 1)).sum()
 
 
-def read_data(folder: Path, device: torch.device) -> tuple[list[Sample], int]:
-    """The samples, and the number of words."""
-    with open(folder / "train.jsonl", encoding="utf-8") as file:
-        records = [json.loads(line) for line in file]
-    turns = [[turn["value"].replace("<image>", "").split() for turn in r["conversations"]] for r in records]
-    words = {word: at for at, word in enumerate(sorted({w for each in turns for turn in each for w in turn}), 2)}
-    samples = []
-    for number, (record, (question, answer)) in enumerate(zip(records, turns, strict=True)):
-        files = record.get("image", [])
-        files = [files] if isinstance(files, str) else files
-        shown = [
-            np.asarray(Image.open(folder / "images" / f).resize((SIDE, SIDE)), np.float32) / 128 - 1 for f in files
-        ]
-        pictures = torch.from_numpy(np.array(shown, np.float32).reshape(-1, SIDE, SIDE, 3)).permute(0, 3, 1, 2)
-        said = [0] * (ROWS * len(files)) + [words[word] for word in question + answer]
-        tokens = torch.tensor((said + [1] * LENGTH)[:LENGTH])
-        places = torch.arange(LENGTH)
-        answers = ((places >= len(said) - len(answer)) & (places < len(said))).float()
-        samples.append(Sample(number, *(each.to(device) for each in (tokens, answers, pictures))))
-    return samples, len(words) + 2
-
-
 def part_of(topology: mh.Topology, batch: Sequence[Sample]) -> mh.MicroBatch:
     """This rank's part: replicas of each module take samples in turn."""
     own = {
@@ -145,30 +106,17 @@ def part_of(topology: mh.Topology, batch: Sequence[Sample]) -> mh.MicroBatch:
     return mh.MicroBatch({name: inputs[name] for name in own if topology.has(name)}, {("vision", "text"): rows})
 
 
-def ids(samples: Sequence[Sample]) -> list[int]:
-    """Of the rows of samples, in their order."""
-    return [row for sample in samples for row in sample.row_ids]
-
-
 def build_models(topology: mh.Topology, words: int) -> dict[str, nn.Module]:
     """The modules of this rank."""
     device = topology.platform.device
-    torch.manual_seed(1)
     modules: dict[str, nn.Module] = {"vision": Tower().to(device)} if topology.has("vision") else {}
     return modules | ({"text": TextStage(topology, words).to(device)} if topology.has("text") else {})
 
 
-def build_both(topology: mh.Topology, words: int) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Both models as in one process, on every rank, and the modules of this rank with the same weights."""
-    alone = mh.build(GRAPH, dict.fromkeys(GRAPH.modules, f"dp:{dist.get_world_size()}"))
-    mh.prepare_megatron(topology, seed=1)
-    whole, modules = build_models(alone, words), build_models(topology, words)
-    for module in whole.values():
-        for parameter in module.parameters():
-            dist.broadcast(parameter.data, 0)  # Megatron draws other weights on ranks along tp.
-    for own, value in counterparts(topology, modules, {name: module.state_dict() for name, module in whole.items()}):
-        own.data.copy_(value)
-    return whole, modules
+def build_whole(words: int) -> dict[str, nn.Module]:
+    """Both models as in one process, on every rank."""
+    everywhere = f"dp:{dist.get_world_size()}"
+    return build_models(mh.build(GRAPH, vision=everywhere, text=everywhere), words)
 
 
 def loss_in_one_process(whole: Mapping[str, nn.Module], batch: Sequence[Sample]) -> Tensor:
@@ -177,99 +125,29 @@ def loss_in_one_process(whole: Mapping[str, nn.Module], batch: Sequence[Sample])
     return whole["text"](batch, rows) / torch.stack([sample.answers for sample in batch]).sum()
 
 
-def counterparts(
-    topology: mh.Topology, modules: Mapping[str, nn.Module], whole: Mapping[str, Mapping[str, Tensor]]
-) -> Iterator[tuple[Any, Tensor]]:
-    """Each parameter of a rank, with its stage and shard of what `whole` has by module and name."""
-    yield from (
-        ((own, whole["vision"][n]) for n, own in modules["vision"].named_parameters()) if "vision" in modules else ()
-    )
-    if "text" not in modules:
-        return
-    groups = topology.collection("text")
-    first = groups.pp.rank() * LAYERS // groups.pp.size()
-    for name, own in modules["text"].named_parameters():
-        names = name.split(".")
-        if "layers" in names:
-            names[names.index("layers") + 1] = str(int(names[names.index("layers") + 1]) + first)
-        value, sharded = whole["text"][".".join(names)], getattr(own, "tensor_model_parallel", False)
-        yield (
-            own,
-            value.chunk(groups.tp.size(), getattr(own, "partition_dim", 0))[groups.tp.rank()] if sharded else value,
-        )
-
-
-def gradients_apart(topology: mh.Topology, modules: Mapping[str, nn.Module], whole: Mapping[str, nn.Module]) -> float:
-    """The largest difference of a gradient on any rank, relative to the largest element of its tensor."""
-    apart = [torch.zeros((), device=topology.platform.device)]
-    grads = {
-        name: {n: p.grad for n, p in module.named_parameters() if p.grad is not None} for name, module in whole.items()
-    }
-    largest = torch.stack([grad.abs().max() for of_module in grads.values() for grad in of_module.values()]).max()
-    for own, other in counterparts(topology, modules, grads):
-        found = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
-        # Gradients of biases of keys are rounding errors.
-        apart.append((found - other).abs().max() / other.abs().max().clamp(min=1e-3 * largest))
-    worst = torch.stack(apart).max()
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.item()
-
-
-class Trainer:
-    """Steps of a graph of modules on a topology."""
-
-    def __init__(self, topology: mh.Topology, modules: Mapping[str, nn.Module]):
-        self.topology, self.modules, self.run = topology, modules, mh.Runner(topology, modules)
-        config = OptimizerConfig(optimizer="adam", lr=RATE, weight_decay=0.0, clip_grad=CLIP)
-        self.optimizer = mh.build_optimizers(topology, modules, config)
-
-    def backward(self, batch: Sequence[Sample]) -> float:
-        """The mean loss over the answers' tokens; its gradients are in the parameters."""
-        size = len(batch) // MICRO_BATCHES
-        loss = self.run([part_of(self.topology, batch[at : at + size]) for at in range(0, len(batch), size)])
-        tokens = torch.stack([sample.answers for sample in batch]).sum()
-        mh.finish_gradients(self.topology, self.modules, tokens)
-        layout = self.topology.layouts["text"]
-        if self.topology.has("text") and layout.coordinate(self.topology.rank).tp:
-            loss.zero_()  # Ranks along tp compute the same loss.
-        dist.all_reduce(loss)
-        return loss.item() / tokens.item()
-
-    def update(self) -> None:
-        """A step of the optimizer, with one norm and one clip over all modules."""
-        self.optimizer.step(tokens=None)  # Gradients are finished.
-        self.optimizer.zero_grad()
-
-
-class Step(NamedTuple):
-    """A mean loss, and how far it and the gradients are from those of one process, relatively."""
-
-    loss: float
-    loss_apart: float
-    gradients_apart: float
-
-
-def train(vision: str, text: str, data: Path, *, steps: int, fsdp: bool) -> list[Step]:
+def train(vision: str, text: str, data: Path, *, steps: int, fsdp: bool) -> Iterator[Step]:
     """Train, next to the same in one process."""
     topology = mh.build(GRAPH, vision=vision, text=text)
+    mh.prepare_megatron(topology, seed=1)
     samples, words = read_data(data, topology.platform.device)
-    whole, modules = build_both(topology, words)
-    parameters = [parameter for module in whole.values() for parameter in module.parameters()]
+    modules = build_models(topology, words)
+    reference = OneProcess(topology, modules, build_whole(words), layers=LAYERS, rate=RATE, clip=CLIP)
     if fsdp and "vision" in modules:
         fully_shard(modules["vision"], mesh=topology.mesh("vision")["dp"])
-    trainer, done = Trainer(topology, modules), []
-    reference = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
+    run = mh.Runner(topology, modules)
+    config = OptimizerConfig(optimizer="adam", lr=RATE, weight_decay=0.0, clip_grad=CLIP)
+    optimizer = mh.build_optimizers(topology, modules, config)
+    size = SAMPLES // MICRO_BATCHES
     for step in range(steps):
         batch = [samples[(step * SAMPLES + i) % len(samples)] for i in range(SAMPLES)]
-        loss = trainer.backward(batch)
-        expected = loss_in_one_process(whole, batch)
-        expected.backward()
-        done.append(Step(loss, abs(loss / expected.item() - 1), gradients_apart(topology, modules, whole)))
-        trainer.update()
-        nn.utils.clip_grad_norm_(parameters, CLIP)
-        reference.step()
-        reference.zero_grad()
-    return done
+        tokens = torch.stack([sample.answers for sample in batch]).sum()
+        loss = run([part_of(topology, batch[at : at + size]) for at in range(0, SAMPLES, size)])
+        loss = mh.total_loss(topology, "text", loss) / tokens
+        mh.finish_gradients(topology, modules, tokens)
+        yield reference.compare(loss, loss_in_one_process(reference.whole, batch))
+        optimizer.step(tokens=None)  # Gradients are finished. One norm, one clip over all modules.
+        optimizer.zero_grad()
+        reference.update()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -282,19 +160,11 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--fsdp", action="store_true", help="shard the tower over its replicas")
     options = parser.parse_args(argv)
     with mh.process_group():
-        if not (options.data / "train.jsonl").is_file():
-            raise mh.UserError(
-                f"--data: found no {options.data / 'train.jsonl'}; run `make demo/demo.json`, or name another folder"
-            )
-        steps = train(options.vision, options.text, options.data, steps=options.steps, fsdp=options.fsdp)
-        if dist.get_rank() == 0:
-            for number, step in enumerate(steps, 1):
-                print(
-                    f"step {number}/{len(steps)}: loss {step.loss:.4f}; from one process: "
-                    f"loss {step.loss_apart:.1e}, gradients {step.gradients_apart:.1e}"
-                )
-        if not all(max(step.loss_apart, step.gradients_apart) < TOLERANCE for step in steps):
-            raise RuntimeError(f"losses or gradients are not those of one process, to {TOLERANCE:.0e}")
+        for number, step in enumerate(train(**vars(options)), 1):
+            if dist.get_rank() == 0:
+                print(f"step {number}/{options.steps}: {step}")
+            if not max(step.loss_apart, step.gradients_apart) < TOLERANCE:
+                raise RuntimeError(f"loss or gradients are not those of one process, to {TOLERANCE:.0e}")
 
 
 if __name__ == "__main__":

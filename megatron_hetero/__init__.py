@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megatron_hetero.layout.layout import Layout, ModuleShape
     from megatron_hetero.layout.modules import resolve, validate
     from megatron_hetero.recipe.build import build
-    from megatron_hetero.recipe.gradients import count_tokens, finish_gradients
+    from megatron_hetero.recipe.gradients import count_tokens, finish_gradients, total_loss
     from megatron_hetero.recipe.megatron import megatron_schedule, prepare_megatron
     from megatron_hetero.recipe.optimizers import JointOptimizer, build_optimizers
     from megatron_hetero.recipe.runner import MicroBatch, Runner, Stage
@@ -107,6 +107,7 @@ __all__ = [
     "simulate",
     "timeline",
     "tokens_of",
+    "total_loss",
     "validate",
 ]
 
@@ -128,7 +129,7 @@ _HOMES = {
     "layout.layout": "Layout ModuleShape",
     "layout.modules": "resolve validate",
     "recipe.build": "build",
-    "recipe.gradients": "count_tokens finish_gradients",
+    "recipe.gradients": "count_tokens finish_gradients total_loss",
     "recipe.megatron": "megatron_schedule prepare_megatron",
     "recipe.optimizers": "JointOptimizer build_optimizers",
     "recipe.runner": "MicroBatch Runner Stage",

@@ -74,17 +74,32 @@ def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
         mine: tokens in this rank's part of the losses. Ranks along `tp` have the same: those of the first count. Of
             stages the last counts; what other ranks, and those without the module, say does not matter.
     """
-    is_here, rank, device = topology.has(module), topology.rank, topology.platform.device
+    return _total(topology, "count_tokens", module, torch.as_tensor(mine, dtype=torch.int64))
+
+
+def total_loss(topology: Topology, module: str, mine: float | Tensor) -> Tensor:
+    """The loss of the whole step from the sums of each rank, fp32 [] on the device. All ranks call it.
+
+    Args:
+        topology: of all modules.
+        module: whose loss it is.
+        mine: this rank's sum, as a `Runner` returns it; which ranks count is as for `count_tokens`.
+    """
+    return _total(topology, "total_loss", module, torch.as_tensor(mine, dtype=torch.float32).detach())
+
+
+def _total(topology: Topology, function: str, module: str, mine: Tensor) -> Tensor:
+    """Summed over the ranks of the last stage that are first along `tp`."""
     if module not in topology.layouts:
         known = ", ".join(topology.layouts)
-        raise UserError.at("count_tokens", found=f"no module `{module}`", expected=f"one of {known}", fix="correct it")
+        raise UserError.at(function, found=f"no module `{module}`", expected=f"one of {known}", fix="correct it")
     layout = topology.layouts[module]
-    counted = torch.as_tensor(mine, dtype=torch.int64).to(device, non_blocking=True).clone()
-    place = layout.coordinate(rank) if is_here else None
+    summed = mine.to(topology.platform.device, non_blocking=True).clone()
+    place = layout.coordinate(topology.rank) if topology.has(module) else None
     if place is None or place.tp or place.pp != layout.pp - 1:
-        counted.zero_()
-    dist.all_reduce(counted, group=topology.world)
-    return counted
+        summed.zero_()
+    dist.all_reduce(summed, group=topology.world)
+    return summed
 
 
 # ------------------------------------------------------------------------------------------ for optimizers

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.recipe import reduction
-from megatron_hetero.recipe.gradients import count_tokens, finish_gradients
+from megatron_hetero.recipe.gradients import count_tokens, finish_gradients, total_loss
 from tests.support.ranks import on_ranks
 from tests.unit.recipe import gpt, running
 
@@ -205,3 +205,4 @@ def test_tokens_are_counted_once() -> None:
     topology = running.topology_of(text="pp:2,dp:2")
     mine = [None, None, torch.tensor(3), 4][topology.rank]
     assert count_tokens(topology, "text", 50 if mine is None else mine).item() == 7
+    assert total_loss(topology, "text", 9.5 if mine is None else mine / 2).item() == 3.5
