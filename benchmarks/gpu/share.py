@@ -25,7 +25,6 @@ from megatron_hetero.batch.to_device import to_device
 from megatron_hetero.config.schema import Config, load_config
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.gradients import reduce_gradients, scale_gradients
-from megatron_hetero.engine.optimizer import set_learning_rates, update
 from megatron_hetero.models.common.flops import peak_flops
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.actions import Action
@@ -170,18 +169,16 @@ class RankOnDevice:
         platform.synchronize()
         start = time.perf_counter()
         with self.watch.part("zero gradients"):
-            for module, optimizer in zip(trainer.modules, trainer.optimizers, strict=True):
+            for module in trainer.modules:
                 module.ddp.zero_grad_buffer()  # pyright: ignore[reportOptionalMemberAccess]
-                optimizer.zero_grad()
         loss = trainer.interpreter.run(trainer.schedule, self._load)
         issued = time.perf_counter() - start
         with self.watch.part("gradient sums"):
-            reduce_gradients(trainer.modules, loss, trainer.counts_loss, trainer.optimizers, trainer.topology)
+            reduce_gradients(trainer.modules, loss, trainer.counts_loss, trainer.topology)
             scale_gradients(trainer.modules, 1.0 / self.batch.supervised)
-        with self.watch.part("update"), platform.megatron_scope():
+        with self.watch.part("update"):
             for optimizer in trainer.optimizers:
-                set_learning_rates(optimizer, 1, trainer.config.optimizer, trainer.config.train.iters)
-                update(optimizer)
+                optimizer.update(1, trainer.config.train.iters)  # pyright: ignore[reportOptionalMemberAccess]
         platform.synchronize()
         seconds = time.perf_counter() - start
         phases = {name: sum(laps) for name, laps in self.watch.read().items()}

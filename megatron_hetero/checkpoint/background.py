@@ -46,10 +46,10 @@ class HostCopies:
         if list(map(_kind, values)) != list(map(_kind, self._copies)):
             self._copies = []  # Free them first.
             self._copies = [torch.empty(v.shape, dtype=v.dtype, pin_memory=self._platform.is_cuda) for v in values]
-        for copy, value in zip(self._copies, values, strict=True):
-            copy.copy_(value, non_blocking=True)
+        for copy, entry in zip(self._copies, entries, strict=True):
+            copy.copy_(entry.current(), non_blocking=True)
         self._platform.synchronize()
-        return [replace(entry, values=copy) for entry, copy in zip(entries, self._copies, strict=True)]
+        return [replace(entry, values=copy, load=None) for entry, copy in zip(entries, self._copies, strict=True)]
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -3,83 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from megatron_hetero.checkpoint.format.blocks import Block, cut, first_held
 from megatron_hetero.checkpoint.format.keys import RANDOM, STEP, WEIGHTS, Entry, Shape, matrix
 from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.engine.optimizer_state import OptimizerShard, shard_of
+from megatron_hetero.engine.number_formats import Plain, Stored
+from megatron_hetero.engine.optimizer import ModuleOptimizer
+from megatron_hetero.engine.optimizer_state import OptimizerShard
 from megatron_hetero.hf.weight_map import TensorSlice
 
 
 def written(
-    modules: Sequence[TrainedModule], optimizers: Sequence[ChainedOptimizer | None], shapes: Mapping[str, Shape]
+    modules: Sequence[TrainedModule], optimizers: Sequence[ModuleOptimizer | None], shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
     """What this rank writes. Over all ranks, each element of each tensor is written once."""
     for module, optimizer in zip(modules, optimizers, strict=True):
         for name, slices in first_held(module.maps, module.groups.tp.rank()).items():
-            if name != module.tied_copy:
-                yield from _written(slices, module, module.parameters[name], optimizer, shapes)
+            if name == module.tied_copy:
+                continue
+            parameter = module.parameters[name]
+            if optimizer is None or not parameter.requires_grad:
+                stored = Plain(parameter.detach().view(-1), parameter.device)
+                yield from _written_weights(slices, module, parameter, stored, shapes)
+            elif not module.sharded:
+                yield from _written_weights(slices, module, parameter, optimizer.shards[name].master, shapes)
+            elif name in optimizer.shards:
+                yield from _written_shard(slices, parameter, optimizer.shards[name], shapes)
 
 
-def _written(
+def _written_weights(
     slices: Sequence[TensorSlice],
     module: TrainedModule,
     parameter: torch.nn.Parameter,
-    optimizer: ChainedOptimizer | None,
+    stored: Stored,
     shapes: Mapping[str, Shape],
 ) -> Iterator[Entry]:
-    shard = shard_of(optimizer, parameter) if optimizer is not None else None
-    if shard is not None and shard.inner is not None:
-        blocks = list(cut(slices, width_of(parameter), shard.start, shard.stop))
-        kinds = {WEIGHTS: shard.master} | {kind: shard.state[kind] for kind in shard.moments}
-        for kind, values in kinds.items():
-            yield from entries(kind, blocks, values, shapes)
-        for block in blocks:
-            if block.begins:
-                yield Entry(f"{STEP}/{block.name}", (1,), (0,), shard.state[STEP].view(1))
-    elif parameter.requires_grad and module.ddp is not None and shard is None:
-        return  # held by other ranks of the data-parallel group
-    else:
-        # Replicated over the data- and context-parallel group: each rank writes an equal part.
-        values, group = (parameter if shard is None else shard.master).detach().view(-1), module.groups.dp_cp
-        start, stop = (len(values) * (group.rank() + i) // group.size() for i in range(2))
-        yield from entries(WEIGHTS, cut(slices, width_of(parameter), start, stop), values[start:stop], shapes)
+    """Of weights that are replicated over the data- and context-parallel group each rank writes an equal part."""
+    group, size = module.groups.dp_cp, parameter.numel()
+    start, stop = (size * (group.rank() + i) // group.size() for i in range(2))
+    blocks = cut(slices, width_of(parameter), start, stop)
+    yield from _stored_entries(WEIGHTS, blocks, stored, start, shapes)
+
+
+def _written_shard(
+    slices: Sequence[TensorSlice], parameter: torch.nn.Parameter, shard: OptimizerShard, shapes: Mapping[str, Shape]
+) -> Iterator[Entry]:
+    blocks = list(cut(slices, width_of(parameter), shard.start, shard.stop))
+    for kind, stored in shard.stored.items():
+        yield from _stored_entries(kind, blocks, stored, 0, shapes)
+    for block in blocks:
+        if block.begins:
+            yield Entry(f"{STEP}/{block.name}", (1,), (0,), shard.updates.view(1))
 
 
 def read(
     modules: Sequence[TrainedModule],
-    optimizers: Sequence[ChainedOptimizer | None],
+    optimizers: Sequence[ModuleOptimizer | None],
     shapes: Mapping[str, Shape],
-    stored: Collection[str],
-) -> Iterator[Entry]:
-    """What this rank reads, and into which tensors. State that is not `stored` (of a part that was frozen when the
-    checkpoint was written) stays as initialised.
+    found: Collection[str],
+) -> Iterator[Entry | Sequence[Entry]]:
+    """What this rank reads, and into which tensors: of trained weights the masters, from which `renew_weights` makes
+    those of all ranks. State that was not `found` (of a part that was frozen when the checkpoint was written) stays as
+    initialised.
     """
     for module, optimizer in zip(modules, optimizers, strict=True):
         for name, slices in module.own_map.items():
-            parameter, held = (
-                module.parameters[name],
-                [tensor_slice for tensor_slice in slices if not tensor_slice.empty],
-            )
+            parameter = module.parameters[name]
+            held = [tensor_slice for tensor_slice in slices if not tensor_slice.empty]
             flat, width = parameter.detach().view(-1), width_of(parameter)
-            yield from entries(WEIGHTS, cut(held, width, 0, len(flat)), flat, shapes)
-            shard = shard_of(optimizer, parameter) if optimizer is not None else None
-            if shard is not None:
-                yield from _read_shard(shard, held, width, shapes, stored)
+            if optimizer is None or not parameter.requires_grad:
+                yield from entries(WEIGHTS, cut(held, width, 0, len(flat)), flat, shapes)
+            elif name in optimizer.shards:
+                yield from _read_shard(optimizer.shards[name], held, width, shapes, found)
 
 
 @torch.no_grad()
-def renew_masters(modules: Sequence[TrainedModule], optimizers: Sequence[ChainedOptimizer | None]) -> None:
+def renew_masters(optimizers: Iterable[ModuleOptimizer | None]) -> None:
     """Master weights that are the parameters' values, as where an optimizer begins."""
-    for module, optimizer in zip(modules, optimizers, strict=True):
-        for parameter in module.parameters.values():
-            shard = shard_of(optimizer, parameter) if optimizer is not None else None
-            if shard is not None:
-                shard.master.copy_(parameter.view(-1)[shard.start : shard.stop])
+    for optimizer in optimizers:
+        if optimizer is None:
+            continue
+        for name, shard in optimizer.shards.items():
+            weights = optimizer.module.parameters[name].detach().view(-1)[shard.start : shard.stop]
+            shard.master.write(0, weights.float())
 
 
 def _read_shard(
@@ -87,18 +97,42 @@ def _read_shard(
     slices: Sequence[TensorSlice],
     width: int,
     shapes: Mapping[str, Shape],
-    stored: Collection[str],
-) -> Iterator[Entry]:
+    found: Collection[str],
+) -> Iterator[Entry | Sequence[Entry]]:
     blocks = list(cut(slices, width, shard.start, shard.stop))
-    yield from entries(WEIGHTS, blocks, shard.master.detach(), shapes)
-    if shard.inner is None or not all(f"{STEP}/{tensor_slice.name}" in stored for tensor_slice in slices):
-        return
-    state = shard.make_state()
-    for kind in shard.moments:
-        yield from entries(kind, blocks, state[kind], shapes)
-    if slices:
+    updated = all(f"{STEP}/{tensor_slice.name}" in found for tensor_slice in slices)
+    for kind, stored in shard.stored.items():
+        if kind != WEIGHTS and not updated:
+            continue
+        if stored.values is not None:
+            yield from entries(kind, blocks, stored.values, shapes)
+            continue
+        # Kept in another form: unpacked on the host, one parameter at a time. Padding is not stored, and is zero.
+        unpacked = torch.zeros(shard.stop - shard.start)
+        yield list(entries(kind, blocks, unpacked, shapes))
+        stored.write(0, unpacked.to(shard.gradient.device))
+    if shard.moments and slices and updated:
         # All stored tensors that a parameter is made of were updated together.
-        yield Entry(f"{STEP}/{slices[0].name}", (1,), (0,), state[STEP].view(1))
+        yield Entry(f"{STEP}/{slices[0].name}", (1,), (0,), shard.updates.view(1))
+
+
+def _stored_entries(
+    kind: str, blocks: Iterable[Block], stored: Stored, start: int, shapes: Mapping[str, Shape]
+) -> Iterator[Entry]:
+    """As `entries`, of numbers in any form; offsets of blocks count from `start`."""
+    if stored.values is not None:
+        yield from entries(kind, blocks, stored.values[start:], shapes)
+        return
+    for block in blocks:
+        size = matrix(shapes[block.name])
+        offsets, dims = (block.rows[0], block.columns[0])[: len(size)], len(size)
+        shape = (block.rows[1] - block.rows[0], block.columns[1] - block.columns[0])[:dims]
+
+        def load(block: Block = block, dims: int = dims) -> Tensor:
+            begin = start + block.offset
+            return replace(block, offset=0).view(stored.read(begin, begin + block.length), dims)
+
+        yield Entry(f"{kind}/{block.name}", size, offsets, torch.empty(shape, device="meta"), load)
 
 
 def entries(kind: str, blocks: Iterable[Block], flat: Tensor, shapes: Mapping[str, Shape]) -> Iterator[Entry]:

@@ -106,6 +106,10 @@ class RunRecord:
         """`optimizer.name`."""
         return self.config["optimizer"]["name"]
 
+    def precision(self, module: str, field: str) -> str:
+        """`precision.MODULE.FIELD`."""
+        return self.config.get("precision", {}).get(module, {}).get(field, "float32")
+
     def _setting(self, name: str) -> str:
         if name == "data.datasets":
             return ", ".join(map(str, self.datasets))

@@ -106,7 +106,7 @@ class Saver:
             return self._ended(waits=True, raises=False, goes_on=False)
 
     def _is_finite(self) -> bool:
-        return all(all_finite(entry.values) for entry in self.state.entries())
+        return all(all_finite(entry.current()) for entry in self.state.entries())
 
     def _begin(self, step: int, in_thread: bool, keeps_all: bool = False, sound: bool = True) -> _Writing:
         self._tried, keep = step, None if keeps_all else self.config.checkpoint.keep_last

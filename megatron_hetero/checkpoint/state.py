@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_hetero.checkpoint.contents import random_entries, read, renew_masters, written
 from megatron_hetero.checkpoint.format.index import INDEX, index_shapes, open_index
@@ -23,6 +23,7 @@ from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_
 from megatron_hetero.distributed.megatron import random_states, set_random_states
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.module import TrainedModule
+from megatron_hetero.engine.optimizer import ModuleOptimizer
 from megatron_hetero.errors import UserError, os_errors_as
 from megatron_hetero.outputs.checkpoints import (
     FileRecord,
@@ -53,7 +54,7 @@ class TrainState:
     """
 
     modules: Sequence[TrainedModule]
-    optimizers: Sequence[ChainedOptimizer | None]
+    optimizers: Sequence[ModuleOptimizer | None]
     topology: Topology
     shapes: Mapping[str, tuple[int, ...]]
     working: Working = nullcontext
@@ -171,14 +172,18 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     # Imported weights take the place of the model's folder: the optimizers start from them as they would from that.
     imported = record.imported_from is not None
     optimizers = [None] * len(state.modules) if imported else state.optimizers
-    entries = list(read(state.modules, optimizers, state.shapes, found))
+    entries = read(state.modules, optimizers, state.shapes, found)
     states = random_states(state.topology.platform)
     own_random = list(random_entries(rank, states))
     # Random states of another kind of device do not fit.
     fit = record.world_size == ranks and all(stored.get(entry.key) == entry.size for entry in own_random)
-    read_entries(checkpoint, index, [*entries, *(own_random if fit else ())], group, working)
+    read_entries(checkpoint, index, chain(entries, own_random if fit else ()), group, working)
     if imported:
-        renew_masters(state.modules, state.optimizers)
+        renew_masters(state.optimizers)
+    else:
+        for optimizer in state.optimizers:
+            if optimizer is not None:
+                optimizer.renew_weights()
     if fit:
         set_random_states(states, state.topology.platform)
     notes = (f"resumed from {checkpoint}, after step {record.step}", *_changes(record, new))
@@ -209,7 +214,18 @@ def _changes(old: RunRecord, new: RunRecord) -> list[str]:
         notes.append(f"{', '.join(thawed)} no longer frozen: its optimizer moments start at zero")
     if frozen := [part for part in new.freeze if part not in old.freeze]:
         notes.append(f"{', '.join(frozen)} now frozen: its optimizer state is dropped")
-    return notes
+    return [*notes, *_roundings(old, new)]
+
+
+def _roundings(old: RunRecord, new: RunRecord) -> Iterator[str]:
+    """Notes on what is kept in fewer bits than before."""
+    bits = {"master": {"none": 16}, "moments": {"bfloat16": 16, "8bit": 8}}
+    for module in new.layouts:
+        for field, of_values in bits.items():
+            before, now = (record.precision(module, field) for record in (old, new))
+            if of_values.get(now, 32) < of_values.get(before, 32):
+                what = "master weights" if field == "master" else field
+                yield f"{what} of {module} rounded to {of_values[now]} bits (precision.{module}.{field} {now})"
 
 
 def _verify(checkpoint: Path, group: dist.ProcessGroup, working: Working) -> Mapping[str, FileRecord]:

@@ -80,6 +80,7 @@ def check(config: Config) -> None:
     _check_batch(config.train)
     _check_optimizer(config.optimizer, config.train.iters)
     _check_frozen(config.optimizer, config.model)
+    _check_states(config)
     _check_plan(config.plan)
 
 
@@ -262,6 +263,38 @@ def _check_frozen(optimizer: OptimizerConfig, model: ModelConfig) -> None:
     for name, how in model.recompute.items():
         if how == "full" and name in model.encoder_names and frozen.issuperset(parts_of(name)):
             raise _unused(f"model.recompute.{name}", how, f"{name} is frozen and has no backward pass", "remove it")
+
+
+def _check_states(config: Config) -> None:
+    """Numbers of optimizers that would have no effect."""
+    fp32, kind = config.model.dtype == "float32", OPTIMIZERS[config.optimizer.name]
+    for module, chosen in config.precision.items():
+        name = f"precision.{module}"
+        if fp32 and (chosen.master, chosen.gradients) != ("float32", "float32"):
+            field = "master" if chosen.master != "float32" else "gradients"
+            why, do = (
+                "model.dtype is float32: weights are their own masters",
+                "remove it, or set model.dtype to bfloat16",
+            )
+            raise _unused(f"{name}.{field}", getattr(chosen, field), why, do)
+        if chosen.moments != "float32" and not kind.moments:
+            why, do = f"optimizer.name is {kind.name}, which keeps no moments", "remove it, or use adamw"
+            raise _unused(f"{name}.moments", chosen.moments, why, do)
+        _require_trained(config, module, name, chosen)
+    for module, chosen in config.offload.items():
+        keeps = kind.moments or (not fp32 and config.precision_of(module).master != "none")
+        if chosen.states and not keeps:
+            why, do = f"{kind.name} keeps no states of this module", "remove it"
+            raise _unused(f"offload.{module}.states", chosen.states, why, do)
+        _require_trained(config, module, f"offload.{module}", chosen)
+
+
+def _require_trained(config: Config, module: str, section: str, chosen: Any) -> None:
+    """Frozen modules have neither gradients nor an optimizer."""
+    changed = [f.name for f in fields(chosen) if getattr(chosen, f.name) != f.default]
+    if changed and set(config.model.freeze).issuperset(parts_of(module)):
+        name = f"{section}.{changed[0]}"
+        raise _unused(name, getattr(chosen, changed[0]), f"{module} is frozen and not updated", "remove it")
 
 
 def _check_plan(plan: PlanConfig) -> None:

@@ -198,6 +198,10 @@ def print_help(root: type) -> None:
         console.print(Text.assemble((row.flag, "bold"), text), soft_wrap=True)
 
 
+_BY_MODULE = ("precision", "offload")
+"""Sections of settings of each module."""
+
+
 def _rows(kind: object, prefix: str) -> Iterator[FlagRow]:
     assert is_dataclass(kind), "the configuration and its sections are dataclasses"
     types = children(kind) or {}
@@ -211,7 +215,8 @@ def _rows(kind: object, prefix: str) -> Iterator[FlagRow]:
         elif name == "parallel":
             yield FlagRow("--MODULE-parallel", "layout", default, text)
         elif is_dataclass(item := item_type(inner)):
-            yield from _rows(item, f"{prefix}{name}.NAME.")
+            key = "MODULE" if name in _BY_MODULE else "NAME"
+            yield from _rows(item, f"{prefix}{name}.{key}.")
         else:
             yield FlagRow(f"{prefix}{name}.MODULE", describe(item), default, text)
 

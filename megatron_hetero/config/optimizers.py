@@ -12,17 +12,13 @@ class OptimizerKind:
 
     Attributes:
         name: in the configuration.
-        megatron: what Megatron's `OptimizerConfig` calls it.
-        pytorch: its class in `torch.optim`.
-        moments: names of its fp32 tensors per parameter, as in the state of PyTorch's optimizer; with any, it counts
+        moments: names of its tensors per parameter, as in the state of PyTorch's optimizer; with any, it counts
             updates too.
-        sharded: whether each rank keeps the state of a share of the elements (Megatron's distributed optimizer).
+        sharded: whether each rank keeps the state of a share of the elements.
         unused: settings that mean nothing to it.
     """
 
     name: str
-    megatron: str
-    pytorch: str
     moments: tuple[str, ...] = ()
     sharded: bool = False
     unused: tuple[str, ...] = ()
@@ -31,11 +27,11 @@ class OptimizerKind:
 OPTIMIZERS: Mapping[str, OptimizerKind] = {
     kind.name: kind
     for kind in (
-        OptimizerKind("adamw", megatron="adam", pytorch="AdamW", moments=("exp_avg", "exp_avg_sq"), sharded=True),
-        OptimizerKind("sgd", megatron="sgd", pytorch="SGD", unused=("betas", "eps", "weight_decay")),
+        OptimizerKind("adamw", moments=("exp_avg", "exp_avg_sq"), sharded=True),
+        OptimizerKind("sgd", unused=("betas", "eps", "weight_decay")),
     )
 }
-NONE = OptimizerKind("none", megatron="none", pytorch="none")
+NONE = OptimizerKind("none")
 """Of weights that were trained in no step."""
 
 

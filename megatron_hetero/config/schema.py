@@ -52,7 +52,7 @@ class ModelConfig:
         False, "Reinitialize the vision projector; one whose width does not match always is."
     )
     dtype: Literal["float32", "bfloat16"] = option(
-        "bfloat16", "Dtype of weights and activations; with bfloat16, gradients and master weights are float32."
+        "bfloat16", "Dtype of weights and activations; with bfloat16, see `precision` for gradients and master weights."
     )
     encoders: Mapping[str, EncoderConfig] = option(
         {}, "Additional encoders by name; `<NAME>` in a human turn stands for an image from the record's field NAME."
@@ -84,6 +84,34 @@ class ModelConfig:
     def parts(self) -> tuple[str, ...]:
         """The parts that can be frozen."""
         return tuple(part for module in (*self.encoder_names, TEXT) for part in parts_of(module))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Section `precision.MODULE`: numbers of the optimizer and of gradients, with bfloat16 weights."""
+
+    master: Literal["float32", "split", "none"] = option(
+        "float32",
+        "Master weights: float32, split (the bfloat16 weight and a 16-bit remainder: equal results, 2 bytes less), or "
+        "none (bfloat16 weights with stochastic rounding).",
+    )
+    moments: Literal["float32", "bfloat16", "8bit"] = option(
+        "float32", "Moments: float32, bfloat16 with stochastic rounding, or 8 bits with a scale per 256 elements."
+    )
+    gradients: Literal["float32", "bfloat16"] = option(
+        "float32", "Dtype in which gradients are accumulated over micro-batches and summed over ranks."
+    )
+
+
+FP32 = PrecisionConfig()
+"""Everything in fp32: the default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Section `offload.MODULE`: what is kept in host memory."""
+
+    states: bool = option(False, "Keep master weights and moments in host memory; updates stream them.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,11 +310,21 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: Mapping[str, PrecisionConfig] = option({}, "Optimizer states and gradients of a module.")
+    offload: Mapping[str, OffloadConfig] = option({}, "What of a module is kept in host memory.")
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+    def precision_of(self, module: str) -> PrecisionConfig:
+        """The numbers of a module's optimizer and gradients."""
+        return self.precision.get(module, FP32)
+
+    def offload_of(self, module: str) -> OffloadConfig:
+        """What of a module is kept in host memory."""
+        return self.offload.get(module, OffloadConfig())
 
     @property
     def answers(self) -> bool:
@@ -367,6 +405,8 @@ def require_modules(config: Config, modules: Iterable[str]) -> None:
         "parallel_layers": config.parallel_layers,
         "model.recompute": config.model.recompute,
         "model.sequence_parallel": config.model.sequence_parallel,
+        "precision": config.precision,
+        "offload": config.offload,
     }
     for where, names in by_module.items():
         for name in names:

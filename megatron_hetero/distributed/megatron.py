@@ -15,9 +15,7 @@ from collections.abc import Iterator, Mapping
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import cross_entropy
@@ -141,22 +139,3 @@ def own_parameter_groups() -> Iterator[None]:
         yield
     finally:
         dist.all_gather_object = real
-
-
-@contextlib.contextmanager
-def pytorch_optimizers() -> Iterator[None]:
-    """Inside, Megatron makes optimizers of PyTorch, whatever is installed.
-
-    It would take those of Transformer Engine or Apex where it finds them. These count one step for all parameters of a
-    group: a part of the model that trains only from some step on could not begin with its first one, and a checkpoint
-    written with one of them could not be read where the other is installed. PyTorch's fused AdamW is one kernel too.
-    """
-    names = {"USING_PYTORCH_OPTIMIZER": True, "SGD": torch.optim.SGD}
-    found = {name: getattr(megatron_optimizer, name) for name in names}
-    for name, value in names.items():
-        setattr(megatron_optimizer, name, value)
-    try:
-        yield
-    finally:
-        for name, value in found.items():
-            setattr(megatron_optimizer, name, value)

@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import on_device
@@ -54,22 +52,21 @@ def reduce_gradients(
     modules: Sequence[TrainedModule],
     loss_sum: Tensor,
     loss_counts_here: bool,
-    optimizers: Sequence[ChainedOptimizer | None],
     topology: Topology,
 ) -> GradientSummary:
     """Steps 1 to 4. `loss_sum`: the fp32 sum of this rank's token losses; it counts where `loss_counts_here`.
 
     `modules`: those that this rank has a part of, in the order of the topology; every rank calls it.
     """
-    trained = {m.name: (m, o) for m, o in zip(modules, optimizers, strict=True) if o is not None}
-    finite = {name: _is_finite(module) for name, (module, _) in trained.items()}
-    for module, _ in trained.values():
+    trained = {module.name: module for module in modules if module.ddp is not None}
+    finite = {name: _is_finite(module) for name, module in trained.items()}
+    for module in trained.values():
         _sum_parts_over_tp(module)
-    for module, _ in trained.values():
+    for module in trained.values():
         module.ddp.finish_grad_sync(force_all_reduce=topology.platform.prefers_all_reduce)  # pyright: ignore[reportOptionalMemberAccess]
-    for module, optimizer in trained.values():
-        _sum_tied_over_stages(module, optimizer)
-    squares = {name: _squares(*pair) for name, pair in trained.items()}
+    for module in trained.values():
+        _sum_tied_over_stages(module)
+    squares = {name: _squares(module) for name, module in trained.items()}
     columns = {name: torch.stack([torch.ones_like(s), finite[name], s]) for name, s in squares.items()}
     absent = torch.zeros(len(_Column), dtype=torch.float64, device=loss_sum.device)
     counts = torch.full_like(loss_sum, float(loss_counts_here), dtype=torch.float64)
@@ -185,13 +182,13 @@ def _partial_slices(slices: Sequence[TensorSlice], how: Held, on_shards: bool) -
 
 
 @torch.no_grad()
-def _sum_tied_over_stages(module: TrainedModule, optimizer: ChainedOptimizer) -> None:
+def _sum_tied_over_stages(module: TrainedModule) -> None:
     if module.tied is None:
         return
     parameter: Any = module.parameters[module.tied]
     if parameter.requires_grad:
-        # With the distributed optimizer both copies are cut alike, see `shared_embedding` where modules are built.
-        start, stop = _owned_range(optimizer, parameter)
+        # With a sharded optimizer both copies are cut alike, see `shared_embedding` where modules are built.
+        start, stop = module.owned[module.tied]
         assert module.groups.embd is not None, "the topology was built with this module among `tied`"
         dist.all_reduce(parameter.main_grad.view(-1)[start:stop], group=module.groups.embd)
 
@@ -201,43 +198,25 @@ def _sum_tied_over_stages(module: TrainedModule, optimizer: ChainedOptimizer) ->
 # ---------------------------------------------------------------------------------------------------------
 
 
-def _squares(module: TrainedModule, optimizer: ChainedOptimizer) -> Tensor:
+def _squares(module: TrainedModule) -> Tensor:
     """The sum of squares of this rank's share of the module's gradients, fp64 scalar; shares of all ranks add up to
     the whole.
     """
-    replicas = 1 if _distributed(optimizer) is not None else module.groups.dp_cp.size()
+    replicas = 1 if module.sharded else module.groups.dp_cp.size()
     counted = [
         part
         for name, parameter in module.parameters.items()
         if parameter.requires_grad and name != module.tied_copy
-        for part in _counted_parts(parameter, module, name, _owned_range(optimizer, parameter))
+        for part in _counted_parts(parameter, module, name, module.owned[name])
         if part[0].numel()
     ]
     device = module.ddp.buffers[0].grad_data.device  # pyright: ignore[reportIndexIssue, reportOptionalMemberAccess]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
     # All norms at once: a model has hundreds of parameters.
-    norms = torch.stack(torch._foreach_norm([part for part, _ in counted])).double()
+    norms = torch.stack(torch._foreach_norm([part for part, _ in counted], dtype=torch.float32)).double()
     shares = torch.tensor([share / replicas for _, share in counted], dtype=torch.float64)
     return torch.dot(norms.square(), on_device(shares, device))
-
-
-def _distributed(optimizer: ChainedOptimizer) -> DistributedOptimizer | None:
-    inner = optimizer.chained_optimizers[0]
-    return inner if isinstance(inner, DistributedOptimizer) else None
-
-
-def _owned_range(optimizer: ChainedOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """The flat range of the parameter whose reduced gradient this rank holds: all of it without the distributed
-    optimizer.
-    """
-    inner = _distributed(optimizer)
-    if inner is None:
-        return 0, parameter.numel()
-    if parameter not in inner.model_param_gbuf_map:
-        return 0, 0
-    owned = inner._get_model_param_range_map(parameter)["param"]
-    return owned.start, owned.end
 
 
 def _counted_parts(

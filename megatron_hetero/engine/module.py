@@ -54,6 +54,30 @@ class TrainedModule:
         """The parameter of this rank that counts on another stage, if any: the head of a tied model."""
         return None if any(stage.is_first for stage in self.stages) else self.tied
 
+    @cached_property
+    def owned(self) -> Mapping[str, tuple[int, int]]:
+        """Of each trained parameter the flat range whose reduced gradient this rank has, and whose weights it updates:
+        with a sharded optimizer what lies in this rank's part of the parameter's bucket, else all of it.
+        """
+        if self.ddp is None:
+            return {}
+        ranges: dict[int, tuple[int, int]] = {}
+        for buffer in self.ddp.buffers:  # pyright: ignore[reportGeneralTypeIssues]
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel()
+                share = size // self.groups.dp_cp.size() if self.sharded else size
+                low = bucket.offset + (share * self.groups.dp_cp.rank() if self.sharded else 0)
+                for parameter in bucket.params:
+                    start, stop, _ = buffer.param_index_map[parameter]
+                    first = min(max(start, low), stop)
+                    ranges[id(parameter)] = first - start, max(first, min(stop, low + share)) - start
+        return {name: ranges[id(p)] for name, p in self.parameters.items() if p.requires_grad}
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks that hold the same weights share their optimizer, each a part (ZeRO stage 1)."""
+        return self.ddp is not None and self.ddp.ddp_config.use_distributed_optimizer
+
     @property
     def own_map(self) -> WeightMap:
         """The weight map of this rank."""
@@ -76,11 +100,13 @@ def build_module(
     sequence_parallel: bool,
     recompute: str,
     freeze: Collection[str],
-    distributed_optimizer: bool,
+    sharded: bool,
+    gradients: torch.dtype,
     weights: WeightSource,
 ) -> TrainedModule:
     """Build this rank's part of `name`: in its layout the stages that it holds, their weights read, what is to be
-    frozen frozen, and with gradient buffers. `every`: the pipeline stages of the module.
+    frozen frozen, and with buffers of `gradients`, that dtype. `every`: the pipeline stages of the module. `sharded`:
+    whether its optimizer will be.
     """
     groups = topology.collection(name)
     tp, tp_rank = groups.tp.size(), groups.tp.rank()
@@ -104,7 +130,7 @@ def build_module(
         chunks.append(model)
     tied = _mark_tied(name, shapes, stages, chunks)
     maps = tuple(_map_of_stages(name, shapes, rank, tp, stages) for rank in range(tp))
-    ddp = _data_parallel(chunks, groups, distributed_optimizer)
+    ddp = _data_parallel(chunks, groups, sharded, gradients)
     return TrainedModule(name, stages, tuple(chunks), groups, maps, held(maps), ddp, tied)
 
 
@@ -166,12 +192,12 @@ def _freeze(module: str, model: torch.nn.Module, freeze: Collection[str]) -> Non
 
 
 def _data_parallel(
-    chunks: Sequence[Any], groups: ProcessGroupCollection, distributed_optimizer: bool
+    chunks: Sequence[Any], groups: ProcessGroupCollection, sharded: bool, gradients: torch.dtype
 ) -> DistributedDataParallel | None:
     model = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
     if not any(p.requires_grad for p in model.parameters()):
         return None
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False
+        grad_reduce_in_fp32=gradients == torch.float32, use_distributed_optimizer=sharded, overlap_grad_reduce=False
     )
     return DistributedDataParallel(chunks[0].config, config, model, pg_collection=groups)

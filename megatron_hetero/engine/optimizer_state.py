@@ -1,61 +1,116 @@
-"""What Megatron's optimizers keep of a parameter on this rank: the only file of this package that looks inside them."""
+"""What an optimizer keeps of a module on this rank: master weights and moments of a flat range of each parameter."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from megatron_hetero.config.optimizers import OPTIMIZERS
+from megatron_hetero.config.optimizers import OptimizerKind
+from megatron_hetero.config.schema import PrecisionConfig
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.engine.module import TrainedModule
+from megatron_hetero.engine.number_formats import (
+    BLOCK,
+    Blocks8,
+    Fp32Master,
+    Plain,
+    RoundedMaster,
+    SplitMaster,
+    Stored,
+)
+
+SECOND_MOMENT = "exp_avg_sq"
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerShard:
-    """Elements [start, stop) of a flattened parameter whose fp32 weights (`master`, [stop - start]) and AdamW state an
-    optimizer keeps here. `inner`: the optimizer of PyTorch that has the state, None without any (SGD).
+    """Elements [start, stop) of a flattened parameter, and what an optimizer keeps of them.
+
+    Attributes:
+        start: in the parameter of this rank.
+        stop: in the parameter of this rank.
+        gradient: a view of the gradient buffer, [stop - start].
+        master: the weights that are updated.
+        moments: by their names in the state of PyTorch's optimizer.
+        updates: how often they were updated, fp32 [].
     """
 
     start: int
     stop: int
-    master: Tensor
-    inner: torch.optim.Optimizer | None = None
+    gradient: Tensor
+    master: Stored
+    moments: Mapping[str, Stored]
+    updates: Tensor
 
     @property
-    def state(self) -> dict[str, Tensor]:
-        """Moments fp32 [stop - start], and `step`, a number; empty before the first update."""
-        return self.inner.state[self.master] if self.inner is not None and self.master in self.inner.state else {}
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """The entries of the state other than `step`."""
-        kind = type(self.inner).__name__
-        return next((each.moments for each in OPTIMIZERS.values() if each.pytorch == kind), ())
-
-    def make_state(self) -> dict[str, Tensor]:
-        """Moments and step of zero, as before the first update; what is there is replaced."""
-        step = torch.zeros((), dtype=torch.float32, device=self.master.device)
-        # A step of its own for each parameter: a common one would count once for each of them.
-        zeros = {name: torch.zeros_like(self.master.detach()) for name in self.moments}
-        assert self.inner is not None, "an optimizer without state"
-        self.inner.state[self.master] = {"step": step, **zeros}
-        return self.inner.state[self.master]
+    def stored(self) -> dict[str, Stored]:
+        """All numbers, by their kinds in a checkpoint."""
+        return {"weights": self.master, **self.moments}
 
 
-def shard_of(optimizer: ChainedOptimizer, parameter: torch.nn.Parameter) -> OptimizerShard | None:
-    """What `optimizer` (of one module) keeps of `parameter` on this rank, None where that is nothing."""
-    if not parameter.requires_grad:
-        return None
-    for part in optimizer.chained_optimizers:
-        if not isinstance(part, DistributedOptimizer):
-            master = getattr(parameter, "main_param", parameter)
-            return OptimizerShard(0, parameter.numel(), master.detach().view(-1))
-        if parameter in part.model_param_group_index_map:
-            group, place = part.model_param_group_index_map[parameter]
-            own = part._get_model_param_range_map(parameter)["param"]
-            return OptimizerShard(
-                own.start, own.end, part.optimizer.param_groups[group]["params"][place], part.optimizer
-            )
-    return None
+def build_shards(
+    module: TrainedModule, kind: OptimizerKind, precision: PrecisionConfig, *, on_host: bool, platform: Platform
+) -> tuple[dict[str, OptimizerShard], Tensor]:
+    """The shards of all trained parameters of which this rank updates any elements, by name, and the counts of their
+    updates, fp32 [shards]. Moments are zero.
+
+    `on_host`: whether masters and moments lie in host memory, pinned where a GPU computes.
+    """
+    ranges = {name: owned for name, owned in module.owned.items() if owned[0] < owned[1]}
+    updates = torch.zeros(len(ranges), device=platform.device)
+    shards = {
+        name: _shard(module.parameters[name], owned, count, kind, precision, on_host, platform)
+        for (name, owned), count in zip(ranges.items(), updates.unbind(), strict=True)
+    }
+    return shards, updates
+
+
+def _shard(
+    parameter: torch.nn.Parameter,
+    owned: tuple[int, int],
+    updates: Tensor,
+    kind: OptimizerKind,
+    precision: PrecisionConfig,
+    on_host: bool,
+    platform: Platform,
+) -> OptimizerShard:
+    start, stop = owned
+    size, device = stop - start, platform.device
+    weights = parameter.detach().view(-1)[start:stop]
+
+    def zeros(count: int, dtype: torch.dtype) -> Tensor:
+        if on_host:
+            return torch.zeros(count, dtype=dtype, pin_memory=platform.is_cuda)
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    def moment(name: str) -> Stored:
+        if precision.moments == "8bit":
+            codes, scales = zeros(size, torch.uint8), zeros(-(-size // BLOCK), torch.float32)
+            squares = name == SECOND_MOMENT
+            stored = Blocks8(codes, scales, device, squares)
+            stored.write(0, torch.zeros(size, device=device))
+            return stored
+        return Plain(zeros(size, getattr(torch, precision.moments)), device)
+
+    def master() -> Stored:
+        if weights.dtype == torch.float32:
+            return Plain(weights, device)
+        if precision.master == "none":
+            return RoundedMaster(weights)
+        if precision.master == "split":
+            return SplitMaster(weights, zeros(size, torch.int16))
+        kept = zeros(size, torch.float32)
+        kept.copy_(weights)
+        return Fp32Master(weights, Plain(kept, device))
+
+    return OptimizerShard(
+        start,
+        stop,
+        parameter.main_grad.view(-1)[start:stop],  # pyright: ignore[reportAttributeAccessIssue]
+        master(),
+        {name: moment(name) for name in kind.moments},
+        updates,
+    )

@@ -105,6 +105,16 @@ class Plan(OfJob):
         return communicators(self.layouts, **self.job.communication)
 
     @cached_property
+    def host_memory(self) -> np.ndarray:
+        """Bytes of optimizer states in host memory, int64 [ranks]."""
+        found = np.zeros(self.world_size, np.int64)
+        for (name, at), held in self.parameters.items():
+            layout = self.layouts[name]
+            ranks = np.array(layout.stage(at).ranks)
+            found[ranks] += held.host[np.arange(len(ranks)) // layout.tp]
+        return found
+
+    @cached_property
     def kinds_of_ranks(self) -> tuple[tuple[Role, np.ndarray, np.ndarray], ...]:
         """Ranks with equal numbers: their role, the ranks ascending, and bytes by kind."""
         found = []
@@ -122,7 +132,17 @@ def _parameters(job: JobSpec) -> Iterator[tuple[tuple[str, int], ParameterBytes]
             held = stages_of_rank(job.stages[name], at, layout.pp)
             parameters = parameters_of(name, job.shapes, layout.tp, held, job.config.model.freeze)
             ranks = layout.ways("tokens", "samples")
-            yield (name, at), parameter_bytes(parameters, ranks, job.dtype.itemsize, job.optimizer)
+            yield (
+                (name, at),
+                parameter_bytes(
+                    parameters,
+                    ranks,
+                    job.dtype.itemsize,
+                    job.optimizer,
+                    job.config.precision_of(name),
+                    on_host=job.config.offload_of(name).states,
+                ),
+            )
 
 
 def _boundary(job: JobSpec, assumed: AssumedBatch, edge: Edge) -> Boundary:

@@ -13,7 +13,7 @@ from megatron_hetero.distributed.megatron import prepare_globals
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.module import TrainedModule, build_module
-from megatron_hetero.engine.optimizer import build_optimizer
+from megatron_hetero.engine.optimizer import ModuleOptimizer, build_optimizer
 from megatron_hetero.execution.runtime import Interpreter, ModuleOnRank
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
@@ -73,7 +73,7 @@ def build_step_trainer(
         schedule=schedule,
         topology=topology,
         modules=modules,
-        optimizers=tuple(build_optimizer(m, config.optimizer, job.dtype, platform) for m in modules),
+        optimizers=tuple(_build_optimizer(job, module, platform) for module in modules),
         interpreter=_interpreter(job, topology, modules, watch, watchdog),
         planner=planner,
         watch=watch,
@@ -95,11 +95,24 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
             sequence_parallel=job.sequence_parallel[name],
             recompute=config.model.recompute.get(name, "none"),
             freeze=config.model.freeze,
-            distributed_optimizer=job.optimizer.sharded,
+            sharded=job.optimizer.sharded,
+            gradients=getattr(torch, config.precision_of(name).gradients),
             weights=weights[name],
         )
         for name, layout in topology.layouts.items()
         if topology.rank in layout
+    )
+
+
+def _build_optimizer(job: JobSpec, module: TrainedModule, platform: Platform) -> ModuleOptimizer | None:
+    config, name = job.config, module.name
+    return build_optimizer(
+        module,
+        config.optimizer,
+        platform,
+        config.precision_of(name),
+        on_host=config.offload_of(name).states,
+        seed=config.train.seed,
     )
 
 

@@ -8,7 +8,6 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from megatron_hetero.distributed.platform import Platform, on_device
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients
 from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.engine.optimizer import rate_of, set_learning_rates, update
+from megatron_hetero.engine.optimizer import ModuleOptimizer, rate_of
 from megatron_hetero.errors import NotFiniteError, SharedError
 from megatron_hetero.execution.runtime import Interpreter
 from megatron_hetero.job import JobSpec, OfJob
@@ -58,7 +57,7 @@ class StepTrainer(OfJob):
     schedule: Schedule
     topology: Topology
     modules: tuple[TrainedModule, ...]
-    optimizers: tuple[Any, ...]
+    optimizers: tuple[ModuleOptimizer | None, ...]
     interpreter: Interpreter
     planner: StepPlanner
     watch: Stopwatch
@@ -108,16 +107,15 @@ class StepTrainer(OfJob):
 
     def gradients(self, batch: StepBatch) -> GradientSummary:
         """Forward and backward of all micro-batches, then the sums over ranks; gradients are not scaled by 1/N yet."""
-        for module, optimizer in zip(self.modules, self.optimizers, strict=True):
+        for module in self.modules:
             if module.ddp is not None:
                 module.ddp.zero_grad_buffer()
-                optimizer.zero_grad()  # Megatron's fp32 optimizer leaves the last step's gradients on the parameters
         dtype, outputs = self.job.dtype, self.job.outputs
         loss_sum = self.interpreter.run(
             self.schedule, lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs)
         )
         with self.watched("the sums of gradients over ranks"):
-            return reduce_gradients(self.modules, loss_sum, self.counts_loss, self.optimizers, self.topology)
+            return reduce_gradients(self.modules, loss_sum, self.counts_loss, self.topology)
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around what waits for other ranks between the actions of the schedule."""
@@ -135,11 +133,9 @@ class StepTrainer(OfJob):
     def _update(self, step: int) -> float:
         """Step all optimizers. Returns the learning rate of `optimizer.lr` (parts may have rates of their own)."""
         config, total = self.config.optimizer, self.config.train.iters
-        with self.platform.megatron_scope():
-            for optimizer in self.optimizers:
-                if optimizer is not None:
-                    set_learning_rates(optimizer, step, config, total)
-                    update(optimizer)
+        for optimizer in self.optimizers:
+            if optimizer is not None:
+                optimizer.update(step, total)
         return rate_of(config.lr, config.min_lr, step, config, total)
 
     def _refuse_faults(self, step: int, summary: GradientSummary) -> None:

@@ -13,7 +13,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.engine.optimizer import update
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.training.step_trainer import StepTrainer
@@ -65,7 +64,6 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
         trainer = drawn_trainer(config, Platform(GPU, FAKE, FAKE))
         phases: Any = _Phases(trainer.platform, gpu, trainer.interpreter.watchdog)
         trainer.interpreter.watch = trainer.interpreter.watchdog = phases
-        _make_moments(trainer)
         batch = assumed_step(trainer)
         usage.start_again()
         with gpu.during(REST):
@@ -76,14 +74,6 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
         dist.destroy_process_group()
         # What modules of the same process share; the next one makes its own.
         parallel_state.destroy_global_memory_buffer()
-
-
-def _make_moments(trainer: StepTrainer) -> None:
-    """Let optimizers make their state, as the first update does: the first step takes less memory than all others."""
-    with trainer.platform.megatron_scope():
-        for optimizer in trainer.optimizers:
-            if optimizer is not None:
-                update(optimizer)
 
 
 def _report(usage: Usage, trainer: StepTrainer) -> dict[str, Any]:

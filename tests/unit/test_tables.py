@@ -6,7 +6,6 @@ from dataclasses import fields
 from typing import get_args, get_type_hints
 
 import torch
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from megatron_hetero.config.optimizers import NONE, OPTIMIZERS, optimizer_kind
 from megatron_hetero.config.schema import OptimizerConfig
@@ -18,16 +17,14 @@ def test_optimizers_are_those_that_can_be_set() -> None:
     assert get_args(get_type_hints(OptimizerConfig)["name"]) == tuple(OPTIMIZERS)
     names = {field.name for field in fields(OptimizerConfig)}
     for kind in OPTIMIZERS.values():
-        assert issubclass(getattr(torch.optim, kind.pytorch), torch.optim.Optimizer)
-        assert MegatronOptimizerConfig(optimizer=kind.megatron).optimizer == kind.megatron
         assert names.issuperset(kind.unused) and optimizer_kind(kind.name) is kind
     assert optimizer_kind("none") is NONE and not NONE.moments
 
 
 def test_moments_are_those_of_pytorch() -> None:
-    for kind in OPTIMIZERS.values():
+    for kind, pytorch in zip(OPTIMIZERS.values(), (torch.optim.AdamW, torch.optim.SGD), strict=True):
         weight = torch.nn.Parameter(torch.ones(2))
-        optimizer = getattr(torch.optim, kind.pytorch)([weight], lr=0.1)
+        optimizer = pytorch([weight], lr=0.1)
         weight.grad = torch.ones(2)
         optimizer.step()
         tensors = {name for name, value in optimizer.state[weight].items() if getattr(value, "shape", None) == (2,)}

@@ -40,6 +40,11 @@ class Block:
         """Whether it contains the first element of the stored tensor."""
         return self.rows[0] == 0 and self.columns[0] == 0
 
+    @property
+    def length(self) -> int:
+        """From its first element in the buffer to behind its last."""
+        return (self.rows[1] - self.rows[0] - 1) * self.stride + self.columns[1] - self.columns[0]
+
     def view(self, flat: Tensor, dims: int) -> Tensor:
         """The block in its flat buffer, of one or two dims."""
         rows, columns = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]

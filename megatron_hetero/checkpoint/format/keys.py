@@ -2,9 +2,9 @@
 
 For each tensor NAME of the model's `transformers` folder (those of additional encoders with their prefix):
 
-    weights/NAME                          fp32 if trained (the master weights), else in the model's dtype; in the dtype
-                                          of their folder if imported
-    exp_avg/NAME, exp_avg_sq/NAME         AdamW's moments, fp32, if trained
+    weights/NAME                          fp32 if trained (the master weights, if there are any), else in the model's
+                                          dtype; in the dtype of their folder if imported
+    exp_avg/NAME, exp_avg_sq/NAME         AdamW's moments, if trained: bfloat16 where they are kept so, else fp32
     step/NAME                             the number of AdamW's updates of it, [1]
 
 and for each rank `random/RANK/...`, states of random generators. Padding is not stored; replicas and tied weights are
@@ -13,7 +13,7 @@ stored once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -31,13 +31,19 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True, eq=False)
 class Entry:
     """A rectangle of the tensor `key`, of shape `size`: it begins at `offsets`, and its values are (or go) in
-    `values`, a view.
+    `values`, a view. What is kept in another form is on the meta device there, and `load` makes it just before it is
+    written.
     """
 
     key: str
     size: Shape
     offsets: Shape
     values: Tensor
+    load: Callable[[], Tensor] | None = None
+
+    def current(self) -> Tensor:
+        """The values as they are now."""
+        return self.values if self.load is None else self.load()
 
 
 def matrix(shape: Shape) -> Shape:

@@ -10,7 +10,7 @@ import errno
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from io import BufferedReader
@@ -36,6 +36,7 @@ from megatron_hetero.checkpoint.format.index import (
 )
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_first
+from megatron_hetero.engine.number_formats import nearest_bfloat16
 from megatron_hetero.errors import UserError, in_short, os_errors_as, reason
 from megatron_hetero.files.opening import open_regular
 from megatron_hetero.hf.folder_writer import plan_shards
@@ -53,7 +54,7 @@ def write_entries(
     folder: Path,
     entries: Sequence[Entry],
     group: dist.ProcessGroup | None,
-    value: Callable[[Entry], Tensor] = lambda entry: entry.values,
+    value: Callable[[Entry], Tensor] = Entry.current,
     working: Working = nullcontext,
 ) -> dict[str, FileRecord]:
     """Write all ranks' entries, each rank to its own files. Collective over `group`; None for a single process.
@@ -147,17 +148,24 @@ def _layout(name: str, shard: Sequence[Entry]) -> tuple[bytes, list[Part]]:
 def read_entries(
     folder: Path,
     index: Index,
-    entries: Sequence[Entry],
+    entries: Iterable[Entry | Sequence[Entry]],
     group: dist.ProcessGroup | None,
     working: Working = nullcontext,
 ) -> None:
-    """Fill the values of all entries of this rank, regardless of the chunks in which they were written. Collective over
-    `group`; None for a single process. Raises `UserError` on every rank if one of them cannot read.
+    """Fill the values of all entries of this rank, regardless of the chunks in which they were written. Entries of a
+    sequence are filled before what comes after them is asked for. Collective over `group`; None for a
+    single process. Raises `UserError` on every rank if one of them cannot read.
     """
 
     def read() -> None:
         try:
-            _read(folder, index, entries)
+            alone = list[Entry]()
+            for each in entries:
+                if isinstance(each, Entry):
+                    alone.append(each)
+                else:
+                    _read(folder, index, each)
+            _read(folder, index, alone)
         except Exception as error:
             raise UserError.at(
                 folder, problem=f"unreadable tensors on rank {_rank(group)} ({in_short(error)})", fix=ANOTHER
@@ -191,7 +199,9 @@ def _read_part(file: BufferedReader, chunk: Chunk, entry: Entry, dtype: torch.dt
         values = torch.empty(len(some), width, dtype=dtype)
         if file.readinto(_bytes_of(values)) != values.nbytes:
             raise EOFError(f"{chunk.file} ends within {entry.key}")
-        some.copy_(values[:, _within(chunk.columns, columns)])
+        values = values[:, _within(chunk.columns, columns)]
+        rounds = (dtype, some.dtype) == (torch.float32, torch.bfloat16)
+        some.copy_(nearest_bfloat16(values) if rounds else values)  # Weights are masters rounded as in training.
 
 
 def _within(outer: Interval, inner: Interval) -> slice:

@@ -5,10 +5,13 @@ What Megatron does, and is followed here to the byte:
   * Trained parameters lie in one buffer, in the order in which gradients come: the reverse of the model's. With AdamW
     (the distributed optimizer) each begins at a multiple of 64 elements and each bucket ends at a multiple of 128 and
     of the ranks that share it. There is one bucket, and one more where head and embedding are tied over stages.
-  * Gradients are fp32, in a buffer of the same size.
-  * AdamW: rank i of n keeps, for the i-th of n equal parts of each bucket, two fp32 moments, fp32 master weights where
-    the weights are bfloat16, and a step counter of four bytes for each parameter that has elements there.
-  * SGD: fp32 master weights of all trained parameters where the weights are bfloat16, and nothing else.
+  * Gradients are in a buffer of as many elements.
+  * AdamW: rank i of n keeps, for the i-th of n equal parts of each bucket, two moments, master weights where the
+    weights are bfloat16, and a step counter of four bytes for each parameter that has elements there. With moments of
+    8 bits each 256 of these elements have a scale.
+  * SGD: master weights of all trained parameters where the weights are bfloat16, and nothing else.
+
+Dtypes are those of `precision.MODULE`. With `offload.MODULE.states` only the counters are on the device.
 """
 
 from __future__ import annotations
@@ -20,11 +23,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hetero.config.optimizers import OptimizerKind
+from megatron_hetero.config.schema import FP32, PrecisionConfig
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of, stored_shapes, tied_parameter, weight_map
 from megatron_hetero.sharding.stages import LAYERS, Stage
 
+BLOCK = 256
+"""Elements of a parameter with one scale, see `engine.number_formats`."""
+_MASTER = {"float32": 4, "split": 2, "none": 0}
+_MOMENT = {"float32": 4, "bfloat16": 2, "8bit": 1}
+_GRADIENT = {"float32": 4, "bfloat16": 2}
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
 """Elements; see Megatron's `_ParamAndGradBuffer`."""
 
@@ -140,7 +149,7 @@ class ParameterBytes:
     """Bytes of the ranks of one module that hold the same stages.
 
     `parameters`, `trained`: elements. `weights`, `gradients`: bytes. `optimizer`: bytes, int64, by the rank's place
-    among the data- and context-parallel ranks.
+    among the data- and context-parallel ranks; `host`: of host memory, likewise.
     """
 
     parameters: int
@@ -148,38 +157,71 @@ class ParameterBytes:
     weights: int
     gradients: int
     optimizer: np.ndarray
+    host: np.ndarray
 
 
 def parameter_bytes(
-    parameters: Sequence[Parameter], ranks: int, itemsize: int, optimizer: OptimizerKind
+    parameters: Sequence[Parameter],
+    ranks: int,
+    itemsize: int,
+    optimizer: OptimizerKind,
+    precision: PrecisionConfig = FP32,
+    *,
+    on_host: bool = False,
 ) -> ParameterBytes:
-    """What `parameters` take on each of `ranks` data- and context-parallel ranks. `itemsize`: bytes of a weight."""
+    """What `parameters` take on each of `ranks` data- and context-parallel ranks. `itemsize`: bytes of a weight.
+    `on_host`: whether states are in host memory.
+    """
     buckets = buckets_of(parameters, ranks, optimizer.sharded)
     buffer, frozen = sum(b.size for b in buckets), sum(p.elements for p in parameters if not p.trains)
     trained = sum(p.elements for p in parameters if p.trains)
-    state = 4 * len(optimizer.moments) + (4 if itemsize < 4 else 0)
-    counter = 4 if optimizer.moments else 0
     if optimizer.sharded:
-        owned, shards = _owned(buckets, ranks)
-        held = owned * state + shards * counter
+        held = _held(buckets, ranks)
     else:
-        held = np.full(ranks, trained * state + counter * sum(p.trains for p in parameters), np.int64)
+        sizes = np.array([p.elements for p in parameters if p.trains], np.int64)
+        held = _Held(*(np.full(ranks, n, np.int64) for n in (sizes.sum(), len(sizes), (-(-sizes // BLOCK)).sum())))
+    moments = len(optimizer.moments)
+    states = held.elements * moments * _MOMENT[precision.moments]
+    states += held.blocks * 4 * moments * (precision.moments == "8bit")
+    states += held.elements * _MASTER[precision.master] * (itemsize < 4)
+    counters = 4 * held.shards * bool(moments)
+    gradient = 4 if itemsize == 4 else _GRADIENT[precision.gradients]
     return ParameterBytes(
-        trained + frozen, trained, (buffer + frozen) * itemsize, 4 * buffer, held
-    )  # fmt: skip
+        trained + frozen,
+        trained,
+        (buffer + frozen) * itemsize,
+        gradient * buffer,
+        counters if on_host else counters + states,
+        states if on_host else np.zeros_like(states),
+    )
 
 
-def _owned(buckets: Sequence[ParameterBucket], ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Elements of parameters in each rank's parts of the buckets, and how many parameters they are of."""
-    elements, shards = np.zeros((2, ranks), np.int64)
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Of each rank's parts of the buckets: elements of parameters, of how many parameters, and blocks of the elements
+    of each; int64 [ranks].
+    """
+
+    elements: np.ndarray
+    shards: np.ndarray
+    blocks: np.ndarray
+
+
+def _held(buckets: Sequence[ParameterBucket], ranks: int) -> _Held:
+    held = _Held(*np.zeros((3, ranks), np.int64))
     for bucket in buckets:
         share = bucket.size // ranks
         starts, ends = np.array(bucket.bounds, np.int64).T
-        edges = np.arange(ranks + 1) * share
-        before = np.searchsorted(ends, edges, side="right")  # parameters that end at or before an edge
-        sizes = np.concatenate([[0], np.cumsum(ends - starts)])
-        within = np.clip(edges - np.append(starts, bucket.size)[before], 0, None)
-        elements += np.diff(sizes[before] + within)
-        begun = np.searchsorted(starts, edges, side="left")  # parameters that begin before an edge
-        shards += begun[1:] - before[:-1]
-    return elements, shards
+        # Each parameter, cut where a rank's part ends.
+        cuts = np.union1d(np.arange(ranks + 1) * share, np.concatenate([starts, ends]))
+        begins, sizes = cuts[:-1], np.diff(cuts)
+        after = np.searchsorted(ends, begins, side="right")  # The first parameter that ends behind it.
+        within = begins >= np.append(starts, bucket.size)[after]
+        rank = begins[within] // share
+        for total, values in (
+            (held.elements, sizes[within]),
+            (held.shards, np.ones_like(rank)),
+            (held.blocks, -(-sizes[within] // BLOCK)),
+        ):
+            np.add.at(total, rank, values)
+    return held

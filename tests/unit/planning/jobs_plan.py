@@ -78,13 +78,10 @@ def _optimizer_bytes(optimizer: Any) -> int:
     """State, and master weights of their own."""
     if optimizer is None:
         return 0
-    total = 0
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        state = [t for of_p in part.optimizer.state.values() for t in of_p.values() if isinstance(t, Tensor)]
-        names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
-        masters = [t for name in names for group in getattr(part, name, []) for t in group]
-        total += sum(t.nbytes for t in [*state, *masters])
-    return total
+    kept = [s for shard in optimizer.shards.values() for s in (shard.master, *shard.moments.values())]
+    weights = {p.untyped_storage().data_ptr() for p in optimizer.module.parameters.values()}
+    tensors = [t for stored in kept for t in stored.tensors if t.untyped_storage().data_ptr() not in weights]
+    return _bytes([*tensors, *([optimizer.updates] if any(s.moments for s in optimizer.shards.values()) else [])])
 
 
 class _CountedBuffers(BufferPool):

@@ -44,6 +44,8 @@ BF16, SGD = "--model.dtype bfloat16", "--optimizer.name sgd"
 WHOLE = "--model.sequence_parallel.vision false --model.sequence_parallel.text false"
 RECOMPUTE = "--model.recompute.vision full --model.recompute.text full"
 SPLIT = "--parallel_layers.text 1 3"
+SMALL = "--precision.{0}.master {1} --precision.{0}.moments {2} --precision.{0}.gradients {3}"
+HALVES = "--precision.vision.master split --precision.vision.gradients bfloat16"
 CASES = [
     Case("dp:1", "dp:1", 1),
     Case("dp:1", "dp:1", 1, f"{BF16} {RECOMPUTE}", tied=True),
@@ -51,6 +53,11 @@ CASES = [
     Case("dp:1", "dp:1", 1, f"--model.freeze text {BF16}"),
     Case("dp:1", "dp:1", 1, "--plan.images 0"),
     Case("sp:2", "tp:2", 2, BF16),
+    Case("sp:2", "tp:2", 2, f"{BF16} {SMALL.format('text', 'split', 'bfloat16', 'bfloat16')}"),
+    Case("dp:4", "pp:2,dp:2", 4, f"{BF16} {SMALL.format('text', 'none', '8bit', 'bfloat16')} {HALVES}", tied=True),
+    Case("dp:3@0-2", "tp:2@2-3", 4, f"{BF16} {SMALL.format('vision', 'float32', '8bit', 'float32')}"),
+    Case("dp:2", "cp:2", 2, "--precision.text.moments 8bit --precision.vision.moments bfloat16"),
+    Case("dp:2", "dp:2", 2, f"{BF16} {SGD} --precision.text.master split --precision.vision.master none"),
     Case("tp:2", "tp:2", 2, f"{WHOLE} {SGD} {BF16}"),
     Case("cp:2", "cp:2", 2, "--train.micro_batch_size 2"),
     Case("dp:2", "cp:2", 2, "--boundary.transport bfloat16"),

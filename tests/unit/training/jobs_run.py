@@ -11,12 +11,13 @@ from unittest import mock
 
 import numpy as np
 import torch
-from megatron.core import optimizer as megatron_optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.engine.gradients import scale_gradients
+from megatron_hetero.engine.number_formats import upper_half
+from megatron_hetero.engine.optimizer import rate_of
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
@@ -172,22 +173,9 @@ def groups_of_step(flags: list[str], number: int) -> list[tuple[float, float, fl
     """(lr, weight decay, smallest lr) of every parameter group after step `number`."""
     run = build(flags)
     run._update(number)
-    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
-    return sorted({(g["lr"], g["weight_decay"] * g.get("wd_mult", 1.0), g["min_lr"]) for g in groups})
-
-
-def kinds_with_others_installed(flags: list[str]) -> set[tuple[str, str]]:
-    """Module and name of the optimizers that a run makes where Megatron has found others than PyTorch's."""
-    found = {name: getattr(megatron_optimizer, name) for name in ("USING_PYTORCH_OPTIMIZER", "Adam", "SGD")}
-    for name in found:
-        setattr(megatron_optimizer, name, False if name == "USING_PYTORCH_OPTIMIZER" else None)
-    try:
-        run = build(flags)
-    finally:
-        for name, value in found.items():
-            setattr(megatron_optimizer, name, value)
-    inner = [part.optimizer for optimizer in run.optimizers for part in optimizer.chained_optimizers]
-    return {(type(optimizer).__module__, type(optimizer).__name__) for optimizer in inner}
+    config, total = run.config.optimizer, run.config.train.iters
+    kinds = {rates for optimizer in run.optimizers if optimizer for rates in optimizer.rates.values()}
+    return sorted((rate_of(r.peak, r.minimum, number, config, total), r.weight_decay, r.minimum) for r in kinds)
 
 
 def reported_rate(flags: list[str], number: int) -> float:
@@ -201,16 +189,12 @@ def precision(flags: list[str]) -> dict[str, Any]:
     _, batch, _ = next(iter(run.batches()))
     run.train_step(1, batch)
     masters, rounded = [], True
-    for optimizer in run.optimizers:
-        inner = optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
-        if hasattr(inner, "shard_fp32_from_float16_groups"):
-            pairs = zip(inner.shard_float16_groups, inner.shard_fp32_from_float16_groups, strict=True)
-        else:
-            pairs = zip(inner.float16_groups, inner.fp32_from_float16_groups, strict=True)
-        for models, wide in pairs:
-            for parameter, master in zip(models, wide, strict=True):
-                masters.append(master.dtype)
-                rounded = rounded and bool(torch.equal(parameter.view(-1), master.view(-1).to(parameter.dtype)))
+    for optimizer in filter(None, run.optimizers):
+        for name, shard in optimizer.shards.items():
+            weights = optimizer.module.parameters[name].view(-1)[shard.start : shard.stop]
+            master = shard.master.read(0, shard.stop - shard.start)
+            masters.append(master.dtype)
+            rounded = rounded and bool(torch.equal(weights, upper_half(master.view(torch.int32) + (1 << 15))))
     parameters = [p for module in run.modules for p in module.parameters.values()]
     return {
         "parameters": {str(p.dtype) for p in parameters},

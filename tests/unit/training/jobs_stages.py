@@ -19,7 +19,7 @@ from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.gradients import reduce_gradients, scale_gradients
 from megatron_hetero.engine.module import TrainedModule, build_module, load_parameters
-from megatron_hetero.engine.optimizer import build_optimizer, set_learning_rates, update
+from megatron_hetero.engine.optimizer import build_optimizer
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
@@ -73,7 +73,7 @@ class Trainee:
         self.topology = Topology.build(self.layouts, PLATFORM, tied=tied)
         weights = StoredWeights.open(case.folder, canonical_name)
         self.modules = [self._build(name, weights) for name in self.layouts if dist.get_rank() in self.layouts[name]]
-        self.optimizers = [build_optimizer(m, case.optimizer, torch.float32, PLATFORM) for m in self.modules]
+        self.optimizers = [build_optimizer(m, case.optimizer, PLATFORM) for m in self.modules]
 
     def _build(self, name: str, weights: StoredWeights) -> TrainedModule:
         return build_module(
@@ -86,7 +86,8 @@ class Trainee:
             sequence_parallel=self.case.sequence_parallel,
             recompute=self.case.recompute,
             freeze=self.case.freeze,
-            distributed_optimizer=self.case.optimizer.name == "adamw",
+            sharded=self.case.optimizer.name == "adamw",
+            gradients=torch.float32,
             weights=weights,
         )
 
@@ -111,7 +112,7 @@ class Trainee:
 
     def reduce(self, loss: Tensor, counts: bool) -> dict[str, Any]:
         """The one rule for gradients."""
-        summary = reduce_gradients(self.modules, loss, counts, self.optimizers, self.topology)
+        summary = reduce_gradients(self.modules, loss, counts, self.topology)
         return {"loss": summary.loss_sum, "norms": summary.norms, "faults": summary.faults}
 
 
@@ -255,18 +256,14 @@ def steps(case: Case, seeds: Sequence[int], number: int) -> dict[str, Any]:
     """Weights after some steps, on rank 0; and this rank's tied weight, by the numbers of its coordinates."""
     trainee = Trainee(case)
     for step in range(1, number + 1):
-        for module, optimizer in zip(trainee.modules, trainee.optimizers, strict=True):
+        for module in trainee.modules:
             module.ddp.zero_grad_buffer()  # pyright: ignore[reportOptionalMemberAccess]
-            assert optimizer is not None
-            optimizer.zero_grad()
         loss, _ = train_text(trainee, [seed + 10 * step for seed in seeds])
         trainee.reduce(loss, True)
         scale_gradients(trainee.modules, 0.01)
-        with PLATFORM.megatron_scope():
-            for optimizer in trainee.optimizers:
-                assert optimizer is not None
-                set_learning_rates(optimizer, step, case.optimizer, number)
-                update(optimizer)
+        for optimizer in trainee.optimizers:
+            assert optimizer is not None
+            optimizer.update(step, number)
     module = trainee.module
     tied = None if module.tied is None else module.parameters[module.tied].detach().numpy().copy()
     at = trainee.layouts["text"].coordinate(dist.get_rank())

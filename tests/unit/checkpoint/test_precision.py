@@ -1,0 +1,108 @@
+"""Optimizer states in other numbers: `split` trains as fp32 masters do, bit by bit; all resume exactly, and one
+another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.matrix import thinned
+from tests.support.pool import Pool
+from tests.unit.checkpoint import jobs_checkpoint as jobs
+from tests.unit.checkpoint.jobs_checkpoint import flags
+from tests.unit.checkpoint.test_across_layouts import same
+
+Pools = Callable[[int], Pool]
+BF16 = "--model.dtype bfloat16 --data.workers 0"
+
+
+def of(master: str, moments: str = "float32", gradients: str = "float32", modules: str = "vision text") -> str:
+    chosen = {"master": master, "moments": moments, "gradients": gradients}
+    return " ".join(f"--precision.{m}.{name} {value}" for m in modules.split() for name, value in chosen.items())
+
+
+SPLIT = of("split")
+SETTINGS = {
+    "split": SPLIT,
+    "split, bf16 moments and gradients": of("split", "bfloat16", "bfloat16"),
+    "8-bit moments": of("float32", "8bit"),
+    "bf16 weights, 8-bit moments": of("none", "8bit", "bfloat16"),
+    "text alone, offloaded": of("split", "bfloat16", modules="text") + " --offload.text.states true",
+    "fp32, offloaded": "--offload.text.states true --offload.vision.states true",
+}
+
+
+@pytest.mark.parametrize(
+    "model, vision, text, ranks",
+    [
+        ("plain", "sp:2", "tp:2", 2),
+        ("deep", "dp:2", "pp:2", 2),
+        ("deep", "dp:2@0-1", "tp:2@2-3", 4),
+        ("qwen3-tied", "tp:2,dp:2", "pp:2,dp:2", 4),
+    ],
+)
+def test_split_masters_train_as_fp32_masters(
+    model: str, vision: str, text: str, ranks: int, folders: Path, tmp_path: Path, pools: Pools
+) -> None:
+    """A hundred steps, and of those of `split` fifty before a resume and fifty after it."""
+    more = f"{BF16} --train.iters 100 --checkpoint.interval 50 --checkpoint.keep_last 9"
+    line = flags(folders, tmp_path / "fp32", vision, text, more, model)
+    expected = pools(ranks).run(jobs.train, line)[0]
+    line = flags(folders, tmp_path / "split", vision, text, f"{more} {SPLIT}", model)
+    first = pools(ranks).run(jobs.train, line, None, 50)[0]
+    second = pools(ranks).run(jobs.train, line)[0]
+    assert (first["from"], second["from"]) == (0, 50) and len(expected["losses"]) == 100
+    assert first["losses"] + second["losses"] == expected["losses"]
+    for step in ("step-00000050", "step-00000100"):
+        same(tmp_path / "fp32/checkpoints" / step, tmp_path / "split/checkpoints" / step, but="")
+    assert all(np.array_equal(second["weights"][name], value) for name, value in expected["weights"].items())
+
+
+@pytest.mark.parametrize("name", thinned(SETTINGS, 2))
+def test_a_resume_is_exact(name: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
+    more = f"{BF16} --train.iters 8 --checkpoint.interval 100 {SETTINGS[name]}"
+    whole, cut = (flags(folders, tmp_path / run, "sp:2", "tp:2", more) for run in ("whole", "cut"))
+    untouched = pools(2).run(jobs.train, whole)[0]
+    first = pools(2).run(jobs.train, cut, None, 4)[0]
+    second = pools(2).run(jobs.train, cut, tmp_path / "copy")[0]
+    assert second["from"] == 4 and first["losses"] + second["losses"] == untouched["losses"]
+    same(tmp_path / "cut/checkpoints/step-00000004", tmp_path / "copy/step-00000004", but="random/")
+    same(*(tmp_path / run / "checkpoints/step-00000008" for run in ("whole", "cut")), but="")
+
+
+def test_every_setting_resumes_every_other(folders: Path, tmp_path: Path, pools: Pools) -> None:
+    """In other layouts; what is kept in as many bits has the same values, and what is rounded is said."""
+    settings = ["", *SETTINGS.values(), ""]
+    layouts = [("sp:2", "tp:2"), ("dp:2", "pp:2"), ("dp:1@0", "dp:1@1")]
+    fp32, written = [], tmp_path
+    for turn, setting in enumerate(settings):
+        vision, text = layouts[turn % len(layouts)]
+        resume = f"--checkpoint.resume {written}" if turn else ""
+        more = f"{BF16} --train.iters {2 * turn + 2} --checkpoint.interval 100 {setting} {resume}"
+        line = flags(folders, tmp_path / f"{turn}", vision, text, more, "deep")
+        copy = tmp_path / f"{turn}/copy" if turn else None
+        found = pools(2).run(jobs.train, line, copy)[0]
+        assert found["from"] == 2 * turn and np.isfinite(found["losses"]).all()
+        if turn:
+            before, loaded = jobs.tensors(written), jobs.tensors(copy / f"step-{2 * turn:08d}")  # pyright: ignore[reportOptionalOperand]
+            loaded = {key: value for key, value in loaded.items() if not key.startswith("random/")}
+            assert loaded.keys() == {key for key in before if not key.startswith("random/")}
+            for key, value in loaded.items():
+                narrow = ("none" if key.startswith("weights/") else "8bit") in setting
+                bound = 0.08 if narrow and "weights" not in key else 2**-8 if "bfloat16" in setting or narrow else 0.0
+                scale = before[key].float().abs().max().item()
+                torch.testing.assert_close(value.float(), before[key].float(), rtol=bound, atol=bound / 10 * scale)
+        notes = " ".join(found["notes"])
+        assert ("moments of text rounded to 8 bits" in notes) == (
+            "8bit" in setting and "8bit" not in settings[turn - 1]
+        )
+        fp32.append(jobs.tensors(tmp_path / f"{turn}/checkpoints/step-{2 * turn + 2:08d}"))
+        written = tmp_path / f"{turn}/checkpoints/step-{2 * turn + 2:08d}"
+    assert {value.dtype for key, value in fp32[-1].items() if "/" in key and key.startswith(("weights", "exp"))} == {
+        torch.float32
+    }

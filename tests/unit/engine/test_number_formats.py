@@ -1,0 +1,125 @@
+"""Fp32 numbers in fewer bits: exact where they say so, else right on average, and to a bound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_hetero.engine.number_formats import (
+    BLOCK,
+    Blocks8,
+    Fp32Master,
+    Plain,
+    RoundedMaster,
+    SplitMaster,
+    Stored,
+    joined,
+    levels,
+    rounded,
+    upper_half,
+)
+
+CPU = torch.device("cpu")
+FINITE = st.integers(0, 2**32 - 1).filter(lambda bits: bits >> 23 & 0xFF != 0xFF)
+
+
+def floats(bits: list[int]) -> Tensor:
+    return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def drawn(size: int, seed: int = 0) -> Tensor:
+    """Of many magnitudes, some of them halfway between two numbers of bfloat16."""
+    random = torch.Generator().manual_seed(seed)
+    values = torch.randn(size, generator=random) * torch.logspace(-20, 20, size)
+    values.view(torch.int32)[::7].bitwise_and_(-(1 << 16)).bitwise_or_(1 << 15)
+    return values
+
+
+@given(st.lists(FINITE, min_size=1, max_size=50))
+def test_weight_and_remainder_are_the_master_bit_for_bit(bits: list[int]) -> None:
+    values = floats(bits)
+    weights, lower = upper_half(rounded(values)).clone(), values.view(torch.int16)[::2].clone()
+    assert torch.equal(joined(weights, lower).view(torch.int32), values.view(torch.int32))
+
+
+@given(st.lists(FINITE, min_size=1, max_size=50))
+def test_weights_are_the_nearest(bits: list[int]) -> None:
+    values = floats(bits).double()
+    weights = upper_half(rounded(values.float())).double()
+    finite = weights.isfinite()  # The largest round to infinity.
+    nearest = values.float().bfloat16().double()
+    assert torch.equal((weights - values).abs()[finite], (nearest - values).abs()[finite])
+
+
+def masters(size: int) -> list[Stored]:
+    weights = [torch.zeros(size, dtype=torch.bfloat16) for _ in range(2)]
+    kept = Plain(torch.zeros(size), CPU)
+    return [Fp32Master(weights[0], kept), SplitMaster(weights[1], torch.zeros(size, dtype=torch.int16))]
+
+
+def test_split_and_fp32_masters_have_the_same_weights_and_values() -> None:
+    values = drawn(1000)
+    whole, split = masters(1000)
+    for master in (whole, split):
+        for start in (0, 300):
+            master.write(start, values[start : start + 700])
+    assert torch.equal(whole.weights, split.weights)  # pyright: ignore[reportAttributeAccessIssue]
+    for span in ((0, 1000), (3, 4), (299, 777)):
+        assert torch.equal(whole.read(*span), values[slice(*span)])
+        assert torch.equal(split.read(*span), values[slice(*span)])
+
+
+def stored_in(kind: str, size: int) -> Stored:
+    if kind == "weights":
+        return RoundedMaster(torch.zeros(size, dtype=torch.bfloat16))
+    if kind == "bfloat16":
+        return Plain(torch.zeros(size, dtype=torch.bfloat16), CPU)
+    blocks = torch.zeros(-(-size // BLOCK))
+    return Blocks8(torch.zeros(size, dtype=torch.uint8), blocks, CPU, kind == "squares")
+
+
+@pytest.mark.parametrize("kind", ["weights", "bfloat16", "8bit", "squares"])
+def test_what_is_rounded_is_right_on_average(kind: str) -> None:
+    values = torch.rand(2 * BLOCK + 9, generator=torch.Generator().manual_seed(0)) + 0.1
+    stored, random, total = stored_in(kind, len(values)), torch.Generator().manual_seed(1), torch.zeros(len(values))
+    for _ in range(1000):
+        stored.write(0, values, random)
+        total += stored.read(0, len(values))
+    largest = 2**-8 if kind in ("weights", "bfloat16") else 0.08
+    worst = ((total / 1000 - values) / values).abs().max().item()
+    assert worst < largest / 5, "a single rounding is off by up to `largest`"
+    stored.write(0, values)
+    assert ((stored.read(0, len(values)) - values) / values).abs().max() < largest
+
+
+@pytest.mark.parametrize("kind", ["weights", "bfloat16", "8bit", "squares"])
+def test_what_was_kept_is_kept_again_as_it_is(kind: str) -> None:
+    values = drawn(1000).clamp(-1e15, 1e15)
+    stored, other = stored_in(kind, 1000), stored_in(kind, 1000)
+    stored.write(0, values.abs() if kind == "squares" else values, torch.Generator().manual_seed(1))
+    other.write(0, stored.read(0, 1000))
+    assert torch.equal(other.read(0, 1000), stored.read(0, 1000))
+    for tensor, again in zip(stored.tensors, other.tensors, strict=True):
+        assert torch.equal(tensor, again)
+    assert torch.equal(stored.read(300, 777), stored.read(0, 1000)[300:777])
+
+
+def test_a_second_moment_that_is_not_zero_stays_so() -> None:
+    """It is what updates are divided by."""
+    values = torch.full((BLOCK,), 1e-30)
+    values[0], values[1] = 1.0, 0.0
+    stored = stored_in("squares", BLOCK)
+    stored.write(0, values, torch.Generator().manual_seed(0))
+    read = stored.read(0, BLOCK)
+    assert read[0] == 1.0 and read[1] == 0.0 and (read[2:] > 0).all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_levels_ascend_to_one(signed: bool) -> None:
+    found = levels(signed, CPU)
+    assert len(found) <= 256 and (found.diff() > 0).all() and found[-1] == 1.0
+    assert found[0] == (-1.0 if signed else 0.0) and (found == 0).sum() == 1
+    assert torch.equal(found, -found.flip(0)) or not signed
