@@ -20,6 +20,7 @@ from megatron_hetero.checkpoint.model_files import alone, differences, hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
+from megatron_hetero.engine.number_formats import nearest_bfloat16
 from megatron_hetero.errors import UserError
 from megatron_hetero.files.paths import resolved
 from megatron_hetero.hf.folder_files import CONFIG
@@ -123,10 +124,16 @@ def export_checkpoint(
     companions = companions_of(sources.companions, export_changes(folders))
     with model_writer(target, shapes, as_what, companions, limit) as put:
         for name, shape in stored.items():
-            put(name, checkpoint.weight(name, shape, held[name]))
+            put(name, _as_trained(checkpoint.weight(name, shape, held[name]), as_what[name], checkpoint.record))
             done += sizes[name]
             advance("writing", done, total)
     return Copied(len(stored), total, names_of(as_what))
+
+
+def _as_trained(values: Tensor, dtype: torch.dtype, record: RunRecord) -> Tensor:
+    """A stored tensor in the `dtype` of an export: master weights rounded as the run rounds them."""
+    trained = record.imported_from is None and values.dtype == torch.float32
+    return nearest_bfloat16(values) if trained and dtype == torch.bfloat16 else values
 
 
 def _own_dtype(record: RunRecord) -> str:

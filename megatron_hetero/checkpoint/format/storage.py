@@ -36,7 +36,6 @@ from megatron_hetero.checkpoint.format.index import (
 )
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_first
-from megatron_hetero.engine.number_formats import nearest_bfloat16
 from megatron_hetero.errors import UserError, in_short, os_errors_as, reason
 from megatron_hetero.files.opening import open_regular
 from megatron_hetero.hf.folder_writer import plan_shards
@@ -199,9 +198,7 @@ def _read_part(file: BufferedReader, chunk: Chunk, entry: Entry, dtype: torch.dt
         values = torch.empty(len(some), width, dtype=dtype)
         if file.readinto(_bytes_of(values)) != values.nbytes:
             raise EOFError(f"{chunk.file} ends within {entry.key}")
-        values = values[:, _within(chunk.columns, columns)]
-        rounds = (dtype, some.dtype) == (torch.float32, torch.bfloat16)
-        some.copy_(nearest_bfloat16(values) if rounds else values)  # Weights are masters rounded as in training.
+        some.copy_(values[:, _within(chunk.columns, columns)])
 
 
 def _within(outer: Interval, inner: Interval) -> slice:
