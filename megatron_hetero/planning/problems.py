@@ -52,21 +52,26 @@ _AGAINST = {
 
 
 def _memory(plan: Plan) -> Iterator[PlanProblem]:
-    limit = plan.config.plan.memory_gb
+    limit = plan.config.plan.memory_bytes
     if limit is None:
         return
-    totals = plan.memory.sum(axis=1)
-    over = np.flatnonzero(totals > limit * 1e9)
+    over = np.flatnonzero(plan.totals > limit)
     if not len(over):
         return
-    worst = int(totals.argmax())
+    worst = int(plan.totals.argmax())
     kind = KINDS[int(plan.memory[worst].argmax())]
     role = plan.schedule.roles[plan.schedule.role_index[worst]]
     yield PlanProblem(
-        f"plan.memory_gb, {limit:g} GB, is not enough for {_counted(len(over), 'rank')}: rank {worst} ({role.name}) "
-        f"needs {totals[worst] / 1e9:.2f} GB, most of it {kind}",
+        f"a GPU's memory (plan.memory_gb), {_memory_text(plan, limit)}, is not enough for {_counted(len(over), 'rank')}: "
+        f"rank {worst} ({role.name}) needs {plan.totals[worst] / 1e9:.2f} GB, {plan.allowance[worst].sum() / 1e9:.2f} GB of it "
+        f"allowance, and most of its tensors are {kind}",
         _AGAINST.get(kind) or _against_activations(plan, role),
     )
+
+
+def _memory_text(plan: Plan, limit: int) -> str:
+    chosen = plan.config.plan.memory_gb
+    return f"{limit / 1e9:.1f} GB of {chosen}" if isinstance(chosen, str) else f"{chosen:g} GB"
 
 
 def _against_activations(plan: Plan, role: Role) -> str:
