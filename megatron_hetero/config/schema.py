@@ -260,8 +260,8 @@ class PlanConfig:
     supervised: float = option(0.5, "Assumed share of these tokens that is supervised: the last ones.")
     memory_gb: GpuName | float | None = option(
         None,
-        "Memory of a GPU: its name, or a number of GB (10^9 bytes). Ranks that need more are reported, with settings that "
-        "make them fit.",
+        "Memory of a GPU: its name, or a number of GB (10^9 bytes). Ranks that need more are reported, with settings "
+        "that make them fit.",
         "unknown",
     )
     context_gb: float = option(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -105,7 +105,8 @@ class Plan(OfJob):
     @cached_property
     def communicators(self) -> tuple[CommunicatorKind, ...]:
         """The communicators that a run makes in addition to the world's, in its order."""
-        return communicators(self.layouts, **self.job.communication)
+        wanted = {name: tuple(value) for name, value in self.job.communication.items()}
+        return _communicators(tuple(self.layouts.items()), **wanted)
 
     @cached_property
     def allowance(self) -> np.ndarray:
@@ -128,6 +129,14 @@ class Plan(OfJob):
             rows, which = np.unique(table[ranks], axis=0, return_inverse=True)
             found += [(role, ranks[which.ravel() == i], row) for i, row in enumerate(rows)]
         return tuple(sorted(found, key=lambda kind: int(kind[1][0])))
+
+
+@lru_cache(maxsize=8)
+def _communicators(
+    layouts: tuple[tuple[str, Layout], ...], **wanted: tuple[Edge | str, ...]
+) -> tuple[CommunicatorKind, ...]:
+    """Kept, since plans that are compared mostly have the same layouts."""
+    return communicators(dict(layouts), **wanted)  # pyright: ignore[reportArgumentType]
 
 
 def _parameters(job: JobSpec) -> Iterator[tuple[tuple[str, int], ParameterBytes]]:

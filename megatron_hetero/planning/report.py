@@ -21,8 +21,8 @@ from megatron_hetero.terminal import size_text
 NOT_COUNTED = (
     "Not counted: micro-batches that wait to be used (but for the pixels that the patch embedding keeps), and messages "
     "between stages on their way. Logits are counted: as probabilities of the supervised tokens in fp32 with the "
-    "activations, and the rest of what the loss needs with the workspace. Activations are those of plain PyTorch layers "
-    "on a GPU; Transformer Engine keeps less."
+    "activations, and the rest of what the loss needs with the workspace. Activations are those of plain PyTorch "
+    "layers on a GPU; Transformer Engine keeps less."
 )
 SHOWN_ROLES = (8, 4)
 """Lines of the schedule that are shown of the first and of the last roles."""

@@ -10,8 +10,8 @@ fragmentation   what the caching allocator holds and cannot use, as a share of t
                 Without expandable segments 15 % on average of eight LLMs on A100, and up to 33 % (GMLake, ASPLOS
                 2024, arXiv 2401.08156); 43 % with virtual stages and recomputation (STAlloc, arXiv 2507.16274).
                 Runs have expandable segments (PyTorch's "CUDA semantics", PYTORCH_ALLOC_CONF), which map memory
-                page by page as GMLake does: reports of Megatron's and PyTorch's trainers then name 1 to 3 % of the
-                tensors as "reserved but unallocated". The default of 5 % leaves room for micro-batches of many sizes
+                    page by page as GMLake does: reports of Megatron's and PyTorch's trainers then name 1 to 3 % of
+                    the tensors as "reserved but unallocated". 5 %, the default, leaves room for data of many sizes
 """
 
 from __future__ import annotations
