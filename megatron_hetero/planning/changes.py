@@ -27,9 +27,14 @@ from megatron_hetero.planning.memory.nccl_memory import NODE
 
 SMALLER = 1.05
 """How much longer a step takes when micro-batches are halved: kernels of fewer tokens, twice as many collectives."""
-DOUBLED = {"tp": 1 / (1 - 0.28), "pp": 1.06}
-"""And when this degree of the text module is doubled in place of dp: throughput falls by 28 % and some 6 % (for Llama 3
-of 70 billion parameters, "Memory Tuning" in the documentation of Megatron Bridge). Idle stages are in the simulation.
+DOUBLED = {"tp": 1 / (1 - 0.28), "pp": 1.06, "cp": 1.1}
+"""And when this degree of the text module is doubled in place of dp. Throughput falls by 28 % with tp, and by some 6 %
+with pp (Llama 3 of 70 billion parameters, "Memory Tuning" in the documentation of Megatron Bridge; idle stages are in
+the simulation). For cp, whose layers gather keys and values, it is a guess between them.
+"""
+EXCHANGED = {True: 1.02, False: 1.1}
+"""And when sp of an encoder is doubled in place of dp: a guess, for one whose windows stay on their ranks, so that few
+layers exchange tokens, and for one without windows, all of whose layers do.
 """
 
 
@@ -84,14 +89,25 @@ def smaller_micro_batches(plan: Plan) -> Iterator[Change]:
             yield Change({"train.micro_batch_size": samples // divisor}, SMALLER ** (divisor.bit_length() - 1))
 
 
+def images_over_more_ranks(plan: Plan) -> Iterator[Change]:
+    """Replicas of an encoder become fewer, and each image is split over more ranks."""
+    for name, shape in plan.shapes.encoders.items():
+        longer = EXCHANGED[len(shape.full_layers) < shape.layers]
+        yield from _over_more_ranks(plan, name, "sp", longer)
+
+
 def text_over_more_ranks(plan: Plan) -> Iterator[Change]:
     """Replicas of the text module become fewer, and each is split over more ranks."""
-    layout = plan.layouts[TEXT]
     for axis, longer in DOUBLED.items():
-        moved, unseen = layout, 1.0
-        while moved.dp % 2 == 0 and (axis != "tp" or 2 * moved.tp <= NODE):
-            moved, unseen = _moved(moved, axis), unseen * longer
-            yield Change({f"parallel.{TEXT}": moved.short(plan.world_size)}, unseen)
+        yield from _over_more_ranks(plan, TEXT, axis, longer)
+
+
+def _over_more_ranks(plan: Plan, name: str, axis: str, longer: float) -> Iterator[Change]:
+    """One degree doubled in place of dp, as often as can be; tp stays in a node."""
+    layout, unseen = plan.layouts[name], 1.0
+    while layout.dp % 2 == 0 and (axis != "tp" or 2 * layout.tp <= NODE):
+        layout, unseen = _moved(layout, axis), unseen * longer
+        yield Change({f"parallel.{name}": layout.short(plan.world_size)}, unseen)
 
 
 def _moved(layout: Layout, axis: str) -> Layout:
@@ -106,6 +122,7 @@ CHANGES: tuple[Callable[[Plan], Iterator[Change]], ...] = (
     rows_alone,
     recomputed_layers,
     smaller_micro_batches,
+    images_over_more_ranks,
     text_over_more_ranks,
 )
 """All that is tried."""

@@ -26,7 +26,7 @@ EFFORT = 150_000
 """Ranks and actions of all these plans together, which takes some seconds."""
 OVERHEAD = 500
 """What a plan costs besides, in actions."""
-FACTORS = (2, 4, 8)
+FACTORS = (2, 4)
 """By how much more ranks are tried."""
 MOST_RANKS = 1024
 """Larger worlds are not tried."""

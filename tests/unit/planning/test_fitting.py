@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.config.edits import flags_of, with_settings
-from megatron_hetero.config.schema import Config, load_config
+from megatron_hetero.config.gpus import USABLE_GIB, GpuName
+from megatron_hetero.config.schema import Config, PlanConfig, load_command, load_config, to_yaml
 from megatron_hetero.errors import UserError
 from megatron_hetero.planning import changes, fitting
 from megatron_hetero.planning.changes import CHANGES, Change
@@ -170,7 +173,14 @@ def test_entries_keep_out_of_what_is_in_use(make_plan: MakePlan) -> None:
 def test_ranks_of_a_text_replica_stay_in_a_node(make_plan: MakePlan) -> None:
     plan = make_plan(16, "sp:16", "tp:4,dp:4", "--train.global_batch_size 16")
     found = [change.settings["parallel.text"] for change in changes.text_over_more_ranks(plan)]
-    assert found == ["tp:8,dp:2", "tp:4,dp:2,pp:2", "tp:4,pp:4"]
+    assert found == ["tp:8,dp:2", "tp:4,dp:2,pp:2", "tp:4,pp:4", "tp:4,cp:2,dp:2", "tp:4,cp:4"]
+
+
+def test_large_images_are_split_over_ranks(make_plan: MakePlan) -> None:
+    """One image for two ranks: each rank gets half of it, in place of one all of it."""
+    plan = make_plan(2, "dp:2", "tp:2", "--plan.image_side 3584 --plan.tokens 64")
+    found = find_fitting(plan, round(0.99 * plan.totals.max())).attempts
+    assert found[0].flags == "--vision-parallel sp:2" and found[0].slowdown < 1
 
 
 def test_a_search_in_a_large_world_makes_few_plans(make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +216,28 @@ def test_settings_are_checked_as_a_user_s(plan_flags: PlanFlags) -> None:
         with_settings(config, {"schedule.waves": 0})
 
 
-# ----------------------------------------------------------------------------------------------- allowance
+# -------------------------------------------------------------------------------------- GPUs and allowance
+
+
+def test_gpus_are_known_by_name(plan_flags: PlanFlags, tmp_path: Path) -> None:
+    assert set(get_args(GpuName)) == USABLE_GIB.keys()
+    for name, gib in USABLE_GIB.items():
+        plan = load_config(["--config", str(_written(tmp_path, name)), *plan_flags("")]).plan
+        assert (plan.memory_gb, plan.memory_bytes) == (name, round(gib * 2**30))
+        assert PlanConfig(memory_gb=gib * 2**30 / 1e9).memory_bytes == plan.memory_bytes
+    assert PlanConfig().memory_bytes is None
+
+
+def _written(folder: Path, name: str) -> Path:
+    """A configuration that names a GPU, as a run would record it."""
+    (folder / "gpu.yaml").write_text(f"plan:\n  memory_gb: {name}\n", encoding="utf-8")
+    return folder / "gpu.yaml"
+
+
+def test_a_recorded_configuration_names_the_gpu_again(plan_flags: PlanFlags, tmp_path: Path) -> None:
+    config, _ = load_command(plan_flags("--plan --plan.memory_gb rtx-4090 --plan.fragmentation 0"))
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(["--config", str(tmp_path / "config.yaml")]) == config
 
 
 def test_the_allowance_is_counted_and_adjustable(make_plan: MakePlan) -> None:
