@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, zip_longest
 
 from megatron_hetero.config.edits import flags_of, with_settings
 from megatron_hetero.errors import UserError
@@ -70,8 +70,7 @@ class Fitting:
 def find_fitting(plan: Plan, limit: int) -> Fitting:
     """What makes every rank of a plan need at most `limit` bytes."""
     trials = _Trials(plan, _tries(plan))
-    changes = [change for entry in CHANGES for change in entry(plan)]
-    alone = [a for a in trials.of(changes) if (a.plan.totals < plan.totals).any()]
+    alone = [a for a in trials.of(_changes(plan)) if (a.plan.totals < plan.totals).any()]
     if found := _cheapest(alone, limit):
         return Fitting(found)
     pairs = list(trials.of(_pairs(alone, plan, limit), enough=limit))
@@ -79,6 +78,12 @@ def find_fitting(plan: Plan, limit: int) -> Fitting:
         return Fitting(found)
     closest = min([*alone, *pairs], key=lambda attempt: attempt.needed, default=None)
     return Fitting((), closest, _on_more_ranks(plan, closest, limit))
+
+
+def _changes(plan: Plan) -> list[Change]:
+    """All changes, the first of each entry before the second of any, since not all may be tried."""
+    in_turn = zip_longest(*(entry(plan) for entry in CHANGES))
+    return [change for turn in in_turn for change in turn if change is not None]
 
 
 def _tries(plan: Plan) -> int:

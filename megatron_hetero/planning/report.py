@@ -174,13 +174,17 @@ def _largest(rows: Sequence[tuple[str, list[int], list[int]]]) -> list[tuple[str
 
 
 def _allowance_text(plan: Plan) -> str:
-    """What the allowance is made of."""
-    context, communicators, fragments = map(size_text, plan.allowance[int(plan.totals.argmax())].tolist())
-    return (
+    """What the allowance is made of, and how much of a GPU's memory is in use."""
+    worst, limit = int(plan.totals.argmax()), plan.config.plan.memory_bytes
+    context, communicators, fragments = map(size_text, plan.allowance[worst].tolist())
+    text = (
         f"Allowance of the rank that needs most: {context} for the CUDA context and libraries (plan.context_gb), about "
         f"{communicators} for communicators (plan.communicators_gb), and {fragments} for fragmentation, "
         f"{plan.config.plan.fragmentation:.3g} of the tensors (plan.fragmentation)."
     )
+    if limit is None:
+        return text
+    return f"{text} It needs {plan.totals[worst] / limit:.0%} of the {size_text(limit)} of a GPU (plan.memory_gb)."
 
 
 def _communicators(plan: Plan) -> Table:

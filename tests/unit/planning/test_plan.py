@@ -245,6 +245,12 @@ def test_pictures_are_drawn(name: str, make_plan: MakePlan, tmp_path: Path) -> N
     assert (tmp_path / name).stat().st_size > 5000
 
 
+def test_the_share_of_a_gpus_memory_is_printed(make_plan: MakePlan, capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(make_plan(1, "dp:1", "dp:1", "--plan.memory_gb b300"))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"It needs \d\d% of the 287\.43 GB of a GPU \(plan\.memory_gb\)", shown), shown
+
+
 def test_a_picture_is_written_whole_or_not_at_all(
     plan_flags: Callable[[str], list[str]], make_plan: MakePlan, tmp_path: Path
 ) -> None:
