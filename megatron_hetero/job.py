@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -190,13 +190,14 @@ class JobSpec:
         return self._checked_schedule(batch, list(self.layouts))
 
     def _checked_schedule(self, batch: BatchShape, forward_only: Collection[str]) -> Schedule:
-        settings = _schedule_settings(self.config)
         self._require_rows_enter_early()
-        schedule = build_schedule(
-            self.layouts, batch.micro_batches, settings, text=TEXT, forward_only=forward_only, edges=list(self.edges)
+        return _checked_schedule(
+            tuple(self.layouts.items()),
+            batch.micro_batches,
+            _schedule_settings(self.config),
+            tuple(forward_only),
+            tuple(self.edges),
         )
-        check_schedule(schedule)
-        return schedule
 
     def _require_rows_enter_early(self) -> None:
         """Check that rows of encoders that run ahead enter stages that schedules are built for. Raises `UserError` with
@@ -234,6 +235,20 @@ class JobSpec:
             "tied": [TEXT] if self.shapes.text.tied else [],
             "interleaved": [TEXT] if _stages_per_rank(self.config, TEXT) > 1 else [],
         }
+
+
+@lru_cache(maxsize=8)
+def _checked_schedule(
+    layouts: tuple[tuple[str, Layout], ...],
+    micro_batches: int,
+    settings: ScheduleSettings,
+    forward_only: tuple[str, ...],
+    edges: tuple[Edge, ...],
+) -> Schedule:
+    """Kept, since plans that are compared mostly differ in what is no matter of the schedule."""
+    schedule = build_schedule(dict(layouts), micro_batches, settings, text=TEXT, forward_only=forward_only, edges=edges)
+    check_schedule(schedule)
+    return schedule
 
 
 def _stages_per_rank(config: Config, name: str) -> int:

@@ -64,6 +64,9 @@ _BOUNDS: dict[str, tuple[float, bool]] = {
     "plan.tokens": (1, True),
     "plan.supervised": (0, False),
     "plan.memory_gb": (0, False),
+    "plan.context_gb": (0, True),
+    "plan.communicators_gb": (0, True),
+    "plan.fragmentation": (0, True),
 }
 
 
@@ -96,7 +99,7 @@ def _unused(name: str, found: object, why: str, do: str) -> UserError:
 def _check_numbers(config: Config) -> None:
     for name, (bound, inclusive) in _BOUNDS.items():
         value: Any = reduce(getattr, name.split("."), config)
-        if value is not None and not (value >= bound if inclusive else value > bound):
+        if isinstance(value, int | float) and not (value >= bound if inclusive else value > bound):
             expected = f"{'≥' if inclusive else '>'} {bound}"
             raise _wrong(name, value, expected, "", "raise or remove it")
     if 0 < (seconds := config.schedule.timeout_s) < 1:
@@ -300,6 +303,9 @@ def _require_trained(config: Config, module: str, section: str, chosen: Any) -> 
 def _check_plan(plan: PlanConfig) -> None:
     if plan.supervised > 1:
         raise _wrong("plan.supervised", plan.supervised, "> 0 and ≤ 1", "it is a share", "try `--plan.supervised 0.5`")
+    if plan.fragmentation > 1:
+        why, do = "it is a share of the tensors", "write 0.05 for 5 %"
+        raise _wrong("plan.fragmentation", plan.fragmentation, "≥ 0 and ≤ 1", why, do)
 
 
 def _check_unused(optimizer: OptimizerConfig) -> None:

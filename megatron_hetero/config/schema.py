@@ -19,6 +19,7 @@ from megatron_hetero.config.flags import (
     read_flags,
     without_plan,
 )
+from megatron_hetero.config.gpus import GpuName, usable_bytes
 from megatron_hetero.config.load import build, merge, option, read_yaml, required, shown_name, yaml_of
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.grammar import did_you_mean
@@ -279,15 +280,32 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Section `plan`: the data that `--plan` assumes."""
+    """Section `plan`: the data and the GPU that `--plan` assumes."""
 
     images: int = option(1, "Assumed images per sample and encoder.")
     image_side: int = option(896, "Assumed image width and height in pixels, as encoded.")
     tokens: int = option(512, "Assumed tokens per sample, image tokens excluded.")
     supervised: float = option(0.5, "Assumed share of these tokens that is supervised: the last ones.")
-    memory_gb: float | None = option(
-        None, "Device memory in GB (10^9 bytes); ranks that exceed it are reported as problems.", "unknown"
+    memory_gb: GpuName | float | None = option(
+        None,
+        "Memory of a GPU: its name, or a number of GB (10^9 bytes). Ranks that need more are reported, with settings "
+        "that make them fit.",
+        "unknown",
     )
+    context_gb: float = option(
+        1.0, "Allowance for the CUDA context and the workspaces of libraries on each GPU, in GB (10^9 bytes)."
+    )
+    communicators_gb: float | None = option(
+        None, "Allowance for NCCL's buffers on each GPU, in GB (10^9 bytes).", "estimated for each rank"
+    )
+    fragmentation: float = option(
+        0.05, "Allowance for memory that the caching allocator holds and cannot use, as a share of the tensors."
+    )
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What `memory_gb` comes to, where it is known."""
+        return None if self.memory_gb is None else usable_bytes(self.memory_gb)
 
 
 @dataclass(frozen=True, kw_only=True)

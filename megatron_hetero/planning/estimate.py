@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.planning.memory.activations import StageBytes, encoder_stage, text_stage
+from megatron_hetero.planning.memory.allowance import ALLOWANCES, allowance_bytes
 from megatron_hetero.planning.memory.lifetimes import RankBytes, peak_activations
 from megatron_hetero.planning.memory.parameters import ParameterBytes, parameter_bytes, parameters_of
 from megatron_hetero.planning.memory.staging import CrossingLoans, loans_of, peak_staging
@@ -54,7 +55,7 @@ class Plan(OfJob):
 
     `stages`: the pipeline stages of each module. `parameters`: by module and pipeline coordinate. `memory`: bytes,
     int64 [ranks, kinds], see `KINDS`. `work`: operations of a rank, by module, kind and stage. `simulation`: the
-    schedule with these in place of seconds.
+    schedule with these in place of seconds. `gpu`: whether the ranks are GPUs.
     """
 
     job: JobSpec
@@ -66,6 +67,7 @@ class Plan(OfJob):
     memory: np.ndarray
     work: Mapping[DurationKey, float]
     simulation: Simulation
+    gpu: bool = True
 
     @classmethod
     def of(cls, config: Config, world_size: int, *, gpu: bool = True) -> Plan:
@@ -82,7 +84,8 @@ class Plan(OfJob):
         images = {name: max(map(len, assumed.assigned(name))) for name in job.shapes.encoders}
         memory = _Memory(job, assumed, parameters, boundaries, shards, gpu).table(world_size)
         work = durations(config, assumed, job.stages, images)
-        return cls(job, world_size, assumed, parameters, boundaries, shards, memory, work, simulate(schedule, work))
+        found = simulate(schedule, work)
+        return cls(job, world_size, assumed, parameters, boundaries, shards, memory, work, found, gpu)
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -102,7 +105,20 @@ class Plan(OfJob):
     @cached_property
     def communicators(self) -> tuple[CommunicatorKind, ...]:
         """The communicators that a run makes in addition to the world's, in its order."""
-        return communicators(self.layouts, **self.job.communication)
+        wanted = {name: tuple(value) for name, value in self.job.communication.items()}
+        return _communicators(tuple(self.layouts.items()), **wanted)
+
+    @cached_property
+    def allowance(self) -> np.ndarray:
+        """Bytes besides tensors, int64 [ranks, allowances], see `ALLOWANCES`. On a CPU none."""
+        if not self.gpu:
+            return np.zeros((self.world_size, len(ALLOWANCES)), np.int64)
+        return allowance_bytes(self.config.plan, self.communicators, self.memory.sum(axis=1))
+
+    @cached_property
+    def totals(self) -> np.ndarray:
+        """Bytes that each rank needs, allowance included, int64 [ranks]: what a GPU's memory is compared with."""
+        return self.memory.sum(axis=1) + self.allowance.sum(axis=1)
 
     @cached_property
     def host_memory(self) -> np.ndarray:
@@ -116,13 +132,21 @@ class Plan(OfJob):
 
     @cached_property
     def kinds_of_ranks(self) -> tuple[tuple[Role, np.ndarray, np.ndarray], ...]:
-        """Ranks with equal numbers: their role, the ranks ascending, and bytes by kind."""
-        found = []
+        """Ranks with equal numbers: their role, the ranks ascending, and bytes by kind and allowance."""
+        found, table = [], np.hstack([self.memory, self.allowance])
         for role in self.schedule.roles:
             ranks = np.array(role.ranks)
-            rows, which = np.unique(self.memory[ranks], axis=0, return_inverse=True)
+            rows, which = np.unique(table[ranks], axis=0, return_inverse=True)
             found += [(role, ranks[which.ravel() == i], row) for i, row in enumerate(rows)]
         return tuple(sorted(found, key=lambda kind: int(kind[1][0])))
+
+
+@lru_cache(maxsize=8)
+def _communicators(
+    layouts: tuple[tuple[str, Layout], ...], **wanted: tuple[Edge | str, ...]
+) -> tuple[CommunicatorKind, ...]:
+    """Kept, since plans that are compared mostly have the same layouts."""
+    return communicators(dict(layouts), **wanted)  # pyright: ignore[reportArgumentType]
 
 
 def _parameters(job: JobSpec) -> Iterator[tuple[tuple[str, int], ParameterBytes]]:

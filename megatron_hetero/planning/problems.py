@@ -13,6 +13,7 @@ from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Plan
+from megatron_hetero.planning.fitting import find_fitting
 from megatron_hetero.planning.work import encoder_trains
 from megatron_hetero.schedule.program import Role
 
@@ -52,21 +53,52 @@ _AGAINST = {
 
 
 def _memory(plan: Plan) -> Iterator[PlanProblem]:
-    limit = plan.config.plan.memory_gb
+    limit = plan.config.plan.memory_bytes
     if limit is None:
         return
-    totals = plan.memory.sum(axis=1)
-    over = np.flatnonzero(totals > limit * 1e9)
+    over = np.flatnonzero(plan.totals > limit)
     if not len(over):
         return
-    worst = int(totals.argmax())
+    worst = int(plan.totals.argmax())
     kind = KINDS[int(plan.memory[worst].argmax())]
     role = plan.schedule.roles[plan.schedule.role_index[worst]]
+    needed, allowance = _gb(plan.totals[worst]), _gb(plan.allowance[worst].sum())
     yield PlanProblem(
-        f"plan.memory_gb, {limit:g} GB, is not enough for {_counted(len(over), 'rank')}: rank {worst} ({role.name}) "
-        f"needs {totals[worst] / 1e9:.2f} GB, most of it {kind}",
-        _AGAINST.get(kind) or _against_activations(plan, role),
+        f"a GPU's memory (plan.memory_gb), {_memory_text(plan, limit)}, is not enough for "
+        f"{_counted(len(over), 'rank')}: rank {worst} ({role.name}) needs {needed}, {allowance} of it allowance, and "
+        f"of the rest most is {kind}",
+        _against_memory(plan, limit, _AGAINST.get(kind) or _against_activations(plan, role)),
     )
+
+
+def _memory_text(plan: Plan, limit: int) -> str:
+    chosen = plan.config.plan.memory_gb
+    return f"{limit / 1e9:.1f} GB of {chosen}" if isinstance(chosen, str) else f"{chosen:g} GB"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def _against_memory(plan: Plan, limit: int, advice: str) -> str:
+    """Settings that fit. Where no one or two do: by how much they miss, a layout that fits, or else `advice`."""
+    found = find_fitting(plan, limit)
+    if found.attempts:
+        texts = [
+            f"{a.flags} ({_gb(a.needed)}, about {a.slowdown:.2f} times the time of a step)" for a in found.attempts
+        ]
+        return f"try {', or '.join(texts)}"
+    missed = "no setting that was tried saves memory"
+    if (best := found.closest) is not None:
+        missed = (
+            "no one or two settings that were tried are enough: the closest are "
+            f"{best.flags}, with {_gb(best.needed)} ({_gb(best.needed - limit)} too much)"
+        )
+    if found.larger is not None:
+        larger = found.larger
+        flags = f"--world-size {larger.plan.world_size} {larger.flags}"
+        return f"{missed}. {larger.plan.world_size:,} ranks are enough: {flags} ({_gb(larger.needed)})"
+    return f"{missed}. {advice[:1].upper()}{advice[1:]}"
 
 
 def _against_activations(plan: Plan, role: Role) -> str:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Boundary, Plan
-from megatron_hetero.planning.memory.nccl_memory import kind_bytes, rank_bytes
+from megatron_hetero.planning.memory.allowance import ALLOWANCES
+from megatron_hetero.planning.memory.nccl_memory import kind_bytes
 from megatron_hetero.planning.problems import problems_of, shortened
 from megatron_hetero.schedule.drawing import timeline
 from megatron_hetero.schedule.simulator import role_label
 from megatron_hetero.terminal import size_text
 
 NOT_COUNTED = (
-    "Not counted: micro-batches that wait to be used (but for the pixels that the patch embedding keeps), messages "
-    "between stages on their way, buffers of NCCL and of matrix products, the CUDA context, and fragmentation. Allow 5 "
-    "to 10 % for them. Logits are counted: as probabilities of the supervised tokens in fp32 with the activations, and "
-    "the rest of what the loss needs with the workspace. Activations are those of plain PyTorch layers on a GPU; "
-    "Transformer Engine keeps less."
+    "Not counted: micro-batches that wait to be used (but for the pixels that the patch embedding keeps), and messages "
+    "between stages on their way. Logits are counted: as probabilities of the supervised tokens in fp32 with the "
+    "activations, and the rest of what the loss needs with the workspace. Activations are those of plain PyTorch "
+    "layers on a GPU; Transformer Engine keeps less."
 )
 SHOWN_ROLES = (8, 4)
 """Lines of the schedule that are shown of the first and of the last roles."""
@@ -43,7 +44,7 @@ def _described(plan: Plan, width: int) -> Iterator[RenderableType]:
     yield from (Text(line) for line in assumptions(plan))
     yield from ("", _modules(plan), "")
     yield from (_boundaries(plan), "") if plan.boundaries else ("Nothing crosses the boundaries: no images.", "")
-    yield from (_memory(plan), Text(NOT_COUNTED, style="dim"), "")
+    yield from (_memory(plan), Text(f"{_allowance_text(plan)} {NOT_COUNTED}", style="dim"), "")
     yield from (_communicators(plan), Text(_communicators_text(plan), style="dim"), "") if plan.communicators else ()
     yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in _schedule(plan, width))
     yield ""
@@ -143,12 +144,12 @@ def _operations(boundary: Boundary, direction: str, steps: int) -> str:
 
 
 def _memory(plan: Plan) -> Table:
-    table = _table("Memory of a rank", "ranks", "number", "holds", *KINDS, "sum", left=1)
+    table = _table("Memory of a rank", "ranks", "number", "holds", *KINDS, "allowance", "total", left=1)
     table.columns[2].justify = "left"
-    rows = [(role.name, sizes.tolist(), ranks.tolist()) for role, ranks, sizes in plan.kinds_of_ranks]
+    rows = [(role.name, _cells(sizes), ranks.tolist()) for role, ranks, sizes in plan.kinds_of_ranks]
     grouped: dict[tuple[str, ...], list[int]] = {}
     for name, sizes, ranks in rows:
-        grouped.setdefault((name, *map(size_text, [*sizes, sum(sizes)])), []).extend(ranks)
+        grouped.setdefault((name, *map(size_text, sizes)), []).extend(ranks)
     shown = list(grouped) if len(grouped) <= SHOWN_KINDS else _largest(rows)
     for key in shown:
         ranks = sorted(grouped[key])
@@ -158,13 +159,32 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
+def _cells(sizes: np.ndarray) -> list[int]:
+    """Of a rank: bytes by kind, the allowance, and the total."""
+    return [*sizes[: len(KINDS)].tolist(), int(sizes[len(KINDS) :].sum()), int(sizes.sum())]
+
+
 def _largest(rows: Sequence[tuple[str, list[int], list[int]]]) -> list[tuple[str, ...]]:
     """The key of the row of each role that needs most."""
     largest: dict[str, list[int]] = {}
     for name, sizes, _ in rows:
-        if sum(sizes) > sum(largest.get(name, [-1])):
+        if sizes[-1] > largest.get(name, [-1])[-1]:
             largest[name] = sizes
-    return [(name, *map(size_text, [*sizes, sum(sizes)])) for name, sizes in largest.items()]
+    return [(name, *map(size_text, sizes)) for name, sizes in largest.items()]
+
+
+def _allowance_text(plan: Plan) -> str:
+    """What the allowance is made of, and how much of a GPU's memory is in use."""
+    worst, limit = int(plan.totals.argmax()), plan.config.plan.memory_bytes
+    context, communicators, fragments = map(size_text, plan.allowance[worst].tolist())
+    text = (
+        f"Allowance of the rank that needs most: {context} for the CUDA context and libraries (plan.context_gb), about "
+        f"{communicators} for communicators (plan.communicators_gb), and {fragments} for fragmentation, "
+        f"{plan.config.plan.fragmentation:.3g} of the tensors (plan.fragmentation)."
+    )
+    if limit is None:
+        return text
+    return f"{text} It needs {plan.totals[worst] / limit:.0%} of the {size_text(limit)} of a GPU (plan.memory_gb)."
 
 
 def _communicators(plan: Plan) -> Table:
@@ -180,10 +200,11 @@ def _communicators(plan: Plan) -> Table:
 def _communicators_text(plan: Plan) -> str:
     ranks = [role.ranks[0] for role in plan.schedule.roles]
     held = {rank: sum(bool(kind.uses_of(rank)) for kind in plan.communicators) for rank in ranks}
-    most = max(ranks, key=lambda rank: rank_bytes(plan.communicators, rank))
+    buffers = plan.allowance[:, ALLOWANCES.index("communicators")]
+    most = int(buffers.argmax())
     return (
         f"Made by {len(plan.communicators)} calls of all ranks, in addition to the world's. A rank has at most "
-        f"{max(held.values())}, and about {size_text(rank_bytes(plan.communicators, most))} of NCCL's buffers once all "
+        f"{max(held.values())}, and about {size_text(int(buffers[most]))} of NCCL's buffers once all "
         "have been used (rank "
         f"{most}), by figures from eight H100 with NVLink; NCCL_MAX_P2P_NCHANNELS and NCCL_MAX_CTAS lower it."
     )

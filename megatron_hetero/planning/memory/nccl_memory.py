@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron_hetero.distributed.communicators import Axes, CommunicatorKind, Ranks, Use
 
 NODE = 8
@@ -35,9 +37,12 @@ def kind_bytes(kind: CommunicatorKind) -> int:
     return exchanges * others * PEER_BYTES + rings * RING_BYTES
 
 
-def rank_bytes(kinds: Sequence[CommunicatorKind], rank: int) -> int:
-    """What all communicators of a rank take, that of the world included."""
-    return RING_BYTES + sum(kind_bytes(kind) for kind in kinds if kind.uses_of(rank))
+def bytes_by_rank(kinds: Sequence[CommunicatorKind], world_size: int) -> np.ndarray:
+    """What all communicators of each rank take, that of the world included, int64 [ranks]."""
+    found = np.full(world_size, RING_BYTES * (world_size > 1), np.int64)
+    for kind in kinds:
+        found[np.concatenate(kind.groups)] += kind_bytes(kind)
+    return found
 
 
 def _counted(ranks: Ranks) -> int:

@@ -12,7 +12,7 @@ from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.distributed.communicators import communicators
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.planning.memory.nccl_memory import PEER_BYTES, RING_BYTES, kind_bytes, rank_bytes
+from megatron_hetero.planning.memory.nccl_memory import PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
 from megatron_hetero.planning.memory.parameters import Parameter, buckets_of, parameter_bytes
 from megatron_hetero.planning.memory.staging import SimulatedBufferPool
 from megatron_hetero.planning.traffic import Indexed, traffic_of
@@ -107,4 +107,7 @@ def test_memory_of_communicators() -> None:
     found = {str(kind): kind_bytes(kind) for kind in kinds}
     assert found["vision>text"] == 8 * PEER_BYTES, "seven others of the node, and one for those of other nodes"
     assert found["text forward from stages 0"] == PEER_BYTES
-    assert rank_bytes(kinds, 0) == 2 * RING_BYTES + 16 * PEER_BYTES
+    of_ranks = bytes_by_rank(kinds, 48)
+    assert of_ranks[0] == 2 * RING_BYTES + 16 * PEER_BYTES
+    assert of_ranks[16] == of_ranks[0] + 2 * PEER_BYTES, "a stage sends forward on one link and receives on another"
+    assert bytes_by_rank((), 1).tolist() == [0], "a rank alone has no communicator"

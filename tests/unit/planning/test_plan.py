@@ -46,7 +46,7 @@ def test_every_rank_is_of_one_kind(make_plan: MakePlan) -> None:
     ranks = np.concatenate([ranks for _, ranks, _ in plan.kinds_of_ranks])
     assert sorted(ranks.tolist()) == list(range(12))
     for _, alike, row in plan.kinds_of_ranks:
-        assert (plan.memory[alike] == row).all()
+        assert (np.hstack([plan.memory, plan.allowance])[alike] == row).all()
 
 
 def test_what_a_setting_is_for_shows_in_the_memory(make_plan: MakePlan) -> None:
@@ -95,7 +95,7 @@ def test_16k_ranks_are_planned_in_seconds(world: int, vision: str, text: str, ma
         (9, "dp:8@0-7", "tp:1@8", "--plan.image_side 140", ("of vision wait for up to", "give it fewer ranks")),
         (4, "sp:4", "pp:4", "--parallel_layers.text 10 2 2 2", ("stage 0 of text", "--parallel_layers.text")),
         (1, "dp:1", "dp:1", "--plan.memory_gb 0.5", ("is not enough for 1 rank", "needs")),
-        (1, "dp:1", "dp:1", "--plan.memory_gb 90 --plan.images 3", ("most of it", "raise")),
+        (1, "dp:1", "dp:1", "--plan.memory_gb 90 --plan.images 3", ("of the rest most is", "--world-size 2")),
         (1, "dp:1", "dp:1", "--plan.tokens 4000", ("more than data.max_seq_length", "raise data.max_seq_length")),
         (1, "dp:1", "dp:1", "--data.min_pixels 900000", ("fewer than data.min_pixels", "--plan.image_side 949")),
         (1, "dp:1", "dp:1", "--data.max_pixels 200704", ("more than data.max_pixels", "--plan.image_side 448")),
@@ -185,7 +185,8 @@ def test_output_has_every_part(plan_flags: Callable[[str], list[str]], capsys: p
     shown = capsys.readouterr().out
     for part in (
         "bfloat16 with adamw on 6 ranks", "1 image of 896x896 pixels (4,096 patches, 1,024 rows)", "512 further tokens",
-        "Modules", "tp:2,pp:2", "Boundaries, in a step", "messages in all", "Memory of a rank", "Not counted:",
+        "Modules", "tp:2,pp:2", "Boundaries, in a step", "messages in all", "Memory of a rank", "Allowance of the rank",
+        "Not counted:",
         "Communicators", "text forward from stages 0", "Made by 6 calls", "2-3 text.0", "vF0", "Ranks wait", "Problems",
     ):  # fmt: skip
         assert part in shown, part
@@ -242,6 +243,12 @@ def test_samples_without_images_can_be_planned(
 def test_pictures_are_drawn(name: str, make_plan: MakePlan, tmp_path: Path) -> None:
     draw_plan(make_plan(6, "sp:2@0,5", "tp:2,pp:2@1-4", "--train.global_batch_size 4"), tmp_path / name)
     assert (tmp_path / name).stat().st_size > 5000
+
+
+def test_the_share_of_a_gpus_memory_is_printed(make_plan: MakePlan, capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(make_plan(1, "dp:1", "dp:1", "--plan.memory_gb b300"))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"It needs \d\d% of the 287\.43 GB of a GPU \(plan\.memory_gb\)", shown), shown
 
 
 def test_a_picture_is_written_whole_or_not_at_all(
@@ -306,6 +313,11 @@ def test_sizes_and_ranks_are_short() -> None:
         ("--plan --plan-svg /nowhere/plan.svg", "--plan-svg /nowhere/plan.svg: found no such file or directory"),
         ("--plan --plan.image_side 0", "plan.image_side"),
         ("--plan --plan.supervised 2", "plan.supervised"),
+        ("--plan --plan.memory_gb h10", "found the text `h10` (did you mean `h100`?), expected a10, a100, a100-40,"),
+        ("--plan --plan.memory_gb 0", "plan.memory_gb (--plan.memory_gb): found 0.0, expected > 0"),
+        ("--plan --plan.context_gb -1", "plan.context_gb (--plan.context_gb): found -1.0, expected ≥ 0"),
+        ("--plan --plan.communicators_gb -1", "plan.communicators_gb"),
+        ("--plan --plan.fragmentation 5", "found 5.0, expected ≥ 0 and ≤ 1, because it is a share of the tensors"),
         ("--plan --world-size 4 --text-parallel tp:3", "text layout `tp:3`"),
         ("--plan --world-size 1000000", "--world-size: found `1000000`"),
         ("--plan --train.global_batch_size 1000000", "1000000 micro-batches of each replica, expected"),

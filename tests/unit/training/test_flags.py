@@ -22,7 +22,8 @@ optimizer.weight_decay optimizer.clip_grad optimizer.schedule optimizer.warmup_i
 checkpoint.dir checkpoint.interval checkpoint.async checkpoint.keep_last checkpoint.on_failure checkpoint.resume
 checkpoint.allow_changes
 export.hf_dir eval.datasets eval.interval eval.limit eval.max_new_tokens plan.images plan.image_side plan.tokens
-plan.supervised plan.memory_gb
+plan.supervised plan.memory_gb plan.context_gb plan.communicators_gb
+plan.fragmentation
 """
 
 

@@ -1,0 +1,128 @@
+"""Changes of settings that save memory, as they are tried where a plan does not fit. Pure.
+
+An entry of `CHANGES` is a small function of the plan that yields each `Change` that it would try: settings by dotted
+name (several where they belong together), and how much longer a step takes by what the plan's simulation does not see.
+It yields nothing where it does not apply or is in use already. To add one, write the function and put it into
+`CHANGES`:
+
+    def states_on_the_host(plan: Plan) -> Iterator[Change]:
+        if not plan.config.optimizer.offload:
+            yield Change({"optimizer.offload": True}, unseen=1.2)
+
+Nothing else is needed. What a change saves, and whether it goes together with all other settings, is found by planning
+it; repeated work, idle stages and shorter waves are in the simulation, so that `unseen` is for the rest: kernels of
+smaller matrices, transfers, collectives. The order of entries matters only between changes of equal cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from megatron_hetero.config.edits import Settings
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.names import TEXT
+from megatron_hetero.planning.estimate import Plan
+from megatron_hetero.planning.memory.nccl_memory import NODE
+
+SMALLER = 1.05
+"""How much longer a step takes when micro-batches are halved: kernels of fewer tokens, twice as many collectives."""
+DOUBLED = {"tp": 1 / (1 - 0.28), "pp": 1.06, "cp": 1.1}
+"""And when this degree of the text module is doubled in place of dp. Throughput falls by 28 % with tp, and by some 6 %
+with pp (Llama 3 of 70 billion parameters, "Memory Tuning" in the documentation of Megatron Bridge; idle stages are in
+the simulation). For cp, whose layers gather keys and values, it is a guess between them.
+"""
+EXCHANGED = {True: 1.02, False: 1.1}
+"""And when sp of an encoder is doubled in place of dp: a guess, for one whose windows stay on their ranks, so that few
+layers exchange tokens, and for one without windows, all of whose layers do.
+"""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings to change, and by what factor a step takes longer in ways that a simulation does not see."""
+
+    settings: Settings
+    unseen: float = 1.0
+
+
+def split_activations(plan: Plan) -> Iterator[Change]:
+    """Along the sequence over tp: the same bytes are sent, in other collectives."""
+    for name, layout in plan.layouts.items():
+        if layout.tp > 1 and not plan.job.sequence_parallel[name]:
+            yield Change({f"model.sequence_parallel.{name}": True})
+
+
+def shorter_waves(plan: Plan) -> Iterator[Change]:
+    """Encoders on shared ranks keep fewer micro-batches at once, and the pipeline drains more often."""
+    window = max((encoder.window for encoder in plan.schedule.encoders if encoder.style == "waves"), default=1)
+    while window > 1:
+        window //= 2
+        yield Change({"schedule.waves": window})
+
+
+def no_run_ahead(plan: Plan) -> Iterator[Change]:
+    """Encoders on ranks of their own keep no micro-batch that the text module has not asked for."""
+    if any(encoder.style == "ahead" for encoder in plan.schedule.encoders) and plan.config.schedule.run_ahead != 0:
+        yield Change({"schedule.run_ahead": 0})
+
+
+def rows_alone(plan: Plan) -> Iterator[Change]:
+    """Encoders on shared ranks keep rows alone, and repeat their forward pass."""
+    if any(encoder.style == "waves" for encoder in plan.schedule.encoders):
+        waves = {"schedule.waves": None} if plan.config.schedule.waves is not None else {}
+        yield Change({"schedule.kind": "recompute", **waves})
+
+
+def recomputed_layers(plan: Plan) -> Iterator[Change]:
+    """Layers keep their input alone, and repeat their forward pass."""
+    for name in plan.layouts:
+        if plan.config.model.recompute.get(name, "none") != "full":
+            yield Change({f"model.recompute.{name}": "full"})
+
+
+def smaller_micro_batches(plan: Plan) -> Iterator[Change]:
+    """Of fewer samples, and more of them: the global batch stays."""
+    samples = plan.batch.samples
+    for divisor in range(2, samples + 1):
+        if samples % divisor == 0:
+            yield Change({"train.micro_batch_size": samples // divisor}, SMALLER ** (divisor.bit_length() - 1))
+
+
+def images_over_more_ranks(plan: Plan) -> Iterator[Change]:
+    """Replicas of an encoder become fewer, and each image is split over more ranks."""
+    for name, shape in plan.shapes.encoders.items():
+        longer = EXCHANGED[len(shape.full_layers) < shape.layers]
+        yield from _over_more_ranks(plan, name, "sp", longer)
+
+
+def text_over_more_ranks(plan: Plan) -> Iterator[Change]:
+    """Replicas of the text module become fewer, and each is split over more ranks."""
+    for axis, longer in DOUBLED.items():
+        yield from _over_more_ranks(plan, TEXT, axis, longer)
+
+
+def _over_more_ranks(plan: Plan, name: str, axis: str, longer: float) -> Iterator[Change]:
+    """One degree doubled in place of dp, as often as can be; tp stays in a node."""
+    layout, unseen = plan.layouts[name], 1.0
+    while layout.dp % 2 == 0 and (axis != "tp" or 2 * layout.tp <= NODE):
+        layout, unseen = _moved(layout, axis), unseen * longer
+        yield Change({f"parallel.{name}": layout.short(plan.world_size)}, unseen)
+
+
+def _moved(layout: Layout, axis: str) -> Layout:
+    """Half of the replicas, each twice as large."""
+    return replace(layout, **{"dp": layout.dp // 2, axis: 2 * layout.degrees[axis]})
+
+
+CHANGES: tuple[Callable[[Plan], Iterator[Change]], ...] = (
+    split_activations,
+    shorter_waves,
+    no_run_ahead,
+    rows_alone,
+    recomputed_layers,
+    smaller_micro_batches,
+    images_over_more_ranks,
+    text_over_more_ranks,
+)
+"""All that is tried."""
