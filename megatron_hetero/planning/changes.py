@@ -5,9 +5,9 @@ name (several where they belong together), and how much longer a step takes by w
 It yields nothing where it does not apply or is in use already. To add one, write the function and put it into
 `CHANGES`:
 
-    def states_on_the_host(plan: Plan) -> Iterator[Change]:
-        if not plan.config.optimizer.offload:
-            yield Change({"optimizer.offload": True}, unseen=1.2)
+    def no_run_ahead(plan: Plan) -> Iterator[Change]:
+        if plan.config.schedule.run_ahead != 0:
+            yield Change({"schedule.run_ahead": 0})
 
 Nothing else is needed. What a change saves, and whether it goes together with all other settings, is found by planning
 it; repeated work, idle stages and shorter waves are in the simulation, so that `unseen` is for the rest: kernels of
@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+
+import torch
 
 from megatron_hetero.config.edits import Settings
 from megatron_hetero.layout.layout import Layout
@@ -36,6 +38,14 @@ EXCHANGED = {True: 1.02, False: 1.1}
 """And when sp of an encoder is doubled in place of dp: a guess, for one whose windows stay on their ranks, so that few
 layers exchange tokens, and for one without windows, all of whose layers do.
 """
+
+
+SPLIT, ROUNDED = 1.005, 1.01
+"""And when masters are put together for each update; and when moments or gradients are rounded, which takes less time, if
+any: what trains as before comes first.
+"""
+STREAMED = 1.3
+"""And when optimizer states are streamed from the host: a guess, for steps of some seconds."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,46 @@ def recomputed_layers(plan: Plan) -> Iterator[Change]:
             yield Change({f"model.recompute.{name}": "full"})
 
 
+def split_masters(plan: Plan) -> Iterator[Change]:
+    """Without rounding anything: a weight and 16 bits more are its master."""
+    if plan.job.dtype == torch.bfloat16:
+        yield from _states(plan, {"master": "split"}, SPLIT)
+
+
+def smaller_states(plan: Plan) -> Iterator[Change]:
+    """Moments and gradients in bfloat16: these are rounded."""
+    moments = {"moments": "bfloat16"} if plan.job.optimizer.moments else {}
+    gradients = {"gradients": "bfloat16"} if plan.job.dtype == torch.bfloat16 else {}
+    for chosen in (moments, gradients, {**moments, **gradients}):
+        yield from _states(plan, chosen, ROUNDED)
+    if moments and gradients:
+        yield from _states(plan, {"master": "split", **moments, **gradients}, ROUNDED * SPLIT)
+
+
+def _states(plan: Plan, chosen: Settings, unseen: float) -> Iterator[Change]:
+    """Of all modules that are trained, where any has other numbers yet."""
+    settings = {
+        f"precision.{name}.{field}": value
+        for name in _trained(plan)
+        for field, value in chosen.items()
+        if getattr(plan.config.precision_of(name), field) == "float32"
+    }
+    if settings:
+        yield Change(settings, unseen)
+
+
+def states_on_the_host(plan: Plan) -> Iterator[Change]:
+    """Updates wait for the bus between GPU and host."""
+    names = [name for name in _trained(plan) if not plan.config.offload_of(name).states]
+    for chosen in {tuple(names[-1:]), tuple(names)}:
+        if chosen:
+            yield Change({f"offload.{name}.states": True for name in chosen}, STREAMED)
+
+
+def _trained(plan: Plan) -> list[str]:
+    return [name for name in plan.layouts if any(of[0] == name and p.trained for of, p in plan.parameters.items())]
+
+
 def smaller_micro_batches(plan: Plan) -> Iterator[Change]:
     """Of fewer samples, and more of them: the global batch stays."""
     samples = plan.batch.samples
@@ -120,7 +170,10 @@ CHANGES: tuple[Callable[[Plan], Iterator[Change]], ...] = (
     shorter_waves,
     no_run_ahead,
     rows_alone,
+    split_masters,
+    smaller_states,
     recomputed_layers,
+    states_on_the_host,
     smaller_micro_batches,
     images_over_more_ranks,
     text_over_more_ranks,
