@@ -41,8 +41,8 @@ layers exchange tokens, and for one without windows, all of whose layers do.
 
 
 SPLIT, ROUNDED = 1.005, 1.01
-"""And when masters are put together for each update; and when moments or gradients are rounded, which takes less time, if
-any: what trains as before comes first.
+"""And when masters are put together for each update; and when moments or gradients are rounded, which takes less time,
+if any: what trains as before comes first.
 """
 STREAMED = 1.3
 """And when optimizer states are streamed from the host: a guess, for steps of some seconds."""
