@@ -21,7 +21,7 @@ from tests.support.shapes import parameter_count, shapes_of_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS = {
-    "qwen2_5_vl_3b": 8, "qwen2_5_vl_7b": 8, "qwen2_5_vl_32b": 16, "qwen2_5_vl_72b": 32,
+    "qwen2_5_vl_3b": 8, "qwen2_5_vl_7b": 8, "qwen2_5_vl_32b": 8, "qwen2_5_vl_72b": 8,
     "qwen3_vl_2b": 8, "qwen3_vl_4b": 8, "qwen3_vl_8b": 8, "qwen3_vl_32b": 16,
 }  # fmt: skip
 """What the example of each published model is for."""
@@ -70,15 +70,40 @@ def test_example_loads_and_its_layouts_fit(model: str) -> None:
     assert vision.rows(vision.square(side)) <= config.data.max_seq_length // 2
 
 
-@pytest.mark.parametrize("model", [model for model in RANKS if "qwen3" in model])
+@pytest.mark.parametrize("model", RANKS)
 def test_memory_is_planned_as_the_example_says(model: str) -> None:
-    file = EXAMPLES / f"{model}.yaml"
-    said = re.search(r"planned at (\d+) GB\s+per GPU, allowance", file.read_text(encoding="utf-8").replace("\n#", ""))
-    config = load_config(["--config", str(file), "--model.hf_path", str(EXAMPLES / "models" / model)])
-    plan = Plan.of(config, RANKS[model])
+    said = re.search(r"planned at (\d+) GB per GPU, allowance", _comment(model))
+    plan = _plan(model, RANKS[model])
     assert said and round(plan.totals.max() / 1e9) == int(said[1])
-    assert plan.assumed.sample.tokens > 0.95 * config.data.max_seq_length
+    assert plan.assumed.sample.tokens > 0.95 * plan.config.data.max_seq_length
     assert problems_of(plan) == ()
+
+
+@pytest.mark.parametrize("model, ranks", [("qwen2_5_vl_7b", 4), ("qwen2_5_vl_72b", 16)])
+def test_the_other_layout_of_an_example_fits_too(model: str, ranks: int) -> None:
+    flags = re.search(r"\S*: (--(?:vision|text)-parallel .*)", _comment(model))
+    assert flags
+    plan = _plan(model, ranks, *flags[1].split())
+    assert re.search(rf" {round(plan.totals.max() / 1e9)} GB (of each|per GPU)", _comment(model))
+    host = round(plan.host_memory.sum() / 1e9)
+    assert f"{host} GB of the host" in _comment(model) if host else "need no offload" in _comment(model)
+    assert problems_of(plan) == ()
+
+
+def test_72b_says_what_it_keeps_on_the_host() -> None:
+    host = round(_plan("qwen2_5_vl_72b", 8).host_memory.sum() / 1e9)
+    assert f"in host memory, {host} GB of a node's" in _comment("qwen2_5_vl_72b")
+
+
+def _comment(model: str) -> str:
+    """What stands above the settings of an example, in one line."""
+    lines = (EXAMPLES / f"{model}.yaml").read_text(encoding="utf-8").split("model:\n")[0].splitlines()
+    return " ".join(" ".join(line.lstrip("#") for line in lines).split())
+
+
+def _plan(model: str, ranks: int, *flags: str) -> Plan:
+    line = ["--config", str(EXAMPLES / f"{model}.yaml"), "--model.hf_path", str(EXAMPLES / "models" / model)]
+    return Plan.of(load_config([*line, *flags]), ranks)
 
 
 def test_the_readmes_eight_gpu_command() -> None:
