@@ -58,18 +58,31 @@ def test_a_killed_rank_leaves_no_process(layout: str, phase: str, victim: int, f
     assert seconds_until_all_are_gone(folder, layout, phase, victim) < LIMIT_S
 
 
-def test_a_killed_rank_is_started_again_and_the_run_resumes(folder: Path) -> None:
+BF16 = "--model.dtype bfloat16 --optimizer.name adamw"
+STATES = {
+    "fp32": "",
+    "split, bf16 moments": f"{BF16} --precision.text.master split --precision.text.moments bfloat16",
+    "8 bits on the host": f"{BF16} --precision.text.master none --precision.text.moments 8bit "
+    "--offload.text.states true",
+}
+
+
+@pytest.mark.parametrize("states", thinned(STATES, 3))
+def test_a_killed_rank_is_started_again_and_the_run_resumes(states: str, folder: Path, tmp_path: Path) -> None:
     """With `--max-restarts`, from the last whole checkpoint and without help: it dies while the next is written."""
-    program = "--max-restarts", "1", "-m", "tests.functional.dying", str(folder / "died once"), "1", "save, written"
-    flags = f"--vision-parallel sp:2 --text-parallel pp:2 --train.iters 3 --log.dir {folder}/again --export.hf_dir none"
-    flags += f" --checkpoint.dir {folder}/checkpoints --checkpoint.interval 1"
+    checkpoints = tmp_path / "checkpoints"
+    program = "--max-restarts", "1", "-m", "tests.functional.dying", str(tmp_path / "died once"), "1", "save, written"
+    flags = (
+        f"--vision-parallel sp:2 --text-parallel pp:2 --train.iters 3 --log.dir {tmp_path}/again --export.hf_dir none"
+    )
+    flags += f" --checkpoint.dir {checkpoints} --checkpoint.interval 1 {STATES[states]}"
     with started(folder, *flags.split(), program=program) as agent:
         output, _ = agent.communicate(timeout=90)
     assert agent.returncode == 0, output
-    assert f"{folder}/checkpoints/.step-00000002.partial is unfinished" in output
-    assert f"resumed from {folder}/checkpoints/step-00000001" in output
-    assert list(whole(folder / "checkpoints")) == [1, 2, 3] and not unfinished(folder / "checkpoints")
-    lines = (folder / "again" / "metrics.jsonl").read_text().splitlines()
+    assert f"{checkpoints}/.step-00000002.partial is unfinished" in output
+    assert f"resumed from {checkpoints}/step-00000001" in output
+    assert list(whole(checkpoints)) == [1, 2, 3] and not unfinished(checkpoints)
+    lines = (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
 
