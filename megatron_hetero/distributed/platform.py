@@ -132,6 +132,10 @@ class Platform:
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    def generator(self) -> torch.Generator:
+        """A generator of random numbers on the device, apart from the default one."""
+        return torch.Generator(self.device)
+
     def random_states(self) -> dict[str, torch.Tensor]:
         """The states of PyTorch's generators, uint8 [bytes] on the host, by name."""
         states = {"torch": torch.get_rng_state()}

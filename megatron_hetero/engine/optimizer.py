@@ -177,7 +177,7 @@ class ModuleOptimizer:
 
     @cached_property
     def _generator(self) -> torch.Generator:
-        return torch.Generator(self.platform.device)
+        return self.platform.generator()
 
     @cached_property
     def _streams(self) -> tuple[torch.cuda.Stream, ...]:

@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_hetero.distributed.platform import Platform
+
 GPU = torch.device("cuda", 0)
 NAME = "NVIDIA H100 80GB HBM3"
 aten = torch.ops.aten
@@ -275,6 +277,7 @@ def _cuda_calls(waits_for: Callable[[str], None]) -> Iterator[None]:
             "_set_cuda_rng_state": lambda *_, **__: None,
         },
         generators.CudaRNGStatesTracker: {"fork": lambda *_, **__: contextlib.nullcontext()},
+        Platform: {"generator": lambda _: torch.Generator()},
         # Objects travel as bytes, which the backend `fake` does not bring.
         torch.distributed: {"all_gather_object": alike},
         # Coalesced collectives have no shapes for fake tensors.
