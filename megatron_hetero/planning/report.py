@@ -12,7 +12,7 @@ from rich.text import Text
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Boundary, Plan
 from megatron_hetero.planning.memory.allowance import ALLOWANCES
-from megatron_hetero.planning.memory.nccl_memory import kind_bytes
+from megatron_hetero.planning.memory.nccl_memory import NODE, kind_bytes
 from megatron_hetero.planning.problems import problems_of, shortened
 from megatron_hetero.schedule.drawing import timeline
 from megatron_hetero.schedule.simulator import role_label
@@ -44,7 +44,7 @@ def _described(plan: Plan, width: int) -> Iterator[RenderableType]:
     yield from (Text(line) for line in assumptions(plan))
     yield from ("", _modules(plan), "")
     yield from (_boundaries(plan), "") if plan.boundaries else ("Nothing crosses the boundaries: no images.", "")
-    yield from (_memory(plan), Text(f"{_allowance_text(plan)} {NOT_COUNTED}", style="dim"), "")
+    yield from (_memory(plan), Text(f"{_host_text(plan)}{_allowance_text(plan)} {NOT_COUNTED}", style="dim"), "")
     yield from (_communicators(plan), Text(_communicators_text(plan), style="dim"), "") if plan.communicators else ()
     yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in _schedule(plan, width))
     yield ""
@@ -185,6 +185,18 @@ def _allowance_text(plan: Plan) -> str:
     if limit is None:
         return text
     return f"{text} It needs {plan.totals[worst] / limit:.0%} of the {size_text(limit)} of a GPU (plan.memory_gb)."
+
+
+def _host_text(plan: Plan) -> str:
+    """What is kept in host memory, if anything."""
+    most = int(plan.host_memory.max())
+    if not most:
+        return ""
+    node = max(plan.host_memory[start : start + NODE].sum() for start in range(0, plan.world_size, NODE))
+    return (
+        f"In host memory (offload.MODULE.states): up to {size_text(most)} of optimizer states for a rank, "
+        f"{size_text(int(node))} on a node of {NODE} ranks. "
+    )
 
 
 def _communicators(plan: Plan) -> Table:
