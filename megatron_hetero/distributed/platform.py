@@ -7,11 +7,13 @@ it takes CUDA for granted; `Platform.prepare_megatron` and `Platform.megatron_sc
 from __future__ import annotations
 
 import contextlib
+import mmap
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -131,6 +133,24 @@ class Platform:
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def host_zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros in host memory, [count], that a GPU reads and writes while it computes."""
+        if not self.is_cuda or not count:
+            return torch.zeros(count, dtype=dtype)
+        # Pages of its own, registered with CUDA: PyTorch's pinned memory is rounded up to powers of two.
+        pages = mmap.mmap(-1, count * dtype.itemsize)
+        kept = torch.frombuffer(pages, dtype=dtype, count=count)
+        cuda: Any = torch.cuda.cudart()
+        code = int(cuda.cudaHostRegister(kept.data_ptr(), kept.nbytes, 1))
+        if code:
+            raise UserError.at(
+                "offload",
+                problem=f"{kept.nbytes:,} bytes of host memory cannot be pinned (CUDA error {code})",
+                fix="raise the limit of locked memory (ulimit -l unlimited), or offload less",
+            )
+        finalize(pages, cuda.cudaHostUnregister, kept.data_ptr()).atexit = False  # The driver may be gone by then.
+        return kept
 
     def generator(self) -> torch.Generator:
         """A generator of random numbers on the device, apart from the default one."""

@@ -83,7 +83,7 @@ def _shard(
 
     def zeros(count: int, dtype: torch.dtype) -> Tensor:
         if on_host:
-            return torch.zeros(count, dtype=dtype, pin_memory=platform.is_cuda)
+            return platform.host_zeros(count, dtype)
         return torch.zeros(count, dtype=dtype, device=device)
 
     def moment(name: str) -> Stored:

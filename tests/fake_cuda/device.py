@@ -177,7 +177,8 @@ class _Dispatch(TorchDispatchMode):
             with unset_fake_temporarily():
                 return (torch.ones(inputs[0].shape, dtype=kwargs.get("dtype") or inputs[0].dtype),)
         if packet is aten.copy_ and inputs[0].device.type == "cpu" and inputs[1].device.type == "cuda":
-            self.gpu.waits_for("a copy to the host")
+            if not (inputs[0] in self.pinned and (len(args) > 2 and args[2] or kwargs.get("non_blocking"))):
+                self.gpu.waits_for("a copy to the host")
             with unset_fake_temporarily():
                 return (inputs[0].fill_(1),)
         return None
@@ -264,6 +265,9 @@ def _cuda_calls(waits_for: Callable[[str], None]) -> Iterator[None]:
             "current_device": lambda: 0,
             "set_device": lambda *_: None,
             "Event": lambda **options: _Event(waits_for, **options),
+            "Stream": lambda: types.SimpleNamespace(wait_stream=lambda _: None),
+            "stream": lambda _: contextlib.nullcontext(),
+            "current_stream": lambda *_: types.SimpleNamespace(wait_stream=lambda _: None),
             "synchronize": lambda *_: waits_for("the whole device"),
             "get_device_name": lambda *_: NAME,
             "max_memory_allocated": lambda *_: 0,
@@ -277,7 +281,11 @@ def _cuda_calls(waits_for: Callable[[str], None]) -> Iterator[None]:
             "_set_cuda_rng_state": lambda *_, **__: None,
         },
         generators.CudaRNGStatesTracker: {"fork": lambda *_, **__: contextlib.nullcontext()},
-        Platform: {"generator": lambda _: torch.Generator()},
+        # Registered with the driver, and drawn by it: there is none.
+        Platform: {
+            "generator": lambda _: torch.Generator(),
+            "host_zeros": lambda _, count, dtype: torch.zeros(count, dtype=dtype).pin_memory(),
+        },
         # Objects travel as bytes, which the backend `fake` does not bring.
         torch.distributed: {"all_gather_object": alike},
         # Coalesced collectives have no shapes for fake tensors.

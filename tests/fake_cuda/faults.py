@@ -18,6 +18,7 @@ WAITS: dict[str, Callable[[Tensor], object]] = {
     "integer": lambda x: int(x[0]),
     "to the host": lambda x: x.cpu(),
     "into the host's": lambda x: torch.zeros(4).copy_(x),
+    "into pinned memory, blocking": lambda x: torch.zeros(4).pin_memory().copy_(x),
     "of unpinned memory": lambda x: torch.zeros(4).to(GPU, non_blocking=True),
     "of pinned memory, blocking": lambda x: torch.zeros(4).pin_memory().to(GPU),
     "new on the device": lambda x: torch.tensor([1.0, 2.0], device=GPU),
@@ -29,6 +30,7 @@ WAITS: dict[str, Callable[[Tensor], object]] = {
 }
 PASSES: dict[str, Callable[[Tensor], object]] = {
     "pinned": lambda x: torch.zeros(4).pin_memory().to(GPU, non_blocking=True),
+    "into pinned memory": lambda x: torch.zeros(4).pin_memory().copy_(x, non_blocking=True),
     "number": lambda x: x + torch.tensor(1.0),
     "filled": lambda x: x.clone().index_put_((x > 0,), torch.tensor(0.0)),
     "repeated": lambda x: x.repeat_interleave(3),
