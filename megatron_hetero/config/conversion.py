@@ -82,7 +82,10 @@ def _word_or(value: object, words: list[str], other: object, base: Path) -> obje
     try:
         return convert(value, other, base)
     except ConversionError as error:
-        raise ConversionError(error.found, " or ".join(filter(None, [", ".join(words), error.expected]))) from None
+        hint = did_you_mean(value, words) if isinstance(value, str) else ""
+        raise ConversionError(
+            f"{error.found}{hint}", " or ".join(filter(None, [", ".join(words), error.expected]))
+        ) from None
 
 
 def _choice(value: object, options: tuple[str, ...]) -> str:
