@@ -21,6 +21,7 @@ from megatron_hetero.models.common.attention import AttentionPlan, PackedSegment
 from megatron_hetero.models.common.backend import spec_provider
 from megatron_hetero.models.common.images.size import ImageSize
 from megatron_hetero.models.common.inputs import EncoderInput
+from megatron_hetero.models.common.recompute.policy import EVERYTHING_KEPT
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 
@@ -79,7 +80,7 @@ class Encoder:
             spec_provider("auto", platform),
             dtype=torch.float32,
             sequence_parallel=sequence_parallel,
-            recompute="none",
+            recompute=EVERYTHING_KEPT,
         )
         _fill(model)
         shards = EncoderShards(shape, layouts["vision"], sequence_parallel, grids, (tuple(range(len(grids))),))

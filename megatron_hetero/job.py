@@ -4,7 +4,7 @@ other. Pure, and quick to import: neither Megatron-Core nor a process group is n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -129,6 +129,7 @@ class JobSpec:
             )
             for name, layout in layouts.items()
         }
+        _require_layers(config, stages)
         return cls(config, folders, shapes, layouts, batch, stages)
 
     @property
@@ -249,6 +250,20 @@ def _checked_schedule(
     schedule = build_schedule(dict(layouts), micro_batches, settings, text=TEXT, forward_only=forward_only, edges=edges)
     check_schedule(schedule)
     return schedule
+
+
+def _require_layers(config: Config, stages: Mapping[str, Sequence[Stage]]) -> None:
+    """Check that layers that are recomputed by their number are there: stages may have fewer, not all of them."""
+    for name, how in config.model.recompute.items():
+        most = max(len(stage.layers) for stage in stages[name])
+        if isinstance(how, int) and how > most:
+            raise UserError.at(
+                f"model.recompute.{name} (--model.recompute.{name})",
+                found=f"the first {how} layers of each pipeline stage",
+                expected=f"at most {most}",
+                because="no stage has more",
+                fix=f"use `full` to recompute all layers, or lower it to {max(1, most // 2)}",
+            )
 
 
 def _stages_per_rank(config: Config, name: str) -> int:

@@ -74,6 +74,7 @@ def check(config: Config) -> None:
     """Check all values. Raises `UserError` for the first invalid one."""
     _check_numbers(config)
     _check_model(config.model)
+    _check_recomputation(config.model)
     _check_data(config.data, config.eval)
     _check_checkpoint(config.checkpoint)
     _check_profile(config.train)
@@ -120,6 +121,16 @@ def _check_model(model: ModelConfig) -> None:
     if set(model.freeze) == set(model.parts):
         problem = f"freezes all of {', '.join(model.parts)}, which leaves nothing to train"
         raise UserError.at("model.freeze (--model.freeze)", problem=problem, fix="remove one")
+
+
+def _check_recomputation(model: ModelConfig) -> None:
+    for name, how in model.recompute.items():
+        if isinstance(how, int) and how < 1:
+            why, do = "the first N layers of each pipeline stage are recomputed", "use `none` to recompute nothing"
+            raise _wrong(f"model.recompute.{name}", how, "none, selective, full or a number of layers ≥ 1", why, do)
+    for name, tokens in model.chunk.items():
+        if tokens < 0:
+            raise _wrong(f"model.chunk.{name}", tokens, "≥ 0", "", "use 0 for all tokens at once, or remove it")
 
 
 def _check_encoder(where: str, name: str, encoder: EncoderConfig) -> None:
@@ -264,7 +275,7 @@ def _check_frozen(optimizer: OptimizerConfig, model: ModelConfig) -> None:
             why, do = f"model.freeze has {', '.join(parts)}", "remove it, or train one of them"
             raise _unused(f"optimizer.{name}", rate, why, do)
     for name, how in model.recompute.items():
-        if how == "full" and name in model.encoder_names and frozen.issuperset(parts_of(name)):
+        if how != "none" and name in model.encoder_names and frozen.issuperset(parts_of(name)):
             raise _unused(f"model.recompute.{name}", how, f"{name} is frozen and has no backward pass", "remove it")
 
 

@@ -61,8 +61,17 @@ class ModelConfig:
     freeze: tuple[str, ...] = option(
         (), "Parts to freeze: vision, projector, text; NAME and NAME_projector for an additional encoder."
     )
-    recompute: Mapping[str, Literal["none", "full"]] = option(
-        {}, "Activation recomputation of a module: full recomputes in the backward pass instead of storing.", "none"
+    recompute: Mapping[str, Literal["none", "selective", "full"] | int] = option(
+        {},
+        "Activation recomputation of a module: selective (norms, MLP activation, attention inputs; no matrix product), "
+        "full (whole layers), or the number N of whole layers, the first of each pipeline stage.",
+        "none",
+    )
+    chunk: Mapping[str, int] = option(
+        {},
+        "Tokens of a rank that pass through the MLP of a module at a time; the backward pass recomputes its first "
+        "matrix product. 0: all at once.",
+        "0",
     )
     sequence_parallel: Mapping[str, bool] = option(
         {}, "Megatron sequence parallelism of a module: activations split along the sequence over its tp ranks.", "true"
@@ -422,6 +431,7 @@ def require_modules(config: Config, modules: Iterable[str]) -> None:
         "parallel": config.parallel,
         "parallel_layers": config.parallel_layers,
         "model.recompute": config.model.recompute,
+        "model.chunk": config.model.chunk,
         "model.sequence_parallel": config.model.sequence_parallel,
         "precision": config.precision,
         "offload": config.offload,

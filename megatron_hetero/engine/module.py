@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, load_slices
 from megatron_hetero.models.common.parameters import TIED_COPIES
+from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of, tied_parameter, weight_map
@@ -98,7 +99,7 @@ def build_module(
     *,
     dtype: torch.dtype,
     sequence_parallel: bool,
-    recompute: str,
+    recompute: Recompute,
     freeze: Collection[str],
     sharded: bool,
     gradients: torch.dtype,

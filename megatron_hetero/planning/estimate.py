@@ -16,6 +16,7 @@ from megatron_hetero.distributed.communicators import CommunicatorKind, communic
 from megatron_hetero.job import JobSpec, OfJob
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.planning.memory.activations import StageBytes, encoder_stage, text_stage
@@ -259,7 +260,7 @@ class _Memory:
 
     def _stage(self, name: str, number: int, shard: SequenceShard) -> StageBytes:
         itemsize, stage, layout = self.job.dtype.itemsize, self.job.stages[name][number], self.assumed.layouts[name]
-        recompute = self.job.config.model.recompute.get(name, "none") == "full"
+        recompute = Recompute.of(self.job.config.model, name)
         if name == TEXT:
             passes = text_passes(self.job.config)
             return text_stage(self.assumed.shapes.text, layout, stage, shard, itemsize, passes, recompute, self.gpu)

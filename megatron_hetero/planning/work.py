@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from megatron_hetero.config.schema import Config
@@ -11,6 +12,7 @@ from megatron_hetero.models.common.flops import (
     text_flops,
     vision_flops,
 )
+from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.names import TEXT, parts_of
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.schedule.simulator import DurationKey
@@ -47,7 +49,7 @@ def durations(
     """Operations of one rank in all work of a step, by module, kind and stage. `images`: of an encoder's replica.
 
     A backward pass costs one forward pass for the gradients of inputs and one for those of weights, where they are
-    computed, and one more where layers are recomputed.
+    computed, and one more, or a share of it, where layers are recomputed; what keeps all matrix products costs nothing.
     """
     found: dict[DurationKey, float] = {}
     for name, of_module in stages.items():
@@ -55,10 +57,33 @@ def durations(
             text = name == TEXT
             forward = text_forward(assumed, stage) if text else encoder_forward(assumed, name, stage, images[name])
             passes = text_passes(config) if text else encoder_passes(config, name)
-            again = config.model.recompute.get(name, "none") == "full"
+            recompute = Recompute.of(config.model, name)
+            again = forward * recompute.whole_layers(len(stage.layers)) / len(stage.layers)
+            if passes.linear > 1:
+                again += _chunks_again(assumed, name, stage, 0 if text else images[name], recompute)
             found[name, "F", number] = found[name, "R", number] = forward
-            found[name, "B", number] = forward * (passes.linear - 1 + again)
+            found[name, "B", number] = forward * (passes.linear - 1) + again
     return found
+
+
+def _chunks_again(assumed: AssumedBatch, name: str, stage: Stage, images: float, recompute: Recompute) -> float:
+    """Operations of one rank in the first product of all MLPs of a stage, where they take their tokens in chunks.
+    `images`: of an encoder's replica.
+    """
+    shape, layout = assumed.shapes[name], assumed.layouts[name]
+    on_rank = _tokens(assumed, name, images) / layout.ways("tokens")
+    if not recompute.chunks(math.ceil(on_rank)):
+        return 0.0
+    widths = 2 if shape.layer_kind.gated else 1
+    return 2 * on_rank * shape.hidden * shape.ffn * widths * len(stage.layers) / layout.ways("weights")
+
+
+def _tokens(assumed: AssumedBatch, name: str, images: float) -> float:
+    """Of a replica in a micro-batch: tokens, or patches of its `images`."""
+    if name == TEXT:
+        return sum(assumed.lengths)
+    sizes = assumed.sample.sizes[name]
+    return images * sum(assumed.shapes.encoders[name].sequences(sizes[0])) if sizes else 0
 
 
 def text_passes(config: Config) -> Passes:

@@ -18,6 +18,7 @@ from megatron_hetero.execution.runtime import Interpreter, ModuleOnRank
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.backend import spec_provider
+from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.names import TEXT
 from megatron_hetero.training.profile import StepProfiler
 from megatron_hetero.training.step_trainer import StepTrainer
@@ -93,7 +94,7 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
             provider,
             dtype=job.dtype,
             sequence_parallel=job.sequence_parallel[name],
-            recompute=config.model.recompute.get(name, "none"),
+            recompute=Recompute.of(config.model, name),
             freeze=config.model.freeze,
             sharded=job.optimizer.sharded,
             gradients=getattr(torch, config.precision_of(name).gradients),

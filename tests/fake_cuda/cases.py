@@ -50,6 +50,7 @@ class Case:
 
 
 RECOMPUTED = "--model.recompute.text full"
+SELECTIVE = "--model.recompute.text selective --model.recompute.vision selective"
 SPLIT = "--train.global_batch_size 4 --parallel_layers.text 1"
 SMALL = " ".join(
     f"--precision.{m}.master split --precision.{m}.moments bfloat16 --precision.{m}.gradients bfloat16"
@@ -76,6 +77,9 @@ CASES = (
     Case("8b", "pp:2@0-1", "tp:2,pp:3@2-7", 8, 4, f"{SPLIT} 17 18 --schedule.run_ahead 1", "qwen3_vl"),
     Case("8b", "pp:2@0-1", "tp:2,pp:3@2-7", 8, 0, f"{SPLIT} 17 18 --schedule.run_ahead 1", "qwen3_vl"),
     Case("32b", "dp:8@0-7", "tp:8,pp:2@8-23", 24, 8, "--train.global_batch_size 8 --schedule.run_ahead 1"),
+    Case("8b", "sp:8", "tp:4,dp:2", 8, 0, SELECTIVE, "qwen3_vl"),
+    Case("7b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, "--model.recompute.text 3 --model.recompute.vision 16"),
+    Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{SELECTIVE} --model.chunk.text 1024 --model.chunk.vision 1024"),
 )
 LONG = (CASES[8],)
 """For `make matrix`: the case after it has all that it has, and replicas."""

@@ -177,7 +177,7 @@ class _Dispatch(TorchDispatchMode):
             with unset_fake_temporarily():
                 return (torch.ones(inputs[0].shape, dtype=kwargs.get("dtype") or inputs[0].dtype),)
         if packet is aten.copy_ and inputs[0].device.type == "cpu" and inputs[1].device.type == "cuda":
-            if not (inputs[0] in self.pinned and (len(args) > 2 and args[2] or kwargs.get("non_blocking"))):
+            if not (inputs[0] in self.pinned and ((len(args) > 2 and args[2]) or kwargs.get("non_blocking"))):
                 self.gpu.waits_for("a copy to the host")
             with unset_fake_temporarily():
                 return (inputs[0].fill_(1),)

@@ -84,6 +84,10 @@ class Case:
 
 
 RECOMPUTE = ("--model.recompute.vision", "full", "--model.recompute.text", "full")
+FRUGAL = (
+    *("--model.recompute.vision", "selective", "--model.recompute.text", "selective"),
+    *("--model.chunk.vision", "16", "--model.chunk.text", "16"),
+)
 RECOMPUTED = ("--schedule.kind", "recompute")
 UNEVEN = ("--parallel_layers.text", "1", "3", "--parallel_layers.vision", "3", "1")
 VIRTUAL = ("--schedule.virtual_stages", "2")

@@ -14,6 +14,7 @@ from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.parity import jobs
 from tests.parity.cases import (
     AHEAD,
+    FRUGAL,
     IN_ORDER,
     NOT_AHEAD,
     RECOMPUTE,
@@ -100,6 +101,9 @@ CASES = [
     Case("dp:1@0", "tp:2@2-3", 4, model="two-encoders", detail="dp:1@1"),
     Case("sp:2@1-2", "pp:2@1-2", 3, model="two-encoders-deep", detail="dp:1@0"),
     Case("dp:2@0-1", "tp:2,pp:2@2-5", 6, model="two-encoders-deep", detail="sp:2@2-3"),
+    Case("sp:4", "tp:2,dp:2", 4, flags=FRUGAL, micro=2),
+    Case("tp:2,cp:2", "sp:2,tp:2", 4, model="one-kv-head", flags=FRUGAL, micro=2),
+    Case("sp:2", "pp:2", 2, model="deep", flags=("--model.recompute.text", "1", "--model.recompute.vision", "3")),
 ]
 
 

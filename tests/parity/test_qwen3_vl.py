@@ -13,6 +13,7 @@ import pytest
 from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.parity.cases import (
     AHEAD,
+    FRUGAL,
     NOT_AHEAD,
     RECOMPUTE,
     RECOMPUTED,
@@ -63,6 +64,9 @@ CASES = [
     Case("sp:2@1-2", "pp:2@1-2", 3, model="qwen3-two-encoders", detail="dp:1@0", flags=SPLIT),
     Case("dp:1@0", "tp:2@2-3", 4, model="qwen3-two-qwen3-encoders", detail="pp:1@1"),
     Case("dp:2", "pp:2", 2, model="qwen3-two-qwen3-encoders", detail="pp:2", flags=SPLIT),
+    Case("tp:2", "tp:2", 2, model="qwen3", flags=FRUGAL, micro=2),
+    Case("cp:2", "sp:2", 2, model="qwen3-tied", flags=FRUGAL, micro=2),
+    Case("sp:2", "pp:2", 2, model="qwen3", flags=("--model.recompute.text", "2", "--model.recompute.vision", "1")),
 ]
 MORE = [
     Case("sp:2", "tp:2", 2, model="qwen3-tied", flags=WHOLE),

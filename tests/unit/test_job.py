@@ -34,6 +34,13 @@ def test_outputs_that_share_both_stages_cross_together() -> None:
     }
 
 
+def test_some_stage_has_as_many_layers_as_are_recomputed() -> None:
+    uneven = ["--parallel_layers.text", "10", "26", "--model.recompute.text"]
+    job("dp:2", "pp:2", 2, *uneven, "26")
+    with pytest.raises(UserError, match=r"model.recompute.text .*first 27 layers.*at most 26.*`full`"):
+        job("dp:2", "pp:2", 2, *uneven, "27")
+
+
 def test_an_encoder_that_runs_ahead_feeds_virtual_stages_of_the_first_rank_only() -> None:
     virtual = ["--schedule.virtual_stages", "2"]
     late = job("dp:1@0", "pp:2@1-2", 3, *virtual, "--parallel_layers.text", "2", "12", "11", "11")

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from megatron_hetero.distributed.module_groups import ModuleGroups
 from megatron_hetero.distributed.platform import on_device
 from megatron_hetero.models.common.exchange import gather_keys, ulysses_gather_heads, ulysses_scatter_heads
 from megatron_hetero.models.common.kernels import HALF, Kernel, kernel_for
+from megatron_hetero.models.common.recompute.remake import not_keeping, remake
 from megatron_hetero.models.common.segments import PackedSegments
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -125,7 +126,8 @@ def core_attention(offered: Any, dtype: torch.dtype, *, exchanges: bool) -> Any:
 class PackedSelfAttention(SelfAttention):
     """Megatron's self-attention with the `forward` described at the head of this file.
 
-    `windowed`: attend inside `AttentionPlan.windows` of this member's own shard, without communication.
+    `windowed`: attend inside `AttentionPlan.windows` of this member's own shard, without communication. `selective`:
+    what pads the output is not kept, nor norms of heads and what rotates them.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class PackedSelfAttention(SelfAttention):
         cp_comm_type: str | None = None,
         pg_collection: ModuleGroups | None = None,
         windowed: bool = False,
+        selective: bool = False,
     ):
         assert pg_collection is not None, "Megatron passes the groups of its layer specification"
         sp, context = pg_collection.sp, pg_collection.context
@@ -153,7 +156,7 @@ class PackedSelfAttention(SelfAttention):
             # The exchanges are ours: core attention sees its queries with all their keys, without context parallelism.
             pg_collection=_without_context(pg_collection),
         )
-        self.windowed, self.exchanges = windowed, exchanges
+        self.windowed, self.exchanges, self.selective = windowed, exchanges, selective
         self.sp_group, self.context_group = sp, context
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -171,18 +174,34 @@ class PackedSelfAttention(SelfAttention):
         the layer adds.
         """
         plan, table_2nD = packed_seq_params, rotary_pos_emb
-        tokens = table_2nD.shape[1]
-        qkv: Any = self.get_query_key_value_tensors(hidden_states)
-        q, k, v = (x.squeeze(1)[:tokens] for x in qkv)
-        padding = self._padded_length(hidden_states) - tokens
-        q, k = rotate(q, table_2nD), rotate(k, table_2nD)
-        if not self.exchanges:
-            v = v.contiguous()  # A view of the projection would keep all of it for the backward pass.
-        if self.windowed:
-            out = self._attend(q, k, v, plan.windows)
-        else:
-            out = attend_across(self._attend, q, k, v, plan, self.sp_group, self.context_group)
-        return self.linear_proj(F.pad(out, (0, 0, 0, padding)).unsqueeze(1))
+        with not_keeping(hidden_states):
+            mixed: Any = self.get_query_key_value_tensors(hidden_states, split_qkv=False)[0]
+        # Without norms of heads nothing is kept but what attention takes, which is as large as the projection.
+        make = remake if self.selective and self.q_layernorm is not None else _made
+        q, k, v = make(partial(self._heads, table_2nD), mixed)
+        with not_keeping(q, k, v):
+            if self.windowed:
+                out = self._attend(q, k, v, plan.windows)
+            else:
+                out = attend_across(self._attend, q, k, v, plan, self.sp_group, self.context_group)
+        padding = (0, 0, 0, self._padded_length(hidden_states) - len(q))
+        padded = (remake if self.selective else _made)(lambda x: F.pad(x, padding).unsqueeze(1), out)
+        with not_keeping(padded):
+            return self.linear_proj(padded)
+
+    def _heads(self, table_2nD: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The projection [S, 1, groups, heads of a group * D] to queries, keys and values [n, heads, D] without
+        padding, normed where the model does so, and rotated.
+        """
+        dim, tokens = self.hidden_size_per_attention_head, table_2nD.shape[1]
+        q, k, v = mixed.split((mixed.shape[-1] - 2 * dim, dim, dim), dim=-1)
+        q = q.reshape(*q.shape[:2], -1, dim)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        q, k = (rotate(x.squeeze(1)[:tokens], table_2nD) for x in (q, k))
+        v = v.squeeze(1)[:tokens]
+        # A view of the projection would keep all of it for the backward pass.
+        return q, k, v if self.exchanges else v.contiguous()
 
     def _padded_length(self, hidden_states: Tensor) -> int:
         return hidden_states.shape[0] * (self.tp_group.size() if self.config.sequence_parallel else 1)
@@ -194,6 +213,10 @@ class PackedSelfAttention(SelfAttention):
         return self.core_attention(  # pyright: ignore[reportCallIssue]
             q, k, v, None, attn_mask_type=self.attn_mask_type, packed_seq_params=segments
         ).flatten(1)  # fmt: skip
+
+
+def _made(make: Callable[..., Any], *inputs: Tensor) -> Any:
+    return make(*inputs)
 
 
 def attend_across(

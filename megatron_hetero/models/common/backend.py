@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.models.common.attention import PackedSelfAttention, TorchAttention
 from megatron_hetero.models.common.kernels import cuda_capability
 from megatron_hetero.models.common.optional import FLASH_ATTN, TRANSFORMER_ENGINE, Found, find, notices, unusable
+from megatron_hetero.models.common.recompute.mlp import frugal_mlp
+from megatron_hetero.models.common.recompute.policy import EVERYTHING_KEPT, Recompute
+from megatron_hetero.models.common.recompute.remake import remake
 
 
 class RMSNorm(torch.nn.Module):
@@ -121,14 +125,28 @@ def _no_transformer_engine(why: str, platform: Platform) -> UserError:
 
 
 class StageLayer(TransformerLayer):
-    """A transformer layer of a pipeline stage that knows its number in the whole model.
+    """A transformer layer of a pipeline stage that knows its number in the whole model, and what not to keep.
 
-    Megatron derives it from the pipeline rank, for the splits that it knows; here stages are built from any range of
-    layers, with `before` layers in the stages before.
+    Megatron derives the number from the pipeline rank, for the splits that it knows; here stages are built from any
+    range of layers, with `before` layers in the stages before. `recompute`: inside of the layer.
     """
 
-    def __init__(self, *args: Any, layer_number: int = 1, before: int = 0, **options: Any):
+    def __init__(
+        self,
+        *args: Any,
+        layer_number: int = 1,
+        before: int = 0,
+        recompute: Recompute = EVERYTHING_KEPT,
+        **options: Any,
+    ):
         super().__init__(*args, layer_number=layer_number + before, **options)
+        if recompute.selective:
+            norms: list[Any] = [self.input_layernorm, self.pre_mlp_layernorm]
+            for norm in norms:
+                norm.forward = partial(remake, norm.forward)
+        if recompute.selective or recompute.chunk:
+            mlp: Any = self.mlp  # Made as Megatron's own class, which alone it gives its groups to.
+            mlp.forward = partial(frugal_mlp, mlp, recompute)
 
 
 def layer_spec(
@@ -139,21 +157,22 @@ def layer_spec(
     before: int = 0,
     rms_norm: bool = True,
     head_norms: bool = False,
+    recompute: Recompute = EVERYTHING_KEPT,
 ) -> ModuleSpec:
-    """One pre-norm transformer layer: norm, packed self-attention, norm, MLP. `before`: see `StageLayer`. `rms_norm`:
-    else layer norm. `head_norms`: queries and keys are normed head by head, before the rotary embedding.
+    """One pre-norm transformer layer: norm, packed self-attention, norm, MLP. `before`, `recompute`: see `StageLayer`.
+    `rms_norm`: else layer norm. `head_norms`: queries and keys are normed head by head, before the rotary embedding.
     """
     norm = provider.layer_norm(rms_norm=rms_norm)
     of_heads = provider.layer_norm(rms_norm=rms_norm, for_qk=True) if head_norms else None
     column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
     return ModuleSpec(
         module=StageLayer,
-        params={"before": before},
+        params={"before": before, "recompute": recompute},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=PackedSelfAttention,
-                params={"attn_mask_type": mask, "windowed": windowed},
+                params={"attn_mask_type": mask, "windowed": windowed, "selective": recompute.selective},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=column,
                     core_attention=provider.core_attention(),
@@ -218,8 +237,9 @@ def padded(size: int, tp: int) -> int:
     return -(-size // tp) * tp
 
 
-def recompute_options(mode: str) -> dict[str, Any]:
-    """Megatron's settings for `model.recompute`: `full` keeps only the input of each layer, `none` keeps everything."""
-    if mode == "none":
+def recompute_options(recompute: Recompute, layers: int) -> dict[str, Any]:
+    """Megatron's settings for the first layers of a stage of so many `layers` that keep nothing but their input."""
+    whole = recompute.whole_layers(layers)
+    if not whole:
         return {}
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": whole}

@@ -13,7 +13,13 @@ s / tp with sequence-parallel activations), of width h:
                    [s, ffn] and a copy of up [s, ffn] too. Without a gate what goes into the activation [s, ffn], and
                    what comes out of it [s, ffn]
 
-Recomputed layers keep their input [l, h]; one at a time keeps all of the above during its backward pass.
+Layers that are made again as a whole keep their input [l, h]; one at a time keeps all of the above during its backward
+pass. What others make again inside (`models.common.recompute`) they do not keep:
+
+    selective      norms: all but their input as it is. Attention: what pads its output; where heads are normed, what
+                   that keeps, and queries, keys and values where nothing is exchanged: what the projection gave is kept
+                   instead. MLP: all but gate and up, or what goes into the activation
+    chunk          all of the MLP, where its tokens are more than one chunk; its input is kept
 
 The transient memory of actions (their workspace) peaks where a layer's MLP goes backward (gradients of
 gate and up [s, 2 ffn] and of their product [s, ffn]), and in the loss, which forms gradients at once (logits of a chunk
@@ -27,11 +33,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.common.flops import Passes
+from megatron_hetero.models.common.flops import TRAINED, Passes
 from megatron_hetero.models.common.language_shape import tokens_at_a_time
+from megatron_hetero.models.common.recompute.policy import EVERYTHING_KEPT, Recompute
 from megatron_hetero.models.family import EncoderShape, LayerKind, TextShape
 from megatron_hetero.names import ROWS
 from megatron_hetero.planning.shards import SequenceShard, Spans
@@ -68,8 +76,8 @@ class StageBytes:
 
     `saved`: by autograd, from forward to backward. `entered`, `left`: hidden states that came in and go out, as far as
     autograd does not hold them anyway. `rows`: of one output of an encoder. `message`: hidden states between stages.
-    `again`: what recomputed layers add for the time of their backward pass, when what follows the layers has been let
-    go already.
+    `again`: what layers that are made again as a whole add for the time of their backward pass, when what follows them
+    has been let go already.
 
     `forward`, `backward`: workspace at the end of a forward, and on top of `again` in a backward. `gathered`: of one
     tensor that is gathered over tp.
@@ -104,22 +112,46 @@ def mlp_bytes(shape: LayerShape, padded: int) -> int:
     return shape.itemsize * padded * shape.ffn * ((2 if shape.gpu else 4) + shape.passes.weights)
 
 
-def attention_bytes(shape: LayerShape, shard: SequenceShard, *, windowed: bool) -> int:
+def attention_bytes(
+    shape: LayerShape, shard: SequenceShard, *, windowed: bool, recompute: Recompute = EVERYTHING_KEPT
+) -> int:
     """Attention with the projection that follows it, without that before it."""
-    projected = shape.itemsize * shard.padded * shape.heads * shape.head_dim * shape.passes.weights
     spans = shard.windows if windowed else shard.segments
+    projected = _padded_output(shape, shard, spans, windowed, recompute)
     queries = sum(q for q, _ in spans)
     if not queries:
         return projected
     sp = 1 if windowed else shape.sp
     heads, kv_heads = shape.heads // sp, math.lcm(shape.kv_heads, sp) // sp
+    remade = recompute.selective and shape.kind.head_norms and sp == 1 and not _reordered(shape, spans)
     if not windowed and shape.cp > 1:
-        own = (heads + 2 * kv_heads) * shard.member if sp > 1 else heads * queries
+        own = (heads + 2 * kv_heads) * shard.member if sp > 1 else heads * queries * (not remade)
         operands = own + 2 * kv_heads * sum(k for _, k in spans)
     else:
-        operands = (heads + 2 * kv_heads) * queries
+        operands = (heads + 2 * kv_heads) * queries * (not remade)
     output = heads * queries * (shape.itemsize * shape.head_dim + FP32)
     return projected + operands * shape.head_dim * shape.itemsize + output + _mask_bytes(shape, spans)
+
+
+def _padded_output(shape: LayerShape, shard: SequenceShard, spans: Spans, windowed: bool, recompute: Recompute) -> int:
+    """What the projection after attention takes; or, where that is made again, the output, if attention itself keeps
+    another: before it was exchanged, or in parts.
+    """
+    of_token = shape.itemsize * shape.heads * shape.head_dim
+    if not recompute.selective:
+        return of_token * shard.padded * shape.passes.weights
+    exchanged, in_parts = shape.sp > 1 and not windowed, _bucketed(shape) and len(set(spans)) > 1
+    return of_token * shard.tokens * (exchanged or in_parts)
+
+
+def _bucketed(shape: LayerShape) -> bool:
+    """Whether attention takes segments of one shape at a time."""
+    return not (shape.gpu and shape.itemsize < FP32)
+
+
+def _reordered(shape: LayerShape, spans: Spans) -> bool:
+    """Whether attention takes copies of its operands, in which segments of one shape stand side by side."""
+    return _bucketed(shape) and len(list(groupby(spans))) > len(set(spans))
 
 
 def _mask_bytes(shape: LayerShape, spans: Spans) -> int:
@@ -129,39 +161,71 @@ def _mask_bytes(shape: LayerShape, spans: Spans) -> int:
     return sum(q * k * shape.itemsize for q, k in Counter(spans) if 1 < q < k)
 
 
-def layer_bytes(shape: LayerShape, shard: SequenceShard, *, windowed: bool = False) -> int:
-    """One layer that keeps everything."""
+def layer_bytes(
+    shape: LayerShape, shard: SequenceShard, *, windowed: bool = False, recompute: Recompute = EVERYTHING_KEPT
+) -> int:
+    """One layer that is not made again as a whole."""
     if not shape.passes.inputs:
         return 0
-    attention = attention_bytes(shape, shard, windowed=windowed) + _head_norm_bytes(shape, shard)
-    return 2 * norm_bytes(shape, shard.local) + attention + mlp_bytes(shape, shard.padded)
+    attention = attention_bytes(shape, shard, windowed=windowed, recompute=recompute)
+    attention += _head_norm_bytes(shape, shard, recompute)
+    return _norms_bytes(shape, shard, recompute) + attention + _kept_mlp_bytes(shape, shard.padded, recompute)
 
 
-def _head_norm_bytes(shape: LayerShape, shard: SequenceShard) -> int:
+def _norms_bytes(shape: LayerShape, shard: SequenceShard, recompute: Recompute) -> int:
+    """The two norms with the products that follow them."""
+    hidden = shape.itemsize * shard.local * shape.hidden
+    if recompute.selective:
+        return 2 * hidden
+    # Frozen weights do not keep what they are multiplied with; but chunks are made again from it.
+    into_chunks = hidden * (recompute.chunks(shard.padded) and not shape.passes.weights)
+    return 2 * norm_bytes(shape, shard.local) + into_chunks
+
+
+def _kept_mlp_bytes(shape: LayerShape, padded: int, recompute: Recompute) -> int:
+    if recompute.chunks(padded):
+        return 0
+    if recompute.selective:
+        return shape.itemsize * padded * shape.ffn * (2 if shape.kind.gated else 1)
+    return mlp_bytes(shape, padded)
+
+
+def _head_norm_bytes(shape: LayerShape, shard: SequenceShard, recompute: Recompute) -> int:
+    """Or what the projection gave, from which they are made again."""
     if not shape.kind.head_norms:
         return 0
+    if recompute.selective:
+        return shape.itemsize * shard.padded * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     heads = (shape.heads + shape.kv_heads) * shard.padded
     return heads * (FP32 * shape.head_dim + FP32 + shape.itemsize * shape.head_dim * shape.passes.weights)
 
 
-def _layers(shape: LayerShape, shard: SequenceShard, windowed: Sequence[bool], recompute: bool) -> tuple[int, int]:
-    """What layers save, with the table of rotary embeddings; and the most that those add that are recomputed."""
+def _layers(shape: LayerShape, shard: SequenceShard, windowed: Sequence[bool], recompute: Recompute) -> tuple[int, int]:
+    """What layers save, with the table of rotary embeddings; and the most that those add that are made again as a
+    whole.
+    """
     if not shape.passes.inputs:
         return 0, 0
-    count, hidden = len(windowed), shape.itemsize * shard.local * shape.hidden
+    whole, hidden = recompute.whole_layers(len(windowed)), shape.itemsize * shard.local * shape.hidden
     table = 2 * FP32 * shard.tokens * shape.head_dim
-    each = {kind: layer_bytes(shape, shard, windowed=kind) for kind in set(windowed)}
-    if not recompute:
-        return table + sum(each[kind] for kind in windowed), 0
-    # In fp32 the input that is kept is the first norm's. Inputs of later layers are gone by then.
+    each = {kind: layer_bytes(shape, shard, windowed=kind, recompute=recompute) for kind in set(windowed)}
+    others = sum(each[kind] for kind in windowed[whole:])
+    # In fp32 the input that is kept is the first norm's. What later layers kept is gone by then.
     own = hidden if shape.itemsize == FP32 or not shape.kind.rms_norm else 0
-    again = max(each[kind] - own - hidden * (count - 1 - i) for i, kind in enumerate(windowed))
-    return table + count * hidden, again
+    again = (each[kind] - own - hidden * (whole - 1 - i) - others for i, kind in enumerate(windowed[:whole]))
+    return table + whole * hidden + others, max(again, default=0)
 
 
-def _layer_workspace(shape: LayerShape, shard: SequenceShard) -> int:
-    """Of one layer: gradients inside its MLP, and one of its output."""
-    return shape.itemsize * ((3 if shape.kind.gated else 2) * shard.padded * shape.ffn + shard.local * shape.hidden)
+def _layer_workspace(shape: LayerShape, shard: SequenceShard, recompute: Recompute) -> int:
+    """Of one layer: gradients inside its MLP, what that makes again, and gradients of its output; in chunks, of all of
+    its input too.
+    """
+    chunked = recompute.chunks(shard.padded)
+    tokens, hidden = recompute.chunk if chunked else shard.padded, shape.itemsize * shard.local * shape.hidden
+    gradients = shape.itemsize * (3 if shape.kind.gated else 2) * tokens * shape.ffn + hidden * (1 + chunked)
+    if chunked:
+        return gradients + mlp_bytes(replace(shape, passes=TRAINED), tokens)
+    return gradients + shape.itemsize * tokens * shape.ffn * recompute.selective
 
 
 def _gathered(shape: LayerShape, shard: SequenceShard) -> int:
@@ -176,7 +240,7 @@ def text_stage(
     shard: SequenceShard,
     itemsize: int,
     passes: Passes,
-    recompute: bool,
+    recompute: Recompute,
     gpu: bool,
 ) -> StageBytes:
     """A stage of the text module. The rows that its first stage takes are not in it."""
@@ -189,14 +253,20 @@ def text_stage(
     if stage.is_last:
         after = norm_bytes(layer, shard.local) - itemsize * shard.local * shape.hidden * passes.weights
         after += _head_bytes(shape, layout, shard.supervised, itemsize, passes)
-    entered = 0 if stage.is_first or recompute or itemsize == FP32 else message
+    kept = itemsize == FP32 or _keeps_input(recompute, stage)
+    entered = 0 if stage.is_first or kept else message
     left = 0 if stage.is_last else message
-    again, workspace = max(0, again - after), _layer_workspace(layer, shard)
+    again, workspace = max(0, again - after), _layer_workspace(layer, shard, recompute)
     loss = _loss_workspace(shape, layout, shard, itemsize, passes) if stage.is_last else 0
     return StageBytes(
         saved + after, entered, left, 0, message, again, max(loss, workspace), workspace,
         _gathered(layer, shard),
     )  # fmt: skip
+
+
+def _keeps_input(recompute: Recompute, stage: Stage) -> bool:
+    """Whether the first layer keeps its input as it is, to make something again."""
+    return recompute.selective or recompute.whole_layers(len(stage.layers)) > 0
 
 
 def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
@@ -235,7 +305,7 @@ def _loss_workspace(shape: TextShape, layout: Layout, shard: SequenceShard, item
 
 def encoder_stage(
     shape: EncoderShape, layout: Layout, stage: Stage, shard: SequenceShard, itemsize: int, trains: tuple[bool, bool],
-    recompute: bool, gpu: bool,
+    recompute: Recompute, gpu: bool,
 ) -> StageBytes:  # fmt: skip
     """A stage of an encoder. `trains`: whether the encoder does, and whether its projector does."""
     encoder, projector = trains
@@ -247,10 +317,10 @@ def encoder_stage(
     of_merger = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector))
     after = of_merger if stage.is_last else 0
     saved += of_merger * sum(layer in stage.layers for output, layer in shape.outputs.items() if output != ROWS)
-    kept = itemsize == FP32 or not shape.layer_kind.rms_norm  # by the first norm
-    entered = 0 if stage.is_first or recompute or kept or not encoder else message
+    kept = itemsize == FP32 or not shape.layer_kind.rms_norm or _keeps_input(recompute, stage)
+    entered = 0 if stage.is_first or kept or not encoder else message
     left, rows = 0 if stage.is_last else message, itemsize * shard.local // shape.unit * shape.out_hidden
-    again, workspace = max(0, again - after), _layer_workspace(layer, shard)
+    again, workspace = max(0, again - after), _layer_workspace(layer, shard, recompute)
     return StageBytes(
         saved + after, entered, left, rows, message, again, workspace, workspace, _gathered(layer, shard)
     )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
 from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.recompute.policy import How
 from megatron_hetero.names import ROWS
 from tests.support.folders import ModelChoice, write_model
 from tests.support.oracle import stored_name
@@ -113,7 +114,7 @@ def test_vision_is_that_of_transformers(
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_mergers_train_alone(recompute: str, models: dict[str, Path], pools: Pools) -> None:
+def test_mergers_train_alone(recompute: How, models: dict[str, Path], pools: Pools) -> None:
     _, gradients = vision_by_transformers(models["untied"], SIZES)
     case = Case(models["untied"], {"vision": "tp:2"}, split=(2, 2), freeze=("vision",), recompute=recompute)
     found = pools(2).run(jobs.vision, case, SIZES)[0]["gradients"]

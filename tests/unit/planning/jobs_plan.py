@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_hetero.boundary.buffers import BufferPool
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.execution.step import StepExecution
+from megatron_hetero.models.common.recompute import remake
 from megatron_hetero.planning.memory.parameters import parameters_of
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
@@ -128,16 +130,27 @@ class LiveActivations:
     def __init__(self, run: Trainer):
         self.peak, self.saved, self.execution = 0, {}, None
         self.parameters = {p.untyped_storage().data_ptr() for m in run.modules for p in m.parameters.values()}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
+        self.hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
         run.interpreter.watch = _Sampler(run.platform, self)  # pyright: ignore[reportAttributeAccessIssue]
         run.interpreter.run = lambda schedule, load: self._execute(run, schedule, load)
 
     def __enter__(self) -> Self:
         self.hooks.__enter__()
+        remake.saved_tensors_hooks = self._inside  # pyright: ignore[reportAttributeAccessIssue]
         return self
 
     def __exit__(self, *error: object) -> None:
+        remake.saved_tensors_hooks = saved_tensors_hooks
         self.hooks.__exit__(*error)
+
+    def _inside(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Any]) -> saved_tensors_hooks:
+        """Of hooks that replace ours, those that count what they let autograd keep."""
+
+        def packed(tensor: Tensor) -> Any:
+            kept = pack(tensor)
+            return self._pack(tensor) if kept is tensor else kept
+
+        return saved_tensors_hooks(packed, lambda kept: unpack(getattr(kept, "tensor", kept)))
 
     def _execute(self, run: Trainer, schedule: Any, load: Any) -> Tensor:
         self.execution = StepExecution(run.interpreter, schedule, load)

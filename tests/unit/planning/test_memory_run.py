@@ -43,6 +43,7 @@ class Case:
 BF16, SGD = "--model.dtype bfloat16", "--optimizer.name sgd"
 WHOLE = "--model.sequence_parallel.vision false --model.sequence_parallel.text false"
 RECOMPUTE = "--model.recompute.vision full --model.recompute.text full"
+SELECTIVE = "--model.recompute.vision selective --model.recompute.text selective"
 SPLIT = "--parallel_layers.text 1 3"
 SMALL = "--precision.{0}.master {1} --precision.{0}.moments {2} --precision.{0}.gradients {3}"
 HALVES = "--precision.vision.master split --precision.vision.gradients bfloat16"
@@ -81,6 +82,22 @@ CASES = [
     Case("dp:2@0-1", "pp:2@2-3", 4, f"{BF16} {SPLIT} --model.freeze vision projector", family="qwen3_vl"),
     Case("pp:2", "tp:2", 2, "--model.freeze vision", family="qwen3_vl"),
     Case("pp:2", "tp:2", 2, f"{BF16} --model.freeze vision"),
+    Case("dp:1", "dp:1", 1, SELECTIVE),
+    Case("dp:1", "dp:1", 1, f"{BF16} {SELECTIVE}"),
+    Case("dp:1", "dp:1", 1, f"{BF16} {SELECTIVE}", family="qwen3_vl"),
+    Case("sp:2", "tp:2", 2, f"{BF16} {SELECTIVE}"),
+    Case("tp:2", "sp:2", 2, f"{BF16} {SELECTIVE} --train.micro_batch_size 2", family="qwen3_vl"),
+    Case("cp:2", "cp:2", 2, f"{BF16} {SELECTIVE} --plan.images 2", family="qwen3_vl"),
+    Case("dp:2", "pp:2", 2, f"{BF16} {SELECTIVE} --model.freeze text"),
+    Case("sp:2", "pp:2", 2, f"{BF16} {SELECTIVE} --parallel_layers.text 1 3"),
+    Case("dp:2@0-1", "pp:2@2-3", 4, f"{BF16} {SELECTIVE}", family="qwen3_vl"),
+    Case("dp:1", "dp:1", 1, f"{BF16} --model.recompute.vision 3 --model.recompute.text 1"),
+    Case("sp:2", "tp:2,pp:2", 4, f"{BF16} --model.recompute.vision 1 --model.recompute.text 2"),
+    Case("pp:2", "pp:2", 2, "--model.recompute.vision 1 --model.recompute.text 1", family="qwen3_vl"),
+    Case("dp:1", "dp:1", 1, f"{BF16} --model.chunk.vision 8 --model.chunk.text 8"),
+    Case("sp:2", "tp:2", 2, f"{BF16} {SELECTIVE} --model.chunk.vision 8 --model.chunk.text 8", family="qwen3_vl"),
+    Case("tp:2", "tp:2", 2, f"{WHOLE} --model.chunk.vision 8 --model.chunk.text 8 --model.freeze text"),
+    Case("cp:2", "cp:2", 2, f"{BF16} {RECOMPUTE} --model.chunk.vision 8 --model.chunk.text 5"),
 ]
 
 

@@ -157,6 +157,37 @@ def _plan_without_windows(vision: str, more: str) -> Plan:
     return Plan.of(load_config(flags.split()), 8)
 
 
+def test_what_is_computed_again_takes_time(make_plan: MakePlan) -> None:
+    def backward(more: str) -> list[float]:
+        """Of both text stages, where a forward pass takes 1."""
+        work = make_plan(4, "sp:4", "tp:2,pp:2", more).work
+        return [work["text", "B", stage] / work["text", "F", stage] for stage in (0, 1)]
+
+    assert backward("") == backward("--model.recompute.text selective") == [2, 2]
+    assert backward("--model.recompute.text full") == [3, 3]
+    assert backward("--model.recompute.text 4") == [2.5, 2.5]
+    assert backward("--model.recompute.text 5 --parallel_layers.text 4 12") == pytest.approx([3, 2 + 5 / 12])
+    assert all(2.3 < of_stage < 2.6 for of_stage in backward("--model.chunk.text 512"))
+    assert backward("--model.chunk.text 1000000") == [2, 2]
+
+
+def test_chunks_do_not_grow_with_the_sequence() -> None:
+    """A text of 131,072 tokens, and a picture of 65,536 patches, in the memory of a GPU."""
+    flags = (
+        f"--model.hf_path {ROOT}/examples/models/qwen2_5_vl_7b --data.registry.d.annotations d.json --data.datasets d "
+        "--train.global_batch_size 1 --vision-parallel sp:8 --text-parallel tp:4,cp:2 --plan.memory_gb 80 "
+        "--data.max_seq_length 131072 --data.max_pixels 16777216"
+    )
+    chunks = "--model.recompute.text selective --model.chunk.text 8192 --model.recompute.vision full"
+    for data in ("--plan.tokens 129708", "--plan.image_side 3584 --model.chunk.vision 4096"):
+        usual, frugal = (
+            Plan.of(load_config([*flags.split(), *data.split(), *more.split()]), 8) for more in ("", chunks)
+        )
+        peaks = [plan.memory.sum(axis=1).max() for plan in (usual, frugal)]
+        assert peaks[1] < 0.8 * peaks[0]
+        assert not [problem for problem in problems_of(frugal) if "memory" in problem.found]
+
+
 def test_a_good_plan_has_no_problems(make_plan: MakePlan) -> None:
     assert not problems_of(make_plan(4, "sp:4", "tp:4", "--train.global_batch_size 16 --plan.memory_gb 80"))
 

@@ -25,6 +25,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
 from megatron_hetero.models.common.backend import TorchSpecProvider, te_provider
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
+from megatron_hetero.models.common.recompute.policy import How, Recompute
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import canonical_name, stored_shapes, weight_map
@@ -53,7 +54,8 @@ class Case:
     split: tuple[int, ...] | None = None
     stages_per_rank: int = 1
     sequence_parallel: bool = True
-    recompute: str = "none"
+    recompute: How | int = "none"
+    chunk: int = 0
     freeze: tuple[str, ...] = ()
     optimizer: OptimizerConfig = field(default=SGD)
     backend: str = "torch"
@@ -84,7 +86,7 @@ class Trainee:
             TorchSpecProvider() if self.case.backend == "torch" else te_provider(HOPPER),
             dtype=torch.float32,
             sequence_parallel=self.case.sequence_parallel,
-            recompute=self.case.recompute,
+            recompute=Recompute(self.case.recompute, self.case.chunk),
             freeze=self.case.freeze,
             sharded=self.case.optimizer.name == "adamw",
             gradients=torch.float32,

@@ -278,7 +278,15 @@ IN_FLAGS = [
     ("--eval.datasets demo", ["eval.datasets", "none without export.hf_dir", "or eval.interval"]),
     ("--eval.interval 5", ["eval.interval", "0 without eval.datasets"]),
     ("--eval.interval -1 --eval.datasets demo", ["eval.interval", "≥ 0"]),
-    ("--model.recompute.vision ful", ["model.recompute.vision", "did you mean `full`?"]),
+    (
+        "--model.recompute.vision ful",
+        ["model.recompute.vision", "did you mean `full`?", "or an integer"],
+    ),
+    ("--model.recompute.text 0", ["model.recompute.text", "a number of layers ≥ 1", "Use `none`"]),
+    ("--model.recompute.text -1", ["model.recompute.text", "found -1", "Use `none`"]),
+    ("--model.recompute.text 1.5", ["model.recompute.text", "an integer"]),
+    ("--model.chunk.text -8", ["model.chunk.text", "≥ 0", "0 for all tokens"]),
+    ("--model.chunk.text many", ["model.chunk.text", "an integer"]),
 ]
 
 HELD_OUT = "--eval.datasets demo --export.hf_dir z"
@@ -298,6 +306,8 @@ WITHOUT_EFFECT = [
     ),
     (f"{DETAIL} --optimizer.lr_vision 1e-3 --model.freeze vision detail", ["optimizer.lr_vision", "vision, detail"]),
     ("--model.recompute.vision full --model.freeze vision projector", ["model.recompute.vision", "no backward pass"]),
+    ("--model.recompute.vision selective --model.freeze vision projector", ["model.recompute.vision", "no backward"]),
+    ("--model.recompute.vision 2 --model.freeze vision projector", ["model.recompute.vision", "no backward pass"]),
     ("--optimizer.min_lr 1e-6 --optimizer.warmup_iters 100", ["optimizer.min_lr", "all 100 steps are warm-up"]),
     ("--checkpoint.resume never", ["checkpoint.resume", "without checkpoint.dir"]),
     ("--checkpoint.allow_changes train.seed", ["checkpoint.allow_changes", "without checkpoint.dir"]),
@@ -313,6 +323,7 @@ WITH_EFFECT = [
     f"{DETAIL} --optimizer.lr_vision 1e-3 --model.freeze vision",
     "--model.recompute.vision full --model.freeze vision",
     "--model.recompute.text full --model.freeze text",
+    "--model.recompute.text 3 --model.chunk.text 0 --model.chunk.vision 512 --model.freeze vision projector",
     "--checkpoint.resume never --checkpoint.dir saved",
     "--checkpoint.resume step-1 --checkpoint.allow_changes train.seed",
     "--plan --plan-svg plan.svg --plan.tokens 5",

@@ -138,6 +138,7 @@ def qwen3_two_towers(tmp_path_factory: pytest.TempPathFactory) -> Material:
 @pytest.mark.parametrize("vision, text, ranks, more", [
     ("dp:1", "dp:1", 1, "--train.micro_batch_size 4"),
     ("sp:2", "tp:2", 2, "--model.recompute.text full"),
+    ("sp:2", "tp:2", 2, "--model.recompute.text selective --model.chunk.text 4 --model.chunk.vision 8"),
     ("sp:2,dp:2", "cp:2,dp:2", 4, ""),
     ("tp:2,dp:2", "sp:2,tp:2", 4, "--model.sequence_parallel.text false --train.micro_batch_size 2"),
     ("sp:2", "pp:2", 2, "--schedule.kind recompute"),

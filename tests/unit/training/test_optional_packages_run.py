@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,13 +47,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", thinned(["sp:2", "tp:2", "cp:2"], 2))
 @pytest.mark.parametrize("module", ["vision", "text"])
+@pytest.mark.parametrize("more", [{}, {"recompute": "selective"}, {"recompute": "selective", "chunk": 8}], ids=str)
 def test_layers_of_transformer_engine(
-    module: str, layout: str, model: Path, with_te: Pool, pools: Callable[[int], Pool]
+    more: dict[str, Any], module: str, layout: str, model: Path, with_te: Pool, pools: Callable[[int], Pool]
 ) -> None:
     case = Case(model, {module: layout})
     job, arguments = (jobs.vision, ()) if module == "vision" else (jobs.text, (SEEDS,))
     expected = pools(2).run(job, case, *arguments)[0]
-    found = with_te.run(job, replace(case, backend="te"), *arguments)[0]
+    found = with_te.run(job, replace(case, backend="te", **more), *arguments)[0]
     assert found["norms"][module] == pytest.approx(expected["norms"][module], rel=TOLERANCE)
     assert found["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():

@@ -33,13 +33,13 @@ def run_layers(
     if not after:
         return block(hidden, None, rotary_pos_emb=table_2nD, packed_seq_params=plan)
     # What `TransformerBlock.forward` and `_checkpointed_forward` do, of what modules here are configured to do.
-    checkpointed = block.config.recompute_granularity == "full" and block.training
+    checkpointed = (block.config.recompute_num_layers or 0) if block.training else 0
     hidden = _viewless(hidden)
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     with tracker.fork() if block.config.sequence_parallel else nullcontext():
-        for layer in block.layers:
+        for i, layer in enumerate(block.layers):
             run, number, inputs = _runner(layer, plan), _number(layer), (hidden, table_2nD)
-            out: Any = tensor_parallel.checkpoint(run, False, *inputs) if checkpointed else run(*inputs)
+            out: Any = tensor_parallel.checkpoint(run, False, *inputs) if i < checkpointed else run(*inputs)
             hidden = _viewless(after.get(number, _unchanged)(out))
     return hidden if block.final_layernorm is None else _viewless(block.final_layernorm(hidden))
 

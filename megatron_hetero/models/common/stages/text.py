@@ -30,6 +30,7 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.models.common.backend import layer_spec, padded, recompute_options, transformer_config
 from megatron_hetero.models.common.inputs import TextInput
 from megatron_hetero.models.common.loss import VocabularyShard, head_loss
+from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.common.stages.block import Between, run_layers
 from megatron_hetero.models.common.stages.rotary import multimodal_table
 from megatron_hetero.models.family import TextShape
@@ -82,7 +83,7 @@ class TextModel(GPTModel):
         *,
         dtype: torch.dtype,
         sequence_parallel: bool,
-        recompute: str,
+        recompute: Recompute,
         stage: Stage | None = None,
     ):
         tp = groups.tp.size()
@@ -102,9 +103,11 @@ class TextModel(GPTModel):
             add_qkv_bias=self.qkv_bias,
             tensor_model_parallel_size=tp,
             sequence_parallel=sequence_parallel and tp > 1,
-            **recompute_options(recompute),
+            **recompute_options(recompute, len(stage.layers)),
         )
-        spec = layer_spec(provider, AttnMaskType.causal, before=stage.first, head_norms=self.head_norms)
+        spec = layer_spec(
+            provider, AttnMaskType.causal, before=stage.first, head_norms=self.head_norms, recompute=recompute
+        )
         norm: Any = provider.layer_norm(rms_norm=True)
         block = TransformerBlockSubmodules([spec] * len(stage.layers), norm)
         super().__init__(

@@ -30,6 +30,7 @@ from torch import Tensor
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.models.common.backend import layer_spec, padded, recompute_options, transformer_config
 from megatron_hetero.models.common.inputs import EncoderInput
+from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.common.stages.block import Between, run_layers
 from megatron_hetero.models.common.stages.merger import PatchMerger
 from megatron_hetero.models.common.stages.rotary import axial_table
@@ -81,10 +82,10 @@ class VisionModel(MegatronModule):
         *,
         dtype: torch.dtype,
         sequence_parallel: bool,
-        recompute: str,
+        recompute: Recompute,
         stage: Stage | None = None,
     ):
-        tp, kind = groups.tp.size(), self.architecture
+        tp, kind, stage = groups.tp.size(), self.architecture, stage or Stage.whole(shape.layers)
         config = transformer_config(
             platform,
             params_dtype=dtype,
@@ -99,16 +100,16 @@ class VisionModel(MegatronModule):
             add_bias_linear=True,
             tensor_model_parallel_size=tp,
             sequence_parallel=sequence_parallel and tp > 1,
-            **recompute_options(recompute),
+            **recompute_options(recompute, len(stage.layers)),
         )
         super().__init__(config=config)
-        self.shape, self.stage, self.tp_group = shape, stage or Stage.whole(shape.layers), groups.tp
+        self.shape, self.stage, self.tp_group = shape, stage, groups.tp
         self._patch_shards = tp if config.sequence_parallel else 1
         if self.stage.is_first:
             self.patch_embed = _patch_embedding(config, shape, platform, bias=kind.embedding_bias)
         self.decoder = TransformerBlock(
             config,
-            _block_spec(shape, provider, self.stage, rms_norm=kind.rms_norm),
+            _block_spec(shape, provider, stage, recompute, rms_norm=kind.rms_norm),
             post_layer_norm=False,
             pg_collection=groups,
         )
@@ -178,10 +179,17 @@ def _patch_embedding(
 
 
 def _block_spec(
-    shape: VisionShape, provider: BackendSpecProvider, stage: Stage, *, rms_norm: bool
+    shape: VisionShape, provider: BackendSpecProvider, stage: Stage, recompute: Recompute, *, rms_norm: bool
 ) -> TransformerBlockSubmodules:
     full, windowed = (
-        layer_spec(provider, AttnMaskType.no_mask, windowed=windowed, before=stage.first, rms_norm=rms_norm)
+        layer_spec(
+            provider,
+            AttnMaskType.no_mask,
+            windowed=windowed,
+            before=stage.first,
+            rms_norm=rms_norm,
+            recompute=recompute,
+        )
         for windowed in (False, True)
     )
     return TransformerBlockSubmodules(layer_specs=[full if i in shape.full_layers else windowed for i in stage.layers])

@@ -1,0 +1,1 @@
+"""What layers do not keep from their forward to their backward pass, and make again instead."""

@@ -1,0 +1,67 @@
+"""Megatron's MLP, which keeps less here, and takes its tokens in chunks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+
+from megatron_hetero.models.common.recompute.policy import Recompute
+from megatron_hetero.models.common.recompute.remake import not_keeping, remake
+
+
+def frugal_mlp(mlp: MLP, recompute: Recompute, hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+    """What `mlp` makes of `hidden` [S, 1, hidden] ([S / tp, 1, hidden] with sequence-parallel activations): of the same
+    shape, and the bias that the layer adds. `recompute`:
+
+    selective   the product of gate and up (what the activation gives, without a gate) is made again, from gate and up
+    chunk       where more tokens than that pass through the MLP on this rank, they pass in chunks, and the backward
+                pass of each makes gate and up again: the first of the MLP's products, with the all-gather over tp where
+                activations are split. The second, and its communication, are done once.
+
+    With activations that are split over tp, each rank gives an equal share of each chunk. All ranks of a tp group have
+    equally many tokens, split or not, and so equally many chunks; over other axes an MLP exchanges nothing.
+    """
+    tp: Any = mlp.tp_group
+    shards = tp.size() if mlp.config.sequence_parallel else 1
+    if not recompute.chunks(len(hidden) * shards):
+        return _at_once(mlp, recompute, hidden)
+    outs, bias = [], None
+    for piece in hidden.split(max(1, recompute.chunk // shards)):
+        with not_keeping(hidden):
+            product = remake(partial(_product_of_input, mlp), piece)
+        with not_keeping(product):
+            out, bias = mlp.linear_fc2(product)
+        outs.append(out)
+    return torch.cat(outs), bias
+
+
+def _at_once(mlp: MLP, recompute: Recompute, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    with not_keeping(hidden):
+        wide, bias = mlp.linear_fc1(hidden)
+    make, inputs = partial(_product, mlp), (wide,) if bias is None else (wide, bias)
+    product = remake(make, *inputs) if recompute.selective else make(*inputs)
+    with not_keeping(product):
+        return mlp.linear_fc2(product)
+
+
+def _product_of_input(mlp: MLP, piece: Tensor) -> Tensor:
+    return _product(mlp, *mlp.linear_fc1(piece))
+
+
+def _product(mlp: MLP, wide: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[..., 2 ffn] of gate and up to [..., ffn]; without a gate [..., ffn] to the same. As `MLP.forward` does, of what
+    is configured here.
+    """
+    config = mlp.config
+    if config.bias_activation_fusion:
+        return bias_swiglu_impl(wide, bias, config.activation_func_fp8_input_store, False)
+    wide = wide if bias is None else wide + bias
+    if not config.gated_linear_unit:
+        return config.activation_func(wide)
+    gate, up = torch.chunk(wide, 2, dim=-1)
+    return config.activation_func(gate) * (up + config.glu_linear_offset)

@@ -1,0 +1,17 @@
+"""What the workers of the pool run for the tests of recomputation: whole steps, of all modules."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.training.trial import assumed_step, drawn_trainer
+
+
+def train(flags: list[str], steps: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Loss and gradient norm of each step on the data that a plan assumes, and this rank's weights after them."""
+    trainer = drawn_trainer(load_config(flags), Platform(CPU, "gloo"))
+    metrics = [trainer.train_step(step, assumed_step(trainer)) for step in range(1, steps + 1)]
+    weights = {f"{m.name} {name}": p.detach().float() for m in trainer.modules for name, p in m.parameters.items()}
+    return [(found.loss, found.grad_norm) for found in metrics], weights

@@ -1,0 +1,222 @@
+"""What layers make again in the backward pass changes no result: `selective`, whole layers, and MLPs in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_hetero.models.common.recompute.policy import Recompute
+from megatron_hetero.models.common.recompute.remake import not_keeping, remake
+from megatron_hetero.names import ROWS
+from tests.support.folders import ModelChoice, write_model
+from tests.support.matrix import thinned
+from tests.support.pool import Pool
+from tests.unit.models import jobs_qwen3_vl, jobs_recompute
+from tests.unit.training import jobs_stages
+from tests.unit.training.jobs_stages import Case
+
+Pools = Callable[[int], Pool]
+CHOICES = {
+    "qwen2_5_vl": ModelChoice(text_layers=4, vision_layers=4, full_layers=(1, 2)),
+    "qwen3_vl": ModelChoice(
+        family="qwen3_vl", vision_layers=4, text_layers=4, vision_head_dim=12, head_dim=24, deepstack=(0, 1, 2), seed=20
+    ),
+}
+OUTPUTS = (ROWS, "deepstack.0", "deepstack.1", "deepstack.2")
+SIZES = ((1, 4, 6), (1, 2, 2), (1, 10, 2))
+SEEDS = (0, 1, 2, 3)
+WHOLE = {"sequence_parallel": False}
+RULES: list[dict[str, Any]] = [
+    {"recompute": "selective"},
+    {"recompute": 1},
+    {"recompute": 3},
+    {"recompute": "full"},
+    {"chunk": 8},
+    {"recompute": "selective", "chunk": 5},
+    {"recompute": 2, "chunk": 4},
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: write_model(tmp_path_factory.mktemp(name) / "model", choice) for name, choice in CHOICES.items()}
+
+
+def run(pools: Pools, family: str, module: str, case: Case) -> list[dict[str, Any]]:
+    """A forward and a backward pass: what the ranks found."""
+    ranks = pools(prod(int(part.split(":")[1]) for part in case.layouts[module].split(",")))
+    if family == "qwen3_vl":
+        job, given = (jobs_qwen3_vl.vision, SIZES) if module == "vision" else (jobs_qwen3_vl.text, OUTPUTS)
+        return ranks.run(job, case, given)
+    return ranks.run(jobs_stages.vision, case) if module == "vision" else ranks.run(jobs_stages.text, case, SEEDS)
+
+
+def assert_equal(found: Any, expected: Any, exactly: bool, name: str = "") -> None:
+    """All arrays and numbers of a nested value, bit by bit or to rounding."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), name
+        for key, value in expected.items():
+            assert_equal(found[key], value, exactly, f"{name} {key}")
+    elif isinstance(expected, tuple | list):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other, exactly, name)
+    elif exactly:
+        np.testing.assert_array_equal(found, expected, name)
+    elif isinstance(expected, np.ndarray):
+        scale = float(np.abs(expected).max(initial=0.0))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6 + 1e-5 * scale, err_msg=name)
+    else:
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7), name
+
+
+TEXT = [
+    ("dp:1", {}),
+    ("tp:2", {}),
+    ("tp:2", WHOLE),
+    ("sp:2", {}),
+    ("cp:2", {}),
+    ("tp:2,cp:2", {}),
+    ("dp:1", {"freeze": ("text",)}),
+    ("tp:2", {"freeze": ("text",)}),
+    ("pp:2", {"split": (3, 1)}),
+    ("pp:2", {"stages_per_rank": 2}),
+]
+VISION = [
+    ("dp:1", {}),
+    ("tp:2", {}),
+    ("tp:2", WHOLE),
+    ("sp:2", {}),
+    ("cp:2", {}),
+    ("dp:1", {"freeze": ("vision",)}),
+    ("tp:2", {"freeze": ("projector",)}),
+    ("pp:2", {"split": (1, 3)}),
+]
+CASES = [("qwen2_5_vl", "text", *row) for row in TEXT] + [("qwen2_5_vl", "vision", *row) for row in VISION]
+# Its jobs run all stages on each rank.
+CASES += [("qwen3_vl", "text", *row) for row in [*TEXT[:6], ("tp:2", {"split": (1, 3)})]]
+CASES += [("qwen3_vl", "vision", *row) for row in [*VISION[:6], ("tp:2", {"split": (3, 1)})]]
+
+
+@pytest.mark.parametrize("family, module, layout, more", thinned(CASES, 3), ids=str)
+def test_it_changes_nothing(
+    family: str, module: str, layout: str, more: dict[str, Any], models: dict[str, Path], pools: Pools
+) -> None:
+    kept = Case(models[family], {module: layout}, **more)
+    expected = run(pools, family, module, kept)
+    for rule in RULES:
+        found = run(pools, family, module, replace(kept, **rule))
+        # In float32, where it is no copy, the input of a norm has its gradients added up in another order.
+        exactly = rule.get("recompute") != "selective" and "chunk" not in rule
+        assert_equal(found, expected, exactly, str(rule))
+
+
+# --------------------------------------------------------------------------------------------- whole steps
+
+STEPS = [
+    ("qwen2_5_vl", "sp:2", "tp:2", 2, ""),
+    ("qwen2_5_vl", "dp:2", "pp:2", 2, "--schedule.virtual_stages 2"),
+    ("qwen2_5_vl", "cp:2", "cp:2", 2, "--schedule.kind recompute"),
+    ("qwen2_5_vl", "dp:1", "dp:1", 1, "--model.freeze text"),
+    ("qwen3_vl", "tp:2", "tp:2", 2, ""),
+    ("qwen3_vl", "sp:2", "pp:2", 2, "--parallel_layers.text 3 1 --schedule.waves 2"),
+    ("qwen3_vl", "dp:1@0", "sp:2@1-2", 3, "--model.freeze vision"),
+]
+
+
+def flags_of(folder: Path, vision: str, text: str, more: str) -> list[str]:
+    """The command line of a run in bfloat16, of a picture and 13 tokens in each of four samples."""
+    common = (
+        f"--model.hf_path {folder} --data.registry.d.annotations {folder}/none.json --data.datasets d "
+        f"--train.global_batch_size 4 --plan.image_side 84 --plan.tokens 13 --vision-parallel {vision} "
+        f"--text-parallel {text} --optimizer.lr 1e-3 --log.dir {folder}/log"
+    )
+    return [*common.split(), *more.split()]
+
+
+@pytest.mark.parametrize("family, vision, text, ranks, more", STEPS)
+def test_steps_in_bfloat16(
+    family: str, vision: str, text: str, ranks: int, more: str, models: dict[str, Path], pools: Pools
+) -> None:
+    flags = flags_of(models[family], vision, text, more)
+    expected = pools(ranks).run(jobs_recompute.train, flags, 2)
+    both = "--model.recompute.vision {0} --model.recompute.text {0}"
+    for rule in (both.format("selective"), both.format("1"), "--model.recompute.text selective"):
+        found = pools(ranks).run(jobs_recompute.train, [*flags, *rule.split()], 2)
+        assert_equal(found, expected, exactly=True, name=rule)
+    chunked = [*flags, *"--model.chunk.vision 8 --model.chunk.text 8 --model.recompute.text selective".split()]
+    for (metrics, _), (wanted, _) in zip(pools(ranks).run(jobs_recompute.train, chunked, 2), expected, strict=True):
+        np.testing.assert_allclose(metrics, wanted, rtol=2e-2)
+
+
+# ------------------------------------------------------------------------------------------------- remaking
+
+
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+def kept_by(compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """What `compute` gives, and what autograd keeps of it."""
+    kept: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        return compute(), kept
+
+
+def test_only_inputs_are_kept() -> None:
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+    def through(x: Tensor) -> Tensor:
+        made = remake(lambda x: square(x).exp(), x)
+        with not_keeping(made):
+            return made.view(12)[:8].view(2, 4) @ weight
+
+    out, kept = kept_by(lambda: through(x))
+    assert [k.data_ptr() for k in kept] == [x.data_ptr()]
+    out.sum().backward()
+    expected = torch.autograd.grad((square(x).exp()[:2] @ weight).sum(), (x, weight))
+    for found, wanted in zip((x.grad, weight.grad), expected, strict=True):
+        assert found is not None and torch.equal(found, wanted)
+
+
+def test_it_is_made_again_once_and_not_in_evaluation() -> None:
+    calls = []
+
+    def make(x: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(torch.is_grad_enabled())
+        return square(x), x.exp()
+
+    x = torch.randn(3, requires_grad=True)
+    one, other = remake(make, x)
+    with not_keeping(one, other):
+        out = (one * other).sum()
+    out.backward()
+    assert calls == [False, True]
+    with torch.no_grad():
+        remake(make, x)
+    assert len(calls) == 3
+    assert not_keeping(x, square(x)).__class__.__name__ == "nullcontext"
+
+
+@pytest.mark.parametrize(
+    "how, layers, whole", [("none", 4, 0), ("selective", 4, 0), ("full", 4, 4), (1, 4, 1), (4, 4, 4), (6, 4, 4)]
+)
+def test_how_many_layers_are_made_again(how: Any, layers: int, whole: int) -> None:
+    assert Recompute(how).whole_layers(layers) == whole
+
+
+def test_tokens_within_a_chunk_pass_at_once() -> None:
+    assert [Recompute(chunk=8).chunks(tokens) for tokens in (0, 8, 9)] == [False, False, True]
+    assert not Recompute().chunks(1 << 20)
