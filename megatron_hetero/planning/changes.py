@@ -44,6 +44,8 @@ SPLIT, ROUNDED = 1.005, 1.01
 """And when masters are put together for each update; and when moments or gradients are rounded, which takes less time,
 if any: what trains as before comes first.
 """
+SELECTED = 1.03
+"""And when norms and activation functions are repeated, which takes passes over memory: a guess."""
 STREAMED = 1.3
 """And when optimizer states are streamed from the host: a guess, for steps of some seconds."""
 
@@ -85,9 +87,12 @@ def rows_alone(plan: Plan) -> Iterator[Change]:
 
 
 def recomputed_layers(plan: Plan) -> Iterator[Change]:
-    """Layers keep their input alone, and repeat their forward pass."""
+    """Layers repeat what is cheap to make again, or keep their input alone and repeat their forward pass."""
     for name in plan.layouts:
-        if plan.config.model.recompute.get(name, "none") != "full":
+        mode = plan.config.model.recompute.get(name, "none")
+        if mode == "none":
+            yield Change({f"model.recompute.{name}": "selective"}, SELECTED)
+        if mode != "full":
             yield Change({f"model.recompute.{name}": "full"})
 
 
