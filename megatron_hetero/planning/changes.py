@@ -56,6 +56,8 @@ class Change:
 
     settings: Settings
     unseen: float = 1.0
+    rounds: bool = False
+    """Whether training is no longer the same to rounding."""
 
 
 def split_activations(plan: Plan) -> Iterator[Change]:
@@ -107,12 +109,12 @@ def smaller_states(plan: Plan) -> Iterator[Change]:
     moments = {"moments": "bfloat16"} if plan.job.optimizer.moments else {}
     gradients = {"gradients": "bfloat16"} if plan.job.dtype == torch.bfloat16 else {}
     for chosen in (moments, gradients, {**moments, **gradients}):
-        yield from _states(plan, chosen, ROUNDED)
+        yield from _states(plan, chosen, ROUNDED, rounds=True)
     if moments and gradients:
-        yield from _states(plan, {"master": "split", **moments, **gradients}, ROUNDED * SPLIT)
+        yield from _states(plan, {"master": "split", **moments, **gradients}, ROUNDED * SPLIT, rounds=True)
 
 
-def _states(plan: Plan, chosen: Settings, unseen: float) -> Iterator[Change]:
+def _states(plan: Plan, chosen: Settings, unseen: float, *, rounds: bool = False) -> Iterator[Change]:
     """Of all modules that are trained, where any has other numbers yet."""
     settings = {
         f"precision.{name}.{field}": value
@@ -121,7 +123,7 @@ def _states(plan: Plan, chosen: Settings, unseen: float) -> Iterator[Change]:
         if getattr(plan.config.precision_of(name), field) == "float32"
     }
     if settings:
-        yield Change(settings, unseen)
+        yield Change(settings, unseen, rounds)
 
 
 def states_on_the_host(plan: Plan) -> Iterator[Change]:

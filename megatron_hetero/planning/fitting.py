@@ -142,7 +142,11 @@ def _pairs(alone: Sequence[Attempt], plan: Plan, limit: int) -> list[Change]:
 
 
 def _both(a: Attempt, b: Attempt) -> Change:
-    return Change({**a.change.settings, **b.change.settings}, a.change.unseen * b.change.unseen)
+    return Change(
+        {**a.change.settings, **b.change.settings},
+        a.change.unseen * b.change.unseen,
+        a.change.rounds or b.change.rounds,
+    )
 
 
 # --------------------------------------------------------------------------------------------- more ranks

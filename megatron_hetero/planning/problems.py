@@ -85,7 +85,9 @@ def _against_memory(plan: Plan, limit: int, advice: str) -> str:
     found = find_fitting(plan, limit)
     if found.attempts:
         texts = [
-            f"{a.flags} ({_gb(a.needed)}, about {a.slowdown:.2f} times the time of a step)" for a in found.attempts
+            f"{a.flags} ({_gb(a.needed)}, about {a.slowdown:.2f} times the time of a step"
+            f"{', with states rounded' if a.change.rounds else ''})"
+            for a in found.attempts
         ]
         return f"try {', or '.join(texts)}"
     missed = "no setting that was tried saves memory"

@@ -57,8 +57,8 @@ SMALL = " ".join(
     for m in ("vision", "text")
 )
 HOST = "--offload.vision.states true"
-LARGE_IMAGE = "--plan.image_side 3584 --data.max_seq_length 30000 --data.max_pixels 13000000"
-"""Of 65,536 patches."""
+LONG_SAMPLE = "--plan.image_side 3584 --plan.tokens 114688 --data.max_seq_length 131072 --data.max_pixels 13000000"
+"""A picture of 65,536 patches, and 131,072 tokens in all."""
 CASES = (
     Case("7b", "sp:8", "tp:4,dp:2", 8),
     Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} --model.recompute.vision full --train.global_batch_size 4"),
@@ -70,7 +70,7 @@ CASES = (
     Case("7b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, "--train.global_batch_size 4 --schedule.virtual_stages 2"),
     Case("32b", "sp:8", "tp:8", 8, 0, f"{RECOMPUTED} --train.global_batch_size 1"),
     Case("32b", "sp:8,dp:2", "tp:8,dp:2", 16, 9, RECOMPUTED),
-    Case("7b", "sp:8", "tp:4,dp:2", 8, 1, f"{RECOMPUTED} --model.recompute.vision full {SMALL} {LARGE_IMAGE} {HOST}"),
+    Case("7b", "sp:8", "tp:4,dp:2", 8, 1, f"{RECOMPUTED} --model.recompute.vision full {SMALL} {LONG_SAMPLE} {HOST}"),
     Case("32b", "sp:8,dp:4", "tp:8,pp:4", 32, 31, f"--model.freeze vision {RECOMPUTED} --train.global_batch_size 4"),
     Case("8b", "sp:8", "tp:4,dp:2", 8, 0, RECOMPUTED, "qwen3_vl"),
     Case("8b", "sp:4,dp:2", "tp:2,pp:4", 8, 2, f"{SPLIT} 11 12 12 --schedule.waves 2", "qwen3_vl"),

@@ -58,6 +58,14 @@ CASES = [
 ]
 
 
+LEAN = " ".join(
+    f"--precision.{m}.master none --precision.{m}.moments 8bit --precision.{m}.gradients bfloat16 "
+    f"--offload.{m}.states true"
+    for m in ("vision", "text")
+)
+"""Of which no state is left to be kept in less."""
+
+
 def _with_flags(argv: list[str], flags: str) -> list[str]:
     """A command line with some flags added, in place of those that it has already."""
     found: dict[str, list[str]] = {}
@@ -106,18 +114,19 @@ def test_one_setting_is_preferred_to_two(case: Case, plan_flags: PlanFlags) -> N
 
 
 def test_two_settings_are_found_where_one_is_too_little(make_plan: MakePlan) -> None:
-    plan = make_plan(1, "dp:1", "dp:1", "--train.micro_batch_size 2")
+    plan = make_plan(1, "dp:1", "dp:1", f"--train.micro_batch_size 2 --model.recompute.text selective {LEAN}")
     least = min(a.needed for entry in CHANGES for c in entry(plan) if (a := fitting.planned(plan, c)))
     found = find_fitting(plan, least - 1)
     assert found.attempts and all(len(a.change.settings) == 2 for a in found.attempts)
 
 
 def test_the_problem_names_flags_memory_and_time(make_plan: MakePlan) -> None:
-    plan = make_plan(1, "dp:1", "dp:1", "--train.micro_batch_size 4 --plan.memory_gb 117")
+    lean = f"{LEAN} --model.recompute.text selective --model.recompute.vision selective"
+    plan = make_plan(1, "dp:1", "dp:1", f"--train.micro_batch_size 4 --plan.memory_gb 36 {lean}")
     [problem] = [p for p in problems_of(plan) if "memory_gb" in p.found]
     assert re.match(
-        r"a GPU's memory \(plan\.memory_gb\), 117 GB, is not enough for 1 rank: rank 0 \(vision\.0\+text\.0\) needs "
-        r"[\d.]+ GB, [\d.]+ GB of it allowance, and of the rest most is optimizer",
+        r"a GPU's memory \(plan\.memory_gb\), 36 GB, is not enough for 1 rank: rank 0 \(vision\.0\+text\.0\) needs "
+        r"[\d.]+ GB, [\d.]+ GB of it allowance, and of the rest most is activations",
         problem.found,
     ), problem.found
     assert re.fullmatch(
@@ -128,9 +137,9 @@ def test_the_problem_names_flags_memory_and_time(make_plan: MakePlan) -> None:
 
 
 def test_where_nothing_is_enough_the_plan_says_by_how_much_and_which_ranks_are(make_plan: MakePlan) -> None:
-    plan = make_plan(1, "dp:1", "dp:1", "--plan.memory_gb h100")
+    plan = make_plan(1, "dp:1", "dp:1", f"--plan.memory_gb l4 {LEAN}")
     [problem] = [p for p in problems_of(plan) if "memory_gb" in p.found]
-    assert "84.9 GB of h100, is not enough" in problem.found
+    assert "23.7 GB of l4, is not enough" in problem.found
     assert re.fullmatch(
         r"no one or two settings that were tried are enough: the closest are --\S+ full --\S+ full, with [\d.]+ GB "
         r"\([\d.]+ GB too much\)\. 2 ranks are enough: --world-size 2 .*--vision-parallel dp:2 .*\([\d.]+ GB\)",
@@ -144,7 +153,7 @@ def test_where_no_number_of_ranks_is_enough_there_is_advice(make_plan: MakePlan)
 
 
 def test_layouts_of_some_ranks_grow_where_they_are(make_plan: MakePlan) -> None:
-    plan = make_plan(3, "dp:1@0", "pp:2@1-2", "--train.global_batch_size 16 --plan.tokens 128")
+    plan = make_plan(3, "dp:1@0", "pp:2@1-2", f"--train.global_batch_size 16 --plan.tokens 128 {LEAN}")
     larger = find_fitting(plan, round(0.75 * plan.totals.max())).larger
     assert larger is not None and larger.plan.world_size == 6
     assert larger.plan.layouts["vision"].ranks == (0, 1) and larger.plan.layouts["text"].ranks == (2, 3, 4, 5)
@@ -165,7 +174,7 @@ def test_an_entry_is_a_function_in_the_table(make_plan: MakePlan, monkeypatch: p
 
 
 def test_entries_keep_out_of_what_is_in_use(make_plan: MakePlan) -> None:
-    flags = "--schedule.kind recompute --model.recompute.vision full --model.recompute.text full"
+    flags = f"--schedule.kind recompute --model.recompute.vision full --model.recompute.text full {LEAN}"
     plan = make_plan(4, "sp:4", "tp:4", flags)
     assert [change for entry in CHANGES for change in entry(plan)] == []
 
