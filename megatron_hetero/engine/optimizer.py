@@ -152,7 +152,7 @@ class ModuleOptimizer:
     @cached_property
     def _batches(self) -> tuple[tuple[_Piece, ...], ...]:
         """The pieces that are updated together."""
-        return tuple(_batches(self.shards, math.inf if self._is_plain else PIECE))
+        return tuple(_together(self.shards, math.inf if self._is_plain else PIECE))
 
     @cached_property
     def _is_plain(self) -> bool:
@@ -191,7 +191,7 @@ class ModuleOptimizer:
         return torch.cuda.stream(stream)
 
 
-def _batches(shards: Mapping[str, OptimizerShard], most: float) -> Iterator[tuple[_Piece, ...]]:
+def _together(shards: Mapping[str, OptimizerShard], most: float) -> Iterator[tuple[_Piece, ...]]:
     """All elements in pieces, as many together as have at most `most` elements."""
     batch, size = list[_Piece](), 0
     for name, shard in shards.items():

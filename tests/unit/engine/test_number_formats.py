@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.number_formats import (
     BLOCK,
     Blocks8,
@@ -23,7 +24,15 @@ from megatron_hetero.engine.number_formats import (
 )
 
 CPU = torch.device("cpu")
+PLATFORMS = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 FINITE = st.integers(0, 2**32 - 1).filter(lambda bits: bits >> 23 & 0xFF != 0xFF)
+
+
+@pytest.fixture
+def platform(request: pytest.FixtureRequest) -> Platform:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return Platform(CPU, "gloo") if request.param == "cpu" else Platform(torch.device("cuda", 0), "nccl")
 
 
 def floats(bits: list[int]) -> Tensor:
@@ -70,6 +79,25 @@ def test_split_and_fp32_masters_have_the_same_weights_and_values() -> None:
     for span in ((0, 1000), (3, 4), (299, 777)):
         assert torch.equal(whole.read(*span), values[slice(*span)])
         assert torch.equal(split.read(*span), values[slice(*span)])
+
+
+@pytest.mark.parametrize("platform", PLATFORMS, indirect=True)
+def test_states_in_host_memory_are_those_of_the_device(platform: Platform) -> None:
+    """Each in its own stream, as updates read and write them."""
+    size, device = 3000, platform.device
+    values = drawn(size).clamp(-1e15, 1e15).to(device)
+    pairs = [
+        (SplitMaster(values.new_zeros(size, dtype=torch.bfloat16), zeros(size, torch.int16)),
+         Plain(zeros(size, torch.bfloat16), device),
+         Blocks8(zeros(size, torch.uint8), zeros(-(-size // BLOCK), torch.float32), device, squares=False))
+        for zeros in (platform.host_zeros, lambda count, dtype: torch.zeros(count, dtype=dtype, device=device))
+    ]  # fmt: skip
+    for host, here in zip(*pairs, strict=True):
+        for stored in (host, here):
+            for start in (0, 1024):
+                stored.write(start, values[start : start + 1024], platform.generator().manual_seed(start))
+        assert torch.equal(host.read(0, size), here.read(0, size))
+    platform.synchronize()
 
 
 def stored_in(kind: str, size: int) -> Stored:
