@@ -95,7 +95,7 @@ def test_16k_ranks_are_planned_in_seconds(world: int, vision: str, text: str, ma
         (9, "dp:8@0-7", "tp:1@8", "--plan.image_side 140", ("of vision wait for up to", "give it fewer ranks")),
         (4, "sp:4", "pp:4", "--parallel_layers.text 10 2 2 2", ("stage 0 of text", "--parallel_layers.text")),
         (1, "dp:1", "dp:1", "--plan.memory_gb 0.5", ("is not enough for 1 rank", "needs")),
-        (1, "dp:1", "dp:1", "--plan.memory_gb 90 --plan.images 3", ("of the rest most is", "--world-size 2")),
+        (1, "dp:1", "dp:1", "--plan.memory_gb 30 --plan.images 3", ("of the rest most is", "--world-size 2")),
         (1, "dp:1", "dp:1", "--plan.tokens 4000", ("more than data.max_seq_length", "raise data.max_seq_length")),
         (1, "dp:1", "dp:1", "--data.min_pixels 900000", ("fewer than data.min_pixels", "--plan.image_side 949")),
         (1, "dp:1", "dp:1", "--data.max_pixels 200704", ("more than data.max_pixels", "--plan.image_side 448")),
