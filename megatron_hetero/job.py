@@ -130,6 +130,7 @@ class JobSpec:
             for name, layout in layouts.items()
         }
         _require_layers(config, stages)
+        _require_equal_copies(config, shapes, layouts)
         return cls(config, folders, shapes, layouts, batch, stages)
 
     @property
@@ -250,6 +251,20 @@ def _checked_schedule(
     schedule = build_schedule(dict(layouts), micro_batches, settings, text=TEXT, forward_only=forward_only, edges=edges)
     check_schedule(schedule)
     return schedule
+
+
+def _require_equal_copies(config: Config, shapes: ModelShapes, layouts: Mapping[str, Layout]) -> None:
+    """Check that what several tp ranks hold is updated alike."""
+    for name, shape in shapes.module_shapes().items():
+        tp, heads = layouts[name].tp, shape.kv_heads
+        if config.precision_of(name).moments == "8bit" and tp > heads:
+            raise UserError.at(
+                f"precision.{name}.moments (--precision.{name}.moments)",
+                found=f"8bit with {name} layout `{layouts[name]}` and {heads} key/value heads",
+                expected=f"tp of at most {heads}",
+                because="ranks that hold copies of a key/value head would round them with other elements in a block",
+                fix=f"use bfloat16 moments, or a tp of {heads}",
+            )
 
 
 def _require_layers(config: Config, stages: Mapping[str, Sequence[Stage]]) -> None:

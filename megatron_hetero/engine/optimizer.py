@@ -171,8 +171,10 @@ class ModuleOptimizer:
 
     def _random(self, piece: _Piece, shard: OptimizerShard, step: int) -> torch.Generator:
         """What a piece is rounded with: the same on all ranks that hold it, and after a resume."""
-        name = f"{self.seed}/{self.module.name}/{piece.name}/{shard.start + piece.start}/{step}"
-        digest = blake2b(name.encode(), digest_size=8).digest()
+        # Copies of a tied weight have other names on other stages.
+        name = "tied" if piece.name == self.module.tied else piece.name
+        text = f"{self.seed}/{self.module.name}/{name}/{shard.start + piece.start}/{step}"
+        digest = blake2b(text.encode(), digest_size=8).digest()
         return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
     @cached_property

@@ -41,6 +41,14 @@ def test_some_stage_has_as_many_layers_as_are_recomputed() -> None:
         job("dp:2", "pp:2", 2, *uneven, "27")
 
 
+def test_copies_of_a_head_are_not_rounded_with_other_elements() -> None:
+    moments = "--precision.text.moments"
+    job("dp:16", "tp:16", 16, moments, "bfloat16")
+    job("dp:16", "tp:8,dp:2", 16, moments, "8bit")
+    with pytest.raises(UserError, match=r"precision.text.moments .*8bit.*8 key/value heads.*or a tp of 8"):
+        job("dp:16", "tp:16", 16, moments, "8bit")
+
+
 def test_an_encoder_that_runs_ahead_feeds_virtual_stages_of_the_first_rank_only() -> None:
     virtual = ["--schedule.virtual_stages", "2"]
     late = job("dp:1@0", "pp:2@1-2", 3, *virtual, "--parallel_layers.text", "2", "12", "11", "11")

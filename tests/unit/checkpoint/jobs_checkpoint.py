@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -86,6 +87,19 @@ def train(flags: list[str], copy: Path | None = None, until: int | None = None) 
         "from": run.resumed.step,
         "notes": run.resumed.notes,
     }
+
+
+def copies(flags: list[str]) -> dict[str, np.ndarray]:
+    """Train; of the text module the tied weight of this rank's stage, and the norms of its first layers by name, which
+    all tp ranks hold.
+    """
+    run = build(flags)
+    for step, batch, _ in run.batches():
+        run.train_step(step, batch)
+    [module] = [module for module in run.modules if module.name == "text"]
+    norms = {name: p for name, p in module.parameters.items() if "layernorm" in name and p.dim() == 1}
+    tied = {} if module.tied is None else {"tied": module.parameters[module.tied]}
+    return {name: p.detach().float().numpy().copy() for name, p in (norms | tied).items()}
 
 
 def started_again_on(flags: list[str], rank: int) -> int:

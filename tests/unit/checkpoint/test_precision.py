@@ -106,3 +106,16 @@ def test_every_setting_resumes_every_other(folders: Path, tmp_path: Path, pools:
     assert {value.dtype for key, value in fp32[-1].items() if "/" in key and key.startswith(("weights", "exp"))} == {
         torch.float32
     }
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
+def test_copies_stay_equal(moments: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
+    """What is rounded stochastically is rounded alike on all ranks that hold it, along tp and over stages."""
+    more = f"{BF16} --train.iters 5 --checkpoint.interval 100 {of('none', moments)}"
+    line = flags(folders, tmp_path, "dp:4", "tp:2,pp:2", more, "deep")
+    first, second, third, fourth = pools(4).run(jobs.copies, line)
+    assert np.array_equal(first["tied"], third["tied"]) and np.array_equal(second["tied"], fourth["tied"])
+    assert not np.array_equal(first["tied"], second["tied"]), "other words"
+    for one, other in ((first, second), (third, fourth)):
+        norms = one.keys() - {"tied"}
+        assert norms and all(np.array_equal(one[name], other[name]) for name in norms)
