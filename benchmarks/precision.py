@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -110,11 +111,11 @@ def report(runs: Mapping[str, Sequence[Run]]) -> str:
     """The table: mean ± standard deviation over seeds, and the difference from fp32 of the same seeds."""
     rows, base = [], runs[FP32]
     for name, of_setting in runs.items():
-        losses, heights = [run.held_out for run in of_setting], [100 * run.exact_match for run in of_setting]
+        losses, matches = [run.held_out for run in of_setting], [100 * run.exact_match for run in of_setting]
         apart = [run.held_out - other.held_out for run, other in zip(of_setting, base, strict=True)]
         finals = [run.final for run in of_setting]
         rows.append(
-            f"{name} | {BYTES[name]} | {_spread(finals, 4)} | {_spread(losses, 4)} | {_spread(heights, 1)} % | "
+            f"{name} | {BYTES[name]} | {_spread(finals, 4)} | {_spread(losses, 4)} | {_spread(matches, 1)} % | "
             f"{'' if name == FP32 else _spread(apart, 4)}"
         )
     count, steps = len(base), len(base[0].losses)
@@ -162,8 +163,10 @@ def main() -> None:
         parser.error("--seeds: 2 or more, for the spread")
     runs: dict[str, list[Run]] = {name: [] for name in SETTINGS}
     for seed in range(options.seeds):
-        for place, name in enumerate(SETTINGS):
-            folder = options.work.absolute() / f"{place}-{seed}"
+        for name in SETTINGS:
+            # Named by its flags, so that no run is taken for that of another setting.
+            digest = blake2b(repr(SETTINGS[name]).encode(), digest_size=4).hexdigest()
+            folder = options.work.absolute() / f"{digest}-{seed}"
             run = train(options.demo.absolute(), folder, name, seed, options.steps)
             print(f"seed {seed}, {name}: loss {run.final:.4f}, held out {run.held_out:.4f}", flush=True)
             runs[name].append(run)

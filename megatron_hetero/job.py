@@ -254,16 +254,21 @@ def _checked_schedule(
 
 
 def _require_equal_copies(config: Config, shapes: ModelShapes, layouts: Mapping[str, Layout]) -> None:
-    """Check that what several tp ranks hold is updated alike."""
+    """Check that copies of key/value heads are rounded alike: by themselves, and at equal places on all tp ranks."""
     for name, shape in shapes.module_shapes().items():
-        tp, heads = layouts[name].tp, shape.kv_heads
-        if config.precision_of(name).moments == "8bit" and tp > heads:
+        tp, heads, chosen = layouts[name].tp, shape.kv_heads, config.precision_of(name)
+        in_place = heads % tp == 0 or tp % heads == 0
+        rounded = {
+            "moments": chosen.moments != "float32" and not (in_place and chosen.moments == "bfloat16"),
+            "master": chosen.master == "none" and not in_place,
+        }
+        for field in (field for field, refused in rounded.items() if refused and heads % tp):
             raise UserError.at(
-                f"precision.{name}.moments (--precision.{name}.moments)",
-                found=f"8bit with {name} layout `{layouts[name]}` and {heads} key/value heads",
-                expected=f"tp of at most {heads}",
-                because="ranks that hold copies of a key/value head would round them with other elements in a block",
-                fix=f"use bfloat16 moments, or a tp of {heads}",
+                f"precision.{name}.{field} (--precision.{name}.{field})",
+                found=f"{getattr(chosen, field)} with {name} layout `{layouts[name]}` and {heads} key/value heads",
+                expected="float32" if field == "moments" else "float32 or split",
+                because="tp ranks hold copies of key/value heads, and would round them differently",
+                fix=f"leave precision.{name}.{field} out, or use a tp that divides {heads}",
             )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_hetero.checkpoint.format.blocks import Block, cut, first_held
 from megatron_hetero.checkpoint.format.keys import RANDOM, STEP, WEIGHTS, Entry, Shape, matrix
 from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.engine.number_formats import Plain, Stored
+from megatron_hetero.engine.number_formats import Plain, RoundedMaster, Stored, unpacked, write_all
 from megatron_hetero.engine.optimizer import ModuleOptimizer
 from megatron_hetero.engine.optimizer_state import OptimizerShard
 from megatron_hetero.hf.weight_map import TensorSlice
@@ -65,10 +65,12 @@ def read(
     optimizers: Sequence[ModuleOptimizer | None],
     shapes: Mapping[str, Shape],
     found: Collection[str],
+    *,
+    imported: bool = False,
 ) -> Iterator[Entry | Sequence[Entry]]:
     """What this rank reads, and into which tensors: of trained weights the masters, from which `renew_weights` makes
     those of all ranks. State that was not `found` (of a part that was frozen when the checkpoint was written) stays as
-    initialised.
+    initialised. `imported`: whether weights are those of a model's folder, and rounded as if read from there.
     """
     for module, optimizer in zip(modules, optimizers, strict=True):
         for name, slices in module.own_map.items():
@@ -76,7 +78,13 @@ def read(
             held = [tensor_slice for tensor_slice in slices if not tensor_slice.empty]
             flat, width = parameter.detach().view(-1), width_of(parameter)
             if optimizer is None or not parameter.requires_grad:
-                yield from entries(WEIGHTS, cut(held, width, 0, len(flat)), flat, shapes)
+                blocks = cut(held, width, 0, len(flat))
+                if imported or flat.dtype != torch.bfloat16:
+                    yield from entries(WEIGHTS, blocks, flat, shapes)
+                else:  # Of masters, if it was trained before.
+                    staged = torch.zeros(len(flat))
+                    yield list(entries(WEIGHTS, blocks, staged, shapes))
+                    write_all(RoundedMaster(flat), staged, flat.device)
             elif name in optimizer.shards:
                 yield from _read_shard(optimizer.shards[name], held, width, shapes, found)
 
@@ -89,7 +97,7 @@ def renew_masters(optimizers: Iterable[ModuleOptimizer | None]) -> None:
             continue
         for name, shard in optimizer.shards.items():
             weights = optimizer.module.parameters[name].detach().view(-1)[shard.start : shard.stop]
-            shard.master.write(0, weights.float())
+            write_all(shard.master, weights, weights.device)
 
 
 def _read_shard(
@@ -104,13 +112,13 @@ def _read_shard(
     for kind, stored in shard.stored.items():
         if kind != WEIGHTS and not updated:
             continue
-        if stored.values is not None:
+        if stored.values is not None and not (kind == WEIGHTS and stored.values.dtype == torch.bfloat16):
             yield from entries(kind, blocks, stored.values, shapes)
             continue
-        # Kept in another form: unpacked on the host, one parameter at a time. Padding is not stored, and is zero.
-        unpacked = torch.zeros(shard.stop - shard.start)
-        yield list(entries(kind, blocks, unpacked, shapes))
-        stored.write(0, unpacked.to(shard.gradient.device))
+        # Kept in another form: read on the host, one parameter at a time. Padding is not stored, and is zero.
+        staged = torch.zeros(shard.stop - shard.start)
+        yield list(entries(kind, blocks, staged, shapes))
+        write_all(stored, staged, shard.gradient.device)
     if shard.moments and slices and updated:
         # All stored tensors that a parameter is made of were updated together.
         yield Entry(f"{STEP}/{slices[0].name}", (1,), (0,), shard.updates.view(1))
@@ -130,7 +138,7 @@ def _stored_entries(
 
         def load(block: Block = block, dims: int = dims) -> Tensor:
             begin = start + block.offset
-            return replace(block, offset=0).view(stored.read(begin, begin + block.length), dims)
+            return replace(block, offset=0).view(unpacked(stored, begin, begin + block.length), dims)
 
         yield Entry(f"{kind}/{block.name}", size, offsets, torch.empty(shape, device="meta"), load)
 

@@ -25,6 +25,7 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.engine.optimizer import ModuleOptimizer
 from megatron_hetero.errors import UserError, os_errors_as
+from megatron_hetero.names import parts_of
 from megatron_hetero.outputs.checkpoints import (
     FileRecord,
     clean,
@@ -172,7 +173,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     # Imported weights take the place of the model's folder: the optimizers start from them as they would from that.
     imported = record.imported_from is not None
     optimizers = [None] * len(state.modules) if imported else state.optimizers
-    entries = read(state.modules, optimizers, state.shapes, found)
+    entries = read(state.modules, optimizers, state.shapes, found, imported=imported)
     states = random_states(state.topology.platform)
     own_random = list(random_entries(rank, states))
     # Random states of another kind of device do not fit.
@@ -221,6 +222,8 @@ def _roundings(old: RunRecord, new: RunRecord) -> Iterator[str]:
     """Notes on what is kept in fewer bits than before."""
     bits = {"master": {"none": 16}, "moments": {"bfloat16": 16, "8bit": 8}}
     for module in new.layouts:
+        if set(old.freeze).issuperset(parts_of(module)):
+            continue  # Its moments start at zero.
         for field, of_values in bits.items():
             before, now = (record.precision(module, field) for record in (old, new))
             if of_values.get(now, 32) < of_values.get(before, 32):

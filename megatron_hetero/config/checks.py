@@ -280,7 +280,7 @@ def _check_frozen(optimizer: OptimizerConfig, model: ModelConfig) -> None:
 
 
 def _check_states(config: Config) -> None:
-    """Numbers of optimizers that would have no effect."""
+    """Optimizer settings that would have no effect."""
     fp32, kind = config.model.dtype == "float32", OPTIMIZERS[config.optimizer.name]
     for module, chosen in config.precision.items():
         name = f"precision.{module}"

@@ -119,7 +119,7 @@ FP32 = PrecisionConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Section `offload.MODULE`: what is kept in host memory."""
+    """Section `offload.MODULE`: what a module keeps in host memory."""
 
     states: bool = option(False, "Keep master weights and moments in host memory; updates stream them.")
 
@@ -338,7 +338,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: Mapping[str, PrecisionConfig] = option({}, "Optimizer states and gradients of a module.")
-    offload: Mapping[str, OffloadConfig] = option({}, "What of a module is kept in host memory.")
+    offload: Mapping[str, OffloadConfig] = option({}, "What a module keeps in host memory.")
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -350,7 +350,7 @@ class Config:
         return self.precision.get(module, FP32)
 
     def offload_of(self, module: str) -> OffloadConfig:
-        """What of a module is kept in host memory."""
+        """What a module keeps in host memory."""
         return self.offload.get(module, OffloadConfig())
 
     @property

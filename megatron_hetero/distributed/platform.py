@@ -12,6 +12,7 @@ import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 from weakref import finalize
 
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_hetero.distributed.communicators import group_of
 from megatron_hetero.environment.cuda import prepare_environment
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, os_errors_as
 
 CPU = torch.device("cpu")
 
@@ -139,18 +140,20 @@ class Platform:
         if not self.is_cuda or not count:
             return torch.zeros(count, dtype=dtype)
         # Pages of its own, registered with CUDA: PyTorch's pinned memory is rounded up to powers of two.
-        pages = mmap.mmap(-1, count * dtype.itemsize)
+        size = count * dtype.itemsize
+        with os_errors_as(partial(_no_host_memory, size)):
+            pages = mmap.mmap(-1, size)
         kept = torch.frombuffer(pages, dtype=dtype, count=count)
         cuda: Any = torch.cuda.cudart()
         code = int(cuda.cudaHostRegister(kept.data_ptr(), kept.nbytes, 1))
         if code:
-            raise UserError.at(
-                "offload",
-                problem=f"{kept.nbytes:,} bytes of host memory cannot be pinned (CUDA error {code})",
-                fix="raise the limit of locked memory (ulimit -l unlimited), or offload less",
-            )
+            raise _no_host_memory(size, f"CUDA error {code}")
         finalize(pages, cuda.cudaHostUnregister, kept.data_ptr()).atexit = False  # The driver may be gone by then.
         return kept
+
+    def side_streams(self, number: int) -> tuple[torch.cuda.Stream, ...]:
+        """Streams of the device beside the current one; none on a CPU."""
+        return tuple(torch.cuda.Stream() for _ in range(number)) if self.is_cuda else ()
 
     def generator(self) -> torch.Generator:
         """A generator of random numbers on the device, apart from the default one."""
@@ -247,3 +250,11 @@ class _CudaTypeMeansCpu(_CudaMeansCpu):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(args[0]).replace("torch.", "torch.cuda.")
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _no_host_memory(size: int, error: object) -> UserError:
+    return UserError.at(
+        "offload.MODULE.states",
+        problem=f"{size:,} bytes of host memory cannot be pinned ({error})",
+        fix="raise the limit of locked memory (ulimit -l unlimited), free host memory, or offload less",
+    )

@@ -25,7 +25,12 @@ from torch import Tensor
 
 BLOCK = 256
 """Elements of a block with one scale."""
+PIECE = 1 << 23
+"""Elements that are unpacked at a time: 32 MiB in fp32."""
+assert PIECE % BLOCK == 0
 _HALF = 1 << 15
+_NAN = 0x7FC00000
+"""Bits of the smallest quiet NaN: adding to those of a larger one might wrap."""
 
 
 class Stored(Protocol):
@@ -177,16 +182,31 @@ class Blocks8:
         blocks = padded.view(-1, BLOCK)
         scales = blocks.abs().amax(1)
         shares = (blocks / torch.where(scales > 0, scales, 1.0)[:, None]).view(-1)[: len(values)]
-        above = torch.searchsorted(known, shares).clamp_(1, len(known) - 1)
+        above = torch.searchsorted(known, shares, out_int32=True).clamp_(1, len(known) - 1)
         low, high = known[above - 1], known[above]
         part = (shares - low) / (high - low)
         # Not the nearest where rounding is stochastic: the lower with the probability that keeps the mean.
         limit = 0.5 if random is None else torch.rand(part.shape, generator=random, device=part.device)
-        codes = above - (part <= limit).long()
+        codes = above - (part <= limit).int()
         if self.squares:
             codes = torch.where(shares > 0, codes.clamp(min=1), codes)  # A divisor: never 0 where it was not.
         self.codes[start : start + len(values)].copy_(codes, non_blocking=True)
         self.scales[start // BLOCK :][: len(scales)].copy_(scales, non_blocking=True)
+
+
+def unpacked(stored: Stored, start: int, stop: int) -> Tensor:
+    """Numbers [start, stop), fp32 on the host."""
+    found = torch.empty(stop - start)
+    for first in range(start, stop, PIECE):
+        last = min(first + PIECE, stop)
+        found[first - start : last - start] = stored.read(first, last)
+    return found
+
+
+def write_all(stored: Stored, values: Tensor, device: torch.device) -> None:
+    """Keep `values` of any floating type, on the device or the host, rounded to the nearest."""
+    for start in range(0, len(values), PIECE):
+        stored.write(start, values[start : start + PIECE].to(device).float())
 
 
 # ----------------------------------------------------------------------------------------------- bits
@@ -199,13 +219,13 @@ def nearest_bfloat16(values: Tensor) -> Tensor:
 
 def rounded(values: Tensor) -> Tensor:
     """Bits, int32, whose upper halves are fp32 `values` in bfloat16, rounded to the nearest, ties away from zero."""
-    return values.view(torch.int32) + _HALF
+    return values.view(torch.int32).clamp(max=_NAN).add_(_HALF)
 
 
 def rounded_stochastically(values: Tensor, random: torch.Generator) -> Tensor:
     """As `rounded`, up with the probability that keeps the mean."""
     bits = torch.randint(0, 2 * _HALF, values.shape, generator=random, device=values.device, dtype=torch.int32)
-    return bits.add_(values.view(torch.int32))
+    return bits.add_(values.view(torch.int32).clamp(max=_NAN))
 
 
 def upper_half(bits: Tensor) -> Tensor:
@@ -217,6 +237,11 @@ def joined(weights: Tensor, lower: Tensor) -> Tensor:
     """Fp32 numbers from bfloat16 `weights`, which are those `rounded`, and their `lower` halves, int16."""
     upper = weights.contiguous().view(torch.int16) - (lower < 0).to(torch.int16)  # Rounded up where its first bit is 1.
     return torch.stack((lower, upper), 1).view(torch.float32).view(-1)
+
+
+def code_of_zero(squares: bool) -> int:
+    """The byte of 0."""
+    return 0 if squares else 127
 
 
 @lru_cache

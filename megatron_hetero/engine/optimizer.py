@@ -26,16 +26,10 @@ from megatron_hetero.config.schema import FP32, OptimizerConfig, PrecisionConfig
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.learning_rate import learning_rate
 from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.engine.number_formats import BLOCK
+from megatron_hetero.engine.number_formats import PIECE
 from megatron_hetero.engine.optimizer_state import OptimizerShard, build_shards
 from megatron_hetero.models.weights import group_of
 from megatron_hetero.names import TEXT, parts_of
-
-PIECE = 1 << 23
-"""Elements that are updated at a time where they are unpacked: 32 MiB of fp32 each for weights, gradients and moments.
-Parameters are cut in pieces of as many everywhere, so that a kernel's vectors end at the same elements.
-"""
-assert PIECE % BLOCK == 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +63,7 @@ class ModuleOptimizer:
         seed: of stochastic rounding.
         platform: where this rank computes.
         streamed: whether states lie in host memory.
+        streams: of the device, where they are streamed: one batch is copied while the next is computed.
     """
 
     module: TrainedModule
@@ -79,13 +74,14 @@ class ModuleOptimizer:
     seed: int
     platform: Platform
     streamed: bool
+    streams: Sequence[torch.cuda.Stream] = ()
 
     @torch.no_grad()
     def update(self, step: int, total: int) -> None:
         """Update with the gradients as they are, at the rates of `step` (from 1) of `total`; then every rank has all
         weights. Collective over the ranks that hold the same weights.
         """
-        streams = self._streams
+        streams = self.streams if self.streamed else ()
         for place, pieces in enumerate(self._batches):
             with self._on(streams[place % len(streams)] if streams else None):
                 self._update(pieces, step, total)
@@ -181,11 +177,6 @@ class ModuleOptimizer:
     def _generator(self) -> torch.Generator:
         return self.platform.generator()
 
-    @cached_property
-    def _streams(self) -> tuple[torch.cuda.Stream, ...]:
-        """Where states are streamed: one batch is copied while the next is computed."""
-        return tuple(torch.cuda.Stream() for _ in range(2)) if self.streamed and self.platform.is_cuda else ()
-
     def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         if stream is None:
             return nullcontext()
@@ -194,7 +185,9 @@ class ModuleOptimizer:
 
 
 def _together(shards: Mapping[str, OptimizerShard], most: float) -> Iterator[tuple[_Piece, ...]]:
-    """All elements in pieces, as many together as have at most `most` elements."""
+    """All elements in pieces, as many together as have at most `most` elements. They are cut alike whatever the numbers
+    are kept in, so that the vectors of a kernel end at the same elements.
+    """
     batch, size = list[_Piece](), 0
     for name, shard in shards.items():
         length = shard.stop - shard.start
@@ -216,6 +209,7 @@ def build_optimizer(
     precision: PrecisionConfig = FP32,
     *,
     on_host: bool = False,
+    streams: Sequence[torch.cuda.Stream] = (),
     seed: int = 0,
 ) -> ModuleOptimizer | None:
     """The optimizer of `module`, or None where everything in it is frozen.
@@ -226,13 +220,14 @@ def build_optimizer(
         platform: where this rank computes.
         precision: the numbers of its states.
         on_host: whether these lie in host memory.
+        streams: in which these are then copied.
         seed: of stochastic rounding.
     """
     if module.ddp is None:
         return None
     shards, updates = build_shards(module, OPTIMIZERS[config.name], precision, on_host=on_host, platform=platform)
     rates = {name: _rates(module, name, config) for name in shards}
-    return ModuleOptimizer(module, shards, rates, updates, config, seed, platform, on_host)
+    return ModuleOptimizer(module, shards, rates, updates, config, seed, platform, on_host, streams)
 
 
 def _rates(module: TrainedModule, name: str, config: OptimizerConfig) -> Rates:

@@ -20,6 +20,7 @@ from megatron_hetero.engine.number_formats import (
     RoundedMaster,
     SplitMaster,
     Stored,
+    code_of_zero,
 )
 
 SECOND_MOMENT = "exp_avg_sq"
@@ -90,9 +91,7 @@ def _shard(
         if precision.moments == "8bit":
             codes, scales = zeros(size, torch.uint8), zeros(-(-size // BLOCK), torch.float32)
             squares = name == SECOND_MOMENT
-            stored = Blocks8(codes, scales, device, squares)
-            stored.write(0, torch.zeros(size, device=device))
-            return stored
+            return Blocks8(codes.fill_(code_of_zero(squares)), scales, device, squares)
         return Plain(zeros(size, getattr(torch, precision.moments)), device)
 
     def master() -> Stored:

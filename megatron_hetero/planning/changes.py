@@ -41,13 +41,17 @@ layers exchange tokens, and for one without windows, all of whose layers do.
 
 
 SPLIT, ROUNDED = 1.005, 1.01
-"""And when masters are put together for each update; and when moments or gradients are rounded, which takes less time,
-if any: what trains as before comes first.
+"""How much longer a step takes when masters are put together for each update; and when moments or gradients are
+rounded. That takes less time, if any, but what trains as before comes first.
 """
+CHUNK = 8192
+"""Tokens of a chunk: enough for the kernels of matrix products."""
 SELECTED = 1.03
-"""And when norms and activation functions are repeated, which takes passes over memory: a guess."""
+"""How much longer a step takes when norms and activation functions are repeated, which takes passes over memory: a
+guess.
+"""
 STREAMED = 1.3
-"""And when optimizer states are streamed from the host: a guess, for steps of some seconds."""
+"""How much longer a step takes when optimizer states are streamed from the host: a guess, for steps of some seconds."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def smaller_states(plan: Plan) -> Iterator[Change]:
     """Moments and gradients in bfloat16: these are rounded."""
     moments = {"moments": "bfloat16"} if plan.job.optimizer.moments else {}
     gradients = {"gradients": "bfloat16"} if plan.job.dtype == torch.bfloat16 else {}
-    for chosen in (moments, gradients, {**moments, **gradients}):
+    for chosen in (moments, gradients, {**moments, **gradients} if moments and gradients else {}):
         yield from _states(plan, chosen, ROUNDED, rounds=True)
     if moments and gradients:
         yield from _states(plan, {"master": "split", **moments, **gradients}, ROUNDED * SPLIT, rounds=True)
@@ -129,13 +133,20 @@ def _states(plan: Plan, chosen: Settings, unseen: float, *, rounds: bool = False
 def states_on_the_host(plan: Plan) -> Iterator[Change]:
     """Updates wait for the bus between GPU and host."""
     names = [name for name in _trained(plan) if not plan.config.offload_of(name).states]
-    for chosen in {tuple(names[-1:]), tuple(names)}:
+    for chosen in dict.fromkeys((tuple(names[-1:]), tuple(names))):
         if chosen:
             yield Change({f"offload.{name}.states": True for name in chosen}, STREAMED)
 
 
 def _trained(plan: Plan) -> list[str]:
     return [name for name in plan.layouts if any(of[0] == name and p.trained for of, p in plan.parameters.items())]
+
+
+def chunked_mlps(plan: Plan) -> Iterator[Change]:
+    """MLPs take their tokens in chunks, and repeat their first product."""
+    for name in plan.layouts:
+        if not plan.config.model.chunk.get(name, 0):
+            yield Change({f"model.chunk.{name}": CHUNK}, SMALLER)
 
 
 def smaller_micro_batches(plan: Plan) -> Iterator[Change]:
@@ -180,6 +191,7 @@ CHANGES: tuple[Callable[[Plan], Iterator[Change]], ...] = (
     split_masters,
     smaller_states,
     recomputed_layers,
+    chunked_mlps,
     states_on_the_host,
     smaller_micro_batches,
     images_over_more_ranks,

@@ -13,7 +13,7 @@ from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Plan
-from megatron_hetero.planning.fitting import find_fitting
+from megatron_hetero.planning.fitting import Attempt, find_fitting
 from megatron_hetero.planning.work import encoder_trains
 from megatron_hetero.schedule.program import Role
 
@@ -84,23 +84,26 @@ def _against_memory(plan: Plan, limit: int, advice: str) -> str:
     """Settings that fit. Where no one or two do: by how much they miss, a layout that fits, or else `advice`."""
     found = find_fitting(plan, limit)
     if found.attempts:
-        texts = [
-            f"{a.flags} ({_gb(a.needed)}, about {a.slowdown:.2f} times the time of a step"
-            f"{', with states rounded' if a.change.rounds else ''})"
-            for a in found.attempts
-        ]
+        texts = [f"{a.flags} ({_costs(a)}, about {a.slowdown:.2f} times the time of a step)" for a in found.attempts]
         return f"try {', or '.join(texts)}"
     missed = "no setting that was tried saves memory"
     if (best := found.closest) is not None:
         missed = (
             "no one or two settings that were tried are enough: the closest are "
-            f"{best.flags}, with {_gb(best.needed)} ({_gb(best.needed - limit)} too much)"
+            f"{best.flags}, with {_costs(best)} ({_gb(best.needed - limit)} too much)"
         )
     if found.larger is not None:
         larger = found.larger
         flags = f"--world-size {larger.plan.world_size} {larger.flags}"
-        return f"{missed}. {larger.plan.world_size:,} ranks are enough: {flags} ({_gb(larger.needed)})"
+        return f"{missed}. {larger.plan.world_size:,} ranks are enough: {flags} ({_costs(larger)})"
     return f"{missed}. {advice[:1].upper()}{advice[1:]}"
+
+
+def _costs(attempt: Attempt) -> str:
+    """Memory, and what else an attempt asks for."""
+    host = int(attempt.plan.host_memory.sum())
+    on_host = f" and {_gb(host)} of all hosts" if host else ""
+    return f"{_gb(attempt.needed)}{on_host}{', states rounded' if attempt.change.rounds else ''}"
 
 
 def _against_activations(plan: Plan, role: Role) -> str:

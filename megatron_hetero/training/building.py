@@ -55,10 +55,10 @@ def build_step_trainer(
             check=check,
             **job.communication,
         )
-    build = partial(_build_modules, job, topology, weights)
+    build = partial(_build_parts, job, topology, weights)
     with watchdog.waiting(lambda: "the weights of all other ranks"):
-        # A rank may be the only one to read what is wrong: all of them leave, and one says why.
-        modules = together(topology.files, build, watchdog.working) if check else build()
+        # A rank may be the only one to find what is wrong: all of them leave, and one says why.
+        modules, optimizers = together(topology.files, build, watchdog.working) if check else build()
     planner = StepPlanner(
         job.shapes.encoders,
         job.layouts,
@@ -74,12 +74,22 @@ def build_step_trainer(
         schedule=schedule,
         topology=topology,
         modules=modules,
-        optimizers=tuple(_build_optimizer(job, module, platform) for module in modules),
+        optimizers=optimizers,
         interpreter=_interpreter(job, topology, modules, watch, watchdog),
         planner=planner,
         watch=watch,
         profiler=StepProfiler(profiled.start, profiled.steps, config.log.dir, topology.rank, platform),
     )
+
+
+def _build_parts(
+    job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]
+) -> tuple[tuple[TrainedModule, ...], tuple[ModuleOptimizer | None, ...]]:
+    """This rank's parts of modules, and their optimizers."""
+    modules, platform = _build_modules(job, topology, weights), topology.platform
+    streamed = any(job.config.offload_of(module.name).states for module in modules)
+    streams = platform.side_streams(2) if streamed else ()
+    return modules, tuple(_build_optimizer(job, module, platform, streams) for module in modules)
 
 
 def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> tuple[TrainedModule, ...]:
@@ -105,7 +115,9 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
     )
 
 
-def _build_optimizer(job: JobSpec, module: TrainedModule, platform: Platform) -> ModuleOptimizer | None:
+def _build_optimizer(
+    job: JobSpec, module: TrainedModule, platform: Platform, streams: Sequence[torch.cuda.Stream]
+) -> ModuleOptimizer | None:
     config, name = job.config, module.name
     return build_optimizer(
         module,
@@ -113,6 +125,7 @@ def _build_optimizer(job: JobSpec, module: TrainedModule, platform: Platform) ->
         platform,
         config.precision_of(name),
         on_host=config.offload_of(name).states,
+        streams=streams,
         seed=config.train.seed,
     )
 

@@ -15,8 +15,8 @@ MODEL = Path(__file__).parents[2] / "examples" / "models" / "qwen3_vl_8b"
 """Rows of layers 8, 16 and 24 of its encoder enter after layers 0, 1 and 2 of its language model."""
 
 
-def job(vision: str, text: str, world: int, *more: str) -> JobSpec:
-    flags = f"--model.hf_path {MODEL} --data.registry.d.annotations d.json --data.datasets d --log.dir log"
+def job(vision: str, text: str, world: int, *more: str, model: Path = MODEL) -> JobSpec:
+    flags = f"--model.hf_path {model} --data.registry.d.annotations d.json --data.datasets d --log.dir log"
     batch = "--train.global_batch_size 8 --train.micro_batch_size 1 --train.iters 1"
     layouts = f"--vision-parallel {vision} --text-parallel {text}"
     return JobSpec.of(load_config([*flags.split(), *batch.split(), *layouts.split(), *more]), world)
@@ -45,8 +45,13 @@ def test_copies_of_a_head_are_not_rounded_with_other_elements() -> None:
     moments = "--precision.text.moments"
     job("dp:16", "tp:16", 16, moments, "bfloat16")
     job("dp:16", "tp:8,dp:2", 16, moments, "8bit")
-    with pytest.raises(UserError, match=r"precision.text.moments .*8bit.*8 key/value heads.*or a tp of 8"):
+    with pytest.raises(UserError, match=r"precision.text.moments .*8bit.*8 key/value heads.*a tp that divides 8"):
         job("dp:16", "tp:16", 16, moments, "8bit")
+    odd = Path(MODEL).parent / "qwen2_5_vl_7b"  # 28 heads, 4 of keys and values.
+    for name, value in (("moments", "bfloat16"), ("master", "none")):
+        with pytest.raises(UserError, match=rf"precision.text.{name} .*4 key/value heads.*a tp that divides 4"):
+            job("dp:7", "tp:7", 7, f"--precision.text.{name}", value, model=odd)
+    job("dp:7", "tp:7", 7, "--precision.text.master", "split", model=odd)
 
 
 def test_an_encoder_that_runs_ahead_feeds_virtual_stages_of_the_first_rank_only() -> None:

@@ -165,6 +165,8 @@ def read_entries(
                 else:
                     _read(folder, index, each)
             _read(folder, index, alone)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise  # No fault of the checkpoint.
         except Exception as error:
             raise UserError.at(
                 folder, problem=f"unreadable tensors on rank {_rank(group)} ({in_short(error)})", fix=ANOTHER

@@ -29,7 +29,7 @@ PURE: dict[str, Callable[[], Any]] = {
         lambda: mh.Ownership.of({(0,): [0]}, "whole")  # pyright: ignore[reportArgumentType]
     ),
     r"edge a to b: found a stage at one end, .* `source_stage` and `target_stage`": lambda: mh.Edge("a", "b", 1),
-    r"schedule: found no layout for module `decoder` among vision, text": (
+    r"layouts: found no layout for module `decoder` among vision, text": (
         lambda: mh.build_schedule(LAYOUTS, 2, text="decoder")
     ),
     r"layout `xp:2`.*: found axis `xp`, expected one of tp, sp, cp, dp, pp": lambda: mh.Layout.parse("xp:2", 4),

@@ -28,6 +28,7 @@ from megatron_hetero.checkpoint.format.storage import read_entries
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.engine import number_formats, optimizer
 from megatron_hetero.errors import UserError
 from megatron_hetero.evaluation.held_out import HeldOutEvaluation
 from megatron_hetero.outputs import checkpoints as folder_module
@@ -89,17 +90,24 @@ def train(flags: list[str], copy: Path | None = None, until: int | None = None) 
     }
 
 
-def copies(flags: list[str]) -> dict[str, np.ndarray]:
-    """Train; of the text module the tied weight of this rank's stage, and the norms of its first layers by name, which
-    all tp ranks hold.
-    """
+def copies(flags: list[str]) -> dict[tuple[str, ...], np.ndarray]:
+    """Train; of the text module what this rank holds of each stored tensor, by its name and rows and columns."""
     run = build(flags)
     for step, batch, _ in run.batches():
         run.train_step(step, batch)
     [module] = [module for module in run.modules if module.name == "text"]
-    norms = {name: p for name, p in module.parameters.items() if "layernorm" in name and p.dim() == 1}
-    tied = {} if module.tied is None else {"tied": module.parameters[module.tied]}
-    return {name: p.detach().float().numpy().copy() for name, p in (norms | tied).items()}
+    return {
+        tuple(map(str, tensor_slice.rectangle)): module.parameters[name][tensor_slice.place].detach().float().numpy()
+        for name, slices in module.own_map.items()
+        for tensor_slice in slices
+        if not tensor_slice.empty
+    }
+
+
+def in_pieces(size: int, flags: list[str], until: int | None = None) -> dict[str, Any]:
+    """As `train`, with parameters updated, read and written in pieces of so many elements."""
+    with mock.patch.object(optimizer, "PIECE", size), mock.patch.object(number_formats, "PIECE", size):
+        return train(flags, None, until)
 
 
 def started_again_on(flags: list[str], rank: int) -> int:

@@ -26,6 +26,12 @@ def of(master: str, moments: str = "float32", gradients: str = "float32", module
     return " ".join(f"--precision.{m}.{name} {value}" for m in modules.split() for name, value in chosen.items())
 
 
+LAYOUTS = [
+    ("plain", "sp:2", "tp:2", 2),
+    ("deep", "dp:2", "pp:2", 2),
+    ("deep", "dp:2@0-1", "tp:2@2-3", 4),
+    ("qwen3-tied", "tp:2,dp:2", "pp:2,dp:2", 4),
+]
 SPLIT = of("split")
 SETTINGS = {
     "split": SPLIT,
@@ -37,15 +43,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "model, vision, text, ranks",
-    [
-        ("plain", "sp:2", "tp:2", 2),
-        ("deep", "dp:2", "pp:2", 2),
-        ("deep", "dp:2@0-1", "tp:2@2-3", 4),
-        ("qwen3-tied", "tp:2,dp:2", "pp:2,dp:2", 4),
-    ],
-)
+@pytest.mark.parametrize("model, vision, text, ranks", thinned(LAYOUTS, 2))
 def test_split_masters_train_as_fp32_masters(
     model: str, vision: str, text: str, ranks: int, folders: Path, tmp_path: Path, pools: Pools
 ) -> None:
@@ -63,7 +61,7 @@ def test_split_masters_train_as_fp32_masters(
     assert all(np.array_equal(second["weights"][name], value) for name, value in expected["weights"].items())
 
 
-@pytest.mark.parametrize("name", thinned(SETTINGS, 2))
+@pytest.mark.parametrize("name", thinned(SETTINGS, 3))
 def test_a_resume_is_exact(name: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     more = f"{BF16} --train.iters 8 --checkpoint.interval 100 {SETTINGS[name]}"
     whole, cut = (flags(folders, tmp_path / run, "sp:2", "tp:2", more) for run in ("whole", "cut"))
@@ -73,6 +71,18 @@ def test_a_resume_is_exact(name: str, folders: Path, tmp_path: Path, pools: Pool
     assert second["from"] == 4 and first["losses"] + second["losses"] == untouched["losses"]
     same(tmp_path / "cut/checkpoints/step-00000004", tmp_path / "copy/step-00000004", but="random/")
     same(*(tmp_path / run / "checkpoints/step-00000008" for run in ("whole", "cut")), but="")
+
+
+def _require_close(key: str, value: torch.Tensor, before: torch.Tensor, setting: str) -> None:
+    """As close as the numbers of `setting` allow, which only those that round change."""
+    if "exp_avg" in key and "8bit" in setting:
+        if "exp_avg_sq" in key:
+            value, before = value.sqrt(), before.sqrt()
+        # A level is off by 8 %, and where a block has larger numbers by half of its smallest level.
+        torch.testing.assert_close(value, before, rtol=0.08, atol=1e-6 * before.abs().max().item())
+        return
+    rounds = ("exp_avg" in key and "bfloat16" in setting) or (key.startswith("weights/") and "master none" in setting)
+    torch.testing.assert_close(value, before, rtol=2**-8 if rounds else 0.0, atol=0.0)
 
 
 def test_every_setting_resumes_every_other(folders: Path, tmp_path: Path, pools: Pools) -> None:
@@ -93,10 +103,7 @@ def test_every_setting_resumes_every_other(folders: Path, tmp_path: Path, pools:
             loaded = {key: value for key, value in loaded.items() if not key.startswith("random/")}
             assert loaded.keys() == {key for key in before if not key.startswith("random/")}
             for key, value in loaded.items():
-                narrow = ("none" if key.startswith("weights/") else "8bit") in setting
-                bound = 0.08 if narrow and "weights" not in key else 2**-8 if "bfloat16" in setting or narrow else 0.0
-                scale = before[key].float().abs().max().item()
-                torch.testing.assert_close(value.float(), before[key].float(), rtol=bound, atol=bound / 10 * scale)
+                _require_close(key, value.float(), before[key].float(), setting)
         notes = " ".join(found["notes"])
         assert ("moments of text rounded to 8 bits" in notes) == (
             "8bit" in setting and "8bit" not in settings[turn - 1]
@@ -108,14 +115,48 @@ def test_every_setting_resumes_every_other(folders: Path, tmp_path: Path, pools:
     }
 
 
-@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
-def test_copies_stay_equal(moments: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
-    """What is rounded stochastically is rounded alike on all ranks that hold it, along tp and over stages."""
+@pytest.mark.parametrize(
+    "moments, model, vision, text",
+    [
+        ("8bit", "deep", "dp:4", "tp:2,pp:2"),  # The embedding is on both stages.
+        ("bfloat16", "deep", "dp:4", "tp:2,pp:2"),
+        ("bfloat16", "plain", "sp:4", "tp:4"),  # Each head of keys and values is on two ranks.
+    ],
+)
+def test_copies_stay_equal(
+    moments: str, model: str, vision: str, text: str, folders: Path, tmp_path: Path, pools: Pools
+) -> None:
+    """What is rounded stochastically is rounded alike on all ranks that hold it."""
     more = f"{BF16} --train.iters 5 --checkpoint.interval 100 {of('none', moments)}"
-    line = flags(folders, tmp_path, "dp:4", "tp:2,pp:2", more, "deep")
-    first, second, third, fourth = pools(4).run(jobs.copies, line)
-    assert np.array_equal(first["tied"], third["tied"]) and np.array_equal(second["tied"], fourth["tied"])
-    assert not np.array_equal(first["tied"], second["tied"]), "other words"
-    for one, other in ((first, second), (third, fourth)):
-        norms = one.keys() - {"tied"}
-        assert norms and all(np.array_equal(one[name], other[name]) for name in norms)
+    ranks = pools(4).run(jobs.copies, flags(folders, tmp_path, vision, text, more, model))
+    seen: dict[tuple[str, ...], np.ndarray] = {}
+    shared = set()
+    for held in ranks:
+        for key, value in held.items():
+            if key in seen:
+                shared.add(key[0])
+                assert np.array_equal(seen[key], value), key
+            seen[key] = value
+    assert any("norm" in name for name in shared)
+    assert any(("embed_tokens" if model == "deep" else "k_proj") in name for name in shared)
+
+
+def test_pieces_make_no_difference(folders: Path, tmp_path: Path, pools: Pools) -> None:
+    """Updates, checkpoints and resumes in pieces of 512 elements, of which each parameter has many."""
+    found = {}
+    for name, setting in {"fp32": "", "split": SPLIT, "8bit": of("split", "8bit")}.items():
+        more = f"{BF16} --train.iters 8 --checkpoint.interval 100 {setting}"
+        whole = flags(folders, tmp_path / name, "dp:2", "tp:2", more)
+        found[name] = pools(2).run(jobs.in_pieces, 512, whole)[0]
+        cut = flags(folders, tmp_path / f"{name} cut", "dp:2", "tp:2", more)
+        first = pools(2).run(jobs.in_pieces, 512, cut, 4)[0]
+        second = pools(2).run(jobs.in_pieces, 512, cut)[0]
+        assert first["losses"] + second["losses"] == found[name]["losses"]
+        last = "checkpoints/step-00000008"
+        same(tmp_path / name / last, tmp_path / f"{name} cut" / last, but="")
+        counts = {float(v) for key, v in jobs.tensors(tmp_path / name / last).items() if key.startswith("step/")}
+        assert counts == {8.0}, "of a parameter in many pieces"
+    same(*(tmp_path / name / "checkpoints/step-00000008" for name in ("fp32", "split")), but="")
+    more = f"{BF16} --train.iters 8 --checkpoint.interval 100 {of('split', '8bit')}"
+    whole = pools(2).run(jobs.train, flags(folders, tmp_path / "at once", "dp:2", "tp:2", more))[0]
+    np.testing.assert_allclose(whole["losses"], found["8bit"]["losses"], rtol=0.02)

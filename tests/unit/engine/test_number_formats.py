@@ -63,6 +63,21 @@ def test_weights_are_the_nearest(bits: list[int]) -> None:
     assert torch.equal((weights - values).abs()[finite], (nearest - values).abs()[finite])
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000])
+def test_nan_and_infinity_stay_what_they_are(bits: int) -> None:
+    """NaN as GPUs and CPUs make it."""
+    values = floats([bits] * BLOCK)
+    for stored in (*masters(BLOCK), stored_in("weights", BLOCK), stored_in("bfloat16", BLOCK)):
+        for random in (None, torch.Generator().manual_seed(0)):
+            stored.write(0, values, random)
+            assert torch.equal(stored.read(0, BLOCK).isnan(), values.isnan())
+    for master in masters(BLOCK):
+        master.write(0, values)
+        weights = master.weights.float()  # pyright: ignore[reportAttributeAccessIssue]
+        assert torch.equal(weights.isnan(), values.isnan())
+        assert values.isnan().all() or torch.equal(weights, values)
+
+
 def masters(size: int) -> list[Stored]:
     weights = [torch.zeros(size, dtype=torch.bfloat16) for _ in range(2)]
     kept = Plain(torch.zeros(size), CPU)

@@ -37,7 +37,8 @@ def measure(flags: list[str]) -> dict[str, Any]:
     return {
         "weights": _bytes(p for module in run.modules for p in module.parameters.values()),
         "gradients": sum(map(_gradient_bytes, run.modules)),
-        "optimizer": sum(map(_optimizer_bytes, run.optimizers)),
+        "optimizer": sum(_optimizer_bytes(optimizer, on_host=False) for optimizer in run.optimizers),
+        "host": sum(_optimizer_bytes(optimizer, on_host=True) for optimizer in run.optimizers),
         "activations": live.peak,
         "boundary": sum(pool.peak for pool in pools),
         "forward": {name: _rows([plan.forward for plan in own]) for name, own in plans.items()},
@@ -76,14 +77,15 @@ def _gradient_bytes(module: Any) -> int:
     return 0 if module.ddp is None else sum(buffer.grad_data.nbytes for buffer in module.ddp.buffers)
 
 
-def _optimizer_bytes(optimizer: Any) -> int:
-    """State, and master weights of their own."""
+def _optimizer_bytes(optimizer: Any, *, on_host: bool) -> int:
+    """State, and master weights of their own, in host memory or the rest."""
     if optimizer is None:
         return 0
     kept = [s for shard in optimizer.shards.values() for s in (shard.master, *shard.moments.values())]
     weights = {p.untyped_storage().data_ptr() for p in optimizer.module.parameters.values()}
     tensors = [t for stored in kept for t in stored.tensors if t.untyped_storage().data_ptr() not in weights]
-    return _bytes([*tensors, *([optimizer.updates] if any(s.moments for s in optimizer.shards.values()) else [])])
+    counts = [optimizer.updates] if any(s.moments for s in optimizer.shards.values()) else []
+    return _bytes([*(tensors if optimizer.streamed == on_host else ()), *(() if on_host else counts)])
 
 
 class _CountedBuffers(BufferPool):

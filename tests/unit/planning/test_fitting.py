@@ -66,6 +66,9 @@ LEAN = " ".join(
 """Of which no state is left to be kept in less."""
 
 
+GB = r"[\d.]+ GB and [\d.]+ GB of all hosts"
+
+
 def _with_flags(argv: list[str], flags: str) -> list[str]:
     """A command line with some flags added, in place of those that it has already."""
     found: dict[str, list[str]] = {}
@@ -130,8 +133,8 @@ def test_the_problem_names_flags_memory_and_time(make_plan: MakePlan) -> None:
         problem.found,
     ), problem.found
     assert re.fullmatch(
-        r"try --train\.micro_batch_size 2 \([\d.]+ GB, about 1\.05 times the time of a step\), or "
-        r"--model\.recompute\.text full \([\d.]+ GB, about 1\.\d\d times the time of a step\)",
+        rf"try --train\.micro_batch_size 2 \({GB}, about 1\.05 times the time of a step\), or "
+        rf"--model\.recompute\.text full \({GB}, about 1\.\d\d times the time of a step\)",
         problem.fix,
     ), problem.fix
 
@@ -141,8 +144,8 @@ def test_where_nothing_is_enough_the_plan_says_by_how_much_and_which_ranks_are(m
     [problem] = [p for p in problems_of(plan) if "memory_gb" in p.found]
     assert "23.7 GB of l4, is not enough" in problem.found
     assert re.fullmatch(
-        r"no one or two settings that were tried are enough: the closest are --\S+ full --\S+ full, with [\d.]+ GB "
-        r"\([\d.]+ GB too much\)\. 2 ranks are enough: --world-size 2 .*--vision-parallel dp:2 .*\([\d.]+ GB\)",
+        rf"no one or two settings that were tried are enough: the closest are --\S+ full --\S+ full, with {GB} "
+        r"\([\d.]+ GB too much\)\. 2 ranks are enough: --world-size 2 .*--vision-parallel dp:2 .*\([\d.]+ GB and .*\)",
         problem.fix,
     ), problem.fix
 
@@ -175,6 +178,7 @@ def test_an_entry_is_a_function_in_the_table(make_plan: MakePlan, monkeypatch: p
 
 def test_entries_keep_out_of_what_is_in_use(make_plan: MakePlan) -> None:
     flags = f"--schedule.kind recompute --model.recompute.vision full --model.recompute.text full {LEAN}"
+    flags += " --model.chunk.vision 8192 --model.chunk.text 8192"
     plan = make_plan(4, "sp:4", "tp:4", flags)
     assert [change for entry in CHANGES for change in entry(plan)] == []
 

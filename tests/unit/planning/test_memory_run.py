@@ -57,6 +57,7 @@ CASES = [
     Case("sp:2", "tp:2", 2, f"{BF16} {SMALL.format('text', 'split', 'bfloat16', 'bfloat16')}"),
     Case("dp:4", "pp:2,dp:2", 4, f"{BF16} {SMALL.format('text', 'none', '8bit', 'bfloat16')} {HALVES}", tied=True),
     Case("dp:3@0-2", "tp:2@2-3", 4, f"{BF16} {SMALL.format('vision', 'float32', '8bit', 'float32')}"),
+    Case("dp:2", "pp:2", 2, f"{BF16} {HALVES} --offload.text.states true --precision.text.moments 8bit"),
     Case("dp:2", "cp:2", 2, "--precision.text.moments 8bit --precision.vision.moments bfloat16"),
     Case("dp:2", "dp:2", 2, f"{BF16} {SGD} --precision.text.master split --precision.vision.master none"),
     Case("tp:2", "tp:2", 2, f"{WHOLE} {SGD} {BF16}"),
@@ -141,6 +142,7 @@ def test_plan_is_what_a_step_takes(
         assert {kind: planned[kind] for kind in exact} == {kind: found[kind] for kind in exact}, f"rank {rank}"
         assert planned["activations"] == pytest.approx(found["activations"], rel=0.1), f"rank {rank}"
         assert found["planned"] == found["parameters"]
+        assert plan.host_memory[rank] == found["host"]
     for boundary in plan.boundaries:
         for name, traffic in boundary.traffic.items():
             steps, ranks = plan.batch.micro_batches, traffic.ranks.tolist()

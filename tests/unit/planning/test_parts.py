@@ -10,8 +10,10 @@ import pytest
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.distributed.communicators import communicators
+from megatron_hetero.engine import number_formats
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.planning.memory import parameters
 from megatron_hetero.planning.memory.nccl_memory import PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
 from megatron_hetero.planning.memory.parameters import Parameter, buckets_of, parameter_bytes
 from megatron_hetero.planning.memory.staging import SimulatedBufferPool
@@ -43,6 +45,10 @@ def test_shares_of_the_optimizer_are_those_of_the_elements_in_each_part(ranks: i
     assert found.optimizer.tolist() == expected.tolist()
     assert found.trained == sum(SIZES) - SIZES[2] and found.parameters == sum(SIZES)
     assert found.gradients == 4 * sum(b.size for b in buckets_of(parameters, ranks, True))
+
+
+def test_blocks_are_those_of_the_optimizer() -> None:
+    assert parameters.BLOCK == number_formats.BLOCK
 
 
 def test_sgd_keeps_master_weights_of_bfloat16_alone() -> None:
