@@ -78,7 +78,7 @@ def _require_close(key: str, value: torch.Tensor, before: torch.Tensor, setting:
     if "exp_avg" in key and "8bit" in setting:
         if "exp_avg_sq" in key:
             value, before = value.sqrt(), before.sqrt()
-        # A level is off by up to 7 % of its number. Blocks of biases hold others of the layer, which may be much larger.
+        # A level is off by up to 7 % of its number. Blocks of biases hold others of the layer, which may be larger.
         assert key.endswith("bias") or (value - before).norm() <= 0.05 * before.norm(), key
         return
     rounds = ("exp_avg" in key and "bfloat16" in setting) or (key.startswith("weights/") and "master none" in setting)
