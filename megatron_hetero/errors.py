@@ -53,10 +53,10 @@ class UserError(ValueError):
             because: why this is expected, or wrong; may be left out.
         """
         assert bool(problem) != bool(found or expected), "an error quotes a value or states a problem"
-        wrong = _cut(problem, MOST_FOUND) or f"found {_cut(found, MOST_FOUND)}, expected {expected}"
+        wrong = truncated(problem, MOST_FOUND) or f"found {truncated(found, MOST_FOUND)}, expected {expected}"
         reason = f", because {because}" if because else ""
         stop = "" if fix.endswith(("?", "!")) else "."
-        text = f"{_cut(str(where), MOST_FOUND)}: {wrong}{reason}. {fix[:1].upper()}{fix[1:]}{stop}"
+        text = f"{truncated(str(where), MOST_FOUND)}: {wrong}{reason}. {fix[:1].upper()}{fix[1:]}{stop}"
         # In one line: a name with a line end in it could pass for another message.
         return cls(printable(text))
 
@@ -72,10 +72,11 @@ def printable(text: str, but: str = "") -> str:
 
 def quoted(text: str) -> str:
     """A text of a file or record as messages show it: in quotes, on one line, truncated."""
-    return repr(text[:MOST_QUOTED]) + _cut(text, MOST_QUOTED)[MOST_QUOTED:]
+    return repr(text[:MOST_QUOTED]) + truncated(text, MOST_QUOTED)[MOST_QUOTED:]
 
 
-def _cut(text: str, most: int) -> str:
+def truncated(text: str, most: int) -> str:
+    """The first `most` characters, and how many are left out."""
     rest = len(text) - most
     return text if rest <= 0 else f"{text[:most]}... and {rest} more characters"
 

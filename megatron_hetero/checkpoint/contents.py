@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -132,15 +133,13 @@ def _stored_entries(
         yield from entries(kind, blocks, stored.values[start:], shapes)
         return
     for block in blocks:
-        size = matrix(shapes[block.name])
-        offsets, dims = (block.rows[0], block.columns[0])[: len(size)], len(size)
-        shape = (block.rows[1] - block.rows[0], block.columns[1] - block.columns[0])[:dims]
+        shape_only = torch.empty(block.offset + block.length, device="meta")
+        [entry] = entries(kind, [block], shape_only, shapes)
+        yield replace(entry, load=partial(_load, stored, block, start + block.offset, len(entry.size)))
 
-        def load(block: Block = block, dims: int = dims) -> Tensor:
-            begin = start + block.offset
-            return replace(block, offset=0).view(unpacked(stored, begin, begin + block.length), dims)
 
-        yield Entry(f"{kind}/{block.name}", size, offsets, torch.empty(shape, device="meta"), load)
+def _load(stored: Stored, block: Block, start: int, dims: int) -> Tensor:
+    return replace(block, offset=0).view(unpacked(stored, start, start + block.length), dims)
 
 
 def entries(kind: str, blocks: Iterable[Block], flat: Tensor, shapes: Mapping[str, Shape]) -> Iterator[Entry]:

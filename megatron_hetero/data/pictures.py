@@ -17,7 +17,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
 from megatron_hetero.data.early_end import ends_early
-from megatron_hetero.errors import UserError, in_short, reason
+from megatron_hetero.errors import UserError, in_short, reason, truncated
 
 # 2 × PIL's own warning threshold: where PIL itself refuses to open a picture.
 MAX_IMAGE_PIXELS = 178_956_970
@@ -90,9 +90,7 @@ def load_picture(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> 
 
 def image_place(where: str, path: Path) -> str:
     """A record's image as messages name it, truncated: a damaged record's name may be as long as its file."""
-    name = str(path)
-    rest = len(name) - _MOST_OF_A_NAME
-    return f"{where}: image {name if rest <= 0 else f'{name[:_MOST_OF_A_NAME]}... and {rest} more characters'}"
+    return f"{where}: image {truncated(str(path), _MOST_OF_A_NAME)}"
 
 
 @contextmanager

@@ -27,7 +27,7 @@ BLOCK = 256
 """Elements of a block with one scale."""
 PIECE = 1 << 23
 """Elements that are unpacked at a time: 32 MiB in fp32."""
-assert PIECE % BLOCK == 0
+assert PIECE % BLOCK == 0, "pieces begin where blocks do"
 _HALF = 1 << 15
 _NAN = 0x7FC00000
 """Bits of the smallest quiet NaN: adding to those of a larger one might wrap."""

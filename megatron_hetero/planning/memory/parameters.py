@@ -24,13 +24,12 @@ import numpy as np
 
 from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.config.schema import FP32, PrecisionConfig
+from megatron_hetero.engine.number_formats import BLOCK
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of, stored_shapes, tied_parameter, weight_map
 from megatron_hetero.sharding.stages import LAYERS, Stage
 
-BLOCK = 256
-"""Elements of a parameter with one scale, see `engine.number_formats`."""
 _MASTER = {"float32": 4, "split": 2, "none": 0}
 _MOMENT = {"float32": 4, "bfloat16": 2, "8bit": 1}
 _GRADIENT = {"float32": 4, "bfloat16": 2}
