@@ -12,8 +12,9 @@ from measuring.material import ModelSize, write_samples
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.gradients import scale_gradients
+from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.models.weights import stored_shapes
-from megatron_hetero.training.export import assemble, gather_parameters
+from megatron_hetero.training.export import Value, assemble, gather_parameters
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
 
@@ -72,10 +73,10 @@ def gradients(run: Trainer, step: int = 1) -> tuple[float, dict[str, Tensor]]:
     batch = run.loader.load(step, map)
     summary = run.gradients(batch)
     scale_gradients(run.modules, 1.0 / batch.supervised)
-    return summary.loss_sum / batch.supervised, stored(run, lambda p: p.main_grad)
+    return summary.loss_sum / batch.supervised, stored(run, TrainedModule.whole_gradient)
 
 
-def stored(run: Trainer, value: Any) -> dict[str, Tensor]:
+def stored(run: Trainer, value: Value = TrainedModule.whole_weight) -> dict[str, Tensor]:
     """What `value` has of each parameter, by stored name, fp32 on the host of the first rank; nothing elsewhere."""
     parts = gather_parameters(run.modules, run.topology, value)
     return {name: tensor.float() for name, tensor in assemble(parts, stored_shapes(run.shapes))}

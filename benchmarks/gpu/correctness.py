@@ -53,7 +53,7 @@ def _fp32_steps(record: Record, folder: Path, platform: Platform) -> None:
     expected_losses, expected = reference.train(cases.STEPS)
     run = cases.build(platform, cases.flags(folder, "dp:1", "dp:1", "float32"))
     losses = [run.train_step(step, batch).loss for step, batch, _ in run.batches()]
-    found = cases.stored(run, lambda p: p.detach())
+    found = cases.stored(run)
     moved = {name: expected[name] - before[name] for name in before}
     error = difference({name: found[name] - before[name] for name in before}, moved)
     record.put("fp32 steps", {"losses": losses, "losses of transformers": expected_losses, "error": error})

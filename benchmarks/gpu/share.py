@@ -170,7 +170,7 @@ class RankOnDevice:
         start = time.perf_counter()
         with self.watch.part("zero gradients"):
             for module in trainer.modules:
-                module.ddp.zero_grad_buffer()  # pyright: ignore[reportOptionalMemberAccess]
+                module.data_parallel.zero_gradients()
         loss = trainer.interpreter.run(trainer.schedule, self._load)
         issued = time.perf_counter() - start
         with self.watch.part("gradient sums"):

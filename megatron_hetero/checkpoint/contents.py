@@ -26,12 +26,11 @@ def written(
         for name, slices in first_held(module.maps, module.groups.tp.rank()).items():
             if name == module.tied_copy:
                 continue
-            parameter = module.parameters[name]
+            parameter, weights = module.parameters[name], module.data_parallel.weights(name)
             if optimizer is None or not parameter.requires_grad:
-                stored = Plain(parameter.detach().view(-1), parameter.device)
-                yield from _written_weights(slices, module, parameter, stored, shapes)
-            elif not module.sharded:
-                yield from _written_weights(slices, module, parameter, optimizer.shards[name].master, shapes)
+                yield from _written_weights(slices, module, name, Plain(weights, weights.device), shapes)
+            elif not module.data_parallel.sharded:
+                yield from _written_weights(slices, module, name, optimizer.shards[name].master, shapes)
             elif name in optimizer.shards:
                 yield from _written_shard(slices, parameter, optimizer.shards[name], shapes)
 
@@ -39,15 +38,17 @@ def written(
 def _written_weights(
     slices: Sequence[TensorSlice],
     module: TrainedModule,
-    parameter: torch.nn.Parameter,
+    name: str,
     stored: Stored,
     shapes: Mapping[str, Shape],
 ) -> Iterator[Entry]:
-    """Of weights that are replicated over the data- and context-parallel group each rank writes an equal part."""
-    group, size = module.groups.dp_cp, parameter.numel()
-    start, stop = (size * (group.rank() + i) // group.size() for i in range(2))
+    """Of weights that all data- and context-parallel ranks keep, each writes an equal part; else what it keeps."""
+    group, parameter, (begin, end) = module.groups.dp_cp, module.parameters[name], module.data_parallel.kept(name)
+    start, stop = begin, end
+    if end - begin == (size := parameter.numel()):
+        start, stop = (size * (group.rank() + i) // group.size() for i in range(2))
     blocks = cut(slices, width_of(parameter), start, stop)
-    yield from _stored_entries(WEIGHTS, blocks, stored, start, shapes)
+    yield from _stored_entries(WEIGHTS, blocks, stored, start - begin, shapes)
 
 
 def _written_shard(
@@ -77,9 +78,9 @@ def read(
         for name, slices in module.own_map.items():
             parameter = module.parameters[name]
             held = [tensor_slice for tensor_slice in slices if not tensor_slice.empty]
-            flat, width = parameter.detach().view(-1), width_of(parameter)
+            flat, width = module.data_parallel.weights(name), width_of(parameter)
             if optimizer is None or not parameter.requires_grad:
-                blocks = cut(held, width, 0, len(flat))
+                blocks = cut(held, width, *module.data_parallel.kept(name))
                 if imported or flat.dtype != torch.bfloat16:
                     yield from entries(WEIGHTS, blocks, flat, shapes)
                 else:  # Of masters, if it was trained before.
@@ -97,7 +98,9 @@ def renew_masters(optimizers: Iterable[ModuleOptimizer | None]) -> None:
         if optimizer is None:
             continue
         for name, shard in optimizer.shards.items():
-            weights = optimizer.module.parameters[name].detach().view(-1)[shard.start : shard.stop]
+            kept = optimizer.module.data_parallel
+            begin, _ = kept.kept(name)
+            weights = kept.weights(name)[shard.start - begin : shard.stop - begin]
             write_all(shard.master, weights, weights.device)
 
 

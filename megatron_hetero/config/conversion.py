@@ -31,8 +31,8 @@ def convert(value: object, kind: object, base: Path) -> object:
 
     Args:
         value: a YAML value: text, a number, a boolean, None or a list of these.
-        kind: str, int, float, bool, Path, a Literal of texts, one of these or None, a tuple of one of these, or the
-            union of a Literal and the type of any other value.
+        kind: str, int, float, bool, Path, a Literal of texts or of integers, one of these or None, a tuple of
+            one of these, or the union of a Literal and the type of any other value.
         base: the folder that relative paths start from.
 
     Raises:
@@ -59,7 +59,7 @@ def describe(kind: object) -> str:
     if origin in (Union, UnionType):
         return " or ".join("none" if arg is NoneType else describe(arg) for arg in args)
     if origin is Literal:
-        return "|".join(args)
+        return "|".join(map(str, args))
     if origin is tuple:
         return f"list of {describe(args[0])}" if args[-1] is Ellipsis else f"{len(args)} {describe(args[0])}s"
     return {str: "text", int: "integer", float: "number", bool: "true|false", Path: "path"}[kind]
@@ -87,11 +87,13 @@ def _word_or(value: object, words: list[str], other: object, base: Path) -> obje
         raise ConversionError(f"{error.found}{hint}", expected) from None
 
 
-def _choice(value: object, options: tuple[str, ...]) -> str:
-    if value in options:
-        return str(value)
-    hint = did_you_mean(value, options) if isinstance(value, str) else ""
-    raise ConversionError(f"{show(value)}{hint}", f"one of {', '.join(options)}")
+def _choice(value: object, options: tuple[str | int, ...]) -> str | int:
+    named = {str(option): option for option in options}
+    # `true` equals 1, and is none.
+    if isinstance(value, str | int) and not isinstance(value, bool) and str(value) in named:
+        return named[str(value)]
+    hint = did_you_mean(value, list(named)) if isinstance(value, str) else ""
+    raise ConversionError(f"{show(value)}{hint}", f"one of {', '.join(named)}")
 
 
 def _items(value: object, args: tuple[object, ...], kind: object, base: Path) -> tuple[object, ...]:

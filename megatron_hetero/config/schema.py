@@ -339,6 +339,12 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: Mapping[str, PrecisionConfig] = option({}, "Optimizer states and gradients of a module.")
     offload: Mapping[str, OffloadConfig] = option({}, "What a module keeps in host memory.")
+    zero: Mapping[str, Literal[1, 2, 3]] = option(
+        {},
+        "ZeRO stage of a module: what its dp, sp and cp ranks shard. 1: AdamW's states; 2: also gradients; 3: also "
+        "weights, gathered layer by layer (FSDP2).",
+        "1",
+    )
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -435,6 +441,7 @@ def require_modules(config: Config, modules: Iterable[str]) -> None:
         "model.sequence_parallel": config.model.sequence_parallel,
         "precision": config.precision,
         "offload": config.offload,
+        "zero": config.zero,
     }
     for where, names in by_module.items():
         for name in names:

@@ -58,12 +58,12 @@ def reduce_gradients(
 
     `modules`: those that this rank has a part of, in the order of the topology; every rank calls it.
     """
-    trained = {module.name: module for module in modules if module.ddp is not None}
+    trained = {module.name: module for module in modules if module.trained}
     finite = {name: _is_finite(module) for name, module in trained.items()}
     for module in trained.values():
         _sum_parts_over_tp(module)
     for module in trained.values():
-        module.ddp.finish_grad_sync(force_all_reduce=topology.platform.prefers_all_reduce)  # pyright: ignore[reportOptionalMemberAccess]
+        module.data_parallel.reduce()
     for module in trained.values():
         _sum_tied_over_stages(module)
     squares = {name: _squares(module) for name, module in trained.items()}
@@ -77,8 +77,8 @@ def reduce_gradients(
 def scale_gradients(modules: Iterable[TrainedModule], factor: float) -> None:
     """Step 5."""
     for module in modules:
-        if module.ddp is not None:
-            module.ddp.scale_gradients(factor)
+        for buffer in module.data_parallel.buffers:
+            buffer.mul_(factor)
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -117,7 +117,7 @@ def _gather_rows(mine: Tensor, topology: Topology) -> Tensor:
 
 def _is_finite(module: TrainedModule) -> Tensor:
     # The extremes of a buffer are finite where all of it is; NaN counts as both. Many times as fast as a norm.
-    extremes = [end for b in module.ddp.buffers for end in torch.aminmax(b.grad_data)]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalMemberAccess]
+    extremes = [end for buffer in module.data_parallel.buffers for end in torch.aminmax(buffer)]
     return torch.stack(extremes).isfinite().all().double()
 
 
@@ -134,40 +134,59 @@ def _sum_parts_over_tp(module: TrainedModule) -> None:
     own, slots, size = _parts(module)
     if not slots:
         return
-    buffer = torch.zeros(size, device=own[0][0].main_grad.device)
-    gradients = [parameter.main_grad[tensor_slice.place] for parameter, tensor_slice in own]
+    buffer = torch.zeros(size, device=module.data_parallel.buffers[0].device)
+    gradients = [_accumulated_rows(module, name, tensor_slice) for name, tensor_slice in own]
     views = [
-        buffer.narrow(0, slots[tensor_slice.rectangle], g.numel())
-        for (_, tensor_slice), g in zip(own, gradients, strict=True)
+        buffer.narrow(0, slots[tensor_slice.rectangle] + before, gradient.numel())
+        for (_, tensor_slice), (gradient, before) in zip(own, gradients, strict=True)
     ]
-    for view, gradient in zip(views, gradients, strict=True):
+    for view, (gradient, _) in zip(views, gradients, strict=True):
         view.add_(gradient.flatten())
+    if module.data_parallel.reduces_early:
+        # Ranks of a tp group may keep other rows of a slice: it may lie elsewhere in their parameters.
+        dist.all_reduce(buffer, group=module.groups.dp_cp)
     dist.all_reduce(buffer, group=module.groups.tp)
-    for view, gradient in zip(views, gradients, strict=True):
+    for view, (gradient, _) in zip(views, gradients, strict=True):
         gradient.copy_(view.view_as(gradient))
 
 
-def _parts(module: TrainedModule) -> tuple[list[tuple[Any, TensorSlice]], dict[tuple[Any, ...], int], int]:
+def _accumulated_rows(module: TrainedModule, name: str, tensor_slice: TensorSlice) -> tuple[Tensor, int]:
+    """Those rows of a slice whose gradient is on this rank, and the elements of the slice before them."""
+    values, (begin, _) = module.data_parallel.accumulated(name)
+    row = module.parameters[name].shape[1:]
+    rows = values.view(-1, *row)
+    first = begin // row.numel()
+    end = tensor_slice.at + tensor_slice.rows[1] - tensor_slice.rows[0]
+    start = min(max(tensor_slice.at, first), end)
+    stop = max(start, min(end, first + len(rows)))
+    found = rows[(slice(start - first, stop - first), *tensor_slice.place[1:])]
+    return found, (start - tensor_slice.at) * found.shape[1:].numel()
+
+
+def _parts(module: TrainedModule) -> tuple[list[tuple[str, TensorSlice]], dict[tuple[Any, ...], int], int]:
     """This rank's (parameter, slice) whose gradients are parts; where the slice of any rank begins in a buffer; its
     size.
     """
-    own: list[tuple[Any, TensorSlice]] = []
+    own: list[tuple[str, TensorSlice]] = []
     slots: dict[tuple[Any, ...], int] = {}
     end = 0
     if module.groups.tp.size() == 1:
         return own, slots, end
-    for name, parameter in module.parameters.items():
-        if not parameter.requires_grad:
-            continue
+    for name, parameter in module.trained.items():
         on_shards = bool(getattr(parameter, "sequence_parallel", False))
         for own_map, how in zip(module.maps, module.held, strict=True):
             slices = _partial_slices(own_map[name], how[name], on_shards)
-            own += [(parameter, tensor_slice) for tensor_slice in slices if own_map is module.own_map]
+            own += [(name, tensor_slice) for tensor_slice in slices if own_map is module.own_map]
             for tensor_slice in slices:
                 if tensor_slice.rectangle not in slots:
                     slots[tensor_slice.rectangle] = end
-                    end += parameter[tensor_slice.place].numel()  # slices of a rectangle are alike on all ranks
+                    end += _elements(parameter, tensor_slice)  # slices of a rectangle are alike on all ranks
     return own, slots, end
+
+
+def _elements(parameter: Tensor, tensor_slice: TensorSlice) -> int:
+    rows, columns = tensor_slice.rows, tensor_slice.columns
+    return (rows[1] - rows[0]) * (columns[1] - columns[0] if columns else parameter.shape[1:].numel())
 
 
 def _partial_slices(slices: Sequence[TensorSlice], how: Held, on_shards: bool) -> list[TensorSlice]:
@@ -183,14 +202,10 @@ def _partial_slices(slices: Sequence[TensorSlice], how: Held, on_shards: bool) -
 
 @torch.no_grad()
 def _sum_tied_over_stages(module: TrainedModule) -> None:
-    if module.tied is None:
-        return
-    parameter: Any = module.parameters[module.tied]
-    if parameter.requires_grad:
+    if module.tied is not None and module.tied in module.trained:
         # With a sharded optimizer both copies are cut alike, see `shared_embedding` where modules are built.
-        start, stop = module.owned[module.tied]
         assert module.groups.embd is not None, "the topology was built with this module among `tied`"
-        dist.all_reduce(parameter.main_grad.view(-1)[start:stop], group=module.groups.embd)
+        dist.all_reduce(module.gradient(module.tied), group=module.groups.embd)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -202,15 +217,15 @@ def _squares(module: TrainedModule) -> Tensor:
     """The sum of squares of this rank's share of the module's gradients, fp64 scalar; shares of all ranks add up to
     the whole.
     """
-    replicas = 1 if module.sharded else module.groups.dp_cp.size()
+    replicas = 1 if module.data_parallel.sharded else module.groups.dp_cp.size()
     counted = [
         part
-        for name, parameter in module.parameters.items()
-        if parameter.requires_grad and name != module.tied_copy
-        for part in _counted_parts(parameter, module, name, module.owned[name])
+        for name in module.trained
+        if name != module.tied_copy
+        for part in _counted_parts(module, name)
         if part[0].numel()
     ]
-    device = module.ddp.buffers[0].grad_data.device  # pyright: ignore[reportIndexIssue, reportOptionalMemberAccess]
+    device = module.data_parallel.buffers[0].device
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
     # All norms at once: a model has hundreds of parameters.
@@ -219,23 +234,18 @@ def _squares(module: TrainedModule) -> Tensor:
     return torch.dot(norms.square(), on_device(shares, device))
 
 
-def _counted_parts(
-    parameter: Any, module: TrainedModule, name: str, owned: tuple[int, int]
-) -> Iterator[tuple[Tensor, float]]:
-    """Flat parts of the gradient of a parameter, as far as it is `owned`, and what share of their squares counts: of
-    what several ranks hold, one share on each.
+def _counted_parts(module: TrainedModule, name: str) -> Iterator[tuple[Tensor, float]]:
+    """Flat parts of the gradient of a parameter, as far as this rank updates it, and what share of their squares
+    counts: of what several ranks hold, one share on each.
     """
-    flat, how = parameter.main_grad.view(-1), module.own_held[name]
-    whole = flat[owned[0] : owned[1]]
+    whole, (begin, end), how = module.gradient(name), module.data_parallel.owned[name], module.own_held[name]
     if not how.replicated_slices:
         yield whole, 1 / how.copies[0]
         return
     yield whole, 1.0
-    width = parameter[0].numel()
+    width = module.parameters[name].shape[1:].numel()
     for tensor_slice, copies in zip(module.own_map[name], how.copies, strict=True):
         if copies > 1:
-            start, stop = (
-                tensor_slice.at * width,
-                (tensor_slice.at + tensor_slice.rows[1] - tensor_slice.rows[0]) * width,
-            )
-            yield flat[max(owned[0], start) : max(max(owned[0], start), min(owned[1], stop))], 1 / copies - 1
+            start = max(begin, tensor_slice.at * width)
+            stop = min(end, (tensor_slice.at + tensor_slice.rows[1] - tensor_slice.rows[0]) * width)
+            yield whole[start - begin : max(start, stop) - begin], 1 / copies - 1

@@ -1,20 +1,21 @@
-"""A module of the model as it is trained: weights, data-parallel buffers, optimizer, and what it holds in common with
-others.
-"""
+"""A module of the model as it is trained: its part on this rank, and what that has in common with other ranks'."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
+from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.engine.data_parallel import DataParallel, Replicated
+from megatron_hetero.engine.fully_sharded import FullySharded, shard_stage, without_weights
 from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, load_slices
 from megatron_hetero.models.common.parameters import TIED_COPIES
 from megatron_hetero.models.common.recompute.policy import Recompute
@@ -30,9 +31,9 @@ class TrainedModule:
     """One module on this rank.
 
     `stages`: the pipeline stages that this rank holds, and `chunks`: the model of each of them. `maps`, `held`: for
-    each rank of its tensor-parallel group the weight map, and how often that group holds each parameter. `ddp` is None
-    where every parameter is frozen. `tied`: the parameter of which another stage holds a copy, if any. Parameters are
-    named as in the whole module.
+    each rank of its tensor-parallel group the weight map, and how often that group holds each parameter. `parameters`:
+    of this rank, with the shapes that they have before data-parallel ranks share them. `data_parallel`: how they do.
+    `tied`: the parameter of which another stage holds a copy, if any. Parameters are named as in the whole module.
     """
 
     name: str
@@ -41,43 +42,35 @@ class TrainedModule:
     groups: ProcessGroupCollection
     maps: tuple[WeightMap, ...]
     held: tuple[Mapping[str, Held], ...]
-    ddp: DistributedDataParallel | None
+    parameters: Mapping[str, torch.nn.Parameter]
+    data_parallel: DataParallel
     tied: str | None
 
     @cached_property
-    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """This rank's parameters by name."""
-        of_stages = zip(self.chunks, self.stages, strict=True)
-        return {name: p for model, stage in of_stages for name, p in named_parameters(model, stage).items()}
+    def trained(self) -> Mapping[str, torch.nn.Parameter]:
+        """Those of the parameters that train."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    def gradient(self, name: str) -> Tensor:
+        """The reduced gradient of what this rank updates of a parameter, flat."""
+        values, (begin, _) = self.data_parallel.accumulated(name)
+        start, stop = self.data_parallel.owned[name]
+        return values[start - begin : stop - begin]
+
+    def whole_weight(self, name: str) -> Tensor:
+        """A parameter, shaped as in `parameters`. Collective where data-parallel ranks share it."""
+        return self.data_parallel.whole(name, self.data_parallel.weights(name))
+
+    def whole_gradient(self, name: str) -> Tensor:
+        """What is accumulated of its gradient, likewise; zero where it is frozen."""
+        if name not in self.trained:
+            return torch.zeros(self.parameters[name].shape)
+        return self.data_parallel.whole(name, self.data_parallel.accumulated(name)[0])
 
     @property
     def tied_copy(self) -> str | None:
         """The parameter of this rank that counts on another stage, if any: the head of a tied model."""
         return None if any(stage.is_first for stage in self.stages) else self.tied
-
-    @cached_property
-    def owned(self) -> Mapping[str, tuple[int, int]]:
-        """Of each trained parameter the flat range whose reduced gradient this rank has, and whose weights it updates:
-        with a sharded optimizer what lies in this rank's part of the parameter's bucket, else all of it.
-        """
-        if self.ddp is None:
-            return {}
-        ranges: dict[int, tuple[int, int]] = {}
-        for buffer in self.ddp.buffers:  # pyright: ignore[reportGeneralTypeIssues]
-            for bucket in buffer.buckets:
-                size = bucket.grad_data.numel()
-                share = size // self.groups.dp_cp.size() if self.sharded else size
-                low = bucket.offset + (share * self.groups.dp_cp.rank() if self.sharded else 0)
-                for parameter in bucket.params:
-                    start, stop, _ = buffer.param_index_map[parameter]
-                    first = min(max(start, low), stop)
-                    ranges[id(parameter)] = first - start, max(first, min(stop, low + share)) - start
-        return {name: ranges[id(p)] for name, p in self.parameters.items() if p.requires_grad}
-
-    @property
-    def sharded(self) -> bool:
-        """Whether the ranks that hold the same weights share their optimizer, each a part (ZeRO stage 1)."""
-        return self.ddp is not None and self.ddp.ddp_config.use_distributed_optimizer
 
     @property
     def own_map(self) -> WeightMap:
@@ -102,37 +95,103 @@ def build_module(
     recompute: Recompute,
     freeze: Collection[str],
     sharded: bool,
+    zero: int,
     gradients: torch.dtype,
     weights: WeightSource,
 ) -> TrainedModule:
     """Build this rank's part of `name`: in its layout the stages that it holds, their weights read, what is to be
     frozen frozen, and with buffers of `gradients`, that dtype. `every`: the pipeline stages of the module. `sharded`:
-    whether its optimizer will be.
+    whether its optimizer will be. `zero`: the ZeRO stage.
     """
-    groups = topology.collection(name)
-    tp, tp_rank = groups.tp.size(), groups.tp.rank()
+    groups, tp = topology.collection(name), topology.layouts[name].tp
     stages = stages_of_rank(every, groups.pp.rank(), topology.layouts[name].pp)
-    chunks, copies = [], TIED_COPIES if shapes.text.tied else {}
     family = family_of(shapes[name].family)
-    kind = family.text_model() if name == TEXT else family.encoder_model()
-    for stage in stages:
-        model = kind(
-            shapes[name],
-            groups,
-            topology.platform,
-            provider,
-            dtype=dtype,
-            sequence_parallel=sequence_parallel,
-            recompute=recompute,
-            stage=stage,
-        )
-        load_parameters(model, weight_map(name, shapes, tp_rank, tp, stage), weights, stage, copies)
-        _freeze(name, model, freeze)
-        chunks.append(model)
-    tied = _mark_tied(name, shapes, stages, chunks)
+    make = partial(
+        family.text_model() if name == TEXT else family.encoder_model(),
+        shapes[name],
+        groups,
+        topology.platform,
+        provider,
+        dtype=dtype,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+    )
     maps = tuple(_map_of_stages(name, shapes, rank, tp, stages) for rank in range(tp))
-    ddp = _data_parallel(chunks, groups, sharded, gradients)
-    return TrainedModule(name, stages, tuple(chunks), groups, maps, held(maps), ddp, tied)
+    parts = _Parts(
+        make,
+        stages,
+        tuple(weight_map(name, shapes, groups.tp.rank(), tp, stage) for stage in stages),
+        weights,
+        TIED_COPIES if shapes.text.tied else {},
+        frozenset(each for each in maps[0] if group_of(name, each) not in freeze),
+        next(filter(None, (tied_parameter(name, shapes, stage) for stage in stages)), None),
+    )
+    # Alone there is nobody to share with, and without gradients ZeRO-2 shares nothing.
+    if groups.dp_cp.size() > 1 and (zero == 3 or (zero == 2 and parts.trained)):
+        chunks, data_parallel = _fully_sharded(parts, groups, topology.platform, gradients, zero)
+    else:
+        chunks, data_parallel = _replicated(parts, groups, topology.platform, gradients, sharded)
+    return TrainedModule(
+        name, stages, chunks, groups, maps, held(maps), data_parallel.parameters, data_parallel, parts.tied
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """What a module is made of on this rank: a constructor of stages, these, the weight map of each, where weights come
+    from, what is stored a second time there, the names of what trains, and of what another stage holds a copy of.
+    """
+
+    make: Callable[..., Any]
+    stages: tuple[Stage, ...]
+    maps: tuple[WeightMap, ...]
+    weights: WeightSource
+    copies: Mapping[str, str]
+    trained: frozenset[str]
+    tied: str | None
+
+    def named(self, chunks: Sequence[Any]) -> dict[str, torch.nn.Parameter]:
+        """The parameters of all stages."""
+        of_stages = zip(chunks, self.stages, strict=True)
+        return {name: p for model, stage in of_stages for name, p in named_parameters(model, stage).items()}
+
+
+def _replicated(
+    parts: _Parts, groups: ProcessGroupCollection, platform: Platform, gradients: torch.dtype, sharded: bool
+) -> tuple[tuple[Any, ...], DataParallel]:
+    chunks = []
+    for stage, own_map in zip(parts.stages, parts.maps, strict=True):
+        model = parts.make(stage=stage)
+        load_parameters(model, own_map, parts.weights, stage, parts.copies)
+        for name, parameter in named_parameters(model, stage).items():
+            parameter.requires_grad_(name in parts.trained)
+        chunks.append(model)
+    named = parts.named(chunks)
+    if parts.tied is not None:
+        # A bucket of its own: the distributed optimizer then cuts both copies alike, so that the ranks that hold the
+        # same elements of both are those that differ in `pp` alone.
+        named[parts.tied].shared_embedding = True  # pyright: ignore[reportAttributeAccessIssue]
+    return tuple(chunks), Replicated.of(named, chunks, groups, platform, sharded=sharded, gradients=gradients)
+
+
+def _fully_sharded(
+    parts: _Parts, groups: ProcessGroupCollection, platform: Platform, gradients: torch.dtype, zero: int
+) -> tuple[tuple[Any, ...], DataParallel]:
+    shards = []
+    for stage, own_map in zip(parts.stages, parts.maps, strict=True):
+        with without_weights():
+            model = parts.make(stage=stage)
+        _require_same_names(named_parameters(model, stage), own_map)
+        _require_equal_copies(own_map, parts.weights, parts.copies)
+
+        load = partial(_load, own_map, parts.weights)
+        shards.append(
+            shard_stage(
+                model, stage.global_name, groups, platform.device, load, parts.trained, gradients=gradients, zero=zero
+            )
+        )
+    chunks = tuple(shard.model for shard in shards)
+    return chunks, FullySharded(parts.named(chunks), groups, tuple(shards))
 
 
 def named_parameters(model: torch.nn.Module, stage: Stage | None) -> dict[str, torch.nn.Parameter]:
@@ -152,28 +211,24 @@ def load_parameters(
     `copies`: what the folder may store a second time, and the tensor of which it is a copy.
     """
     parameters = named_parameters(model, stage)
-    missing, unexpected = parameters.keys() - own_map.keys(), own_map.keys() - parameters.keys()
-    assert not missing and not unexpected, f"weight map: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
-    for name, slices in own_map.items():
-        load_slices(parameters[name], slices, [weights.read(tensor_slice) for tensor_slice in slices])
+    _require_same_names(parameters, own_map)
+    for name, parameter in parameters.items():
+        _load(own_map, weights, name, parameter)
     _require_equal_copies(own_map, weights, copies)
+
+
+def _load(own_map: WeightMap, weights: WeightSource, name: str, parameter: Tensor) -> None:
+    load_slices(parameter, own_map[name], [weights.read(tensor_slice) for tensor_slice in own_map[name]])
+
+
+def _require_same_names(parameters: Collection[str], own_map: WeightMap) -> None:
+    missing, unexpected = set(parameters) - own_map.keys(), own_map.keys() - set(parameters)
+    assert not missing and not unexpected, f"weight map: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
 
 
 def _map_of_stages(name: str, shapes: ModelShapes, tp_rank: int, tp: int, stages: Sequence[Stage]) -> WeightMap:
     of_stages = [weight_map(name, shapes, tp_rank, tp, stage) for stage in stages]
     return {parameter: slices for of_stage in of_stages for parameter, slices in of_stage.items()}
-
-
-def _mark_tied(name: str, shapes: ModelShapes, stages: Sequence[Stage], chunks: Sequence[Any]) -> str | None:
-    """The parameter of these stages of which another rank holds a copy, marked for Megatron."""
-    for stage, model in zip(stages, chunks, strict=True):
-        tied = tied_parameter(name, shapes, stage)
-        if tied is not None:
-            # A bucket of its own: the distributed optimizer then cuts both copies alike, so that the ranks that hold
-            # the same elements of both are those that differ in `pp` alone.
-            named_parameters(model, stage)[tied].shared_embedding = True  # pyright: ignore[reportAttributeAccessIssue]
-            return tied
-    return None
 
 
 def _require_equal_copies(own_map: WeightMap, weights: WeightSource, copies: Mapping[str, str]) -> None:
@@ -185,20 +240,3 @@ def _require_equal_copies(own_map: WeightMap, weights: WeightSource, copies: Map
             weights.require_copy(
                 copy, original, [tensor_slice for tensor_slice in slices if tensor_slice.name == original]
             )
-
-
-def _freeze(module: str, model: torch.nn.Module, freeze: Collection[str]) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(group_of(module, name) not in freeze)
-
-
-def _data_parallel(
-    chunks: Sequence[Any], groups: ProcessGroupCollection, sharded: bool, gradients: torch.dtype
-) -> DistributedDataParallel | None:
-    model = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
-    if not any(p.requires_grad for p in model.parameters()):
-        return None
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=gradients == torch.float32, use_distributed_optimizer=sharded, overlap_grad_reduce=False
-    )
-    return DistributedDataParallel(chunks[0].config, config, model, pg_collection=groups)

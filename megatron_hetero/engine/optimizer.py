@@ -92,9 +92,7 @@ class ModuleOptimizer:
 
     def share_weights(self) -> None:
         """Give all ranks that hold the same weights those that each has updated."""
-        if self.module.sharded:
-            with self.platform.megatron_scope():
-                self.module.ddp.start_param_sync()  # pyright: ignore[reportOptionalMemberAccess]
+        self.module.data_parallel.share_weights()
 
     @torch.no_grad()
     def renew_weights(self) -> None:
@@ -223,7 +221,7 @@ def build_optimizer(
         streams: in which these are then copied.
         seed: of stochastic rounding.
     """
-    if module.ddp is None:
+    if not module.trained:
         return None
     shards, updates = build_shards(module, OPTIMIZERS[config.name], precision, on_host=on_host, platform=platform)
     rates = {name: _rates(module, name, config) for name in shards}

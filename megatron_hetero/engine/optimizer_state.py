@@ -60,17 +60,18 @@ def build_shards(
 
     `on_host`: whether masters and moments lie in host memory, pinned where a GPU computes.
     """
-    ranges = {name: owned for name, owned in module.owned.items() if owned[0] < owned[1]}
+    ranges = {name: owned for name, owned in module.data_parallel.owned.items() if owned[0] < owned[1]}
     updates = torch.zeros(len(ranges), device=platform.device)
     shards = {
-        name: _shard(module.parameters[name], owned, count, kind, precision, on_host, platform)
+        name: _shard(module, name, owned, count, kind, precision, on_host, platform)
         for (name, owned), count in zip(ranges.items(), updates.unbind(), strict=True)
     }
     return shards, updates
 
 
 def _shard(
-    parameter: torch.nn.Parameter,
+    module: TrainedModule,
+    name: str,
     owned: tuple[int, int],
     updates: Tensor,
     kind: OptimizerKind,
@@ -80,7 +81,8 @@ def _shard(
 ) -> OptimizerShard:
     start, stop = owned
     size, device = stop - start, platform.device
-    weights = parameter.detach().view(-1)[start:stop]
+    begin, _ = module.data_parallel.kept(name)
+    weights = module.data_parallel.weights(name)[start - begin : stop - begin]
 
     def zeros(count: int, dtype: torch.dtype) -> Tensor:
         if on_host:
@@ -108,7 +110,7 @@ def _shard(
     return OptimizerShard(
         start,
         stop,
-        parameter.main_grad.view(-1)[start:stop],  # pyright: ignore[reportAttributeAccessIssue]
+        module.gradient(name),
         master(),
         {name: moment(name) for name in kind.moments},
         updates,

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -100,18 +100,33 @@ StageModel = EncoderStage | TextStage | EmbeddingTextStage | LaterStage
 """The model of a stage."""
 
 
+class GatheredStage(Protocol):
+    """A stage whose weights several ranks share, and gather when they run it."""
+
+    @property
+    def zero(self) -> int:
+        """ZeRO stage: 2 or 3."""
+        ...
+
+    def before_run(self, stays: bool) -> None:
+        """Before each run of the stage: whether the weights that it gathers stay so, for the next one."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class ModuleOnRank:
     """A rank's part of a module.
 
     `stages`: the models of its stages on this rank, by stage number. `embeds`: whether the first stage of the text
     module is an `EmbeddingTextStage`. `trains_before_last`: whether stages before the last one, or rows that enter
-    them, need gradients; without them, hidden states need none (a frozen encoder whose projector trains).
+    them, need gradients; without them, hidden states need none (a frozen encoder whose projector trains). `gathered`:
+    by stage number, what is to know how long its weights stay gathered.
     """
 
     stages: Mapping[int, StageModel]
     embeds: bool = False
     trains_before_last: bool = True
+    gathered: Mapping[int, GatheredStage] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

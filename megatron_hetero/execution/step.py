@@ -32,6 +32,7 @@ from megatron_hetero.layout.edge import Edge
 from megatron_hetero.names import HIDDEN, ROWS
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.communication import describe_action, starts_early, use_of
+from megatron_hetero.schedule.gathering import stays_gathered
 from megatron_hetero.schedule.program import Role, Schedule
 
 ActivationKey = tuple[str, int, int]
@@ -63,6 +64,11 @@ class StepExecution:
         self.rows: dict[tuple[Edge, int], ReceivedRows] = {}
         self.row_grads: dict[tuple[Edge, int], Tensor] = {}
         self.random_states: dict[ActivationKey, Any] = {}  # before a forward pass that will be recomputed
+        self.stays_gathered = {
+            name: stays_gathered(self.actions, schedule.module[name], next(iter(module.gathered.values())).zero)
+            for name, module in resources.modules.items()
+            if module.gathered
+        }
 
     def run(self) -> Tensor:
         """Execute the actions; returns this rank's sum of losses, fp32 scalar."""
@@ -121,6 +127,8 @@ class StepExecution:
     def _run(self, action: Action) -> None:
         if self._module_input(action) is None:
             return
+        if (gathered := self.resources.modules[action.module].gathered.get(_activation_key(action)[1])) is not None:
+            gathered.before_run(action in self.stays_gathered[action.module])
         if action.kind == "B":
             self._backward(action)
         else:

@@ -21,12 +21,20 @@ from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.planning.memory.activations import StageBytes, encoder_stage, text_stage
 from megatron_hetero.planning.memory.allowance import ALLOWANCES, allowance_bytes
+from megatron_hetero.planning.memory.gathered import GatheredBytes, gathered_bytes
 from megatron_hetero.planning.memory.lifetimes import RankBytes, peak_activations
-from megatron_hetero.planning.memory.parameters import ParameterBytes, parameter_bytes, parameters_of
+from megatron_hetero.planning.memory.parameters import (
+    ParameterBytes,
+    gradient_itemsize,
+    parameter_bytes,
+    parameters_of,
+    shares_weights,
+)
 from megatron_hetero.planning.memory.staging import CrossingLoans, loans_of, peak_staging
 from megatron_hetero.planning.shards import ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.planning.work import durations, encoder_trains, text_passes
+from megatron_hetero.schedule.gathering import span_of
 from megatron_hetero.schedule.program import Role, Schedule
 from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
 from megatron_hetero.sharding.stages import Stage, stages_of_rank
@@ -156,18 +164,30 @@ def _parameters(job: JobSpec) -> Iterator[tuple[tuple[str, int], ParameterBytes]
         for at in range(layout.pp):
             held = stages_of_rank(job.stages[name], at, layout.pp)
             parameters = parameters_of(name, job.shapes, layout.tp, held, job.config.model.freeze)
-            ranks = layout.ways("tokens", "samples")
-            yield (
-                (name, at),
-                parameter_bytes(
-                    parameters,
-                    ranks,
-                    job.dtype.itemsize,
-                    job.optimizer,
-                    job.config.precision_of(name),
-                    on_host=job.config.offload_of(name).states,
-                ),
+            found = parameter_bytes(
+                parameters,
+                layout.ways("tokens", "samples"),
+                job.dtype.itemsize,
+                job.optimizer,
+                job.config.precision_of(name),
+                on_host=job.config.offload_of(name).states,
+                zero=job.config.zero.get(name, 1),
             )
+            yield (name, at), found
+
+
+def _gathered(job: JobSpec) -> Iterator[tuple[tuple[str, int], GatheredBytes]]:
+    """Of each module and pipeline coordinate whose ranks share weights."""
+    for name, layout in job.layouts.items():
+        zero, precision = job.config.zero.get(name, 1), job.config.precision_of(name)
+        for at in range(layout.pp):
+            held = stages_of_rank(job.stages[name], at, layout.pp)
+            parameters = parameters_of(name, job.shapes, layout.tp, held, job.config.model.freeze)
+            if shares_weights(parameters, layout.ways("tokens", "samples"), zero):
+                is_head = name == TEXT and job.shapes.text.tied and layout.pp == 1
+                gradient = gradient_itemsize(job.dtype.itemsize, precision)
+                span = span_of(job.schedule.module[name], zero)
+                yield (name, at), gathered_bytes(parameters, job.dtype.itemsize, gradient, span, is_head=is_head)
 
 
 def _boundary(job: JobSpec, assumed: AssumedBatch, edge: Edge) -> Boundary:
@@ -203,7 +223,17 @@ class _Memory:
         rows = [_by_rank(boundary, world_size) for boundary in self.boundaries]
         for role in self.job.schedule.roles:
             table[np.ix_(role.ranks, (3, 5))] = self._activations(role, rows)
+        table[:, 5] += self._gathered(world_size)
         return table
+
+    def _gathered(self, world_size: int) -> np.ndarray:
+        """Bytes of weights that ranks gather: what modules keep so adds up, and they run one at a time."""
+        stays, running = np.zeros((2, world_size), np.int64)
+        for (name, at), of_module in dict(_gathered(self.job)).items():
+            ranks = np.array(self.assumed.layouts[name].stage(at).ranks)
+            stays[ranks] += of_module.stays
+            running[ranks] = np.maximum(running[ranks], of_module.running)
+        return stays + running
 
     def _staging(self, world_size: int) -> np.ndarray:
         """Bytes that communicators borrow on each rank."""

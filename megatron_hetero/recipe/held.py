@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hetero.distributed.communicators import GRADIENT_AXES
+from megatron_hetero.distributed.fsdp import fsdp_groups
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.axes import AXES
@@ -187,11 +188,8 @@ def _of_fsdp(chunk: nn.Module) -> dict[int, float | None]:
     """By the parameters that FSDP2 shards, what it divides their gradients by; None: by the number of its ranks."""
     found: dict[int, float | None] = {}
     for module in chunk.modules():
-        state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # pyright: ignore[reportCallIssue]
-        # PyTorch 2.12 and earlier have one group in each module.
-        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
-            if group is not None:
-                found |= dict.fromkeys((id(each.sharded_param) for each in group.fsdp_params), _divisor_of(group))
+        for group in fsdp_groups(module):
+            found |= dict.fromkeys((id(each.sharded_param) for each in group.fsdp_params), _divisor_of(group))
     return found
 
 

@@ -107,6 +107,7 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
             recompute=Recompute.of(config.model, name),
             freeze=config.model.freeze,
             sharded=job.optimizer.sharded,
+            zero=config.zero.get(name, 1),
             gradients=getattr(torch, config.precision_of(name).gradients),
             weights=weights[name],
         )
@@ -142,7 +143,8 @@ def _interpreter(
         layout, first = topology.layouts[module.name], topology.layouts[module.name].coordinate(topology.rank).pp
         stages = {first + i * layout.pp: chunk for i, chunk in enumerate(module.chunks)}
         trains = module.name == TEXT or module.name not in job.config.model.freeze
-        on_rank[module.name] = ModuleOnRank(stages, module.name == TEXT and 0 in stages, trains)
+        gathered = {first + i * layout.pp: each for i, each in enumerate(module.data_parallel.gathered)}
+        on_rank[module.name] = ModuleOnRank(stages, module.name == TEXT and 0 in stages, trains, gathered)
     return Interpreter.build(
         topology,
         on_rank,

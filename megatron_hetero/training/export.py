@@ -28,6 +28,8 @@ WRITER = 0
 
 HeldSlices = tuple[tuple[TensorSlice, ...], Tensor]
 """One rank's values of a parameter, and the slices of stored tensors that they are."""
+Value = Callable[[TrainedModule, str], Tensor]
+"""Of a module, a number for each element of a parameter, shaped as that. Collective."""
 Header = tuple[tuple[TensorSlice, ...], tuple[int, ...], torch.dtype]
 """What a rank sends before the values of a parameter: its slices, and shape and dtype of the values."""
 
@@ -81,12 +83,13 @@ def _exhaust(parts: Iterable[HeldSlices]) -> None:
 def gather_parameters(
     modules: Sequence[TrainedModule],
     topology: Topology,
-    value: Callable[[torch.nn.Parameter], Tensor] = lambda parameter: parameter,
+    value: Value = TrainedModule.whole_weight,
 ) -> Iterator[HeldSlices]:
     """Every parameter of each stage and tp rank of the first replicas, on the writer; empty elsewhere. Collective:
     every rank passes its own modules and exhausts the iterator.
 
-    `value` maps a parameter to the tensor to gather, of the same shape.
+    `value` maps a parameter, by its name in a module of this rank, to the tensor to gather, of the same shape. All
+    ranks of a data- and context-parallel group call it together.
     """
     own = {module.name: module for module in modules}
     for name, layout in topology.layouts.items():
@@ -96,6 +99,8 @@ def gather_parameters(
                 yield from _in_turns([_from(holder, own.get(name), value, topology) for holder in holders])
             elif topology.rank in holders:
                 _send(_held_parts(own[name], value), topology)
+            elif topology.rank in layout and layout.coordinate(topology.rank).pp == stage:
+                _exhaust(_held_parts(own[name], value))
 
 
 def _in_turns(streams: Sequence[Iterator[HeldSlices]]) -> Iterator[HeldSlices]:
@@ -104,9 +109,7 @@ def _in_turns(streams: Sequence[Iterator[HeldSlices]]) -> Iterator[HeldSlices]:
         yield from parts
 
 
-def _from(
-    holder: int, own: TrainedModule | None, value: Callable[[torch.nn.Parameter], Tensor], topology: Topology
-) -> Iterator[HeldSlices]:
+def _from(holder: int, own: TrainedModule | None, value: Value, topology: Topology) -> Iterator[HeldSlices]:
     """The parameters of `holder`, on the writer's CPU."""
     if holder != WRITER:
         return _received(holder, topology)
@@ -114,11 +117,11 @@ def _from(
     return ((slices, values.cpu()) for slices, values in _held_parts(own, value))
 
 
-def _held_parts(module: TrainedModule, value: Callable[[torch.nn.Parameter], Tensor]) -> Iterator[HeldSlices]:
+def _held_parts(module: TrainedModule, value: Value) -> Iterator[HeldSlices]:
     """This rank's parameters, except a tied copy that another stage sends."""
     for name, slices in module.own_map.items():
         if name != module.tied_copy:
-            yield slices, value(module.parameters[name]).detach()
+            yield slices, value(module, name).detach()
 
 
 def _send(parts: Iterable[HeldSlices], topology: Topology) -> None:

@@ -108,8 +108,7 @@ class StepTrainer(OfJob):
     def gradients(self, batch: StepBatch) -> GradientSummary:
         """Forward and backward of all micro-batches, then the sums over ranks; gradients are not scaled by 1/N yet."""
         for module in self.modules:
-            if module.ddp is not None:
-                module.ddp.zero_grad_buffer()
+            module.data_parallel.zero_gradients()
         dtype, outputs = self.job.dtype, self.job.outputs
         loss_sum = self.interpreter.run(
             self.schedule, lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs)

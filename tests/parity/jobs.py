@@ -10,20 +10,20 @@ import torch.distributed as dist
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.engine.gradients import scale_gradients
-from megatron_hetero.models.weights import stored_shapes
+from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.training.export import assemble, gather_parameters
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
 from tests.support.pool import platform
+from tests.unit.training.jobs_run import stored
 
 
 def train(flags: list[str]) -> dict[str, Any] | None:
     """Run the configured number of steps as the program does; rank 0 returns losses, norms and the final weights."""
     run = _build(flags)
     metrics = [run.train_step(step, batch) for step, batch, _ in run.batches()]
-    weights = _stored(run, lambda p: p.detach().float())
+    weights = stored(run)
     replicas_equal = _replicas_equal(run)
     return {
         "losses": [m.loss for m in metrics],
@@ -44,7 +44,7 @@ def gradients(flags: list[str]) -> dict[str, Any]:
     return {
         "loss": summary.loss_sum / batch.supervised,
         "norm": summary.norm / batch.supervised,
-        "gradients": _stored(run, lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p)),
+        "gradients": stored(run, TrainedModule.whole_gradient),
     }
 
 
@@ -66,16 +66,12 @@ def _build(flags: list[str]) -> Trainer:
     return run
 
 
-def _stored(run: Trainer, value: Any) -> dict[str, Any]:
-    parts = gather_parameters(run.modules, run.topology, value)
-    # Copies: tensors in shared memory would leave with the worker that made them.
-    return {name: tensor.numpy().copy() for name, tensor in assemble(parts, stored_shapes(run.shapes))}
-
-
 def _replicas_equal(run: Trainer) -> bool:
     """Whether the ranks that hold the same parameters hold the same bits."""
     equal = True
     for module in run.modules:
+        if module.data_parallel.reduces_early:
+            continue  # Each weight is on one of them.
         flat = torch.cat([p.detach().flatten() for p in module.parameters.values()])
         first = flat.clone()
         group = module.groups.dp_cp

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -140,6 +141,7 @@ class StageLayer(TransformerLayer):
         **options: Any,
     ):
         super().__init__(*args, layer_number=layer_number + before, **options)
+        self.remade = layer_number <= recompute.whole_layers(layer_number)
         if recompute.selective:
             norms: list[Any] = [self.input_layernorm, self.pre_mlp_layernorm]
             for norm in norms:
@@ -147,6 +149,16 @@ class StageLayer(TransformerLayer):
         if recompute.selective or recompute.chunk:
             mlp: Any = self.mlp  # Made as Megatron's own class, which alone it gives its groups to.
             mlp.forward = partial(frugal_mlp, mlp, recompute)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As Megatron's layer; of one that is made again as a whole only the input is kept. Here, and not around the
+        layer, so that a wrapper gathers its weights once for both.
+        """
+        run: Any = partial(super().forward, *args, **options)
+        if not (self.remade and self.training):
+            return run(hidden_states=hidden_states)
+        out: Any = tensor_parallel.checkpoint(lambda hidden: run(hidden_states=hidden)[0], False, hidden_states)
+        return out, None
 
 
 def layer_spec(
@@ -235,11 +247,3 @@ def padded(size: int, tp: int) -> int:
     zero.
     """
     return -(-size // tp) * tp
-
-
-def recompute_options(recompute: Recompute, layers: int) -> dict[str, Any]:
-    """Megatron's settings for the first layers of a stage of so many `layers` that keep nothing but their input."""
-    whole = recompute.whole_layers(layers)
-    if not whole:
-        return {}
-    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": whole}

@@ -10,6 +10,9 @@ What Megatron does, and is followed here to the byte:
     weights are bfloat16, and a step counter of four bytes for each parameter that has elements there. With moments of
     8 bits each 256 of these elements have a scale.
   * SGD: master weights of all trained parameters where the weights are bfloat16, and nothing else.
+  * ZeRO 2 and 3 (FSDP2): there is no buffer of parameters. Rank i of n keeps the i-th of n parts of the rows of each
+    parameter, as many rows as on the first rank, as weights and, where it trains, as gradients; and the optimizer's
+    states of its own rows. Weights that are gathered are in `gathered`.
 
 Dtypes are those of `precision.MODULE`. With `offload.MODULE.states` only the counters are on the device.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -58,11 +62,12 @@ _BEFORE_LAYERS = ("embedding.", "patch_embed.")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a rank: its name in the whole module, elements, whether it trains, and whether another pipeline
-    stage holds a copy of it.
+    """A parameter of a rank: its name in the whole module, rows, elements, whether it trains, and whether another
+    pipeline stage holds a copy of it.
     """
 
     name: str
+    rows: int
     elements: int
     trains: bool
     tied: bool
@@ -79,7 +84,8 @@ def parameters_of(
         slices = weight_map(module, shapes, 0, tp, stage)
         for name in sorted(slices, key=_place):
             elements = sum(_elements(tensor_slice, stored[tensor_slice.name]) for tensor_slice in slices[name])
-            found.append(Parameter(name, elements, group_of(module, name) not in freeze, name == tied))
+            rows = sum(tensor_slice.rows[1] - tensor_slice.rows[0] for tensor_slice in slices[name])
+            found.append(Parameter(name, rows, elements, group_of(module, name) not in freeze, name == tied))
     return tuple(found)
 
 
@@ -105,14 +111,11 @@ class ParameterBucket:
     size: int
 
 
-def buckets_of(parameters: Sequence[Parameter], ranks: int, distributed: bool) -> tuple[ParameterBucket, ...]:
-    """The buckets of the trained parameters over `ranks` data- and context-parallel ranks."""
-    trained = [p for p in reversed(parameters) if p.trains]
-    if not distributed:
-        ends = np.cumsum([p.elements for p in trained]).tolist()
-        bounds = tuple((end - p.elements, end) for p, end in zip(trained, ends, strict=True))
-        return (ParameterBucket(bounds, ends[-1]),) if trained else ()
-    return tuple(_bucket(group, ranks) for group in _groups(trained))
+def buckets_of(parameters: Sequence[Parameter], ranks: int) -> tuple[ParameterBucket, ...]:
+    """The buckets of the distributed optimizer for the trained parameters, over `ranks` data- and context-parallel
+    ranks.
+    """
+    return tuple(_bucket(group, ranks) for group in _groups([p for p in reversed(parameters) if p.trains]))
 
 
 def _groups(trained: Sequence[Parameter]) -> Iterator[list[Parameter]]:
@@ -167,15 +170,20 @@ def parameter_bytes(
     precision: PrecisionConfig = FP32,
     *,
     on_host: bool = False,
+    zero: int = 1,
 ) -> ParameterBytes:
     """What `parameters` take on each of `ranks` data- and context-parallel ranks. `itemsize`: bytes of a weight.
-    `on_host`: whether states are in host memory.
+    `on_host`: whether states are in host memory. `zero`: the ZeRO stage.
     """
-    buckets = buckets_of(parameters, ranks, optimizer.sharded)
-    buffer, frozen = sum(b.size for b in buckets), sum(p.elements for p in parameters if not p.trains)
-    trained = sum(p.elements for p in parameters if p.trains)
-    if optimizer.sharded:
-        held = _held(buckets, ranks)
+    frozen, trained = (sum(p.elements for p in parameters if p.trains == trains) for trains in (False, True))
+    weights, buffer = trained + frozen, trained
+    if shares_weights(parameters, ranks, zero):
+        held = _held_rows(parameters, ranks)
+        weights, buffer = (sum(_share(p, ranks) for p in of) for of in (parameters, filter(_trains, parameters)))
+    elif optimizer.sharded:
+        buckets = buckets_of(parameters, ranks)
+        buffer = sum(bucket.size for bucket in buckets)
+        held, weights = _held(buckets, ranks), buffer + frozen
     else:
         sizes = np.array([p.elements for p in parameters if p.trains], np.int64)
         held = _Held(*(np.full(ranks, n, np.int64) for n in (sizes.sum(), len(sizes), (-(-sizes // BLOCK)).sum())))
@@ -184,15 +192,36 @@ def parameter_bytes(
     states += held.blocks * 4 * moments * (precision.moments == "8bit")
     states += held.elements * _MASTER[precision.master] * (itemsize < 4)
     counters = 4 * held.shards * bool(moments)
-    gradient = 4 if itemsize == 4 else _GRADIENT[precision.gradients]
     return ParameterBytes(
         trained + frozen,
         trained,
-        (buffer + frozen) * itemsize,
-        gradient * buffer,
+        weights * itemsize,
+        gradient_itemsize(itemsize, precision) * buffer,
         counters if on_host else counters + states,
         states if on_host else np.zeros_like(states),
     )
+
+
+def gradient_itemsize(itemsize: int, precision: PrecisionConfig) -> int:
+    """Bytes of an accumulated gradient of a weight of so many."""
+    return 4 if itemsize == 4 else _GRADIENT[precision.gradients]
+
+
+def shares_weights(parameters: Sequence[Parameter], ranks: int, zero: int) -> bool:
+    """Whether `ranks` keep rows of parameters alone, as `engine.module` decides."""
+    return ranks > 1 and (zero == 3 or (zero == 2 and any(p.trains for p in parameters)))
+
+
+def _trains(parameter: Parameter) -> bool:
+    return parameter.trains
+
+
+def _size(parameter: Parameter) -> int:
+    return parameter.elements
+
+
+def _share(parameter: Parameter, ranks: int) -> int:
+    return -(-parameter.rows // ranks) * (parameter.elements // parameter.rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +233,13 @@ class _Held:
     elements: np.ndarray
     shards: np.ndarray
     blocks: np.ndarray
+
+
+def _held_rows(parameters: Sequence[Parameter], ranks: int) -> _Held:
+    trained = [p for p in parameters if p.trains]
+    shares, sizes = (np.array([of(p) for p in trained], np.int64) for of in (partial(_share, ranks=ranks), _size))
+    held = np.clip(sizes - np.arange(ranks)[:, None] * shares, 0, shares)
+    return _Held(held.sum(axis=1), (held > 0).sum(axis=1), (-(-held // BLOCK)).sum(axis=1))
 
 
 def _held(buckets: Sequence[ParameterBucket], ranks: int) -> _Held:

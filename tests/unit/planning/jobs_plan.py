@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_hetero.boundary.buffers import BufferPool
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.distributed.fsdp import fsdp_groups
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.execution.step import StepExecution
 from megatron_hetero.models.common.recompute import remake
@@ -35,7 +36,8 @@ def measure(flags: list[str]) -> dict[str, Any]:
     plans = {str(edge): [m.plan.boundaries[edge] for m in step.micro_batches if edge in m.plan.boundaries]
              for edge in run.job.edges}  # fmt: skip
     return {
-        "weights": _bytes(p for module in run.modules for p in module.parameters.values()),
+        "weights": _bytes(m.data_parallel.weights(name) for m in run.modules for name in m.parameters),
+        "gathered": live.most_gathered,
         "gradients": sum(map(_gradient_bytes, run.modules)),
         "optimizer": sum(_optimizer_bytes(optimizer, on_host=False) for optimizer in run.optimizers),
         "host": sum(_optimizer_bytes(optimizer, on_host=True) for optimizer in run.optimizers),
@@ -74,16 +76,17 @@ def _bytes(tensors: Any) -> int:
 
 
 def _gradient_bytes(module: Any) -> int:
-    return 0 if module.ddp is None else sum(buffer.grad_data.nbytes for buffer in module.ddp.buffers)
+    return sum(buffer.nbytes for buffer in module.data_parallel.buffers)
 
 
 def _optimizer_bytes(optimizer: Any, *, on_host: bool) -> int:
     """State, and master weights of their own, in host memory or the rest."""
     if optimizer is None:
         return 0
-    kept = [s for shard in optimizer.shards.values() for s in (shard.master, *shard.moments.values())]
-    weights = {p.untyped_storage().data_ptr() for p in optimizer.module.parameters.values()}
-    tensors = [t for stored in kept for t in stored.tensors if t.untyped_storage().data_ptr() not in weights]
+    states = [s for shard in optimizer.shards.values() for s in (shard.master, *shard.moments.values())]
+    kept = optimizer.module.data_parallel.weights
+    weights = {kept(name).untyped_storage().data_ptr() for name in optimizer.module.parameters}
+    tensors = [t for stored in states for t in stored.tensors if t.untyped_storage().data_ptr() not in weights]
     counts = [optimizer.updates] if any(s.moments for s in optimizer.shards.values()) else []
     return _bytes([*(tensors if optimizer.streamed == on_host else ()), *(() if on_host else counts)])
 
@@ -130,8 +133,11 @@ class LiveActivations:
     """
 
     def __init__(self, run: Trainer):
-        self.peak, self.saved, self.execution = 0, {}, None
-        self.parameters = {p.untyped_storage().data_ptr() for m in run.modules for p in m.parameters.values()}
+        self.peak, self.saved, self.execution, self.most_gathered = 0, {}, None, 0
+        kept = [m.data_parallel.weights(name) for m in run.modules for name in m.parameters]
+        self.parameters = {t.untyped_storage().data_ptr() for t in kept}
+        parts = [part for m in run.modules for chunk in m.chunks for part in chunk.modules()]
+        self.shared = [each for part in parts for group in fsdp_groups(part) for each in group.fsdp_params]
         self.hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
         run.interpreter.watch = _Sampler(run.platform, self)  # pyright: ignore[reportAttributeAccessIssue]
         run.interpreter.run = lambda schedule, load: self._execute(run, schedule, load)
@@ -159,7 +165,8 @@ class LiveActivations:
         return self.execution.run()
 
     def _pack(self, tensor: Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() in self.parameters or not tensor.untyped_storage().nbytes():
+        is_weight = any(isinstance(t, torch.nn.Parameter) for t in (tensor, tensor._base))
+        if is_weight or tensor.untyped_storage().data_ptr() in self.parameters or not tensor.untyped_storage().nbytes():
             return _Plain(tensor)
         kept = _Kept(tensor, self.saved)
         self.sample()
@@ -167,6 +174,8 @@ class LiveActivations:
 
     def sample(self) -> None:
         """Look at what lives now."""
+        gathered = (t for each in self.shared if hasattr(each, "_unsharded_param") for t in each.all_gather_outputs)
+        self.most_gathered = max(self.most_gathered, sum(t.untyped_storage().nbytes() for t in gathered))
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._held()}
         extra = sum(size for address, size in held.items() if address not in self.saved)
         self.peak = max(self.peak, extra + sum(size for _, size in self.saved.values()))

@@ -44,6 +44,7 @@ BF16, SGD = "--model.dtype bfloat16", "--optimizer.name sgd"
 WHOLE = "--model.sequence_parallel.vision false --model.sequence_parallel.text false"
 RECOMPUTE = "--model.recompute.vision full --model.recompute.text full"
 SELECTIVE = "--model.recompute.vision selective --model.recompute.text selective"
+ZERO3 = "--zero.vision 3 --zero.text 3"
 SPLIT = "--parallel_layers.text 1 3"
 SMALL = "--precision.{0}.master {1} --precision.{0}.moments {2} --precision.{0}.gradients {3}"
 HALVES = "--precision.vision.master split --precision.vision.gradients bfloat16"
@@ -99,6 +100,13 @@ CASES = [
     Case("sp:2", "tp:2", 2, f"{BF16} {SELECTIVE} --model.chunk.vision 8 --model.chunk.text 8", family="qwen3_vl"),
     Case("tp:2", "tp:2", 2, f"{WHOLE} --model.chunk.vision 8 --model.chunk.text 8 --model.freeze text"),
     Case("cp:2", "cp:2", 2, f"{BF16} {RECOMPUTE} --model.chunk.vision 8 --model.chunk.text 5"),
+    Case("cp:3", "dp:3", 3, "--zero.vision 3", family="qwen3_vl", batch=6),
+    Case("dp:3", "cp:3", 3, f"{BF16} {ZERO3}", tied=True),
+    Case("dp:2", "tp:2", 2, f"{BF16} --zero.vision 2 {HALVES}"),
+    Case("sp:4", "pp:2,dp:2", 4, f"{ZERO3} --schedule.waves 2", tied=True),
+    Case("dp:2@0-1", "cp:3@1-3", 4, f"{BF16} {ZERO3} {SMALL.format('text', 'none', '8bit', 'bfloat16')}"),
+    Case("dp:2", "dp:2", 2, f"{BF16} {ZERO3} --model.freeze vision {RECOMPUTE}"),
+    Case("dp:3@0-2", "pp:2,dp:2@2-5", 6, f"{BF16} --zero.vision 3 {SGD} --zero.text 2", family="qwen3_vl"),
 ]
 
 
@@ -140,6 +148,7 @@ def test_plan_is_what_a_step_takes(
         planned = dict(zip(KINDS, plan.memory[rank].tolist(), strict=True))
         exact = [kind for kind in KINDS if kind not in ("activations", "workspace")]
         assert {kind: planned[kind] for kind in exact} == {kind: found[kind] for kind in exact}, f"rank {rank}"
+        assert found["gathered"] <= planned["workspace"], f"rank {rank}"
         assert planned["activations"] == pytest.approx(found["activations"], rel=0.1), f"rank {rank}"
         assert found["planned"] == found["parameters"]
         assert plan.host_memory[rank] == found["host"]

@@ -10,10 +10,8 @@ import pytest
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.distributed.communicators import communicators
-from megatron_hetero.engine import number_formats
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.planning.memory import parameters
 from megatron_hetero.planning.memory.nccl_memory import PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
 from megatron_hetero.planning.memory.parameters import Parameter, buckets_of, parameter_bytes
 from megatron_hetero.planning.memory.staging import SimulatedBufferPool
@@ -24,7 +22,7 @@ SIZES = (7, 300, 64, 1, 129)
 
 
 def _parameters(tied: int | None = None, frozen: int | None = None) -> list[Parameter]:
-    return [Parameter(f"p{i}", size, i != frozen, i == tied) for i, size in enumerate(SIZES)]
+    return [Parameter(f"p{i}", size, size, i != frozen, i == tied) for i, size in enumerate(SIZES)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -33,7 +31,7 @@ def test_shares_of_the_optimizer_are_those_of_the_elements_in_each_part(ranks: i
     parameters = _parameters(tied, frozen=2)
     found = parameter_bytes(parameters, ranks, 2, OPTIMIZERS["adamw"])
     expected = np.zeros(ranks, np.int64)
-    for bucket in buckets_of(parameters, ranks, True):
+    for bucket in buckets_of(parameters, ranks):
         assert bucket.size % math.lcm(ranks, 128) == 0
         owner = np.full(bucket.size, -1)
         for i, (start, end) in enumerate(bucket.bounds):
@@ -44,11 +42,7 @@ def test_shares_of_the_optimizer_are_those_of_the_elements_in_each_part(ranks: i
             expected[rank] += 12 * len(held) + 4 * len(np.unique(held))
     assert found.optimizer.tolist() == expected.tolist()
     assert found.trained == sum(SIZES) - SIZES[2] and found.parameters == sum(SIZES)
-    assert found.gradients == 4 * sum(b.size for b in buckets_of(parameters, ranks, True))
-
-
-def test_blocks_are_those_of_the_optimizer() -> None:
-    assert parameters.BLOCK == number_formats.BLOCK
+    assert found.gradients == 4 * sum(b.size for b in buckets_of(parameters, ranks))
 
 
 def test_sgd_keeps_master_weights_of_bfloat16_alone() -> None:

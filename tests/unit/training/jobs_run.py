@@ -16,13 +16,14 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.engine.gradients import scale_gradients
+from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.engine.number_formats import upper_half
 from megatron_hetero.engine.optimizer import rate_of
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.weights import stored_shapes
-from megatron_hetero.training.export import assemble, gather_parameters
+from megatron_hetero.training.export import Value, assemble, gather_parameters
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
 from tests.support.pool import platform
@@ -46,7 +47,12 @@ def build_logged(flags: list[str]) -> Trainer:
     return build_trainer(load_config(flags), platform())
 
 
-def stored(run: Trainer, value: Callable[[Any], torch.Tensor] = lambda p: p.detach().float()) -> Arrays:
+def fp32_weight(module: TrainedModule, name: str) -> torch.Tensor:
+    """A parameter, whole, in fp32."""
+    return module.whole_weight(name).float()
+
+
+def stored(run: Trainer, value: Value = fp32_weight) -> Arrays:
     """A value of every parameter by stored name, on rank 0."""
     parts = gather_parameters(run.modules, run.topology, value)
     return {name: tensor.numpy().copy() for name, tensor in assemble(parts, stored_shapes(run.shapes))}
@@ -54,7 +60,7 @@ def stored(run: Trainer, value: Callable[[Any], torch.Tensor] = lambda p: p.deta
 
 def gradient(run: Trainer) -> Arrays:
     """The gradients in the buffers, zero where a parameter is frozen."""
-    return stored(run, lambda p: p.main_grad if p.requires_grad else torch.zeros(p.shape))
+    return stored(run, TrainedModule.whole_gradient)
 
 
 def step(flags: list[str]) -> dict[str, Any]:
@@ -191,7 +197,7 @@ def precision(flags: list[str]) -> dict[str, Any]:
     masters, rounded = [], True
     for optimizer in filter(None, run.optimizers):
         for name, shard in optimizer.shards.items():
-            weights = optimizer.module.parameters[name].view(-1)[shard.start : shard.stop]
+            weights = optimizer.module.data_parallel.weights(name)[shard.start : shard.stop]
             master = shard.master.read(0, shard.stop - shard.start)
             masters.append(master.dtype)
             rounded = rounded and bool(torch.equal(weights, upper_half(master.view(torch.int32) + (1 << 15))))

@@ -34,7 +34,7 @@ from megatron_hetero.names import ROWS, TEXT
 from megatron_hetero.sharding.encoder_shards import EncoderShards
 from megatron_hetero.sharding.stages import Stage, cut_stages, stages_of_rank
 from megatron_hetero.sharding.token_shards import TokenShards
-from megatron_hetero.training.export import assemble, export_model, gather_parameters
+from megatron_hetero.training.export import Value, assemble, export_model, gather_parameters
 from tests.support.shapes import shapes_of_folder
 
 Arrays = dict[str, np.ndarray]
@@ -56,6 +56,7 @@ class Case:
     sequence_parallel: bool = True
     recompute: How | int = "none"
     chunk: int = 0
+    zero: int = 1
     freeze: tuple[str, ...] = ()
     optimizer: OptimizerConfig = field(default=SGD)
     backend: str = "torch"
@@ -89,6 +90,7 @@ class Trainee:
             recompute=Recompute(self.case.recompute, self.case.chunk),
             freeze=self.case.freeze,
             sharded=self.case.optimizer.name == "adamw",
+            zero=self.case.zero,
             gradients=torch.float32,
             weights=weights,
         )
@@ -103,14 +105,14 @@ class Trainee:
         (module,) = self.modules
         return module
 
-    def stored(self, value: Callable[[Any], Tensor] = lambda p: p) -> Arrays:
+    def stored(self, value: Value = TrainedModule.whole_weight) -> Arrays:
         """A value of every parameter by stored name, on rank 0."""
         parts = gather_parameters(self.modules, self.topology, value)
         return {name: tensor.numpy().copy() for name, tensor in assemble(parts, stored_shapes(self.shapes))}
 
     def gradients(self) -> Arrays:
         """The gradients in the buffers, zero where a parameter is frozen."""
-        return self.stored(lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p))
+        return self.stored(TrainedModule.whole_gradient)
 
     def reduce(self, loss: Tensor, counts: bool) -> dict[str, Any]:
         """The one rule for gradients."""
@@ -259,7 +261,7 @@ def steps(case: Case, seeds: Sequence[int], number: int) -> dict[str, Any]:
     trainee = Trainee(case)
     for step in range(1, number + 1):
         for module in trainee.modules:
-            module.ddp.zero_grad_buffer()  # pyright: ignore[reportOptionalMemberAccess]
+            module.data_parallel.zero_gradients()
         loss, _ = train_text(trainee, [seed + 10 * step for seed in seeds])
         trainee.reduce(loss, True)
         scale_gradients(trainee.modules, 0.01)

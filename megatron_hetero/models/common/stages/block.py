@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import tensor_parallel
@@ -12,6 +13,19 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_hetero.models.common.attention import AttentionPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """A part of a stage whose weights are gathered by themselves, where data-parallel ranks share them.
+
+    `read_again`: whether they are read after the part has run. `in_backward`: whether its backward pass reads them.
+    """
+
+    module: Any
+    read_again: bool = False
+    in_backward: bool = True
+
 
 Between = Callable[[Tensor], Tensor]
 """From the hidden states after a layer to those that the next one takes."""
@@ -27,32 +41,19 @@ def run_layers(
 ) -> Tensor:
     """`hidden` [S, 1, hidden] after the layers of `block`, and after its final norm where it has one.
 
-    `after`: what is done after a layer, by its number in the whole module. It is no part of the layer's activation
-    checkpoint: it is done once, and keeps its activations.
+    `after`: what is done after a layer, by its number in the whole module.
     """
     if not after:
         return block(hidden, None, rotary_pos_emb=table_2nD, packed_seq_params=plan)
-    # What `TransformerBlock.forward` and `_checkpointed_forward` do, of what modules here are configured to do.
-    checkpointed = (block.config.recompute_num_layers or 0) if block.training else 0
+    # What `TransformerBlock.forward` does, of what modules here are configured to do.
     hidden = _viewless(hidden)
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     with tracker.fork() if block.config.sequence_parallel else nullcontext():
-        for i, layer in enumerate(block.layers):
-            run, number, inputs = _runner(layer, plan), _number(layer), (hidden, table_2nD)
-            out: Any = tensor_parallel.checkpoint(run, False, *inputs) if i < checkpointed else run(*inputs)
-            hidden = _viewless(after.get(number, _unchanged)(out))
+        for layer in block.layers:
+            each: Any = layer
+            out = each(hidden, attention_mask=None, rotary_pos_emb=table_2nD, packed_seq_params=plan)[0]
+            hidden = _viewless(after.get(each.layer_number - 1, _unchanged)(out))
     return hidden if block.final_layernorm is None else _viewless(block.final_layernorm(hidden))
-
-
-def _number(layer: Any) -> int:
-    return layer.layer_number - 1
-
-
-def _runner(layer: Any, plan: AttentionPlan) -> Callable[[Tensor, Tensor], Tensor]:
-    def run(hidden: Tensor, table_2nD: Tensor) -> Tensor:
-        return layer(hidden, attention_mask=None, rotary_pos_emb=table_2nD, packed_seq_params=plan)[0]
-
-    return run
 
 
 def _unchanged(hidden: Tensor) -> Tensor:

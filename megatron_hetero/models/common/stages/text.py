@@ -25,13 +25,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.models.common.backend import layer_spec, padded, recompute_options, transformer_config
+from megatron_hetero.models.common.backend import layer_spec, padded, transformer_config
 from megatron_hetero.models.common.inputs import TextInput
 from megatron_hetero.models.common.loss import VocabularyShard, head_loss
 from megatron_hetero.models.common.recompute.policy import Recompute
-from megatron_hetero.models.common.stages.block import Between, run_layers
+from megatron_hetero.models.common.stages.block import Between, Gathered, run_layers
 from megatron_hetero.models.common.stages.rotary import multimodal_table
 from megatron_hetero.models.family import TextShape
 from megatron_hetero.names import ROWS
@@ -103,7 +104,6 @@ class TextModel(GPTModel):
             add_qkv_bias=self.qkv_bias,
             tensor_model_parallel_size=tp,
             sequence_parallel=sequence_parallel and tp > 1,
-            **recompute_options(recompute, len(stage.layers)),
         )
         spec = layer_spec(
             provider, AttnMaskType.causal, before=stage.first, head_norms=self.head_norms, recompute=recompute
@@ -152,6 +152,18 @@ class TextModel(GPTModel):
         shards = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
         return len(batch.tokens) // shards, 1, self.shape.hidden
 
+    def units(self) -> tuple[Gathered, ...]:
+        """The parts of this stage that are gathered by themselves, in the order in which they run."""
+        layers = tuple(Gathered(layer) for layer in self.decoder.layers)
+        if not self.stage.is_first:
+            return layers
+        return (Gathered(self.embedding, read_again=self._shares_weight, in_backward=False), *layers)
+
+    @property
+    def _shares_weight(self) -> bool:
+        """Whether the head of this stage is its embedding."""
+        return self.share_embeddings_and_output_weights and self.stage.is_first and self.stage.is_last
+
     def embed(self, batch: TextInput) -> Tensor:
         """The embedding of the tokens, of shape `hidden_shape`, on the first stage. Rows are not needed yet."""
         return self.embedding(input_ids=batch.tokens.unsqueeze(0), position_ids=None)
@@ -187,6 +199,8 @@ class TextModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=tp)
+        if self._shares_weight and isinstance(self.embedding, FSDPModule):
+            self.embedding.unshard()
         weight: Any = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight = self.output_layer.weight if weight is None else weight
         first = len(weight) * tp.rank()

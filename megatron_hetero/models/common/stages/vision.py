@@ -28,10 +28,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.models.common.backend import layer_spec, padded, recompute_options, transformer_config
+from megatron_hetero.models.common.backend import layer_spec, padded, transformer_config
 from megatron_hetero.models.common.inputs import EncoderInput
 from megatron_hetero.models.common.recompute.policy import Recompute
-from megatron_hetero.models.common.stages.block import Between, run_layers
+from megatron_hetero.models.common.stages.block import Between, Gathered, run_layers
 from megatron_hetero.models.common.stages.merger import PatchMerger
 from megatron_hetero.models.common.stages.rotary import axial_table
 from megatron_hetero.models.family import EncoderShape
@@ -100,7 +100,6 @@ class VisionModel(MegatronModule):
             add_bias_linear=True,
             tensor_model_parallel_size=tp,
             sequence_parallel=sequence_parallel and tp > 1,
-            **recompute_options(recompute, len(stage.layers)),
         )
         super().__init__(config=config)
         self.shape, self.stage, self.tp_group = shape, stage, groups.tp
@@ -137,6 +136,10 @@ class VisionModel(MegatronModule):
         """
         patches = padded_patches(batch.positions.shape[1], self.shape.unit, self._patch_shards)
         return patches // self._patch_shards, 1, self.shape.hidden
+
+    def units(self) -> tuple[Gathered, ...]:
+        """The parts of this stage that are gathered by themselves, in the order in which they run."""
+        return tuple(Gathered(layer) for layer in self.decoder.layers)
 
     def enter(self, batch: EncoderInput) -> Tensor:
         """The embedding of this rank's patches, of shape `hidden_shape`, on the first stage."""

@@ -1,0 +1,20 @@
+"""What PyTorch's FSDP2 (`fully_shard`) knows of the parameters that it shards, which it has no public name for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's groups of the parameters of `module`, without those of parts that it shards by themselves."""
+    state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # pyright: ignore[reportCallIssue]
+    # PyTorch 2.12 and earlier have one group in each module.
+    found = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in found if group is not None]
+
+
+def fsdp_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Their parameters, in the order in which their gradients are communicated."""
+    return [each.sharded_param for group in fsdp_groups(module) for each in group.fsdp_params]

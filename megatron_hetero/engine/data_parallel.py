@@ -1,0 +1,200 @@
+"""How the ranks that hold the same weights of a module share these, their gradients and their optimizer.
+
+    ZeRO stage   each rank of n keeps 1/n of     class
+    1            optimizer states                Replicated, over Megatron's `DistributedDataParallel`
+    2            and gradients                   FullySharded, over PyTorch's `fully_shard`
+    3            and weights
+
+(Rajbhandari et al. 2020, arXiv 1910.02054.) What is kept of a parameter is a flat range of its elements.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from typing_extensions import override
+
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.execution.contract import GatheredStage
+
+Range = tuple[int, int]
+"""Elements [start, stop) of a flattened parameter of this rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class DataParallel(ABC):
+    """What a rank keeps of a module over the data- and context-parallel group.
+
+    `parameters`: of this rank, by name, with the shapes that they have before that group shares them.
+    """
+
+    parameters: Mapping[str, torch.nn.Parameter]
+    groups: ProcessGroupCollection
+
+    @property
+    @abstractmethod
+    def sharded(self) -> bool:
+        """Whether each rank updates a share of the elements."""
+
+    @property
+    @abstractmethod
+    def reduces_early(self) -> bool:
+        """Whether gradients are reduced in each backward pass, so that a rank accumulates only what it updates."""
+
+    @property
+    @abstractmethod
+    def owned(self) -> Mapping[str, Range]:
+        """Of each trained parameter what this rank has the reduced gradient of, and updates."""
+
+    @property
+    def gathered(self) -> Sequence[GatheredStage]:
+        """The stages whose weights are gathered when they run, if any."""
+        return ()
+
+    @property
+    @abstractmethod
+    def buffers(self) -> Sequence[Tensor]:
+        """All gradients of this rank, in flat tensors."""
+
+    @abstractmethod
+    def kept(self, name: str) -> Range:
+        """What this rank keeps of the weights of a parameter from step to step."""
+
+    @abstractmethod
+    def weights(self, name: str) -> Tensor:
+        """A view of them, flat."""
+
+    @abstractmethod
+    def accumulated(self, name: str) -> tuple[Tensor, Range]:
+        """What this rank accumulates of a parameter's gradient in a step, flat, and which elements these are."""
+
+    @abstractmethod
+    def zero_gradients(self) -> None:
+        """Before a step."""
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """Sum the gradients over the group, where backward passes have not. Collective."""
+
+    @abstractmethod
+    def share_weights(self) -> None:
+        """Let runs of the module see the weights that each rank has updated. Collective."""
+
+    @abstractmethod
+    def whole(self, name: str, flat: Tensor) -> Tensor:
+        """`flat`, numbers for what each rank keeps of a parameter, put together: shaped as that. Collective."""
+
+
+@dataclass(frozen=True, eq=False)
+class Replicated(DataParallel):
+    """Each rank keeps all weights and gradients; with the distributed optimizer it updates a share of them.
+
+    `ddp`: Megatron's buffers; None where nothing trains. `platform`: where they are reduced.
+    """
+
+    ddp: DistributedDataParallel | None
+    platform: Platform
+
+    @classmethod
+    def of(
+        cls,
+        parameters: Mapping[str, torch.nn.Parameter],
+        chunks: Sequence[Any],
+        groups: ProcessGroupCollection,
+        platform: Platform,
+        *,
+        sharded: bool,
+        gradients: torch.dtype,
+    ) -> Replicated:
+        """With buffers of `gradients`, that dtype, for the models of a module's stages. `sharded`: with the distributed
+        optimizer.
+        """
+        if not any(p.requires_grad for p in parameters.values()):
+            return cls(parameters, groups, None, platform)
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=gradients == torch.float32, use_distributed_optimizer=sharded, overlap_grad_reduce=False
+        )
+        model = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
+        ddp = DistributedDataParallel(chunks[0].config, config, model, pg_collection=groups)
+        return cls(parameters, groups, ddp, platform)
+
+    @property
+    @override
+    def sharded(self) -> bool:
+        return self.ddp is not None and self.ddp.ddp_config.use_distributed_optimizer
+
+    @property
+    @override
+    def reduces_early(self) -> bool:
+        return False
+
+    @property
+    @override
+    def owned(self) -> Mapping[str, Range]:
+        return self._owned
+
+    @cached_property
+    def _owned(self) -> Mapping[str, Range]:
+        """With the distributed optimizer what lies in this rank's part of the parameter's bucket, else all of it."""
+        ranges: dict[int, Range] = {}
+        for buffer in self._ddp_buffers:
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel()
+                share = size // self.groups.dp_cp.size() if self.sharded else size
+                low = bucket.offset + (share * self.groups.dp_cp.rank() if self.sharded else 0)
+                for parameter in bucket.params:
+                    start, stop, _ = buffer.param_index_map[parameter]
+                    first = min(max(start, low), stop)
+                    ranges[id(parameter)] = first - start, max(first, min(stop, low + share)) - start
+        return {name: ranges[id(p)] for name, p in self.parameters.items() if p.requires_grad}
+
+    @property
+    def _ddp_buffers(self) -> Sequence[Any]:
+        buffers: Any = () if self.ddp is None else self.ddp.buffers
+        return buffers
+
+    @property
+    @override
+    def buffers(self) -> Sequence[Tensor]:
+        return [buffer.grad_data for buffer in self._ddp_buffers]
+
+    @override
+    def kept(self, name: str) -> Range:
+        return 0, self.parameters[name].numel()
+
+    @override
+    def weights(self, name: str) -> Tensor:
+        return self.parameters[name].detach().view(-1)
+
+    @override
+    def accumulated(self, name: str) -> tuple[Tensor, Range]:
+        parameter: Any = self.parameters[name]
+        return parameter.main_grad.view(-1), (0, parameter.numel())
+
+    @override
+    def zero_gradients(self) -> None:
+        if self.ddp is not None:
+            self.ddp.zero_grad_buffer()
+
+    @override
+    def reduce(self) -> None:
+        if self.ddp is not None:
+            self.ddp.finish_grad_sync(force_all_reduce=self.platform.prefers_all_reduce)
+
+    @override
+    def share_weights(self) -> None:
+        if self.ddp is not None and self.sharded:
+            with self.platform.megatron_scope():
+                self.ddp.start_param_sync()
+
+    @override
+    def whole(self, name: str, flat: Tensor) -> Tensor:
+        return flat.view(self.parameters[name].shape)

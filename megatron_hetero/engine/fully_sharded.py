@@ -1,0 +1,283 @@
+"""ZeRO stages 2 and 3 with PyTorch's FSDP2 (`fully_shard`), under the one rule for gradients.
+
+A stage consists of *units*: each layer, an embedding, and what is left. All ranks of the data- and context-parallel
+group gather the weights of a unit when it runs, and drop them when they are not needed for now. Each backward pass
+reduce-scatters the gradients of a unit, as sums and in the dtype that they are accumulated in; they are added up here
+and not in `.grad`, whose dtype is that of the weights. Of each parameter a rank keeps rows [rank * k, rank * k + k), k
+being the number of rows over that of ranks, rounded up: a flat range, as with the distributed optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from megatron_hetero.distributed.fsdp import fsdp_parameters
+from megatron_hetero.engine.data_parallel import DataParallel, Range
+from megatron_hetero.models.common.stages.block import Gathered
+
+Load = Callable[[str, Tensor], None]
+"""Fills a parameter, by its name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What is gathered at once. `gradients`: of this rank's rows of the trained parameters, one after the other, each
+    with as many elements as on the first rank. `places`: where each begins. `read_again`: whether its weights are read
+    after it has run.
+    """
+
+    module: Any
+    gradients: Tensor
+    places: Mapping[str, int]
+    read_again: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedStage:
+    """A stage whose weights are gathered when it runs. `model`: of the stage; the last of the `units` is what is left
+    of it. `zero`: 2 or 3.
+    """
+
+    model: nn.Module
+    units: tuple[Unit, ...]
+    zero: int
+
+    def before_run(self, stays: bool) -> None:
+        """What the interpreter says before each run of the stage: whether its weights stay gathered after it."""
+        for unit in self.units:
+            unit.module.set_reshard_after_backward(not stays, recurse=False)
+            # What is left of a stage runs last, and first in the backward pass.
+            again = unit.read_again or unit.module is self.model
+            unit.module.set_reshard_after_forward(not (stays or again), recurse=False)
+
+
+@dataclass(frozen=True, eq=False)
+class FullySharded(DataParallel):
+    """Each rank keeps and updates its rows of each parameter, which `stages` gather when they run."""
+
+    stages: tuple[ShardedStage, ...]
+
+    @cached_property
+    def gradients(self) -> dict[str, Tensor]:
+        """Of each trained parameter, flat, from this rank's first element on."""
+        units = (unit for stage in self.stages for unit in stage.units)
+        return {name: unit.gradients[start:] for unit in units for name, start in unit.places.items()}
+
+    @property
+    @override
+    def sharded(self) -> bool:
+        return True
+
+    @property
+    @override
+    def reduces_early(self) -> bool:
+        return True
+
+    @property
+    @override
+    def gathered(self) -> Sequence[ShardedStage]:
+        return self.stages
+
+    @property
+    @override
+    def owned(self) -> Mapping[str, Range]:
+        return {name: self.kept(name) for name in self.gradients}
+
+    @property
+    @override
+    def buffers(self) -> Sequence[Tensor]:
+        return [unit.gradients for stage in self.stages for unit in stage.units if unit.places]
+
+    @override
+    def kept(self, name: str) -> Range:
+        shape, group = self.parameters[name].shape, self.groups.dp_cp
+        size, share = shape.numel(), share_of(shape, group.size())
+        start = min(size, share * group.rank())
+        return start, min(size, start + share)
+
+    @override
+    def weights(self, name: str) -> Tensor:
+        return self._weights[name]
+
+    @cached_property
+    def _weights(self) -> dict[str, Tensor]:
+        tensors: dict[str, Any] = dict(self.parameters)
+        return {name: parameter.detach().to_local().view(-1) for name, parameter in tensors.items()}
+
+    @override
+    def accumulated(self, name: str) -> tuple[Tensor, Range]:
+        start, stop = self.kept(name)
+        return self.gradients[name][: stop - start], (start, stop)
+
+    @override
+    def zero_gradients(self) -> None:
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    @override
+    def reduce(self) -> None:
+        """Backward passes have done it."""
+
+    @override
+    def share_weights(self) -> None:
+        """Weights that are still gathered are dropped."""
+        for stage in self.stages:
+            for unit in stage.units:
+                unit.module.reshard()
+
+    @override
+    def whole(self, name: str, flat: Tensor) -> Tensor:
+        shape, group = self.parameters[name].shape, self.groups.dp_cp
+        mine = flat.new_zeros(share_of(shape, group.size()))
+        mine[: len(flat)] = flat
+        gathered = mine.new_empty(len(mine) * group.size())
+        dist.all_gather_into_tensor(gathered, mine, group=group)
+        return gathered[: shape.numel()].view(shape)
+
+
+def share_of(shape: torch.Size, ranks: int) -> int:
+    """Elements of a parameter on the first of `ranks`, which has the most."""
+    return -(-shape[0] // ranks) * shape[1:].numel()
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Inside, modules are made without memory for their parameters, on PyTorch's device `meta`."""
+    with torch.device("meta"), _DevicesMeanMeta():
+        yield
+
+
+class _DevicesMeanMeta(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def shard_stage(
+    model: Any,
+    name_of: Callable[[str], str],
+    groups: ProcessGroupCollection,
+    device: torch.device,
+    load: Load,
+    trained: Collection[str],
+    *,
+    gradients: torch.dtype,
+    zero: int,
+) -> ShardedStage:
+    """Give a stage that was made `without_weights` its own rows of them: one unit after the other, so that there is
+    never more than one whole.
+
+    Args:
+        model: of the stage; `model.units()` are those of its parts that are gathered by themselves, in the order in
+            which they run.
+        name_of: a parameter's name in the module, by that in the stage; below, names are those.
+        groups: of this rank.
+        device: where weights go.
+        load: where they come from.
+        trained: which parameters train.
+        gradients: dtype that these are reduced and accumulated in.
+        zero: 2 or 3.
+    """
+    mesh = DeviceMesh.from_group(groups.dp_cp, device.type, mesh_dim_names=("dp_cp",))
+    names = {parameter: name_of(name) for name, parameter in model.named_parameters()}
+    policy = MixedPrecisionPolicy(reduce_dtype=gradients, cast_forward_inputs=False)
+    units = []
+    for part in (*model.units(), Gathered(model)):
+        named = _materialize(part.module, names, device, load, trained)
+        fully_shard(part.module, mesh=mesh, mp_policy=policy)
+        units.append(_unit(part, named, gradients, groups.dp_cp.size(), device))
+    _order(model, units)
+    return ShardedStage(model, tuple(units), zero)
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a parameter is: in `module`, as its attribute `attribute`. `noted`: what Megatron has noted on it."""
+
+    module: nn.Module
+    attribute: str
+    noted: Mapping[str, Any]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return getattr(self.module, self.attribute)
+
+
+def _materialize(
+    part: nn.Module, names: Mapping[nn.Parameter, str], device: torch.device, load: Load, trained: Collection[str]
+) -> dict[str, _Place]:
+    """Give the parameters of a part values, where they had none. Where these are, by name."""
+    places: dict[str, _Place] = {}
+    for path, empty in list(part.named_parameters()):
+        if not empty.is_meta:  # of a unit inside
+            continue
+        name, (owner, _, attribute) = names[empty], path.rpartition(".")
+        parameter = nn.Parameter(torch.empty(empty.shape, dtype=empty.dtype, device=device), name in trained)
+        load(name, parameter)
+        places[name] = _Place(part.get_submodule(owner), attribute, dict(vars(empty)))
+        setattr(places[name].module, attribute, parameter)
+    return places
+
+
+def _unit(part: Gathered, places: Mapping[str, _Place], dtype: torch.dtype, ranks: int, device: torch.device) -> Unit:
+    module = part.module
+    names = {id(place.parameter): name for name, place in places.items()}
+    starts, end = dict[str, int](), 0
+    for parameter in fsdp_parameters(module):
+        name = names[id(parameter)]
+        vars(parameter).update(places[name].noted)
+        if parameter.requires_grad:
+            starts[name] = end
+            end += share_of(parameter.shape, ranks)
+            parameter.register_post_accumulate_grad_hook(_drop)
+    gradients = torch.zeros(end, dtype=dtype, device=device)
+    module.set_unshard_in_backward(part.in_backward)
+    if starts:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_all_reduce_hook(_adding_to(gradients))
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+    return Unit(module, gradients, starts, part.read_again)
+
+
+def _adding_to(gradients: Tensor) -> Callable[[Tensor], None]:
+    def add(reduced: Tensor) -> None:
+        assert len(reduced) == len(gradients), "every trained parameter of a unit has a gradient"
+        if reduced.is_cuda:
+            # FSDP2 allocates it in another stream, and frees it without waiting for this one.
+            reduced.record_stream(torch.cuda.current_stream())
+        gradients.add_(reduced)
+
+    return add
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _order(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Prefetch the weights of a unit while the one after it computes in the backward pass. FSDP2's own order is
+    forgotten at the end of each backward pass, when other micro-batches are in flight.
+    """
+    inner = [unit.module for unit in units[:-1]]
+    for earlier, later in pairwise(inner):
+        later.set_modules_to_backward_prefetch([earlier])
+    # Which module is the outermost is settled when one first runs; the embedding of a stage may run before it.
+    fully_shard.state(model)._lazy_init()  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,0 +1,59 @@
+"""What ranks that share weights (ZeRO 2 and 3) gather to run a module, and what the exchange of its gradients takes.
+Pure.
+
+As FSDP2 does it, with the units of `engine.fully_sharded`: an embedding, each layer, and what is left of a stage.
+
+    weights        of a unit that runs, and of its neighbour, which is fetched ahead; once more of one unit, as they
+                   arrive. What is left of a stage stays from its forward to its backward pass, and so does an embedding
+                   that is the head, too. With ZeRO 2, and with waves of several micro-batches, everything stays
+    gradients      of a unit: whole, and once more in the dtype that they are accumulated in, as they are sent
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron_hetero.models.common.parameters import EMBEDDING
+from megatron_hetero.planning.memory.parameters import Parameter
+from megatron_hetero.schedule.gathering import Span
+from megatron_hetero.sharding.stages import LAYERS
+
+_EMBEDDING = EMBEDDING.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class GatheredBytes:
+    """Of a module on one rank: what `stays` between its runs, at most; and what is there only while it runs."""
+
+    stays: int = 0
+    running: int = 0
+
+
+def gathered_bytes(
+    parameters: Sequence[Parameter], itemsize: int, gradient: int, span: Span, *, is_head: bool
+) -> GatheredBytes:
+    """`itemsize`: bytes of a weight; `gradient`: of an accumulated gradient. `is_head`: whether the embedding is read
+    again after the layers.
+    """
+    whole, trained = defaultdict[str, int](int), defaultdict[str, int](int)
+    for parameter in parameters:
+        unit = _unit_of(parameter.name)
+        whole[unit] += parameter.elements * itemsize
+        trained[unit] += parameter.elements * parameter.trains
+    embedding, layers = whole[_EMBEDDING], [size for unit, size in whole.items() if unit.startswith(LAYERS)]
+    exchanged = max(trained.values()) * (itemsize + gradient)
+    if span != "run":
+        return GatheredBytes(sum(whole.values()), max(whole.values()) + exchanged)
+    neighbours = max(map(sum, pairwise(layers)), default=0) if len(layers) > 1 else sum(layers)
+    stays = whole[""] + embedding * is_head
+    return GatheredBytes(stays, max(neighbours + max(layers, default=0), embedding * (1 + (not is_head))) + exchanged)
+
+
+def _unit_of(name: str) -> str:
+    """The layer, or the embedding; what is left of a stage has no name."""
+    if name.startswith(LAYERS):
+        return LAYERS + name.removeprefix(LAYERS).partition(".")[0]
+    return _EMBEDDING if name.startswith(f"{_EMBEDDING}.") else ""
