@@ -61,15 +61,22 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-_SYSTEMS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "sp|tp": ("Ours", ("sp:{n}", "tp:{n}", True)),
-    "sp|tp whole": ("Ours", ("sp:{n}", "tp:{n}", False)),
-    "tp|tp": ("Ours", ("tp:{n}", "tp:{n}", True)),
-    "tp|tp whole": ("Ours", ("tp:{n}", "tp:{n}", False)),
+_WHOLE = ("--model.sequence_parallel.vision", "false", "--model.sequence_parallel.text", "false")
+_ZERO = ("--zero.vision", "3", "--zero.text", "3")
+_SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "sp|tp": ("Ours", ("sp:{n}", "tp:{n}")),
+    "sp|tp whole": ("Ours", ("sp:{n}", "tp:{n}", *_WHOLE)),
+    "tp|tp": ("Ours", ("tp:{n}", "tp:{n}")),
+    "tp|tp whole": ("Ours", ("tp:{n}", "tp:{n}", *_WHOLE)),
+    "sp|tp zero": ("Ours", ("sp:{n}", "tp:{n}", "--zero.vision", "3")),
+    "sp|dp zero": ("Ours", ("sp:{n}", "dp:{n}", *_ZERO)),
+    "dp|dp zero": ("Ours", ("dp:{n}", "dp:{n}", *_ZERO)),
     "fsdp": ("Plain", ("fsdp",)),
     "ddp": ("Plain", ("ddp",)),
 }
-"""Name to class of `benchmarks.systems` and what it is made with. `whole`: activations are not split over tp."""
+"""Name to class of `benchmarks.systems` and what it is made with. `whole`: activations are not split over tp. `zero`:
+ZeRO 3, of the encoder or of both modules.
+"""
 
 
 def _whole_steps(options: argparse.Namespace, folder: Path) -> StepReport:
@@ -81,7 +88,7 @@ def _whole_steps(options: argparse.Namespace, folder: Path) -> StepReport:
     crews: dict[str, Crew] = {}
     for number, name in enumerate(options.systems):
         kind, values = _SYSTEMS[name]
-        values = tuple(v.format(n=options.ranks) if isinstance(v, str) else v for v in values)
+        values = tuple(value.format(n=options.ranks) for value in values)
         build = getattr(benchmarks.systems, kind)
         crews[name] = Crew(options.ranks, folder / f"store-{number}", build, folder, len(cases), *values)
     report = StepReport(size, options.ranks)

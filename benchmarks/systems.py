@@ -20,6 +20,7 @@ from megatron_hetero.config.schema import DatasetConfig, load_config
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.layout.layout import Layout
 from megatron_hetero.processor.processor import Processor
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.watch.stopwatch import Stopwatch
@@ -77,20 +78,19 @@ class PhaseWatch(Stopwatch):
 class Ours:
     """`Trainer`, as `pretrain_vlm.py` runs it; batches are prepared beforehand."""
 
-    def __init__(self, platform: Platform, folder: Path, cases: int, vision: str, text: str, sequence_parallel: bool):
+    def __init__(self, platform: Platform, folder: Path, cases: int, vision: str, text: str, *more: str):
         self.memory = Memory(platform)
-        log = f"{folder}/log-{vision}-{text}-{'sharded' if sequence_parallel else 'whole'}"  # One run writes to each.
+        log = f"{folder}/log-{vision}-{text}-{'-'.join(more)}"  # One run writes to each.
         flags = (
             f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
         )
         flags += f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false --data.workers 0 "
         flags += f"--data.max_seq_length 32768 --data.max_pixels {MAX_PIXELS} --train.iters 100000 "
-        flags += f"--train.global_batch_size {SAMPLES} --train.micro_batch_size {SAMPLES} --log.dir {log} "
+        replicas = Layout.parse(text, dist.get_world_size()).dp
+        flags += f"--train.global_batch_size {SAMPLES} --train.micro_batch_size {SAMPLES // replicas} --log.dir {log} "
         flags += f"--optimizer.lr {LEARNING_RATE} --optimizer.schedule constant "
         flags += f"--vision-parallel {vision} --text-parallel {text} "
-        if not sequence_parallel:
-            flags += "--model.sequence_parallel.vision false --model.sequence_parallel.text false"
-        run = build_trainer(load_config(flags.split()), platform)
+        run = build_trainer(load_config([*flags.split(), *more]), platform)
         self.watch = PhaseWatch(platform)
         self.run = replace(run, watch=self.watch)
         self.run.interpreter.watch = self.watch

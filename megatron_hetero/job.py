@@ -131,6 +131,7 @@ class JobSpec:
         }
         _require_layers(config, stages)
         _require_equal_copies(config, shapes, layouts)
+        _require_shared(config, layouts)
         return cls(config, folders, shapes, layouts, batch, stages)
 
     @property
@@ -269,6 +270,19 @@ def _require_equal_copies(config: Config, shapes: ModelShapes, layouts: Mapping[
                 expected="float32" if field == "moments" else "float32 or split",
                 because="tp ranks hold copies of key/value heads, and would round them differently",
                 fix=f"leave precision.{name}.{field} out, or use a tp that divides {heads}",
+            )
+
+
+def _require_shared(config: Config, layouts: Mapping[str, Layout]) -> None:
+    """Check that modules of a ZeRO stage have ranks to share with."""
+    for name, zero in config.zero.items():
+        if zero > 1 and layouts[name].ways("tokens", "samples") == 1:
+            raise UserError.at(
+                f"zero.{name} (--zero.{name})",
+                found=f"{zero} with {name} layout `{layouts[name]}`",
+                expected="1",
+                because="no two of its ranks hold the same weights: dp, sp and cp are 1",
+                fix="remove it, or give the module dp, sp or cp",
             )
 
 

@@ -85,6 +85,7 @@ def check(config: Config) -> None:
     _check_optimizer(config.optimizer, config.train.iters)
     _check_frozen(config.optimizer, config.model)
     _check_states(config)
+    _check_zero(config)
     _check_plan(config.plan)
 
 
@@ -301,6 +302,13 @@ def _check_states(config: Config) -> None:
             why, do = f"{kind.name} keeps no states of this module", "remove it"
             raise _unused(f"offload.{module}.states", chosen.states, why, do)
         _require_trained(config, module, f"offload.{module}", chosen)
+
+
+def _check_zero(config: Config) -> None:
+    """ZeRO 2 shares gradients, of which frozen modules have none."""
+    for module, zero in config.zero.items():
+        if zero == 2 and set(config.model.freeze).issuperset(parts_of(module)):
+            raise _unused(f"zero.{module}", zero, f"{module} is frozen and has no gradients", "remove it, or use 3")
 
 
 def _require_trained(config: Config, module: str, section: str, chosen: Any) -> None:

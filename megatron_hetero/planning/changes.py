@@ -52,6 +52,10 @@ guess.
 """
 STREAMED = 1.3
 """How much longer a step takes when optimizer states are streamed from the host: a guess, for steps of some seconds."""
+REDUCED, GATHERED = 1.02, 1.1
+"""How much longer a step takes when gradients are reduced in each backward pass; and when weights are gathered for each
+forward and backward pass, beside what is computed: guesses, for micro-batches of some thousand tokens on one node.
+"""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,16 @@ def states_on_the_host(plan: Plan) -> Iterator[Change]:
             yield Change({f"offload.{name}.states": True for name in chosen}, STREAMED)
 
 
+def shared_gradients_and_weights(plan: Plan) -> Iterator[Change]:
+    """The ranks that hold the same weights share gradients, or these and weights, which are gathered for each run."""
+    for name in _trained(plan):
+        sharing, zero = plan.layouts[name].ways("tokens", "samples") > 1, plan.config.zero.get(name, 1)
+        if sharing and zero < 2:
+            yield Change({f"zero.{name}": 2}, REDUCED)
+        if sharing and zero < 3:
+            yield Change({f"zero.{name}": 3}, GATHERED)
+
+
 def _trained(plan: Plan) -> list[str]:
     return [name for name in plan.layouts if any(of[0] == name and p.trained for of, p in plan.parameters.items())]
 
@@ -192,6 +206,7 @@ CHANGES: tuple[Callable[[Plan], Iterator[Change]], ...] = (
     smaller_states,
     recomputed_layers,
     chunked_mlps,
+    shared_gradients_and_weights,
     states_on_the_host,
     smaller_micro_batches,
     images_over_more_ranks,

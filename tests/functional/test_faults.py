@@ -62,6 +62,7 @@ BF16 = "--model.dtype bfloat16 --optimizer.name adamw"
 STATES = {
     "fp32": "",
     "split, bf16 moments": f"{BF16} --precision.text.master split --precision.text.moments bfloat16",
+    "ZeRO 3": f"{BF16} --zero.vision 3",
     "8 bits on the host": f"{BF16} --precision.text.master none --precision.text.moments 8bit "
     "--offload.text.states true",
 }
