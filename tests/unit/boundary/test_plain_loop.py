@@ -139,7 +139,7 @@ def test_the_table_lists_what_is_tested() -> None:
     assert {row: cells for row, *cells in lines} == {row: ["yes"] * len(PLACEMENTS) for row in CASES}
 
 
-# Of every two rows that follow each other `make test` has one colocated and disjoint, and the other mixed.
+# Of two rows that follow each other `make test` has the one colocated and mixed, and the other disjoint.
 @pytest.mark.parametrize("row, placement", thinned(product(CASES, PLACEMENTS), 2))
 @on_ranks(4)
 def test_a_loop_gives_what_one_process_gives(row: str, placement: str) -> None:
