@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,13 @@ settings.register_profile("repeatable", settings.get_profile("random"), derandom
 settings.load_profile("repeatable")
 
 Pools = Callable[[int], Pool]
+gc.disable()  # Until all tests have been imported: hardly anything of that is garbage.
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported need not be looked through again and again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

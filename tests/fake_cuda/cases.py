@@ -81,5 +81,7 @@ CASES = (
     Case("7b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, "--model.recompute.text 3 --model.recompute.vision 16"),
     Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{SELECTIVE} --model.chunk.text 1024 --model.chunk.vision 1024"),
 )
-LONG = (CASES[8],)
-"""For `make matrix`: the case after it has all that it has, and replicas."""
+LONG = tuple(CASES[number] for number in (8, 9, 16))
+"""For `make matrix`: what these have, others have beside something else. Of 32B there is one stage of four, and modules
+that are apart are those of 7B and 8B.
+"""

@@ -107,6 +107,18 @@ class Trained:
     weights: dict[str, torch.Tensor]
 
 
+class Runs(dict[str, Trained]):
+    """By the name of an optimizer; made when it is asked for."""
+
+    def __init__(self, make: Callable[[str], Trained]):
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, name: str) -> Trained:
+        self[name] = self.make(name)
+        return self[name]
+
+
 @dataclass
 class Expected:
     """What the oracle found for one model: the folder, and per kind of run the numbers."""
@@ -115,7 +127,7 @@ class Expected:
     loss: float
     gradients: dict[str, torch.Tensor]
     before: dict[str, torch.Tensor]
-    runs: dict[str, Trained]
+    runs: Runs
 
 
 Ask = Callable[[Case], Expected]
@@ -134,7 +146,7 @@ def ask_oracle(folder: Path, case: Case) -> Expected:
     oracle = load()
     loss, gradients = oracle.step(range(batch))
     before = oracle.weights()
-    return Expected(folder, loss, gradients, before, {name: _train(load(), name, batch) for name in OPTIMIZERS})
+    return Expected(folder, loss, gradients, before, Runs(lambda name: _train(load(), name, batch)))
 
 
 def _train(oracle: Oracle, name: str, batch: int) -> Trained:

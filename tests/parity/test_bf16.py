@@ -47,7 +47,7 @@ def curve(folders: dict[str, Path], pools: Callable[[int], Pool]) -> Curve:
         flags = (
             f"--model.hf_path {folder}/model --data.registry.d.annotations {folder}/data.jsonl "
             f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false --data.workers 0 "
-            f"--train.global_batch_size 4 --train.micro_batch_size 1 --train.iters {STEPS} --log.dir {folder}/log "
+            f"--train.global_batch_size 4 --train.micro_batch_size 2 --train.iters {STEPS} --log.dir {folder}/log "
             f"--optimizer.lr 2e-3 --optimizer.warmup_iters 5 --vision-parallel {vision} --text-parallel {text} {more}"
         )
         results = pools(ranks).run(jobs.train, flags.split())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -18,28 +20,40 @@ RAGGED: tuple[ImageSize, ...] = (ImageSize(1, 20, 36), ImageSize(1, 6, 4))
 TINY: tuple[ImageSize, ...] = (ImageSize(1, 4, 12),)
 """Two windows: two of four shards are empty."""
 FP32 = 4
+Measure = Callable[[int, str, tuple[ImageSize, ...]], list[dict[str, Any]]]
 
 
-def test_saved_activations_are_shared_out(pools: Callable[[int], Pool]) -> None:
-    alone = pools(1).run(memory_jobs.measure, "dp:1", SQUARE)[0]
-    shared = pools(4).run(memory_jobs.measure, "sp:4", SQUARE)
+@pytest.fixture(scope="module")
+def measure(pools: Callable[[int], Pool]) -> Measure:
+    """`measure(ranks, layout, images)`: what each rank found, once for the same arguments."""
+
+    @cache
+    def get(ranks: int, layout: str, images: tuple[ImageSize, ...]) -> list[dict[str, Any]]:
+        return pools(ranks).run(memory_jobs.measure, layout, images)
+
+    return get
+
+
+def test_saved_activations_are_shared_out(measure: Measure) -> None:
+    alone = measure(1, "dp:1", SQUARE)[0]
+    shared = measure(4, "sp:4", SQUARE)
     assert max(rank["saved"] for rank in shared) <= 0.3 * alone["saved"]
 
 
 @pytest.mark.parametrize("grids", [SQUARE, RAGGED, TINY], ids=["square", "ragged", "tiny"])
-def test_collectives_and_bytes_are_as_predicted(grids: tuple[ImageSize, ...], pools: Callable[[int], Pool]) -> None:
+def test_collectives_and_bytes_are_as_predicted(grids: tuple[ImageSize, ...], measure: Measure) -> None:
     shape = memory_jobs.shape()
-    ranks = pools(4).run(memory_jobs.measure, "sp:4", grids)
+    ranks = measure(4, "sp:4", grids)
     assert predicted_sp_collectives(shape) == 2 * 2 * 2  # two layers, two ways, two exchanges
     assert all(rank["names"] == ["alltoall_base"] * 8 for rank in ranks)
     assert [rank["sent"] for rank in ranks] == predicted_sp_bytes(shape, ranks[0]["shard_lengths"], FP32)
 
 
-def test_one_rank_communicates_nothing(pools: Callable[[int], Pool]) -> None:
-    assert pools(1).run(memory_jobs.measure, "dp:1", SQUARE)[0]["names"] == []
+def test_one_rank_communicates_nothing(measure: Measure) -> None:
+    assert measure(1, "dp:1", SQUARE)[0]["names"] == []
 
 
 @pytest.mark.parametrize("grids", [SQUARE, RAGGED], ids=["square", "ragged"])
-def test_sp_sends_at_most_a_quarter_of_tp(grids: tuple[ImageSize, ...], pools: Callable[[int], Pool]) -> None:
-    sp, tp = (pools(4).run(memory_jobs.measure, layout, grids) for layout in ("sp:4", "tp:4"))
+def test_sp_sends_at_most_a_quarter_of_tp(grids: tuple[ImageSize, ...], measure: Measure) -> None:
+    sp, tp = (measure(4, layout, grids) for layout in ("sp:4", "tp:4"))
     assert max(rank["sent"] for rank in sp) <= 0.25 * max(rank["sent"] for rank in tp)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.matrix import thinned
+from tests.support.matrix import long, thinned
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.jobs_checkpoint import flags
 from tests.unit.checkpoint.test_across_layouts import same
 
 Pools = Callable[[int], Pool]
-BF16 = "--model.dtype bfloat16 --data.workers 0"
+BF16 = "--model.dtype bfloat16 --data.workers 0 --train.micro_batch_size 2"
 
 
 def of(master: str, moments: str = "float32", gradients: str = "float32", modules: str = "vision text") -> str:
@@ -43,20 +43,25 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("model, vision, text, ranks", thinned(LAYOUTS, 4))
+@pytest.mark.parametrize(
+    "model, vision, text, ranks, steps", [(*LAYOUTS[0], 50), *long((*layout, 100) for layout in LAYOUTS)]
+)
 def test_split_masters_train_as_fp32_masters(
-    model: str, vision: str, text: str, ranks: int, folders: Path, tmp_path: Path, pools: Pools
+    model: str, vision: str, text: str, ranks: int, steps: int, folders: Path, tmp_path: Path, pools: Pools
 ) -> None:
-    """A hundred steps, and of those of `split` fifty before a resume and fifty after it."""
-    more = f"{BF16} --train.iters 100 --checkpoint.interval 50 --checkpoint.keep_last 9"
+    """So many steps, and of those of `split` half before a resume and half after it."""
+    half = steps // 2
+    more = (
+        f"{BF16} --train.micro_batch_size 4 --train.iters {steps} --checkpoint.interval {half} --checkpoint.keep_last 9"
+    )
     line = flags(folders, tmp_path / "fp32", vision, text, more, model)
     expected = pools(ranks).run(jobs.train, line)[0]
     line = flags(folders, tmp_path / "split", vision, text, f"{more} {SPLIT}", model)
-    first = pools(ranks).run(jobs.train, line, None, 50)[0]
+    first = pools(ranks).run(jobs.train, line, None, half)[0]
     second = pools(ranks).run(jobs.train, line)[0]
-    assert (first["from"], second["from"]) == (0, 50) and len(expected["losses"]) == 100
+    assert (first["from"], second["from"]) == (0, half) and len(expected["losses"]) == steps
     assert first["losses"] + second["losses"] == expected["losses"]
-    for step in ("step-00000050", "step-00000100"):
+    for step in (f"step-{half:08d}", f"step-{steps:08d}"):
         same(tmp_path / "fp32/checkpoints" / step, tmp_path / "split/checkpoints" / step, but="")
     assert all(np.array_equal(second["weights"][name], value) for name, value in expected["weights"].items())
 
@@ -145,18 +150,18 @@ def test_pieces_make_no_difference(folders: Path, tmp_path: Path, pools: Pools) 
     """Updates, checkpoints and resumes in pieces of 512 elements, of which each parameter has many."""
     found = {}
     for name, setting in {"fp32": "", "split": SPLIT, "8bit": of("split", "8bit")}.items():
-        more = f"{BF16} --train.iters 8 --checkpoint.interval 100 {setting}"
+        more = f"{BF16} --train.iters 4 --checkpoint.interval 100 {setting}"
         whole = flags(folders, tmp_path / name, "dp:2", "tp:2", more)
         found[name] = pools(2).run(jobs.in_pieces, 512, whole)[0]
         cut = flags(folders, tmp_path / f"{name}-cut", "dp:2", "tp:2", more)
-        first = pools(2).run(jobs.in_pieces, 512, cut, 4)[0]
+        first = pools(2).run(jobs.in_pieces, 512, cut, 2)[0]
         second = pools(2).run(jobs.in_pieces, 512, cut)[0]
         assert first["losses"] + second["losses"] == found[name]["losses"]
-        last = "checkpoints/step-00000008"
+        last = "checkpoints/step-00000004"
         same(tmp_path / name / last, tmp_path / f"{name}-cut" / last, but="")
         counts = {float(v) for key, v in jobs.tensors(tmp_path / name / last).items() if key.startswith("step/")}
-        assert counts == {8.0}, "of a parameter in many pieces"
-    same(*(tmp_path / name / "checkpoints/step-00000008" for name in ("fp32", "split")), but="")
-    more = f"{BF16} --train.iters 8 --checkpoint.interval 100 {of('split', '8bit')}"
+        assert counts == {4.0}, "of a parameter in many pieces"
+    same(*(tmp_path / name / "checkpoints/step-00000004" for name in ("fp32", "split")), but="")
+    more = f"{BF16} --train.iters 4 --checkpoint.interval 100 {of('split', '8bit')}"
     whole = pools(2).run(jobs.train, flags(folders, tmp_path / "at-once", "dp:2", "tp:2", more))[0]
     np.testing.assert_allclose(whole["losses"], found["8bit"]["losses"], rtol=0.02)

@@ -38,7 +38,7 @@ def test_from_start_to_export(
     def line(run: str) -> list[str]:
         model = "deep" if "pp" in text else "plain"
         further = f"--eval.datasets a b --eval.interval 2 --export.hf_dir {tmp_path}/{run}/out {more}"
-        return flags(folders, tmp_path / run, vision, text, further, model=model)
+        return flags(folders, tmp_path / run, vision, text, f"--train.micro_batch_size 2 {further}", model=model)
 
     assert set(pools(ranks).run(jobs.program, line("gloo"))) == {(True, "")}
     assert set(rules_pools(ranks).run(jobs.program, line("rules"), "step 3")) == {(False, "")}

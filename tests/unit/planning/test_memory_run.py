@@ -137,7 +137,7 @@ def flags_of(case: Case, folder: Path) -> list[str]:
     return [*common.split(), *dtype.split(), *case.more.split()]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 3), ids=str)
 def test_plan_is_what_a_step_takes(
     case: Case, folders: dict[tuple[str, bool], Path], pools: Callable[[int], Pool]
 ) -> None:

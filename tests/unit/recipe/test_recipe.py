@@ -12,24 +12,43 @@ import torch
 from megatron_hetero import Boundary, build, finish_gradients, micro_batch, prepare_megatron, total_loss
 from megatron_hetero.cli.demo.pictures import draw
 from megatron_hetero.cli.demo.records import training_samples
+from tests.support.matrix import long
 from tests.support.ranks import on_ranks
 from tests.unit.recipe import running
 
 LAYOUTS = [
-    ("dp:4", "dp:4"),
-    ("dp:4", "tp:4"),
     ("dp:4", "tp:2,dp:2"),
     ("dp:4", "pp:2,dp:2"),
-    ("dp:4", "tp:2,pp:2"),
     ("dp:2@0-1", "tp:2@2-3"),
-    ("dp:2@0-1", "pp:2@2-3"),
     ("dp:2@2-3", "dp:2@0-1"),
     ("dp:1@0", "pp:3@1-3"),
-    ("dp:3@0-2", "dp:1@3"),
     ("dp:3@0-2", "tp:2@2-3"),
     ("dp:4", "pp:2@1-2"),
     ("dp:2@1-2", "tp:2,pp:2"),
 ]
+MORE = [
+    ("dp:4", "dp:4"),
+    ("dp:4", "tp:4"),
+    ("dp:4", "tp:2,pp:2"),
+    ("dp:2@0-1", "pp:2@2-3"),
+    ("dp:3@0-2", "dp:1@3"),
+]
+"""For `make matrix`: whatever these have, a row above has, if with something else beside it."""
+WRAPPED = [
+    ("ddp", "ddp", "dp:4", "tp:2,dp:2"),
+    ("fsdp", "fsdp", "dp:2@0-1", "dp:2@2-3"),
+    ("fsdp", "fsdp", "dp:4", "tp:2,dp:2"),
+    ("plain", "fsdp", "dp:4", "dp:2@1-2"),
+    ("ddp", "plain", "dp:2@0-1", "dp:2@2-3"),
+]
+"""Wrappers of the tower and of the model, and their layouts."""
+MORE_WRAPPED = [
+    (*wrappers, *layouts)
+    for layouts in (("dp:4", "tp:2,dp:2"), ("dp:2@0-1", "dp:2@2-3"), ("dp:4", "dp:2@1-2"))
+    for wrappers in (("ddp", "ddp"), ("fsdp", "fsdp"), ("plain", "fsdp"), ("ddp", "plain"))
+    if (*wrappers, *layouts) not in WRAPPED
+]
+"""The same for `make matrix`: all wrappers in all layouts."""
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +76,21 @@ def train(vision: str, text: str, data: Path, *, fsdp: bool = False) -> None:
     assert second.gradients_apart < 1e-3, "AdamW's first step follows the signs of rounding errors"
 
 
-@pytest.mark.parametrize("vision, text", LAYOUTS)
+@pytest.mark.parametrize("vision, text", [*LAYOUTS, *long(MORE)])
 @on_ranks(4)
 def test_any_layouts_train_as_one_process(vision: str, text: str, data: Path) -> None:
     train(vision, text, data)
 
 
-@pytest.mark.parametrize("vision, text", [LAYOUTS[4], LAYOUTS[5]])
+@pytest.mark.parametrize("vision, text", [("dp:4", "tp:2,pp:2"), ("dp:2@0-1", "tp:2@2-3")])
 @on_ranks(4)
 def test_a_tower_in_shards(vision: str, text: str, data: Path) -> None:
     train(vision, text, data, fsdp=True)
 
 
-@pytest.mark.parametrize("vision, text", [("dp:4", "tp:2,dp:2"), ("dp:2@0-1", "dp:2@2-3"), ("dp:4", "dp:2@1-2")])
-@pytest.mark.parametrize("tower, model", [("ddp", "ddp"), ("fsdp", "fsdp"), ("plain", "fsdp"), ("ddp", "plain")])
+@pytest.mark.parametrize("tower, model, vision, text", [*WRAPPED, *long(MORE_WRAPPED)])
 @on_ranks(4)
-def test_either_side_in_a_wrapper_of_pytorch(vision: str, text: str, tower: str, model: str, data: Path) -> None:
+def test_either_side_in_a_wrapper_of_pytorch(tower: str, model: str, vision: str, text: str, data: Path) -> None:
     """In a plain loop: the interpreter refuses DDP, which reduces in each backward pass."""
     from examples import megatron_recipe as recipe
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_faults_name_module_rank_and_step(
 def test_frozen_parts_stay_and_the_others_do_not_notice(
     vision: str, text: str, make_flags: MakeFlags, pools: Pools
 ) -> None:
-    common = "--optimizer.name sgd --optimizer.lr 0.1 --train.micro_batch_size 2"
+    common = "--optimizer.name sgd --optimizer.lr 0.1 --train.micro_batch_size 4"
     whole = pools(4).run(jobs.step, make_flags(vision, text, common, batch=8))[0]
     for frozen in ("vision", "projector", "text", "vision projector", "vision text", "projector text"):
         got = pools(4).run(jobs.step, make_flags(vision, text, f"{common} --model.freeze {frozen}", batch=8))[0]
@@ -125,14 +126,16 @@ def steps_of_oracle(model: Path, data: Path, steps: list[list[int]]) -> list[tup
     return [oracle.step(numbers) for numbers in steps]  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("pictures", [(0, 1), (0, 0, 2, 0), (0,)], ids=str)
-@pytest.mark.parametrize("vision, text", thinned([*LAYOUTS, ("dp:4", "dp:4")], 2))
+PICTURES = [(0, 1), (0, 0, 2, 0), (0,)]
+
+
+@pytest.mark.parametrize("layouts, pictures", thinned(product([*LAYOUTS, ("dp:4", "dp:4")], PICTURES), 4), ids=str)
 def test_micro_batches_without_images(
-    pictures: tuple[int, ...], vision: str, text: str, make_flags: MakeFlags, pools: Pools, small_model: Path,
+    layouts: tuple[str, str], pictures: tuple[int, ...], make_flags: MakeFlags, pools: Pools, small_model: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     data = write_data(tmp_path, 8, seed=4, pictures=pictures)
-    flags = make_flags(vision, text, "--train.iters 2", data=data)
+    flags = make_flags(*layouts, "--train.iters 2", data=data)
     expected = steps_of_oracle(small_model, data, [list(range(4)), list(range(4, 8))])
     got = pools(4).run(jobs.gradients_of_steps, flags)[0]
     for step, (loss, gradients) in zip(got, expected, strict=True):
@@ -193,19 +196,23 @@ def write_long(data: Path, long: set[int]) -> None:
 
 
 # {0, 2} in micro-batches of 1 leaves every pack of the first replica empty, {0, 1} of 2 all of a replica's tokens.
-@pytest.mark.parametrize("long, micro", [({0, 2}, 1), ({0, 1}, 2)], ids=str)
-@pytest.mark.parametrize("vision, text, more", [
+EMPTY = [({0, 2}, 1), ({0, 1}, 2)]
+LEFT_EMPTY = [
     ("sp:2,dp:2", "tp:2,dp:2", ""),
+    ("dp:2@0-1", "dp:2@2-3", ""),
     ("dp:4", "tp:2,dp:2", "--model.sequence_parallel.text false"),
-    ("tp:4", "tp:2,dp:2", "--model.recompute.text full"),
     ("cp:2,dp:2", "cp:2,dp:2", ""),
     ("sp:2,cp:2", "sp:2,dp:2", ""),
-    ("dp:2@0-1", "dp:2@2-3", ""),
-])  # fmt: skip
+    ("tp:4", "tp:2,dp:2", "--model.recompute.text full"),
+]
+
+
+@pytest.mark.parametrize("layouts, empty", thinned(product(LEFT_EMPTY, EMPTY), 3), ids=str)
 def test_long_samples_are_skipped_and_packs_may_be_empty(
-    long: set[int], micro: int, vision: str, text: str, more: str, make_flags: MakeFlags, pools: Pools,
-    small_model: Path, tmp_path: Path,
+    layouts: tuple[str, str, str], empty: tuple[set[int], int], make_flags: MakeFlags, pools: Pools, small_model: Path,
+    tmp_path: Path,
 ) -> None:  # fmt: skip
+    (vision, text, more), (long, micro) = layouts, empty
     data = write_data(tmp_path, 4, seed=8, pictures=(2, 1, 0, 1))
     write_long(data, long)
     kept = [i for i in range(4) if i not in long]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("te") / "model", ModelChoice(vision_layers=4, text_layers=2))
 
 
-@pytest.mark.parametrize("layout", thinned(["sp:2", "tp:2", "cp:2"], 2))
-@pytest.mark.parametrize("module", ["vision", "text"])
-@pytest.mark.parametrize("more", [{}, {"recompute": "selective"}, {"recompute": "selective", "chunk": 8}], ids=str)
+REMADE = [{}, {"recompute": "selective"}, {"recompute": "selective", "chunk": 8}]
+
+
+@pytest.mark.parametrize(
+    "more, module, layout", thinned(product(REMADE, ["vision", "text"], ["sp:2", "tp:2", "cp:2"]), 4), ids=str
+)
 def test_layers_of_transformer_engine(
     more: dict[str, Any], module: str, layout: str, model: Path, with_te: Pool, pools: Callable[[int], Pool]
 ) -> None:

@@ -55,7 +55,7 @@ def test_work_in_the_background_changes_nothing(make_flags: MakeFlags, pools: Po
 
 def test_loading_ahead_while_training_does_not_mix_up_messages(make_flags: MakeFlags, pools: Pools) -> None:
     """The loader's thread and the training thread talk to other ranks at once, each rank in an order of its own."""
-    more = "--train.iters 12 --optimizer.lr 1e-3"
+    more = "--train.iters 12 --train.micro_batch_size 2 --optimizer.lr 1e-3"
     found = pools(4).run(jobs.losses, make_flags("sp:4", "tp:2,dp:2", f"{more} --data.workers 2"))
     expected = pools(4).run(jobs.losses, make_flags("sp:4", "tp:2,dp:2", more))
     assert found == expected and found.count(found[0]) == 4
