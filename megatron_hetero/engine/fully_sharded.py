@@ -9,6 +9,7 @@ being the number of rows over that of ranks, rounded up: a flat range, as with t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -194,6 +195,8 @@ def shard_stage(
         gradients: dtype that these are reduced and accumulated in.
         zero: 2 or 3.
     """
+    # Nothing here is done in place with what a unit returns.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     mesh = DeviceMesh.from_group(groups.dp_cp, device.type, mesh_dim_names=("dp_cp",))
     names = {parameter: name_of(name) for name, parameter in model.named_parameters()}
     policy = MixedPrecisionPolicy(reduce_dtype=gradients, cast_forward_inputs=False)

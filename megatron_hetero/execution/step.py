@@ -26,13 +26,13 @@ from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.distributed.communicators import Link
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution.contract import LOSS, DeviceMicroBatch, StageOutput, require_known
+from megatron_hetero.execution.gathering import stays_gathered
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.rows import ReceivedRows, grad_of, wrong_outputs
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.names import HIDDEN, ROWS
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.communication import describe_action, starts_early, use_of
-from megatron_hetero.schedule.gathering import stays_gathered
 from megatron_hetero.schedule.program import Role, Schedule
 
 ActivationKey = tuple[str, int, int]

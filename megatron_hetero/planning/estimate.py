@@ -13,6 +13,7 @@ import numpy as np
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.communicators import CommunicatorKind, communicators
+from megatron_hetero.execution.gathering import span_of
 from megatron_hetero.job import JobSpec, OfJob
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
@@ -34,7 +35,6 @@ from megatron_hetero.planning.memory.staging import CrossingLoans, loans_of, pea
 from megatron_hetero.planning.shards import ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.planning.work import durations, encoder_trains, text_passes
-from megatron_hetero.schedule.gathering import span_of
 from megatron_hetero.schedule.program import Role, Schedule
 from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
 from megatron_hetero.sharding.stages import Stage, stages_of_rank

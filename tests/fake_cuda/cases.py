@@ -80,8 +80,10 @@ CASES = (
     Case("8b", "sp:8", "tp:4,dp:2", 8, 0, SELECTIVE, "qwen3_vl"),
     Case("7b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, "--model.recompute.text 3 --model.recompute.vision 16"),
     Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{SELECTIVE} --model.chunk.text 1024 --model.chunk.vision 1024"),
+    Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"--zero.vision 2 --zero.text 3 {RECOMPUTED} --train.global_batch_size 4"),
+    Case("7b", "sp:8", "dp:8", 8, 3, "--zero.vision 3 --zero.text 3 --train.global_batch_size 8"),
 )
-LONG = tuple(CASES[number] for number in (8, 9, 16))
+LONG = tuple(CASES[number] for number in (8, 9, 16, 21))
 """For `make matrix`: what these have, others have beside something else. Of 32B there is one stage of four, and modules
 that are apart are those of 7B and 8B.
 """

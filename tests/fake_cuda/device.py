@@ -21,6 +21,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -70,12 +71,13 @@ class FakeGpu:
 
     def __init__(self) -> None:
         self.usage, self.phase = Usage(), ""
-        self._known = _Memories()
+        self._known, self._sizes = _Memories(), dict[int, int]()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._stack.enter_context(_cuda_calls(lambda what: self.waits_for(what)))
+        self._stack.enter_context(_fsdp_calls(self))
         self._stack.enter_context(self._fake)
         self._stack.enter_context(_Dispatch(self))
         return self
@@ -98,16 +100,25 @@ class FakeGpu:
 
     def holds(self, tensor: Tensor) -> None:
         """Count the memory of a tensor while it lives."""
-        if tensor in self._known:
+        # What a `DTensor` has is that of its part on this rank, which is a tensor of its own.
+        if isinstance(tensor, DTensor) or tensor in self._known:
             return
-        usage, size = self.usage, tensor.untyped_storage().nbytes()
-        self._known.add(tensor, lambda: self._frees(size))
-        usage.live += size
+        address = tensor.untyped_storage()._cdata
+        self._known.add(tensor, lambda: self._takes(address, 0))
+        self._takes(address, tensor.untyped_storage().nbytes())
+
+    def resizes(self, tensor: Tensor, size: int) -> None:
+        """A memory gets another size, in bytes."""
+        self.holds(tensor)
+        self._takes(tensor.untyped_storage()._cdata, size)
+
+    def _takes(self, address: int, size: int) -> None:
+        usage = self.usage
+        usage.live += size - self._sizes.pop(address, 0)
+        if size:
+            self._sizes[address] = size
         if usage.live > usage.peak:
             usage.peak, usage.at_peak = usage.live, self.phase
-
-    def _frees(self, size: int) -> None:
-        self.usage.live -= size
 
 
 class _Memories:
@@ -246,6 +257,42 @@ class _Event:
         self._waits_for("an event")
 
 
+class _Stream:
+    """A stream that is always idle."""
+
+    def __init__(self, waits_for: Callable[[str], None]):
+        self._waits_for = waits_for
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _Event:
+        return event or _Event(self._waits_for)
+
+    def synchronize(self) -> None:
+        self._waits_for("a stream")
+
+
+@contextlib.contextmanager
+def _fsdp_calls(gpu: FakeGpu) -> Iterator[None]:
+    """Inside, the books are kept of memory that FSDP2 frees and gets again."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+
+    def alloc(tensor: Tensor) -> None:
+        gpu.resizes(tensor, tensor.numel() * tensor.itemsize)
+
+    def free(tensor: Tensor) -> None:
+        gpu.resizes(tensor, 0)
+
+    with (
+        mock.patch.object(_fsdp_param, "alloc_storage", alloc),
+        mock.patch.object(_fsdp_param_group, "alloc_storage", alloc),
+        mock.patch.object(_fsdp_param, "free_storage", free),
+    ):
+        yield
+
+
 @contextlib.contextmanager
 def _cuda_calls(waits_for: Callable[[str], None]) -> Iterator[None]:
     """Inside, what `torch.cuda` and Megatron-Core ask of the driver is answered for the fake device."""
@@ -265,9 +312,9 @@ def _cuda_calls(waits_for: Callable[[str], None]) -> Iterator[None]:
             "current_device": lambda: 0,
             "set_device": lambda *_: None,
             "Event": lambda **options: _Event(waits_for, **options),
-            "Stream": lambda: types.SimpleNamespace(wait_stream=lambda _: None),
+            "Stream": lambda **_: _Stream(waits_for),
             "stream": lambda _: contextlib.nullcontext(),
-            "current_stream": lambda *_: types.SimpleNamespace(wait_stream=lambda _: None),
+            "current_stream": lambda *_: _Stream(waits_for),
             "synchronize": lambda *_: waits_for("the whole device"),
             "get_device_name": lambda *_: NAME,
             "max_memory_allocated": lambda *_: 0,
@@ -275,6 +322,7 @@ def _cuda_calls(waits_for: Callable[[str], None]) -> Iterator[None]:
             "set_rng_state": lambda *_, **__: None,
             "manual_seed": lambda *_: None,
         },
+        Tensor: {"record_stream": lambda *_: None},
         # Its states are of a generator on the device, of which there is none. Nothing here draws anything.
         generators: {
             "_get_cuda_rng_state": lambda *_, **__: host_state(),

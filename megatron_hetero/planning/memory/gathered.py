@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megatron_hetero.execution.gathering import Span
 from megatron_hetero.models.common.parameters import EMBEDDING
 from megatron_hetero.planning.memory.parameters import Parameter
-from megatron_hetero.schedule.gathering import Span
 from megatron_hetero.sharding.stages import LAYERS
 
 _EMBEDDING = EMBEDDING.partition(".")[0]
@@ -38,18 +38,20 @@ def gathered_bytes(
     """`itemsize`: bytes of a weight; `gradient`: of an accumulated gradient. `is_head`: whether the embedding is read
     again after the layers.
     """
-    whole, trained = defaultdict[str, int](int), defaultdict[str, int](int)
+    whole, exchanged = defaultdict[str, int](int), defaultdict[str, int](int)
     for parameter in parameters:
         unit = _unit_of(parameter.name)
         whole[unit] += parameter.elements * itemsize
-        trained[unit] += parameter.elements * parameter.trains
-    embedding, layers = whole[_EMBEDDING], [size for unit, size in whole.items() if unit.startswith(LAYERS)]
-    exchanged = max(trained.values()) * (itemsize + gradient)
+        exchanged[unit] += parameter.elements * parameter.trains * (itemsize + gradient)
     if span != "run":
-        return GatheredBytes(sum(whole.values()), max(whole.values()) + exchanged)
-    neighbours = max(map(sum, pairwise(layers)), default=0) if len(layers) > 1 else sum(layers)
+        return GatheredBytes(sum(whole.values()), max(whole.values()) + max(exchanged.values()))
+    layers = [unit for unit in whole if unit.startswith(LAYERS)]
+    sizes, embedding = [whole[unit] for unit in layers], whole[_EMBEDDING]
+    # All layers are gathered before the gradients of what is left, and of the embedding, are exchanged.
+    of_layers = max((exchanged[unit] for unit in layers), default=0) + max(sizes, default=0)
+    of_layers += max(map(sum, pairwise(sizes)), default=sum(sizes))
     stays = whole[""] + embedding * is_head
-    return GatheredBytes(stays, max(neighbours + max(layers, default=0), embedding * (1 + (not is_head))) + exchanged)
+    return GatheredBytes(stays, max(of_layers, *exchanged.values(), embedding * (1 + (not is_head))))
 
 
 def _unit_of(name: str) -> str:

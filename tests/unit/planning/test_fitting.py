@@ -178,7 +178,7 @@ def test_an_entry_is_a_function_in_the_table(make_plan: MakePlan, monkeypatch: p
 
 def test_entries_keep_out_of_what_is_in_use(make_plan: MakePlan) -> None:
     flags = f"--schedule.kind recompute --model.recompute.vision full --model.recompute.text full {LEAN}"
-    flags += " --model.chunk.vision 8192 --model.chunk.text 8192"
+    flags += " --model.chunk.vision 8192 --model.chunk.text 8192 --zero.vision 3"
     plan = make_plan(4, "sp:4", "tp:4", flags)
     assert [change for entry in CHANGES for change in entry(plan)] == []
 
