@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, load_slices
+from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.parameters import TIED_COPIES
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.registry import family_of
@@ -104,10 +105,11 @@ def build_module(
     sharded: bool,
     gradients: torch.dtype,
     weights: WeightSource,
+    offload: ActivationOffload | None = None,
 ) -> TrainedModule:
     """Build this rank's part of `name`: in its layout the stages that it holds, their weights read, what is to be
     frozen frozen, and with buffers of `gradients`, that dtype. `every`: the pipeline stages of the module. `sharded`:
-    whether its optimizer will be.
+    whether its optimizer will be. `offload`: where activations go, if they do not stay on the device.
     """
     groups = topology.collection(name)
     tp, tp_rank = groups.tp.size(), groups.tp.rank()
@@ -125,6 +127,7 @@ def build_module(
             sequence_parallel=sequence_parallel,
             recompute=recompute,
             stage=stage,
+            offload=offload,
         )
         load_parameters(model, weight_map(name, shapes, tp_rank, tp, stage), weights, stage, copies)
         _freeze(name, model, freeze)

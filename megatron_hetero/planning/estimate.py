@@ -55,8 +55,9 @@ class Plan(OfJob):
     """What `config` means for `world_size` ranks.
 
     `stages`: the pipeline stages of each module. `parameters`: by module and pipeline coordinate. `memory`: bytes,
-    int64 [ranks, kinds], see `KINDS`. `work`: operations of a rank, by module, kind and stage. `simulation`: the
-    schedule with these in place of seconds. `gpu`: whether the ranks are GPUs.
+    int64 [ranks, kinds], see `KINDS`. `host_activations`: bytes in host memory, int64 [ranks]. `work`: operations of a
+    rank, by module, kind and stage. `simulation`: the schedule with these in place of seconds. `gpu`: whether the ranks
+    are GPUs.
     """
 
     job: JobSpec
@@ -66,6 +67,7 @@ class Plan(OfJob):
     boundaries: tuple[Boundary, ...]
     shards: Mapping[str, ModuleShards]
     memory: np.ndarray
+    host_activations: np.ndarray
     work: Mapping[DurationKey, float]
     simulation: Simulation
     gpu: bool = True
@@ -83,10 +85,10 @@ class Plan(OfJob):
         shards = {TEXT: text_shards(assumed), **{name: encoder_shards(assumed, name) for name in job.shapes.encoders}}
         boundaries = tuple(_boundary(job, assumed, edge) for edge in job.edges if shards[edge.source].used)
         images = {name: max(map(len, assumed.assigned(name))) for name in job.shapes.encoders}
-        memory = _Memory(job, assumed, parameters, boundaries, shards, gpu).table(world_size)
+        memory, on_host = _Memory(job, assumed, parameters, boundaries, shards, gpu).table(world_size)
         work = durations(config, assumed, job.stages, images)
         found = simulate(schedule, work)
-        return cls(job, world_size, assumed, parameters, boundaries, shards, memory, work, found, gpu)
+        return cls(job, world_size, assumed, parameters, boundaries, shards, memory, on_host, work, found, gpu)
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -122,7 +124,7 @@ class Plan(OfJob):
         return self.memory.sum(axis=1) + self.allowance.sum(axis=1)
 
     @cached_property
-    def host_memory(self) -> np.ndarray:
+    def host_states(self) -> np.ndarray:
         """Bytes of optimizer states in host memory, int64 [ranks]."""
         found = np.zeros(self.world_size, np.int64)
         for (name, at), held in self.parameters.items():
@@ -130,6 +132,11 @@ class Plan(OfJob):
             ranks = np.array(layout.stage(at).ranks)
             found[ranks] += held.host[np.arange(len(ranks)) // layout.tp]
         return found
+
+    @property
+    def host_memory(self) -> np.ndarray:
+        """Bytes in host memory, int64 [ranks]."""
+        return self.host_states + self.host_activations
 
     @cached_property
     def kinds_of_ranks(self) -> tuple[tuple[Role, np.ndarray, np.ndarray], ...]:
@@ -190,9 +197,9 @@ class _Memory:
     shards: Mapping[str, ModuleShards]
     gpu: bool
 
-    def table(self, world_size: int) -> np.ndarray:
-        """Bytes of all ranks by kind."""
-        table = np.zeros((world_size, len(KINDS)), np.int64)
+    def table(self, world_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of all ranks by kind, and those of activations on the host."""
+        table, on_host = np.zeros((world_size, len(KINDS)), np.int64), np.zeros(world_size, np.int64)
         for (name, at), held in self.parameters.items():
             layout = self.assumed.layouts[name]
             ranks = np.array(layout.stage(at).ranks)
@@ -202,8 +209,9 @@ class _Memory:
         table[:, 4] = self._staging(world_size)
         rows = [_by_rank(boundary, world_size) for boundary in self.boundaries]
         for role in self.job.schedule.roles:
-            table[np.ix_(role.ranks, (3, 5))] = self._activations(role, rows)
-        return table
+            found = self._activations(role, rows)
+            table[np.ix_(role.ranks, (3, 5))], on_host[list(role.ranks)] = found[:, :2], found[:, 2]
+        return table, on_host
 
     def _staging(self, world_size: int) -> np.ndarray:
         """Bytes that communicators borrow on each rank."""
@@ -225,7 +233,7 @@ class _Memory:
         return found
 
     def _activations(self, role: Role, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        """Peak bytes of activations and workspace of the ranks of a role, int64 [ranks, 2]."""
+        """Peak bytes of activations, workspace, and activations on the host, of a role's ranks, int64 [ranks, 3]."""
         names = dict.fromkeys(name for name, _ in role.held_stages)
         ranks = np.array(role.ranks)
         columns = [self._shard_numbers(name, ranks) for name in names]
@@ -260,12 +268,15 @@ class _Memory:
 
     def _stage(self, name: str, number: int, shard: SequenceShard) -> StageBytes:
         itemsize, stage, layout = self.job.dtype.itemsize, self.job.stages[name][number], self.assumed.layouts[name]
-        recompute = Recompute.of(self.job.config.model, name)
+        config = self.job.config
+        recompute, offload = Recompute.of(config.model, name), config.offload_of(name).activations
         if name == TEXT:
-            passes = text_passes(self.job.config)
-            return text_stage(self.assumed.shapes.text, layout, stage, shard, itemsize, passes, recompute, self.gpu)
-        shape, trains = self.assumed.shapes.encoders[name], encoder_trains(self.job.config, name)
-        return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute, self.gpu)
+            return text_stage(
+                self.assumed.shapes.text, layout, stage, shard, itemsize, text_passes(config), recompute, self.gpu,
+                offload=offload,
+            )  # fmt: skip
+        shape, trains = self.assumed.shapes.encoders[name], encoder_trains(config, name)
+        return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute, self.gpu, offload=offload)
 
 
 def _by_rank(boundary: Boundary, world_size: int) -> tuple[np.ndarray, np.ndarray]:

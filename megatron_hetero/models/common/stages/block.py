@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_hetero.models.common.attention import AttentionPlan
+from megatron_hetero.models.common.offload.activations import ActivationOffload
 
 Between = Callable[[Tensor], Tensor]
 """From the hidden states after a layer to those that the next one takes."""
@@ -24,12 +26,31 @@ def run_layers(
     table_2nD: Tensor,
     plan: AttentionPlan,
     after: Mapping[int, Between] = NOTHING,
+    offload: ActivationOffload | None = None,
 ) -> Tensor:
     """`hidden` [S, 1, hidden] after the layers of `block`, and after its final norm where it has one.
 
     `after`: what is done after a layer, by its number in the whole module. It is no part of the layer's activation
-    checkpoint: it is done once, and keeps its activations.
+    checkpoint: it is done once, and keeps its activations. `offload`: where layers keep theirs, if not on the device.
     """
+    with _saving(block, offload, hidden, table_2nD):
+        return _run(block, hidden, table_2nD, plan, after)
+
+
+def _saving(
+    block: TransformerBlock, offload: ActivationOffload | None, hidden: Tensor, table_2nD: Tensor
+) -> AbstractContextManager[None]:
+    if offload is None or not torch.is_grad_enabled():
+        return nullcontext()
+    # A leaf is what the stage before sent: the interpreter holds it, for its gradient.
+    apart = [table_2nD, *([hidden] if hidden.is_leaf else [])]
+    norm: Any = block.final_layernorm
+    return offload.saving(list(block.layers), [] if norm is None else [norm], apart)
+
+
+def _run(
+    block: TransformerBlock, hidden: Tensor, table_2nD: Tensor, plan: AttentionPlan, after: Mapping[int, Between]
+) -> Tensor:
     if not after:
         return block(hidden, None, rotary_pos_emb=table_2nD, packed_seq_params=plan)
     # What `TransformerBlock.forward` and `_checkpointed_forward` do, of what modules here are configured to do.
