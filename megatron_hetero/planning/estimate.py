@@ -26,7 +26,7 @@ from megatron_hetero.planning.memory.parameters import ParameterBytes, parameter
 from megatron_hetero.planning.memory.staging import CrossingLoans, loans_of, peak_staging
 from megatron_hetero.planning.shards import ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
-from megatron_hetero.planning.work import durations, encoder_trains, text_passes
+from megatron_hetero.planning.work import durations, encoder_trains, text_passes, with_copies
 from megatron_hetero.schedule.program import Role, Schedule
 from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
 from megatron_hetero.sharding.stages import Stage, stages_of_rank
@@ -56,7 +56,7 @@ class Plan(OfJob):
 
     `stages`: the pipeline stages of each module. `parameters`: by module and pipeline coordinate. `memory`: bytes,
     int64 [ranks, kinds], see `KINDS`. `host_activations`: bytes in host memory, int64 [ranks]. `work`: operations of a
-    rank, by module, kind and stage. `simulation`: the schedule with these in place of seconds. `gpu`: whether the ranks
+    rank, by module, kind and stage, or that it could do while it copies. `simulation`: the schedule with these in place of seconds. `gpu`: whether the ranks
     are GPUs.
     """
 
@@ -85,8 +85,9 @@ class Plan(OfJob):
         shards = {TEXT: text_shards(assumed), **{name: encoder_shards(assumed, name) for name in job.shapes.encoders}}
         boundaries = tuple(_boundary(job, assumed, edge) for edge in job.edges if shards[edge.source].used)
         images = {name: max(map(len, assumed.assigned(name))) for name in job.shapes.encoders}
-        memory, on_host = _Memory(job, assumed, parameters, boundaries, shards, gpu).table(world_size)
-        work = durations(config, assumed, job.stages, images)
+        sizes = _Memory(job, assumed, parameters, boundaries, shards, gpu)
+        memory, on_host = sizes.table(world_size)
+        work = with_copies(durations(config, assumed, job.stages, images), sizes.copied, schedule)
         found = simulate(schedule, work)
         return cls(job, world_size, assumed, parameters, boundaries, shards, memory, on_host, work, found, gpu)
 
@@ -196,6 +197,17 @@ class _Memory:
     boundaries: Sequence[Boundary]
     shards: Mapping[str, ModuleShards]
     gpu: bool
+
+    @property
+    def copied(self) -> dict[tuple[str, int], int]:
+        """Bytes that a micro-batch's activations take on the host, of the rank that has most, by module and stage."""
+        found = {}
+        for name, stages in self.job.stages.items():
+            if self.job.config.offload_of(name).activations:
+                for number in range(len(stages)):
+                    of_shards = (self._stage(name, number, shard).host for shard in self.shards[name].shards)
+                    found[name, number] = max(of_shards, default=0)
+        return found
 
     def table(self, world_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Bytes of all ranks by kind, and those of activations on the host."""

@@ -57,6 +57,7 @@ SMALL = " ".join(
     for m in ("vision", "text")
 )
 HOST = "--offload.vision.states true"
+OFFLOADED = "--offload.text.activations true --offload.vision.activations true"
 LONG_SAMPLE = "--plan.image_side 3584 --plan.tokens 114688 --data.max_seq_length 131072 --data.max_pixels 13000000"
 """A picture of 65,536 patches, and 131,072 tokens in all."""
 CASES = (
@@ -80,6 +81,7 @@ CASES = (
     Case("8b", "sp:8", "tp:4,dp:2", 8, 0, SELECTIVE, "qwen3_vl"),
     Case("7b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, "--model.recompute.text 3 --model.recompute.vision 16"),
     Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{SELECTIVE} --model.chunk.text 1024 --model.chunk.vision 1024"),
+    Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} {OFFLOADED}"),
 )
 LONG = (CASES[8],)
 """For `make matrix`: the case after it has all that it has, and replicas."""

@@ -221,7 +221,7 @@ def _layers(
     mergers: Sequence[int] = (),
 ) -> LayersBytes:
     """All layers of a stage. `held`: bytes of its input, where the first layer keeps that and others hold it too.
-    `mergers`: what is kept after each layer.
+    `mergers`: what each layer has besides.
     """
     whole, hidden = recompute.whole_layers(len(windowed)), shape.itemsize * shard.local * shape.hidden
     sizes = OffloadSizes.of(shape.gpu)
@@ -357,8 +357,10 @@ def encoder_stage(
     kept = itemsize == FP32 or not shape.layer_kind.rms_norm or _keeps_input(recompute, stage)
     held = 0 if stage.is_first or not kept else message
     of_merger = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector))
-    merging = {layer for output, layer in shape.outputs.items() if output != ROWS}
-    mergers = [of_merger * (i in merging) for i in stage.layers]
+    merging = {layer for output, layer in shape.outputs.items() if output != ROWS} & set(stage.layers)
+    # A layer norm keeps its input as it is, which the merger before it has kept already.
+    shared = 0 if shape.layer_kind.rms_norm or not encoder else message
+    mergers = [of_merger * (i in merging) - shared * (i - 1 in merging) for i in stage.layers]
     windowed = [i not in shape.full_layers for i in stage.layers]
     layers = _layers(layer, shard, windowed, recompute, offload, held=held, mergers=mergers)
     saved = layers.kept

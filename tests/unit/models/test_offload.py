@@ -183,10 +183,10 @@ def test_what_would_free_nothing_or_is_small_stays(copies: list[Copy]) -> None:
 
     def compute(y: Tensor, w: Tensor) -> Tensor:
         small = y[:1] * w.view(-1)[:8]  # a view of a weight
-        return (y * table + small.sigmoid()) @ w.t()
+        return (y[1:].sum() * y * table + small.sigmoid()) @ w.t()
 
     chain = [Step(compute) for _ in range(3)]
-    out = forward(chain, x, offload_of(least=64 * 8 * 4), apart=(table, x))
+    out = forward(chain, x, offload_of(least=64 * 8 * 4), apart=(table,))
     # What the products take, and the input of the second layer: that of the first is held, the last layer stays.
     assert [copy.size for copy in copies] == [64 * 8 * 4] * 3
     found = gradients(chain, out, x)

@@ -107,7 +107,7 @@ CASES = [
     Case("sp:4", "pp:4", 4, f"{BF16} {OFFLOAD} --schedule.waves 3", batch=6),
     Case("dp:2", "tp:2", 2, f"{BF16} {OFFLOAD} {SELECTIVE}"),
     Case("cp:2", "cp:2", 2, f"{BF16} {OFFLOAD} --model.recompute.vision 1 --model.recompute.text 2"),
-    Case("pp:2@0-1", "pp:2@2-3", 4, f"{OFFLOAD} --schedule.run_ahead 2", tied=True, family="qwen3_vl"),
+    Case("pp:2@0-1", "pp:2@2-3", 4, f"{BF16} {OFFLOAD} --schedule.run_ahead 2", tied=True, family="qwen3_vl"),
     Case("tp:2", "pp:2", 2, f"{BF16} --offload.text.activations true {SPLIT} --model.freeze text"),
     Case("sp:2", "tp:2", 2, f"{BF16} {OFFLOAD} --model.chunk.vision 8 --model.chunk.text 8"),
 ]
@@ -151,7 +151,8 @@ def test_plan_is_what_a_step_takes(
         planned = dict(zip(KINDS, plan.memory[rank].tolist(), strict=True))
         exact = [kind for kind in KINDS if kind not in ("activations", "workspace")]
         assert {kind: planned[kind] for kind in exact} == {kind: found[kind] for kind in exact}, f"rank {rank}"
-        assert planned["activations"] == pytest.approx(found["activations"], rel=0.1), f"rank {rank}"
+        close = 0.05 if "activations true" in case.more else 0.1
+        assert planned["activations"] == pytest.approx(found["activations"], rel=close), f"rank {rank}"
         assert found["planned"] == found["parameters"]
         assert plan.host_states[rank] == found["host"]
         assert plan.host_activations[rank] == pytest.approx(found["host activations"], rel=0.05), f"rank {rank}"

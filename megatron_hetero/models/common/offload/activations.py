@@ -44,7 +44,7 @@ class ActivationOffload:
         self, layers: Sequence[Module], after: Iterable[Module] = (), apart: Iterable[Tensor] = ()
     ) -> Iterator[None]:
         """Inside is one forward pass through `layers`, then through `after`, whose activations stay. `apart`: tensors
-        that others hold until the backward pass, so that a copy would free nothing.
+        that all layers save, and the last one keeps on the device.
         """
         run = _ForwardPass(self, offloaded_layers(len(layers)), apart)
         hooks = [layer.register_forward_pre_hook(run.begin_layer) for layer in layers]
@@ -187,8 +187,9 @@ class _Stays:
 
     def __init__(self, layer: _Layer, x: Tensor, outer: Hooks):
         self.layer, self.outer = layer, outer
-        self.watched = None if _is_weight(x) else (x.detach(), x._version)
-        # Not the tensor itself: one that an operation returns would hold that operation, and so itself.
+        # Not the tensor itself: one that an operation returns would hold that operation, and so itself. Of parameters
+        # the wrapper may free the memory and fill it again, and its optimizer may be early.
+        self.watched = None if _is_held(x) else (x.detach(), x._version)
         self.kept = outer.pack(x if self.watched is None else self.watched[0])
 
     def unpack(self) -> Tensor:
@@ -273,7 +274,7 @@ class _ForwardPass:
     def _may_move(self, x: Tensor) -> bool:
         storage = x.untyped_storage()
         large = storage.nbytes() >= self.offload.sizes.least
-        return large and x.device == self.offload.device and not _is_weight(x) and storage._cdata not in self.apart
+        return large and x.device == self.offload.device and not _is_held(x) and storage._cdata not in self.apart
 
 
 class _Outside:
@@ -286,6 +287,9 @@ class _Outside:
         return self.outer.unpack(self.kept)
 
 
-def _is_weight(x: Tensor) -> bool:
-    """A parameter or a view of one."""
-    return isinstance(x, Parameter) or isinstance(x._base, Parameter)
+def _is_held(x: Tensor) -> bool:
+    """Whether others hold the memory of `x` until the backward pass: of a parameter, or of another leaf, for its
+    gradient, such as what a stage received; or of a view of them.
+    """
+    base = x if x._base is None else x._base
+    return isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)

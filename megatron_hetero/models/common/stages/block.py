@@ -33,19 +33,17 @@ def run_layers(
     `after`: what is done after a layer, by its number in the whole module. It is no part of the layer's activation
     checkpoint: it is done once, and keeps its activations. `offload`: where layers keep theirs, if not on the device.
     """
-    with _saving(block, offload, hidden, table_2nD):
+    with _saving(block, offload, table_2nD):
         return _run(block, hidden, table_2nD, plan, after)
 
 
 def _saving(
-    block: TransformerBlock, offload: ActivationOffload | None, hidden: Tensor, table_2nD: Tensor
+    block: TransformerBlock, offload: ActivationOffload | None, table_2nD: Tensor
 ) -> AbstractContextManager[None]:
     if offload is None or not torch.is_grad_enabled():
         return nullcontext()
-    # A leaf is what the stage before sent: the interpreter holds it, for its gradient.
-    apart = [table_2nD, *([hidden] if hidden.is_leaf else [])]
     norm: Any = block.final_layernorm
-    return offload.saving(list(block.layers), [] if norm is None else [norm], apart)
+    return offload.saving(list(block.layers), [] if norm is None else [norm], [table_2nD])
 
 
 def _run(
