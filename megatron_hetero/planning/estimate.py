@@ -56,8 +56,8 @@ class Plan(OfJob):
 
     `stages`: the pipeline stages of each module. `parameters`: by module and pipeline coordinate. `memory`: bytes,
     int64 [ranks, kinds], see `KINDS`. `host_activations`: bytes in host memory, int64 [ranks]. `work`: operations of a
-    rank, by module, kind and stage, or that it could do while it copies. `simulation`: the schedule with these in place of seconds. `gpu`: whether the ranks
-    are GPUs.
+    rank, by module, kind and stage, or those that it could do while it copies. `simulation`: the schedule with these in
+    place of seconds. `gpu`: whether the ranks are GPUs.
     """
 
     job: JobSpec

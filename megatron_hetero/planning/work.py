@@ -21,8 +21,8 @@ from megatron_hetero.sharding.stages import Stage
 
 FORWARD = Passes(inputs=False, weights=False)
 COPIED = 8000
-"""Operations that a GPU does while a byte crosses the bus to its host, one way: some 400 TFLOP/s and 50 GB/s on H100, half
-of both on A100.
+"""Operations that a GPU does while a byte crosses the bus to its host, one way: some 400 TFLOP/s and 50 GB/s on H100,
+half of both on A100.
 """
 
 

@@ -69,9 +69,11 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
         with gpu.during(REST):
             trainer.train_step(1, batch)
         planned = dict(zip(KINDS, plan.memory[case.rank].tolist(), strict=True))
-        return _report(usage, trainer) | {"peak": usage.peak - before, "planned": planned} | {
-            "host": int(plan.host_activations[case.rank])
-        }
+        return (
+            _report(usage, trainer)
+            | {"peak": usage.peak - before, "planned": planned}
+            | {"host": int(plan.host_activations[case.rank])}
+        )
     finally:
         dist.destroy_process_group()
         # What modules of the same process share; the next one makes its own.

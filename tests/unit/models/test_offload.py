@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,66 @@ def test_outer_hooks_get_what_stays() -> None:
     kept = [t for t in packed if t.data_ptr() not in weights]
     assert len(kept) == 2  # of the layer that stays: what is remade from, and what cos takes
     assert torch.equal(gradients(chain, out, x)[0], gradients(chain, forward(chain, x * 1, None), x)[0])
+
+
+# ----------------------------------------------------------------------------------------------------- streams
+
+
+class _Late:
+    """A stream as slow as can be: what it is asked for is done when the computing stream waits for it."""
+
+    def __init__(self) -> None:
+        self.asked: list[Callable[[], None]] = []
+
+    @contextlib.contextmanager
+    def after_compute(self) -> Iterator[None]:
+        yield
+
+    def join(self) -> None:
+        while self.asked:
+            self.asked.pop(0)()
+
+
+@pytest.mark.parametrize("compute", [COMPUTE["views"], COMPUTE["remade"]], ids=["views", "remade"])
+def test_computation_waits_for_the_copies_that_it_needs(
+    compute: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies as late as streams allow, of memory that holds nonsense until then, and after it has been let go."""
+    offload = offload_of()
+    out, back = _Late(), _Late()
+    offload.out, offload.back = out, back  # pyright: ignore[reportAttributeAccessIssue]
+
+    def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+        for to, other in pairs:
+            to.copy_(other)
+
+    class LateCopy(Copy):
+        def send(self, room: HostRoom) -> None:
+            device = self.device
+            assert device is not None
+            self.host = room.place(self.size)
+            self.parts = list(zip(self.host, self._parts(device), strict=True))
+            out.asked.append(lambda: copy_all(self.parts))
+
+        def leave(self) -> None:
+            self.parts = []
+            super().leave()
+
+        def bring(self, device: Tensor) -> None:
+            parts, self.host = list(zip(self._parts(device), self.host, strict=True)), []
+            back.asked.append(lambda: copy_all(parts))
+            self.device = device.fill_(255)
+
+    monkeypatch.setattr(activations, "Copy", LateCopy)
+    chain = [Step(compute) for _ in range(4)]
+    for _ in range(2):
+        inputs = [torch.randn(5, 8, requires_grad=True) for _ in range(3)]
+        outs = [forward(chain, x * 1, offload) for x in inputs]
+        for x, end in zip(inputs, outs, strict=True):
+            found = gradients(chain, end, x)
+            expected = gradients(chain, forward(chain, x * 1, None), x)
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not out.asked and not back.asked
 
 
 # ------------------------------------------------------------------------------------------------- host memory
