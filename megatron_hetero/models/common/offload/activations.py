@@ -183,20 +183,22 @@ def _identity(x: Tensor) -> tuple[int, int]:
 
 
 class _Stays:
-    """A saved tensor that stays on the device, in the keeping of outer hooks."""
+    """A saved tensor that stays on the device, in the keeping of outer hooks. `layer`: None after all layers."""
 
-    def __init__(self, layer: _Layer, x: Tensor, outer: Hooks):
+    def __init__(self, layer: _Layer | None, x: Tensor, outer: Hooks):
         self.layer, self.outer = layer, outer
-        # Not the tensor itself: one that an operation returns would hold that operation, and so itself. Of parameters
-        # the wrapper may free the memory and fill it again, and its optimizer may be early.
-        self.watched = None if _is_held(x) else (x.detach(), x._version)
-        self.kept = outer.pack(x if self.watched is None else self.watched[0])
+        # Not the tensor itself: one that an operation returns would hold that operation, and so itself. But a parameter
+        # as it is, which is known by more than its values.
+        given = x if _is_held(x) else x.detach()
+        self.kept = outer.pack(given)
+        self.version = given._version if self.kept is given is not x else None
 
     def unpack(self) -> Tensor:
-        self.layer.reach()
-        if self.watched is not None:
-            _require_unchanged(self.watched[0]._version != self.watched[1], self.watched[0])
-        return self.outer.unpack(self.kept)
+        if self.layer is not None:
+            self.layer.reach()
+        x = self.outer.unpack(self.kept)
+        _require_unchanged(self.version is not None and x._version != self.version, x)
+        return x
 
 
 class _Moves:
@@ -263,9 +265,7 @@ class _ForwardPass:
     def pack(self, x: Tensor) -> Any:
         """What autograd keeps of a tensor that it saves."""
         layer = self.layer
-        if layer is None:
-            return _Outside(self.outer, self.outer.pack(x))
-        if not self._may_move(x):
+        if layer is None or not self._may_move(x):
             return _Stays(layer, x, self.outer)
         if self.sent is not None and (copy := self.sent.find(x)):
             return _Moves(layer, self.sent, copy, x)
@@ -275,16 +275,6 @@ class _ForwardPass:
         storage = x.untyped_storage()
         large = storage.nbytes() >= self.offload.sizes.least
         return large and x.device == self.offload.device and not _is_held(x) and storage._cdata not in self.apart
-
-
-class _Outside:
-    """What is saved before or after all layers."""
-
-    def __init__(self, outer: Hooks, kept: Any):
-        self.outer, self.kept = outer, kept
-
-    def unpack(self) -> Tensor:
-        return self.outer.unpack(self.kept)
 
 
 def _is_held(x: Tensor) -> bool:
