@@ -85,6 +85,7 @@ def check(config: Config) -> None:
     _check_optimizer(config.optimizer, config.train.iters)
     _check_frozen(config.optimizer, config.model)
     _check_states(config)
+    _check_offload(config)
     _check_zero(config)
     _check_plan(config.plan)
 
@@ -295,13 +296,29 @@ def _check_states(config: Config) -> None:
         if chosen.moments != "float32" and not kind.moments:
             why, do = f"optimizer.name is {kind.name}, which keeps no moments", "remove it, or use adamw"
             raise _unused(f"{name}.moments", chosen.moments, why, do)
-        _require_trained(config, module, name, chosen)
+        changed = [f.name for f in fields(chosen) if getattr(chosen, f.name) != f.default]
+        if changed:
+            _require_trained(config, module, f"{name}.{changed[0]}", getattr(chosen, changed[0]))
+
+
+def _check_offload(config: Config) -> None:
+    """There must be something to keep in host memory."""
+    fp32, kind, encoders = (
+        config.model.dtype == "float32",
+        OPTIMIZERS[config.optimizer.name],
+        config.model.encoder_names,
+    )
     for module, chosen in config.offload.items():
         keeps = kind.moments or (not fp32 and config.precision_of(module).master != "none")
         if chosen.states and not keeps:
             why, do = f"{kind.name} keeps no states of this module", "remove it"
             raise _unused(f"offload.{module}.states", chosen.states, why, do)
-        _require_trained(config, module, f"offload.{module}", chosen)
+        if chosen.states:
+            _require_trained(config, module, f"offload.{module}.states", chosen.states)
+        if chosen.activations and module in encoders and module in config.model.freeze:
+            # The layers of a frozen text module keep activations for the gradients of what trains before them.
+            why, do = f"{module} is frozen and its layers have no backward pass", f"remove it, or train {module}"
+            raise _unused(f"offload.{module}.activations", chosen.activations, why, do)
 
 
 def _check_zero(config: Config) -> None:
@@ -311,12 +328,10 @@ def _check_zero(config: Config) -> None:
             raise _unused(f"zero.{module}", zero, f"{module} is frozen and has no gradients", "remove it, or use 3")
 
 
-def _require_trained(config: Config, module: str, section: str, chosen: Any) -> None:
+def _require_trained(config: Config, module: str, name: str, value: object) -> None:
     """Frozen modules have neither gradients nor an optimizer."""
-    changed = [f.name for f in fields(chosen) if getattr(chosen, f.name) != f.default]
-    if changed and set(config.model.freeze).issuperset(parts_of(module)):
-        name = f"{section}.{changed[0]}"
-        raise _unused(name, getattr(chosen, changed[0]), f"{module} is frozen and not updated", "remove it")
+    if set(config.model.freeze).issuperset(parts_of(module)):
+        raise _unused(name, value, f"{module} is frozen and not updated", "remove it")
 
 
 def _check_plan(plan: PlanConfig) -> None:

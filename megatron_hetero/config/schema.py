@@ -122,6 +122,11 @@ class OffloadConfig:
     """Section `offload.MODULE`: what a module keeps in host memory."""
 
     states: bool = option(False, "Keep master weights and moments in host memory; updates stream them.")
+    activations: bool = option(
+        False,
+        "Keep the activations of layers in host memory between their forward and backward passes; copies overlap with "
+        "the neighboring layers.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

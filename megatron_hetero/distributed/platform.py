@@ -254,7 +254,7 @@ class _CudaTypeMeansCpu(_CudaMeansCpu):
 
 def _no_host_memory(size: int, error: object) -> UserError:
     return UserError.at(
-        "offload.MODULE.states",
+        "offload",
         problem=f"{size:,} bytes of host memory cannot be pinned ({error})",
         fix="raise the limit of locked memory (ulimit -l unlimited), free host memory, or offload less",
     )

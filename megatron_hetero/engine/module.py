@@ -17,6 +17,7 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.data_parallel import DataParallel, Replicated
 from megatron_hetero.engine.fully_sharded import FullySharded, shard_stage, without_weights
 from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, load_slices
+from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.parameters import TIED_COPIES
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.registry import family_of
@@ -98,10 +99,12 @@ def build_module(
     zero: int,
     gradients: torch.dtype,
     weights: WeightSource,
+    offload: ActivationOffload | None = None,
 ) -> TrainedModule:
     """Build this rank's part of `name`: in its layout the stages that it holds, their weights read, what is to be
     frozen frozen, and with buffers of `gradients`, that dtype. `every`: the pipeline stages of the module. `sharded`:
-    whether its optimizer will be. `zero`: the ZeRO stage.
+    whether its optimizer will be. `zero`: the ZeRO stage. `offload`: where activations go, if they do not stay on the
+    device.
     """
     groups, tp = topology.collection(name), topology.layouts[name].tp
     stages = stages_of_rank(every, groups.pp.rank(), topology.layouts[name].pp)
@@ -115,6 +118,7 @@ def build_module(
         dtype=dtype,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
+        offload=offload,
     )
     maps = tuple(_map_of_stages(name, shapes, rank, tp, stages) for rank in range(tp))
     parts = _Parts(

@@ -50,6 +50,11 @@ SELECTED = 1.03
 """How much longer a step takes when norms and activation functions are repeated, which takes passes over memory: a
 guess.
 """
+OFFLOADED = 1.02
+"""How much longer a step takes when activations are copied to the host and back beside the computation: a guess, for
+the memory and the bus that they share with kernels and collectives. Copies that take longer than what they run beside
+are in the simulation.
+"""
 STREAMED = 1.3
 """How much longer a step takes when optimizer states are streamed from the host: a guess, for steps of some seconds."""
 REDUCED, GATHERED = 1.02, 1.1
@@ -134,6 +139,14 @@ def _states(plan: Plan, chosen: Settings, unseen: float, *, rounds: bool = False
         yield Change(settings, unseen, rounds)
 
 
+def activations_on_the_host(plan: Plan) -> Iterator[Change]:
+    """Copies run beside the computation."""
+    for name in plan.layouts:
+        keeps = name == TEXT or name not in plan.config.model.freeze
+        if keeps and not plan.config.offload_of(name).activations:
+            yield Change({f"offload.{name}.activations": True}, OFFLOADED)
+
+
 def states_on_the_host(plan: Plan) -> Iterator[Change]:
     """Updates wait for the bus between GPU and host."""
     names = [name for name in _trained(plan) if not plan.config.offload_of(name).states]
@@ -205,6 +218,7 @@ CHANGES: tuple[Callable[[Plan], Iterator[Change]], ...] = (
     split_masters,
     smaller_states,
     recomputed_layers,
+    activations_on_the_host,
     chunked_mlps,
     shared_gradients_and_weights,
     states_on_the_host,

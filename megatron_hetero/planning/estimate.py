@@ -34,7 +34,7 @@ from megatron_hetero.planning.memory.parameters import (
 from megatron_hetero.planning.memory.staging import CrossingLoans, loans_of, peak_staging
 from megatron_hetero.planning.shards import ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
-from megatron_hetero.planning.work import durations, encoder_trains, text_passes
+from megatron_hetero.planning.work import durations, encoder_trains, text_passes, with_copies
 from megatron_hetero.schedule.program import Role, Schedule
 from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
 from megatron_hetero.sharding.stages import Stage, stages_of_rank
@@ -63,8 +63,9 @@ class Plan(OfJob):
     """What `config` means for `world_size` ranks.
 
     `stages`: the pipeline stages of each module. `parameters`: by module and pipeline coordinate. `memory`: bytes,
-    int64 [ranks, kinds], see `KINDS`. `work`: operations of a rank, by module, kind and stage. `simulation`: the
-    schedule with these in place of seconds. `gpu`: whether the ranks are GPUs.
+    int64 [ranks, kinds], see `KINDS`. `host_activations`: bytes in host memory, int64 [ranks]. `work`: operations of a
+    rank, by module, kind and stage, or those that it could do while it copies. `simulation`: the schedule with these in
+    place of seconds. `gpu`: whether the ranks are GPUs.
     """
 
     job: JobSpec
@@ -74,6 +75,7 @@ class Plan(OfJob):
     boundaries: tuple[Boundary, ...]
     shards: Mapping[str, ModuleShards]
     memory: np.ndarray
+    host_activations: np.ndarray
     work: Mapping[DurationKey, float]
     simulation: Simulation
     gpu: bool = True
@@ -91,10 +93,11 @@ class Plan(OfJob):
         shards = {TEXT: text_shards(assumed), **{name: encoder_shards(assumed, name) for name in job.shapes.encoders}}
         boundaries = tuple(_boundary(job, assumed, edge) for edge in job.edges if shards[edge.source].used)
         images = {name: max(map(len, assumed.assigned(name))) for name in job.shapes.encoders}
-        memory = _Memory(job, assumed, parameters, boundaries, shards, gpu).table(world_size)
-        work = durations(config, assumed, job.stages, images)
+        sizes = _Memory(job, assumed, parameters, boundaries, shards, gpu)
+        memory, on_host = sizes.table(world_size)
+        work = with_copies(durations(config, assumed, job.stages, images), sizes.copied, schedule)
         found = simulate(schedule, work)
-        return cls(job, world_size, assumed, parameters, boundaries, shards, memory, work, found, gpu)
+        return cls(job, world_size, assumed, parameters, boundaries, shards, memory, on_host, work, found, gpu)
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -130,7 +133,7 @@ class Plan(OfJob):
         return self.memory.sum(axis=1) + self.allowance.sum(axis=1)
 
     @cached_property
-    def host_memory(self) -> np.ndarray:
+    def host_states(self) -> np.ndarray:
         """Bytes of optimizer states in host memory, int64 [ranks]."""
         found = np.zeros(self.world_size, np.int64)
         for (name, at), held in self.parameters.items():
@@ -138,6 +141,11 @@ class Plan(OfJob):
             ranks = np.array(layout.stage(at).ranks)
             found[ranks] += held.host[np.arange(len(ranks)) // layout.tp]
         return found
+
+    @property
+    def host_memory(self) -> np.ndarray:
+        """Bytes in host memory, int64 [ranks]."""
+        return self.host_states + self.host_activations
 
     @cached_property
     def kinds_of_ranks(self) -> tuple[tuple[Role, np.ndarray, np.ndarray], ...]:
@@ -210,9 +218,20 @@ class _Memory:
     shards: Mapping[str, ModuleShards]
     gpu: bool
 
-    def table(self, world_size: int) -> np.ndarray:
-        """Bytes of all ranks by kind."""
-        table = np.zeros((world_size, len(KINDS)), np.int64)
+    @property
+    def copied(self) -> dict[tuple[str, int], int]:
+        """Bytes that a micro-batch's activations take on the host, of the rank that has most, by module and stage."""
+        found = {}
+        for name, stages in self.job.stages.items():
+            if self.job.config.offload_of(name).activations:
+                for number in range(len(stages)):
+                    of_shards = (self._stage(name, number, shard).host for shard in self.shards[name].shards)
+                    found[name, number] = max(of_shards, default=0)
+        return found
+
+    def table(self, world_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of all ranks by kind, and those of activations on the host."""
+        table, on_host = np.zeros((world_size, len(KINDS)), np.int64), np.zeros(world_size, np.int64)
         for (name, at), held in self.parameters.items():
             layout = self.assumed.layouts[name]
             ranks = np.array(layout.stage(at).ranks)
@@ -222,9 +241,10 @@ class _Memory:
         table[:, 4] = self._staging(world_size)
         rows = [_by_rank(boundary, world_size) for boundary in self.boundaries]
         for role in self.job.schedule.roles:
-            table[np.ix_(role.ranks, (3, 5))] = self._activations(role, rows)
+            found = self._activations(role, rows)
+            table[np.ix_(role.ranks, (3, 5))], on_host[list(role.ranks)] = found[:, :2], found[:, 2]
         table[:, 5] += self._gathered(world_size)
-        return table
+        return table, on_host
 
     def _gathered(self, world_size: int) -> np.ndarray:
         """Bytes of weights that ranks gather: what modules keep so adds up, and they run one at a time."""
@@ -255,7 +275,7 @@ class _Memory:
         return found
 
     def _activations(self, role: Role, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        """Peak bytes of activations and workspace of the ranks of a role, int64 [ranks, 2]."""
+        """Peak bytes of activations, workspace, and activations on the host, of a role's ranks, int64 [ranks, 3]."""
         names = dict.fromkeys(name for name, _ in role.held_stages)
         ranks = np.array(role.ranks)
         columns = [self._shard_numbers(name, ranks) for name in names]
@@ -290,12 +310,15 @@ class _Memory:
 
     def _stage(self, name: str, number: int, shard: SequenceShard) -> StageBytes:
         itemsize, stage, layout = self.job.dtype.itemsize, self.job.stages[name][number], self.assumed.layouts[name]
-        recompute = Recompute.of(self.job.config.model, name)
+        config = self.job.config
+        recompute, offload = Recompute.of(config.model, name), config.offload_of(name).activations
         if name == TEXT:
-            passes = text_passes(self.job.config)
-            return text_stage(self.assumed.shapes.text, layout, stage, shard, itemsize, passes, recompute, self.gpu)
-        shape, trains = self.assumed.shapes.encoders[name], encoder_trains(self.job.config, name)
-        return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute, self.gpu)
+            return text_stage(
+                self.assumed.shapes.text, layout, stage, shard, itemsize, text_passes(config), recompute, self.gpu,
+                offload=offload,
+            )  # fmt: skip
+        shape, trains = self.assumed.shapes.encoders[name], encoder_trains(config, name)
+        return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute, self.gpu, offload=offload)
 
 
 def _by_rank(boundary: Boundary, world_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -119,7 +119,10 @@ def _against_activations(plan: Plan, role: Role) -> str:
         return f"try --schedule.waves {window // 2}, or {_RECOMPUTE}"
     if any(module.style == "ahead" for module in mine) and plan.config.schedule.run_ahead != 0:
         return "try --schedule.run_ahead 0"
-    return f"raise sp, cp or tp of {' and '.join(names)}, or lower train.micro_batch_size"
+    more = f"raise sp, cp or tp of {' and '.join(names)}, or lower train.micro_batch_size"
+    moving = [name for name in names if name == TEXT or name not in plan.config.model.freeze]
+    flags = [f"--offload.{name}.activations true" for name in moving if not plan.config.offload_of(name).activations]
+    return f"set {' and '.join(flags)}, {more}" if flags else more
 
 
 # ------------------------------------------------------------------------------------------------ samples

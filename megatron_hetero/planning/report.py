@@ -189,13 +189,14 @@ def _allowance_text(plan: Plan) -> str:
 
 def _host_text(plan: Plan) -> str:
     """What is kept in host memory, if anything."""
-    most = int(plan.host_memory.max())
+    kinds = {"optimizer states": plan.host_states, "activations": plan.host_activations}
+    most = [f"{size_text(int(sizes.max()))} of {what}" for what, sizes in kinds.items() if sizes.any()]
     if not most:
         return ""
     node = max(plan.host_memory[start : start + NODE].sum() for start in range(0, plan.world_size, NODE))
     return (
-        f"In host memory (offload.MODULE.states): up to {size_text(most)} of optimizer states for a rank, "
-        f"{size_text(int(node))} on a node of {NODE} ranks. "
+        f"In host memory (offload.MODULE): up to {' and '.join(most)} for a rank, {size_text(int(node))} on a node of "
+        f"{NODE} ranks. "
     )
 
 

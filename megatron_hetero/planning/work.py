@@ -15,10 +15,15 @@ from megatron_hetero.models.common.flops import (
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.names import TEXT, parts_of
 from megatron_hetero.planning.assumed import AssumedBatch
+from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import DurationKey
 from megatron_hetero.sharding.stages import Stage
 
 FORWARD = Passes(inputs=False, weights=False)
+COPIED = 8000
+"""Operations that a GPU does while a byte crosses the bus to its host, one way: some 400 TFLOP/s and 50 GB/s on H100,
+half of both on A100.
+"""
 
 
 def text_forward(assumed: AssumedBatch, stage: Stage) -> float:
@@ -64,6 +69,20 @@ def durations(
             found[name, "F", number] = found[name, "R", number] = forward
             found[name, "B", number] = forward * (passes.linear - 1) + again
     return found
+
+
+def with_copies(
+    work: Mapping[DurationKey, float], copied: Mapping[tuple[str, int], int], schedule: Schedule
+) -> dict[DurationKey, float]:
+    """`work`, where what a stage copies to or from the host beside it (`copied`, bytes by module and stage) may take
+    longer than the work itself.
+    """
+
+    def found(name: str, kind: str, stage: int) -> float:
+        alone = kind == "F" and schedule.module[name].recomputes  # keeps nothing yet
+        return 0.0 if alone else COPIED * copied.get((name, stage), 0)
+
+    return {key: max(operations, found(*key)) for key, operations in work.items()}
 
 
 def _chunks_again(assumed: AssumedBatch, name: str, stage: Stage, images: float, recompute: Recompute) -> float:

@@ -18,6 +18,7 @@ from megatron_hetero.execution.runtime import Interpreter, ModuleOnRank
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.backend import spec_provider
+from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.names import TEXT
 from megatron_hetero.training.profile import StepProfiler
@@ -110,6 +111,7 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
             zero=config.zero.get(name, 1),
             gradients=getattr(torch, config.precision_of(name).gradients),
             weights=weights[name],
+            offload=ActivationOffload(topology.platform) if config.offload_of(name).activations else None,
         )
         for name, layout in topology.layouts.items()
         if topology.rank in layout

@@ -57,6 +57,7 @@ SMALL = " ".join(
     for m in ("vision", "text")
 )
 HOST = "--offload.vision.states true"
+OFFLOADED = "--offload.text.activations true --offload.vision.activations true"
 LONG_SAMPLE = "--plan.image_side 3584 --plan.tokens 114688 --data.max_seq_length 131072 --data.max_pixels 13000000"
 """A picture of 65,536 patches, and 131,072 tokens in all."""
 CASES = (
@@ -82,6 +83,7 @@ CASES = (
     Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{SELECTIVE} --model.chunk.text 1024 --model.chunk.vision 1024"),
     Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"--zero.vision 2 --zero.text 3 {RECOMPUTED} --train.global_batch_size 4"),
     Case("7b", "sp:8", "dp:8", 8, 3, "--zero.vision 3 --zero.text 3 --train.global_batch_size 8"),
+    Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} {OFFLOADED}"),
 )
 LONG = tuple(CASES[number] for number in (8, 9, 16, 21))
 """For `make matrix`: what these have, others have beside something else. Of 32B there is one stage of four, and modules

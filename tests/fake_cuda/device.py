@@ -48,12 +48,14 @@ NO_KERNELS = frozenset(
 class Usage:
     """What was asked of a device. `kernels`: by phase, how often each op ran. `live`, `peak`: bytes of its tensors now,
     and at most, of which `at_peak` says in which phase that was. `waits`: by phase and place in the program, how often
-    the host waited. `mixed`: ops that were given tensors of both devices.
+    the host waited. `mixed`: ops that were given tensors of both devices. `copied`: bytes to the host ("out") and to
+    the device ("back"), on other streams than the one that computes.
     """
 
     kernels: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
     mixed: Counter[str] = field(default_factory=Counter)
+    copied: Counter[str] = field(default_factory=Counter)
     live: int = 0
     peak: int = 0
     at_peak: str = ""
@@ -63,6 +65,7 @@ class Usage:
         self.kernels.clear()
         self.waits.clear()
         self.mixed.clear()
+        self.copied.clear()
         self.peak, self.at_peak = self.live, ""
 
 
@@ -70,13 +73,13 @@ class FakeGpu:
     """See above. `usage`: since it was made, or started again. To be used once; the guard has to be loaded."""
 
     def __init__(self) -> None:
-        self.usage, self.phase = Usage(), ""
+        self.usage, self.phase, self.beside = Usage(), "", False
         self._known, self._sizes = _Memories(), dict[int, int]()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(_cuda_calls(lambda what: self.waits_for(what)))
+        self._stack.enter_context(_cuda_calls(self))
         self._stack.enter_context(_fsdp_calls(self))
         self._stack.enter_context(self._fake)
         self._stack.enter_context(_Dispatch(self))
@@ -97,6 +100,19 @@ class FakeGpu:
     def waits_for(self, what: str) -> None:
         """The host waits for the device, because of `what`."""
         self.usage.waits[self.phase, f"{_place()}: {what}"] += 1
+
+    @contextlib.contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        """What is asked for inside runs on a stream of its own, or, with None, on the one that computes."""
+        before, self.beside = self.beside, stream is not None
+        try:
+            yield
+        finally:
+            self.beside = before
+
+    def copies(self, direction: str, size: int) -> None:
+        """Count what is copied beside the computation."""
+        self.usage.copied[direction] += size * self.beside
 
     def holds(self, tensor: Tensor) -> None:
         """Count the memory of a tensor while it lives."""
@@ -190,6 +206,7 @@ class _Dispatch(TorchDispatchMode):
         if packet is aten.copy_ and inputs[0].device.type == "cpu" and inputs[1].device.type == "cuda":
             if not (inputs[0] in self.pinned and ((len(args) > 2 and args[2]) or kwargs.get("non_blocking"))):
                 self.gpu.waits_for("a copy to the host")
+            self.gpu.copies("out", inputs[0].nbytes)
             with unset_fake_temporarily():
                 return (inputs[0].fill_(1),)
         return None
@@ -204,6 +221,7 @@ class _Dispatch(TorchDispatchMode):
             free = kwargs.get("non_blocking", len(args) > 2 and args[2]) and values in self.pinned
             if not free and values.numel():
                 self.gpu.waits_for("a copy to the device from memory that is not pinned")
+            self.gpu.copies("back", values.nbytes)
             return
         repeats = packet is aten.repeat_interleave and kwargs.get("output_size") is None
         if packet in SIZED_BY_VALUES or repeats or _is_masked(packet, args):
@@ -294,7 +312,7 @@ def _fsdp_calls(gpu: FakeGpu) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _cuda_calls(waits_for: Callable[[str], None]) -> Iterator[None]:
+def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
     """Inside, what `torch.cuda` and Megatron-Core ask of the driver is answered for the fake device."""
     import megatron.core.distributed.param_and_grad_buffer as buffers
     import megatron.core.tensor_parallel.random as generators
@@ -311,11 +329,11 @@ def _cuda_calls(waits_for: Callable[[str], None]) -> Iterator[None]:
         torch.cuda: {
             "current_device": lambda: 0,
             "set_device": lambda *_: None,
-            "Event": lambda **options: _Event(waits_for, **options),
-            "Stream": lambda **_: _Stream(waits_for),
-            "stream": lambda _: contextlib.nullcontext(),
-            "current_stream": lambda *_: _Stream(waits_for),
-            "synchronize": lambda *_: waits_for("the whole device"),
+            "Event": lambda **options: _Event(gpu.waits_for, **options),
+            "Stream": lambda **_: _Stream(gpu.waits_for),
+            "stream": gpu.stream,
+            "current_stream": lambda *_: _Stream(gpu.waits_for),
+            "synchronize": lambda *_: gpu.waits_for("the whole device"),
             "get_device_name": lambda *_: NAME,
             "max_memory_allocated": lambda *_: 0,
             "get_rng_state": lambda *_, **__: host_state(),

@@ -69,7 +69,11 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
         with gpu.during(REST):
             trainer.train_step(1, batch)
         planned = dict(zip(KINDS, plan.memory[case.rank].tolist(), strict=True))
-        return _report(usage, trainer) | {"peak": usage.peak - before, "planned": planned}
+        return (
+            _report(usage, trainer)
+            | {"peak": usage.peak - before, "planned": planned}
+            | {"host": int(plan.host_activations[case.rank])}
+        )
     finally:
         dist.destroy_process_group()
         # What modules of the same process share; the next one makes its own.
@@ -78,7 +82,8 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
 
 def _report(usage: Usage, trainer: StepTrainer) -> dict[str, Any]:
     """`kernels`: by phase, how many ran, and `all`. `layers`: of this rank, by module. `ops`: of what kinds they were.
-    `waits`: [phase, place, times]. `mixed`: ops that were given tensors of both devices.
+    `waits`: [phase, place, times]. `mixed`: ops that were given tensors of both devices. `copied`: bytes out and back
+    beside the computation.
     """
     kernels = {phase: of_phase.total() for phase, of_phase in sorted(usage.kernels.items())}
     ops: Counter[str] = sum(usage.kernels.values(), Counter())
@@ -89,5 +94,6 @@ def _report(usage: Usage, trainer: StepTrainer) -> dict[str, Any]:
         "ops": dict(ops.most_common()),
         "waits": [[*where, times] for where, times in sorted(usage.waits.items())],
         "mixed": dict(usage.mixed),
+        "copied": dict(usage.copied),
         "at_peak": usage.at_peak,
     }

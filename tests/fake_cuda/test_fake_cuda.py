@@ -61,6 +61,17 @@ def test_memory_is_what_the_plan_says(case: Case, found: runs.Found) -> None:
 
 
 @each
+def test_activations_are_copied_beside_the_computation(case: Case, found: runs.Found) -> None:
+    """Out and back once each; the plan has whole blocks of host memory."""
+    of_case = found.cases[str(case)]
+    if "activations true" not in case.more:
+        assert of_case["host"] == 0
+        return
+    out, back, steps = (*(of_case["copied"][way] for way in ("out", "back")), of_case["micro_batches"])
+    assert out == back and 0.8 * of_case["host"] <= out / steps <= of_case["host"]
+
+
+@each
 def test_kernels_are_those_recorded(case: Case, found: runs.Found) -> None:
     """Where a change is wanted: `make kernels` writes the record anew."""
     record = runs.recorded()

@@ -30,6 +30,7 @@ def zero(vision: int, text: int, *flags: str) -> tuple[str, ...]:
     return ("--zero.vision", str(vision), "--zero.text", str(text), *flags)
 
 
+OFFLOADED = ("--offload.vision.activations", "true", "--offload.text.activations", "true")
 WAVES_OF_TWO = ("--schedule.waves", "2")
 
 CASES = [
@@ -53,6 +54,8 @@ CASES = [
     Case("sp:4", "dp:4", 4, model="qwen3", flags=zero(3, 3), micro=2),
     Case("sp:2", "pp:2", 2, model="qwen3-tied", flags=zero(3, 2, *WAVES_OF_TWO)),
     Case("dp:4", "tp:2,dp:2", 4, model="qwen3-one-kv-head", flags=zero(2, 3, *RECOMPUTE)),
+    Case("sp:2", "dp:2", 2, model="qwen3", flags=zero(3, 3, *OFFLOADED), micro=2),
+    Case("sp:4", "pp:2,dp:2", 4, model="deep", flags=zero(3, 3, *WAVES_OF_TWO, *OFFLOADED, *RECOMPUTE)),
 ]
 
 

@@ -21,6 +21,10 @@ pass. What others make again inside (`models.common.recompute`) they do not keep
                    instead. MLP: all but gate and up, or what goes into the activation
     chunk          all of the MLP, where its tokens are more than one chunk; its input is kept
 
+Where activations are offloaded (`models.common.offload`), all but those of the last layer are on the host between the
+two passes; on the device stay the tables of rotary embeddings, what is smaller than is worth a copy, and what a stage
+received, which the interpreter holds.
+
 The transient memory of actions (their workspace) peaks where a layer's MLP goes backward (gradients of
 gate and up [s, 2 ffn] and of their product [s, ffn]), and in the loss, which forms gradients at once (logits of a chunk
 of tokens as the head gives them and once more in fp32 [chunk, vocabulary / tp], and the input of the head [s, h]).
@@ -39,9 +43,11 @@ from itertools import groupby
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.flops import TRAINED, Passes
 from megatron_hetero.models.common.language_shape import tokens_at_a_time
+from megatron_hetero.models.common.offload.policy import OffloadSizes
 from megatron_hetero.models.common.recompute.policy import EVERYTHING_KEPT, Recompute
 from megatron_hetero.models.family import EncoderShape, LayerKind, TextShape
 from megatron_hetero.names import ROWS
+from megatron_hetero.planning.memory.layers import LayerBytes, LayersBytes, layers_bytes
 from megatron_hetero.planning.shards import SequenceShard, Spans
 from megatron_hetero.sharding.stages import Stage
 
@@ -76,8 +82,10 @@ class StageBytes:
 
     `saved`: by autograd, from forward to backward. `entered`, `left`: hidden states that came in and go out, as far as
     autograd does not hold them anyway. `rows`: of one output of an encoder. `message`: hidden states between stages.
-    `again`: what layers that are made again as a whole add for the time of their backward pass, when what follows them
-    has been let go already.
+    `again`: what layers that are made again as a whole, or come back from the host, add for the time of their backward
+    pass, when what follows them has been let go already.
+
+    `passing`: what layers on their way to the host add in a forward, before what follows them; `host`: what is there.
 
     `forward`, `backward`: workspace at the end of a forward, and on top of `again` in a backward. `gathered`: of one
     tensor that is gathered over tp.
@@ -92,6 +100,8 @@ class StageBytes:
     forward: int
     backward: int
     gathered: int
+    passing: int = 0
+    host: int = 0
 
 
 def norm_bytes(shape: LayerShape, local: int) -> int:
@@ -116,7 +126,7 @@ def attention_bytes(
     shape: LayerShape, shard: SequenceShard, *, windowed: bool, recompute: Recompute = EVERYTHING_KEPT
 ) -> int:
     """Attention with the projection that follows it, without that before it."""
-    spans = shard.windows if windowed else shard.segments
+    spans = shard.spans(windowed)
     projected = _padded_output(shape, shard, spans, windowed, recompute)
     queries = sum(q for q, _ in spans)
     if not queries:
@@ -200,20 +210,46 @@ def _head_norm_bytes(shape: LayerShape, shard: SequenceShard, recompute: Recompu
     return heads * (FP32 * shape.head_dim + FP32 + shape.itemsize * shape.head_dim * shape.passes.weights)
 
 
-def _layers(shape: LayerShape, shard: SequenceShard, windowed: Sequence[bool], recompute: Recompute) -> tuple[int, int]:
-    """What layers save, with the table of rotary embeddings; and the most that those add that are made again as a
-    whole.
+def _layers(
+    shape: LayerShape,
+    shard: SequenceShard,
+    windowed: Sequence[bool],
+    recompute: Recompute,
+    offload: bool,
+    *,
+    held: int,
+    mergers: Sequence[int] = (),
+) -> LayersBytes:
+    """All layers of a stage. `held`: bytes of its input, where the first layer keeps that and others hold it too.
+    `mergers`: what each layer has besides.
     """
-    if not shape.passes.inputs:
-        return 0, 0
     whole, hidden = recompute.whole_layers(len(windowed)), shape.itemsize * shard.local * shape.hidden
-    table = 2 * FP32 * shard.tokens * shape.head_dim
+    sizes = OffloadSizes.of(shape.gpu)
     each = {kind: layer_bytes(shape, shard, windowed=kind, recompute=recompute) for kind in set(windowed)}
-    others = sum(each[kind] for kind in windowed[whole:])
-    # In fp32 the input that is kept is the first norm's. What later layers kept is gone by then.
+    # In fp32 the input that is kept is the first norm's.
     own = hidden if shape.itemsize == FP32 or not shape.kind.rms_norm else 0
-    again = (each[kind] - own - hidden * (whole - 1 - i) - others for i, kind in enumerate(windowed[:whole]))
-    return table + whole * hidden + others, max(again, default=0)
+    found = []
+    for number, kind in enumerate(windowed):
+        again = number < whole and shape.passes.inputs
+        saved = hidden if again else each[kind]
+        parts = [hidden] if again else _parts(shape, shard, kind, recompute)
+        stays = min(saved, sum(part for part in parts if part < sizes.least) + held * (number == 0))
+        saved += mergers[number] if mergers else 0
+        found.append(LayerBytes(saved, stays, (each[kind] - own) * again))
+    together = layers_bytes(found, sizes if offload else None)
+    table = 2 * FP32 * shard.tokens * shape.head_dim * shape.passes.inputs
+    return replace(together, kept=together.kept + table)
+
+
+def _parts(shape: LayerShape, shard: SequenceShard, windowed: bool, recompute: Recompute) -> list[int]:
+    """About how large the tensors are that a layer keeps."""
+    hidden, queries = shape.itemsize * shard.local * shape.hidden, sum(q for q, _ in shard.spans(windowed))
+    of_heads = shape.itemsize * shape.head_dim * queries
+    found = [shape.heads * of_heads] * 3 + [shape.kv_heads * of_heads] * 2 + [FP32 * shape.heads * queries]
+    found += [hidden] * 2 if recompute.selective else [hidden, hidden, hidden, FP32 * shard.local] * 2
+    if not recompute.chunks(shard.padded):
+        found += [shape.itemsize * shard.padded * shape.ffn * n for n in (1, 1 + shape.kind.gated)]
+    return found
 
 
 def _layer_workspace(shape: LayerShape, shard: SequenceShard, recompute: Recompute) -> int:
@@ -242,25 +278,30 @@ def text_stage(
     passes: Passes,
     recompute: Recompute,
     gpu: bool,
+    *,
+    offload: bool = False,
 ) -> StageBytes:
-    """A stage of the text module. The rows that its first stage takes are not in it."""
-    layer = text_layer(shape, layout, itemsize, passes, gpu)
-    saved, again = _layers(layer, shard, [False] * len(stage.layers), recompute)
-    message = itemsize * shard.local * shape.hidden
+    """A stage of the text module. The rows that its first stage takes are not in it. `offload`: whether activations
+    are.
+    """
+    layer, message = text_layer(shape, layout, itemsize, passes, gpu), itemsize * shard.local * shape.hidden
+    kept = itemsize == FP32 or _keeps_input(recompute, stage)
+    held = 0 if stage.is_first or not kept else message
+    layers = _layers(layer, shard, [False] * len(stage.layers), recompute, offload, held=held)
+    saved = layers.kept
     if stage.is_first:
         saved += 8 * shard.padded
     after = 0
     if stage.is_last:
         after = norm_bytes(layer, shard.local) - itemsize * shard.local * shape.hidden * passes.weights
         after += _head_bytes(shape, layout, shard.supervised, itemsize, passes)
-    kept = itemsize == FP32 or _keeps_input(recompute, stage)
     entered = 0 if stage.is_first or kept else message
     left = 0 if stage.is_last else message
-    again, workspace = max(0, again - after), _layer_workspace(layer, shard, recompute)
+    again, workspace = max(0, layers.again - after), _layer_workspace(layer, shard, recompute)
     loss = _loss_workspace(shape, layout, shard, itemsize, passes) if stage.is_last else 0
     return StageBytes(
         saved + after, entered, left, 0, message, again, max(loss, workspace), workspace,
-        _gathered(layer, shard),
+        _gathered(layer, shard), max(0, layers.passing - after), layers.host,
     )  # fmt: skip
 
 
@@ -305,24 +346,33 @@ def _loss_workspace(shape: TextShape, layout: Layout, shard: SequenceShard, item
 
 def encoder_stage(
     shape: EncoderShape, layout: Layout, stage: Stage, shard: SequenceShard, itemsize: int, trains: tuple[bool, bool],
-    recompute: Recompute, gpu: bool,
+    recompute: Recompute, gpu: bool, *, offload: bool = False,
 ) -> StageBytes:  # fmt: skip
-    """A stage of an encoder. `trains`: whether the encoder does, and whether its projector does."""
+    """A stage of an encoder. `trains`: whether the encoder does, and whether its projector does. `offload`: whether
+    activations are.
+    """
     encoder, projector = trains
     layer = encoder_layer(shape, layout, itemsize, Passes(encoder, encoder), gpu)
-    saved, again = _layers(layer, shard, [i not in shape.full_layers for i in stage.layers], recompute)
     message = itemsize * shard.local * shape.hidden
+    kept = itemsize == FP32 or not shape.layer_kind.rms_norm or _keeps_input(recompute, stage)
+    held = 0 if stage.is_first or not kept else message
+    of_merger = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector))
+    merging = {layer for output, layer in shape.outputs.items() if output != ROWS} & set(stage.layers)
+    # A layer norm keeps its input as it is, which the merger before it has kept already.
+    shared = 0 if shape.layer_kind.rms_norm or not encoder else message
+    mergers = [of_merger * (i in merging) - shared * (i - 1 in merging) for i in stage.layers]
+    windowed = [i not in shape.full_layers for i in stage.layers]
+    layers = _layers(layer, shard, windowed, recompute, offload, held=held, mergers=mergers)
+    saved = layers.kept
     if stage.is_first and encoder:
         saved += itemsize * shard.local * shape.patch_elements
-    of_merger = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector))
     after = of_merger if stage.is_last else 0
-    saved += of_merger * sum(layer in stage.layers for output, layer in shape.outputs.items() if output != ROWS)
-    kept = itemsize == FP32 or not shape.layer_kind.rms_norm or _keeps_input(recompute, stage)
     entered = 0 if stage.is_first or kept or not encoder else message
     left, rows = 0 if stage.is_last else message, itemsize * shard.local // shape.unit * shape.out_hidden
-    again, workspace = max(0, again - after), _layer_workspace(layer, shard, recompute)
+    again, workspace = max(0, layers.again - after), _layer_workspace(layer, shard, recompute)
     return StageBytes(
-        saved + after, entered, left, rows, message, again, workspace, workspace, _gathered(layer, shard)
+        saved + after, entered, left, rows, message, again, workspace, workspace, _gathered(layer, shard),
+        max(0, layers.passing - after), layers.host,
     )  # fmt: skip
 
 

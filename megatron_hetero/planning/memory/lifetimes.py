@@ -7,10 +7,11 @@ The interpreter's rules (`execution.step`), in bytes:
     start F    room for rows, on the text stage that they enter, which live until their gradients leave (`start B`), or
                until the forward where none do; on the encoder's side, where several outputs cross side by side, a copy
                of them until they have left (`finish F`)
-    run F, R   what the stage keeps until its backward, where there is one; what it sends, and rows, live as long; at
+    run F, R   what the stage keeps until its backward, where there is one, on the device and on the host; before all of
+               that is there, what is on its way to the host; what it sends, and rows, live as long as what it keeps; at
                its end, workspace
-    run B      ends that; for its time, what one recomputed layer makes, and workspace. On text stages that rows enter,
-               gradients of rows, until they have left (`finish B`)
+    run B      ends that; for its time, what one recomputed layer makes, or comes back, and workspace. On text stages
+               that rows enter, gradients of rows, until they have left (`finish B`)
     start B    room for gradients of rows, on the encoder's side, which its backward ends; on the text module's, where
                several outputs cross, a copy of them until they have left
 """
@@ -42,15 +43,15 @@ class RankBytes:
     late: bool = False
 
 
-def peak_activations(schedule: Schedule, role: Role, of_rank: RankBytes) -> tuple[int, int]:
-    """The most bytes of activations that live at once on a rank of `role` in a step; and how much more there are at
-    most with the workspace of the actions.
+def peak_activations(schedule: Schedule, role: Role, of_rank: RankBytes) -> tuple[int, int, int]:
+    """The most bytes of activations that live at once on a rank of `role` in a step; how much more there are at most
+    with the workspace of the actions; and the most on the host.
     """
     ledger = _Ledger(schedule, role, of_rank)
     for action in role.actions:
         ledger.execute(action)
     gathered = max((stage.gathered for stage in of_rank.stages.values()), default=0)
-    return ledger.peak, ledger.busiest - ledger.peak + gathered
+    return ledger.peak, ledger.busiest - ledger.peak + gathered, ledger.host_peak
 
 
 class _Ledger:
@@ -60,6 +61,7 @@ class _Ledger:
         self.schedule, self.role, self.of_rank = schedule, role, of_rank
         self.live: dict[object, int] = {}
         self.total = self.peak = self.busiest = 0
+        self.on_host = self.host_peak = 0
         self._handlers: dict[str, Callable[[Action], None]] = {
             "run": self._run, "irecv": self._irecv, "start": self._start, "finish": self._finish,
         }  # fmt: skip
@@ -82,6 +84,11 @@ class _Ledger:
     def _end(self, name: object) -> None:
         self.total -= self.live.pop(name, 0)
 
+    def _move(self, size: int) -> None:
+        """So many bytes come to the host, or leave it."""
+        self.on_host += size
+        self.host_peak = max(self.host_peak, self.on_host)
+
     def _irecv(self, action: Action) -> None:
         assert action.stage is not None, "transfers and work have a stage"
         if stage := self.of_rank.stages.get((action.module, action.stage)):
@@ -98,6 +105,7 @@ class _Ledger:
             self._work(stage.backward)
             for what in ("again", "kept", "left"):
                 self._end((what, *key))
+            self._move(-stage.host)
             self._end(("arriving", "B", *key))
             for edge in self._leaving(action):
                 self._end(("encoded", edge, action.micro_batch))
@@ -112,6 +120,9 @@ class _Ledger:
         module = self.schedule.module[action.module]
         keeps = module.backward and (action.kind == "R" or not module.recomputes)
         self._make(("kept", *key), (stage.saved + stage.entered) * keeps)
+        self._make("passing", stage.passing * keeps)
+        self._end("passing")
+        self._move(stage.host * keeps)
         self._make(("left", *key), stage.left * (keeps or action.kind == "F"))
         for edge in self._leaving(action):
             rows = stage.rows * self.of_rank.outputs[edge]

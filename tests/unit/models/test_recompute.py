@@ -176,6 +176,7 @@ def kept_by(compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def test_only_inputs_are_kept() -> None:
+    """What is not made again goes to outer hooks: the weight."""
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
 
     def through(x: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ def test_only_inputs_are_kept() -> None:
             return made.view(12)[:8].view(2, 4) @ weight
 
     out, kept = kept_by(lambda: through(x))
-    assert [k.data_ptr() for k in kept] == [x.data_ptr()]
+    assert [k.data_ptr() for k in kept] == [x.data_ptr(), weight.data_ptr()]
     out.sum().backward()
     expected = torch.autograd.grad((square(x).exp()[:2] @ weight).sum(), (x, weight))
     for found, wanted in zip((x.grad, weight.grad), expected, strict=True):

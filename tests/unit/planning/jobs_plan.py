@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, Self
+from unittest import mock
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.fsdp import fsdp_groups
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.execution.step import StepExecution
-from megatron_hetero.models.common.recompute import remake
+from megatron_hetero.models.common.offload import activations
 from megatron_hetero.planning.memory.parameters import parameters_of
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
@@ -41,6 +44,7 @@ def measure(flags: list[str]) -> dict[str, Any]:
         "gradients": sum(map(_gradient_bytes, run.modules)),
         "optimizer": sum(_optimizer_bytes(optimizer, on_host=False) for optimizer in run.optimizers),
         "host": sum(_optimizer_bytes(optimizer, on_host=True) for optimizer in run.optimizers),
+        "host activations": sum(map(_offloaded_bytes, run.modules)),
         "activations": live.peak,
         "boundary": sum(pool.peak for pool in pools),
         "forward": {name: _rows([plan.forward for plan in own]) for name, own in plans.items()},
@@ -77,6 +81,12 @@ def _bytes(tensors: Any) -> int:
 
 def _gradient_bytes(module: Any) -> int:
     return sum(buffer.nbytes for buffer in module.data_parallel.buffers)
+
+
+def _offloaded_bytes(module: Any) -> int:
+    """Host memory for activations: as much as was in use at once."""
+    offload = module.chunks[0].offload
+    return 0 if offload is None else offload.pool.nbytes
 
 
 def _optimizer_bytes(optimizer: Any, *, on_host: bool) -> int:
@@ -134,31 +144,24 @@ class LiveActivations:
 
     def __init__(self, run: Trainer):
         self.peak, self.saved, self.execution, self.most_gathered = 0, {}, None, 0
+        self.copies = WeakSet[activations.Copy]()
         kept = [m.data_parallel.weights(name) for m in run.modules for name in m.parameters]
         self.parameters = {t.untyped_storage().data_ptr() for t in kept}
         parts = [part for m in run.modules for chunk in m.chunks for part in chunk.modules()]
         self.shared = [each for part in parts for group in fsdp_groups(part) for each in group.fsdp_params]
         self.hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
+        self.copying = mock.patch.object(activations, "Copy", partial(_CountedCopy, self))
         run.interpreter.watch = _Sampler(run.platform, self)  # pyright: ignore[reportAttributeAccessIssue]
         run.interpreter.run = lambda schedule, load: self._execute(run, schedule, load)
 
     def __enter__(self) -> Self:
         self.hooks.__enter__()
-        remake.saved_tensors_hooks = self._inside  # pyright: ignore[reportAttributeAccessIssue]
+        self.copying.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        remake.saved_tensors_hooks = saved_tensors_hooks
+        self.copying.stop()
         self.hooks.__exit__(*error)
-
-    def _inside(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Any]) -> saved_tensors_hooks:
-        """Of hooks that replace ours, those that count what they let autograd keep."""
-
-        def packed(tensor: Tensor) -> Any:
-            kept = pack(tensor)
-            return self._pack(tensor) if kept is tensor else kept
-
-        return saved_tensors_hooks(packed, lambda kept: unpack(getattr(kept, "tensor", kept)))
 
     def _execute(self, run: Trainer, schedule: Any, load: Any) -> Tensor:
         self.execution = StepExecution(run.interpreter, schedule, load)
@@ -176,7 +179,8 @@ class LiveActivations:
         """Look at what lives now."""
         gathered = (t for each in self.shared if hasattr(each, "_unsharded_param") for t in each.all_gather_outputs)
         self.most_gathered = max(self.most_gathered, sum(t.untyped_storage().nbytes() for t in gathered))
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._held()}
+        offloaded = [copy.device for copy in self.copies if copy.device is not None]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*offloaded, *self._held())}
         extra = sum(size for address, size in held.items() if address not in self.saved)
         self.peak = max(self.peak, extra + sum(size for _, size in self.saved.values()))
 
@@ -202,6 +206,20 @@ class LiveActivations:
             frame = phases.gi_frame  # What is sent lives as long as the exchange.
             if frame is not None:
                 yield frame.f_locals["rows"]
+
+
+class _CountedCopy(activations.Copy):
+    """What is offloaded, as long as it is on the device."""
+
+    def __init__(self, live: LiveActivations, saved: Tensor):
+        super().__init__(saved)
+        self.live = live
+        live.copies.add(self)
+        live.sample()
+
+    def bring(self, device: Tensor) -> None:
+        super().bring(device)
+        self.live.sample()
 
 
 class _Plain:

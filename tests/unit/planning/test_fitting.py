@@ -66,6 +66,7 @@ LEAN = " ".join(
 """Of which no state is left to be kept in less."""
 
 
+OFFLOADED = "--offload.vision.activations true --offload.text.activations true"
 GB = r"[\d.]+ GB and [\d.]+ GB of all hosts"
 
 
@@ -134,7 +135,7 @@ def test_the_problem_names_flags_memory_and_time(make_plan: MakePlan) -> None:
     ), problem.found
     assert re.fullmatch(
         rf"try --train\.micro_batch_size 2 \({GB}, about 1\.05 times the time of a step\), or "
-        rf"--model\.recompute\.text full \({GB}, about 1\.\d\d times the time of a step\)",
+        rf"--offload\.text\.activations true \({GB}, about 1\.\d\d times the time of a step\)",
         problem.fix,
     ), problem.fix
 
@@ -144,7 +145,7 @@ def test_where_nothing_is_enough_the_plan_says_by_how_much_and_which_ranks_are(m
     [problem] = [p for p in problems_of(plan) if "memory_gb" in p.found]
     assert "23.7 GB of l4, is not enough" in problem.found
     assert re.fullmatch(
-        rf"no one or two settings that were tried are enough: the closest are --\S+ full --\S+ full, with {GB} "
+        rf"no one or two settings that were tried are enough: the closest are --\S+ true --\S+ full, with {GB} "
         r"\([\d.]+ GB too much\)\. 2 ranks are enough: --world-size 2 .*--vision-parallel dp:2 .*\([\d.]+ GB and .*\)",
         problem.fix,
     ), problem.fix
@@ -156,7 +157,8 @@ def test_where_no_number_of_ranks_is_enough_there_is_advice(make_plan: MakePlan)
 
 
 def test_layouts_of_some_ranks_grow_where_they_are(make_plan: MakePlan) -> None:
-    plan = make_plan(3, "dp:1@0", "pp:2@1-2", f"--train.global_batch_size 16 --plan.tokens 128 {LEAN}")
+    flags = f"--train.global_batch_size 16 --plan.tokens 128 {LEAN} {OFFLOADED}"
+    plan = make_plan(3, "dp:1@0", "pp:2@1-2", flags)
     larger = find_fitting(plan, round(0.75 * plan.totals.max())).larger
     assert larger is not None and larger.plan.world_size == 6
     assert larger.plan.layouts["vision"].ranks == (0, 1) and larger.plan.layouts["text"].ranks == (2, 3, 4, 5)
@@ -178,7 +180,7 @@ def test_an_entry_is_a_function_in_the_table(make_plan: MakePlan, monkeypatch: p
 
 def test_entries_keep_out_of_what_is_in_use(make_plan: MakePlan) -> None:
     flags = f"--schedule.kind recompute --model.recompute.vision full --model.recompute.text full {LEAN}"
-    flags += " --model.chunk.vision 8192 --model.chunk.text 8192 --zero.vision 3"
+    flags += f" --model.chunk.vision 8192 --model.chunk.text 8192 {OFFLOADED} --zero.vision 3"
     plan = make_plan(4, "sp:4", "tp:4", flags)
     assert [change for entry in CHANGES for change in entry(plan)] == []
 

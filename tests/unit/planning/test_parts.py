@@ -12,6 +12,8 @@ from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.distributed.communicators import communicators
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.common.offload.policy import OffloadSizes
+from megatron_hetero.planning.memory.layers import LayerBytes, LayersBytes, layers_bytes
 from megatron_hetero.planning.memory.nccl_memory import PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
 from megatron_hetero.planning.memory.parameters import Parameter, buckets_of, parameter_bytes
 from megatron_hetero.planning.memory.staging import SimulatedBufferPool
@@ -111,3 +113,32 @@ def test_memory_of_communicators() -> None:
     assert of_ranks[0] == 2 * RING_BYTES + 16 * PEER_BYTES
     assert of_ranks[16] == of_ranks[0] + 2 * PEER_BYTES, "a stage sends forward on one link and receives on another"
     assert bytes_by_rank((), 1).tolist() == [0], "a rank alone has no communicator"
+
+
+LAYERS = [LayerBytes(10, 1), LayerBytes(30), LayerBytes(20, 2, again=100), LayerBytes(5)]
+
+
+def test_layers_that_stay_add_up() -> None:
+    # The third is made again when the fourth is gone.
+    assert layers_bytes(LAYERS) == LayersBytes(kept=65, passing=0, again=95, host=0)
+    assert layers_bytes([]) == LayersBytes(0, 0, 0, 0)
+
+
+def test_layers_that_are_offloaded_are_on_the_device_two_at_a_time() -> None:
+    """In both passes most with the third: 1 of the first, 30 and 20, in place of 1 + 0 + 2 + 5."""
+    assert layers_bytes(LAYERS, OffloadSizes(least=1, block=8)) == LayersBytes(8, 43, 143, 16 + 32 + 24)
+    # A single layer is offloaded too.
+    assert layers_bytes(LAYERS[:1], OffloadSizes(least=1, block=8)) == LayersBytes(1, 9, 9, 16)
+
+
+@pytest.mark.parametrize("recompute, moved", [("none", 6.04), ("selective", 3.27), ("full", 0.25)])
+def test_offloaded_activations_leave_the_device_for_the_host(recompute: str, moved: float, make_plan: MakePlan) -> None:
+    """Of 15 of 16 layers, in GB; the more is kept, the longer work takes."""
+    flags = f"--plan.image_side 1792 --plan.tokens 4096 --data.max_seq_length 8192 --model.recompute.text {recompute}"
+    kept, away = (make_plan(4, "sp:4", "tp:4", flags + more) for more in ("", " --offload.text.activations true"))
+    saved = (kept.memory - away.memory)[:, 3]
+    assert (away.host_activations > 0).all() and not kept.host_activations.any()
+    assert away.host_activations[0] / 1e9 == pytest.approx(moved, rel=0.01)
+    assert (saved > 0).all() and (saved <= away.host_activations).all()
+    slower = away.simulation.seconds / kept.simulation.seconds
+    assert slower == pytest.approx(1, abs=1e-9) if recompute == "full" else slower > 1.05

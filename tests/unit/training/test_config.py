@@ -248,6 +248,10 @@ IN_FLAGS = [
         "--model.dtype float32 --optimizer.name sgd --offload.text.states true",
         ["offload.text.states", "keeps no states"],
     ),
+    (
+        "--model.freeze vision --offload.vision.activations true",
+        ["offload.vision.activations", "no backward pass", "or train vision"],
+    ),
     ("--train.iter 3", ["--train.iter", "did you mean `iters`?"]),
     ("--iters 3", ["did you mean `--train.iters`?"]),
     ("--train.iters", ["--train.iters: found no value"]),

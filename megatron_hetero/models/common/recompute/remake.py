@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_hetero.models.common.offload.hooks import Hooks
+
 Make = Callable[..., "Tensor | tuple[Tensor, ...]"]
 
 
@@ -34,16 +36,19 @@ def remake(make: Make, *inputs: Tensor) -> Any:
 
 
 def not_keeping(*made: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Inside, autograd does not keep those of `made` that `remake` gave, or views of them."""
+    """Inside, autograd does not keep those of `made` that `remake` gave, or views of them. What else it saves is as
+    outer hooks want it.
+    """
     places = {x.untyped_storage()._cdata: (x.grad_fn, i) for i, x in enumerate(made) if _is_remade(x)}
     if not places:
         return contextlib.nullcontext()
+    outer = Hooks.current()
 
-    def pack(x: Tensor) -> Tensor | _View:
+    def pack(x: Tensor) -> Any:
         place = places.get(x.untyped_storage()._cdata)
-        return x if place is None else _View(*place, x)
+        return outer.pack(x) if place is None else _View(*place, x)
 
-    return saved_tensors_hooks(pack, lambda kept: kept.again() if isinstance(kept, _View) else kept)
+    return saved_tensors_hooks(pack, lambda kept: kept.again() if isinstance(kept, _View) else outer.unpack(kept))
 
 
 def _is_remade(x: Tensor) -> bool:

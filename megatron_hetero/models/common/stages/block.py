@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_hetero.models.common.attention import AttentionPlan
+from megatron_hetero.models.common.offload.activations import ActivationOffload
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +40,29 @@ def run_layers(
     table_2nD: Tensor,
     plan: AttentionPlan,
     after: Mapping[int, Between] = NOTHING,
+    offload: ActivationOffload | None = None,
 ) -> Tensor:
     """`hidden` [S, 1, hidden] after the layers of `block`, and after its final norm where it has one.
 
-    `after`: what is done after a layer, by its number in the whole module.
+    `after`: what is done after a layer, by its number in the whole module. `offload`: where layers keep their
+    activations, if not on the device.
     """
+    with _saving(block, offload, table_2nD):
+        return _run(block, hidden, table_2nD, plan, after)
+
+
+def _saving(
+    block: TransformerBlock, offload: ActivationOffload | None, table_2nD: Tensor
+) -> AbstractContextManager[None]:
+    if offload is None or not torch.is_grad_enabled():
+        return nullcontext()
+    norm: Any = block.final_layernorm
+    return offload.saving(list(block.layers), [] if norm is None else [norm], [table_2nD])
+
+
+def _run(
+    block: TransformerBlock, hidden: Tensor, table_2nD: Tensor, plan: AttentionPlan, after: Mapping[int, Between]
+) -> Tensor:
     if not after:
         return block(hidden, None, rotary_pos_emb=table_2nD, packed_seq_params=plan)
     # What `TransformerBlock.forward` does, of what modules here are configured to do.

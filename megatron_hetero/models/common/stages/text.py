@@ -31,6 +31,7 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.models.common.backend import layer_spec, padded, transformer_config
 from megatron_hetero.models.common.inputs import TextInput
 from megatron_hetero.models.common.loss import VocabularyShard, head_loss
+from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.common.stages.block import Between, Gathered, run_layers
 from megatron_hetero.models.common.stages.rotary import multimodal_table
@@ -86,6 +87,7 @@ class TextModel(GPTModel):
         sequence_parallel: bool,
         recompute: Recompute,
         stage: Stage | None = None,
+        offload: ActivationOffload | None = None,
     ):
         tp = groups.tp.size()
         stage = stage or Stage.whole(shape.layers)
@@ -121,7 +123,7 @@ class TextModel(GPTModel):
             position_embedding_type="none",
             pg_collection=groups,
         )
-        self.shape, self.stage = shape, stage
+        self.shape, self.stage, self.offload = shape, stage, offload
         # Hidden states are handed over as an argument. Megatron's other way, an attribute, would keep the last ones.
         self.decoder.pre_process = True
         if self.head_norms and tp > 1:
@@ -183,7 +185,7 @@ class TextModel(GPTModel):
         shape = self.shape
         table = multimodal_table(batch.positions, shape.rope_theta, shape.head_dim, shape.turns)
         after = {self._entry(name): _adding(rows, batch.rows_at[name]) for name, rows in added.items()}
-        return run_layers(self.decoder, hidden, table, batch.attention, after)
+        return run_layers(self.decoder, hidden, table, batch.attention, after, self.offload)
 
     def _entry(self, output: str) -> int:
         layer = self.shape.entry_layer(output)

@@ -30,6 +30,7 @@ from torch import Tensor
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.models.common.backend import layer_spec, padded, transformer_config
 from megatron_hetero.models.common.inputs import EncoderInput
+from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.common.stages.block import Between, Gathered, run_layers
 from megatron_hetero.models.common.stages.merger import PatchMerger
@@ -84,6 +85,7 @@ class VisionModel(MegatronModule):
         sequence_parallel: bool,
         recompute: Recompute,
         stage: Stage | None = None,
+        offload: ActivationOffload | None = None,
     ):
         tp, kind, stage = groups.tp.size(), self.architecture, stage or Stage.whole(shape.layers)
         config = transformer_config(
@@ -102,7 +104,7 @@ class VisionModel(MegatronModule):
             sequence_parallel=sequence_parallel and tp > 1,
         )
         super().__init__(config=config)
-        self.shape, self.stage, self.tp_group = shape, stage, groups.tp
+        self.shape, self.stage, self.offload, self.tp_group = shape, stage, offload, groups.tp
         self._patch_shards = tp if config.sequence_parallel else 1
         if self.stage.is_first:
             self.patch_embed = _patch_embedding(config, shape, platform, bias=kind.embedding_bias)
@@ -152,7 +154,7 @@ class VisionModel(MegatronModule):
         """
         table = axial_table(batch.positions[:2], self.shape.rope_theta, self.shape.head_dim)
         after = {self.shape.outputs[name]: self._into(others, name, batch) for name in self.mergers()}
-        return run_layers(self.decoder, hidden, table, batch.attention, after)
+        return run_layers(self.decoder, hidden, table, batch.attention, after, self.offload)
 
     def mergers(self) -> Mapping[str, PatchMerger]:
         """This stage's further mergers, by the name of their output; without the last one."""
