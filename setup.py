@@ -32,6 +32,7 @@ setup(
         "pillow>=11",
         "pyyaml>=6",
         "rich>=13.8",
+        "typing-extensions>=4.12",
     ],
     extras_require={
         # As in megatron_hetero/models/common/optional.py; both build against an installed torch (docs/installation.md).

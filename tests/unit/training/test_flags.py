@@ -18,7 +18,7 @@ schedule.kind schedule.waves schedule.run_ahead schedule.virtual_stages schedule
 train.profile.start train.profile.steps train.iters train.global_batch_size train.micro_batch_size train.seed
 optimizer.name optimizer.lr optimizer.min_lr optimizer.lr_vision optimizer.lr_projector optimizer.betas optimizer.eps
 precision.MODULE.master precision.MODULE.moments precision.MODULE.gradients offload.MODULE.states
-offload.MODULE.activations
+offload.MODULE.activations zero.MODULE
 optimizer.weight_decay optimizer.clip_grad optimizer.schedule optimizer.warmup_iters log.dir log.tensorboard log.wandb
 checkpoint.dir checkpoint.interval checkpoint.async checkpoint.keep_last checkpoint.on_failure checkpoint.resume
 checkpoint.allow_changes
