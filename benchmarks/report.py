@@ -177,8 +177,10 @@ def _axes(x: str, y: str) -> tuple[Any, Any]:
 # Whole steps
 # ---------------------------------------------------------------------------------------------------------
 
-OURS, UNIFORM = "sp|tp", "tp|tp"
+OURS, UNIFORM = ("sp|tp", "sp|dp", "dp|dp"), "tp|tp"
 """What names of systems begin with; of several of a kind, the fastest in a case stands for it."""
+ZERO, LESS_TIME, LESS_MEMORY = " zero", 0.95, 1.0
+"""What names of systems with ZeRO 3 end with, and the most that one of them may take of FSDP2's time and memory."""
 
 
 @dataclass
@@ -225,7 +227,8 @@ class StepReport:
         size = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in asdict(self.size).items())
         head = f"Whole training steps, {self.ranks} ranks, global batch of 4 samples, fp32. Model: {size}."
         notes = (
-            "Ours: sp, tp (vision, text). `whole`: activations not split over tp. Ratio: median [min, max] of rounds. "
+            "Ours: sp, tp (vision, text) and the like. `whole`: activations not split over tp. `zero`: ZeRO 3, with tp "
+            "of the encoder alone. Ratio: median [min, max] of rounds. "
             "Memory: resident (of the allocator on a GPU), above what the process held before the model was built."
         )
         return "\n\n".join([head, found, notes, "\n".join(f"- {v}" for v in self.verdicts())])
@@ -257,6 +260,9 @@ class StepReport:
                 lines.append(verdict(share <= TRAFFIC, f"{case}: sp's vision traffic is {share:.1%} of tp's"))
             found = [f"{name} {Ratio(**row['ratio'])}" for name, row in against.items() if row]
             lines.append(f"REPORT: {case}: time over that of ours: {'; '.join(found)}")
+            shared = [row for name, row in rows.items() if name.endswith(ZERO)]
+            if shared and (fsdp := rows.get("fsdp")):
+                lines.append(_against_fsdp(case, shared, fsdp))
         return lines
 
     def write(self, folder: Path) -> None:
@@ -277,6 +283,16 @@ class StepReport:
         axes.legend(fontsize=8)
         figure.tight_layout()
         return figure
+
+
+def _against_fsdp(case: str, shared: Sequence[dict[str, Any]], fsdp: dict[str, Any]) -> str:
+    found, passed = [], False
+    for row in shared:
+        time, memory = Ratio.of(row["seconds"], fsdp["seconds"]), row["peak_bytes"] / fsdp["peak_bytes"]
+        passed |= time.median <= LESS_TIME and memory <= LESS_MEMORY
+        found.append(f"{row['system'].replace('|', ', ')} {time} of its time, {memory:.2f} of its memory")
+    wanted = f"at most {LESS_TIME} of FSDP2's time in at most {LESS_MEMORY} of its memory"
+    return verdict(passed, f"{case}: ZeRO 3 takes {wanted}; {'; '.join(found)}")
 
 
 def _traffic(rounds: list[list[Any]], ranks: list[Any]) -> dict[str, Any]:

@@ -15,6 +15,9 @@ warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
 )
 
+# Nothing here is done in place with what a stage returns.
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .*\(FSDP(Text|Vision|Language)\w*\) returned a view")
+
 if TYPE_CHECKING:
     from megatron_hetero.boundary.autograd import cross
     from megatron_hetero.boundary.boundary import Boundary, Rows, micro_batch

@@ -45,8 +45,8 @@ def _written_weights(
     """Of weights that all data- and context-parallel ranks keep, each writes an equal part; else what it keeps."""
     group, parameter, (begin, end) = module.groups.dp_cp, module.parameters[name], module.data_parallel.kept(name)
     start, stop = begin, end
-    if end - begin == (size := parameter.numel()):
-        start, stop = (size * (group.rank() + i) // group.size() for i in range(2))
+    if not module.data_parallel.reduces_early:
+        start, stop = (parameter.numel() * (group.rank() + i) // group.size() for i in range(2))
     blocks = cut(slices, width_of(parameter), start, stop)
     yield from _stored_entries(WEIGHTS, blocks, stored, start - begin, shapes)
 

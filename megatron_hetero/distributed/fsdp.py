@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,13 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
     # PyTorch 2.12 and earlier have one group in each module.
     found = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in found if group is not None]
+
+
+def forget_order(modules: Sequence[nn.Module]) -> None:
+    """Drop FSDP2's record of the order in which modules ran, which it keeps until a backward pass, where none comes."""
+    for group in (group for module in modules for group in fsdp_groups(module)):
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
 
 
 def fsdp_parameters(module: nn.Module) -> list[nn.Parameter]:

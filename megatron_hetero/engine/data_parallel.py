@@ -47,7 +47,7 @@ class DataParallel(ABC):
     @property
     @abstractmethod
     def reduces_early(self) -> bool:
-        """Whether gradients are reduced in each backward pass, so that a rank accumulates only what it updates."""
+        """Whether gradients are reduced in each backward pass: a rank keeps weights and gradients of its own."""
 
     @property
     @abstractmethod
@@ -86,7 +86,7 @@ class DataParallel(ABC):
 
     @abstractmethod
     def share_weights(self) -> None:
-        """Let runs of the module see the weights that each rank has updated. Collective."""
+        """Let runs of the module see the weights that each rank has updated. Collective where all keep all of them."""
 
     @abstractmethod
     def whole(self, name: str, flat: Tensor) -> Tensor:

@@ -9,11 +9,10 @@ being the number of rows over that of ranks, rounded up: a flat range, as with t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from megatron_hetero.distributed.fsdp import fsdp_parameters
+from megatron_hetero.distributed.fsdp import forget_order, fsdp_groups, fsdp_parameters
 from megatron_hetero.engine.data_parallel import DataParallel, Range
 from megatron_hetero.models.common.stages.block import Gathered
 
@@ -59,6 +58,8 @@ class ShardedStage:
 
     def before_run(self, stays: bool) -> None:
         """What the interpreter says before each run of the stage: whether its weights stay gathered after it."""
+        if not any(unit.places for unit in self.units):
+            forget_order([unit.module for unit in self.units])
         for unit in self.units:
             unit.module.set_reshard_after_backward(not stays, recurse=False)
             # What is left of a stage runs last, and first in the backward pass.
@@ -180,6 +181,7 @@ def shard_stage(
     *,
     gradients: torch.dtype,
     zero: int,
+    adds_up: bool,
 ) -> ShardedStage:
     """Give a stage that was made `without_weights` its own rows of them: one unit after the other, so that there is
     never more than one whole.
@@ -194,9 +196,8 @@ def shard_stage(
         trained: which parameters train.
         gradients: dtype that these are reduced and accumulated in.
         zero: 2 or 3.
+        adds_up: whether a backward pass gives parameters several gradients.
     """
-    # Nothing here is done in place with what a unit returns.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     mesh = DeviceMesh.from_group(groups.dp_cp, device.type, mesh_dim_names=("dp_cp",))
     names = {parameter: name_of(name) for name, parameter in model.named_parameters()}
     policy = MixedPrecisionPolicy(reduce_dtype=gradients, cast_forward_inputs=False)
@@ -204,7 +205,9 @@ def shard_stage(
     for part in (*model.units(), Gathered(model)):
         named = _materialize(part.module, names, device, load, trained)
         fully_shard(part.module, mesh=mesh, mp_policy=policy)
-        units.append(_unit(part, named, gradients, groups.dp_cp.size(), device))
+        units.append(_unit(part, named, gradients, groups.dp_cp.size(), device, adds_up=adds_up))
+    unfilled = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    assert not unfilled, f"made without memory, and not filled: {unfilled}"
     _order(model, units)
     return ShardedStage(model, tuple(units), zero)
 
@@ -238,7 +241,15 @@ def _materialize(
     return places
 
 
-def _unit(part: Gathered, places: Mapping[str, _Place], dtype: torch.dtype, ranks: int, device: torch.device) -> Unit:
+def _unit(
+    part: Gathered,
+    places: Mapping[str, _Place],
+    dtype: torch.dtype,
+    ranks: int,
+    device: torch.device,
+    *,
+    adds_up: bool,
+) -> Unit:
     module = part.module
     names = {id(place.parameter): name for name, place in places.items()}
     starts, end = dict[str, int](), 0
@@ -251,6 +262,8 @@ def _unit(part: Gathered, places: Mapping[str, _Place], dtype: torch.dtype, rank
             parameter.register_post_accumulate_grad_hook(_drop)
     gradients = torch.zeros(end, dtype=dtype, device=device)
     module.set_unshard_in_backward(part.in_backward)
+    if starts and adds_up:
+        _accumulate_in(dtype, module)
     if starts:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -260,9 +273,29 @@ def _unit(part: Gathered, places: Mapping[str, _Place], dtype: torch.dtype, rank
     return Unit(module, gradients, starts, part.read_again)
 
 
+def _accumulate_in(dtype: torch.dtype, module: Any) -> None:
+    """Add up what a backward pass gives a parameter several times (of chunks) in the dtype of its accumulated gradient,
+    as micro-batches are.
+    """
+
+    def widen(held: Any, parameter: Tensor) -> None:
+        assert parameter.grad is not None, "called when there is one"
+        if held.unsharded_accumulated_grad is None:
+            held.unsharded_accumulated_grad = parameter.grad.to(dtype)
+        else:
+            held.unsharded_accumulated_grad += parameter.grad
+        parameter.grad = None
+
+    module.unshard()  # FSDP2 makes the parameters that are gathered when it first does so.
+    for held in (each for group in fsdp_groups(module) for each in group.fsdp_params):
+        if held.sharded_param.requires_grad and held.sharded_param.dtype != dtype:
+            held.unsharded_param.register_post_accumulate_grad_hook(partial(widen, held))
+    module.reshard()
+
+
 def _adding_to(gradients: Tensor) -> Callable[[Tensor], None]:
     def add(reduced: Tensor) -> None:
-        assert len(reduced) == len(gradients), "every trained parameter of a unit has a gradient"
+        assert len(reduced) == len(gradients), "some trained parameter of a unit got no gradient"
         if reduced.is_cuda:
             # FSDP2 allocates it in another stream, and frees it without waiting for this one.
             reduced.record_stream(torch.cuda.current_stream())
@@ -276,11 +309,14 @@ def _drop(parameter: Tensor) -> None:
 
 
 def _order(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Prefetch the weights of a unit while the one after it computes in the backward pass. FSDP2's own order is
-    forgotten at the end of each backward pass, when other micro-batches are in flight.
+    """Prefetch the weights of a unit while the one before it computes, in the backward pass the one after it. FSDP2's
+    own order is forgotten at the end of each backward pass, when other micro-batches are in flight.
     """
-    inner = [unit.module for unit in units[:-1]]
-    for earlier, later in pairwise(inner):
+    modules: list[Any] = [unit.module for unit in units]
+    for earlier, later in pairwise(modules):
         later.set_modules_to_backward_prefetch([earlier])
+    for earlier, later in pairwise(modules[:-1]):  # What is left of a stage is gathered before all others.
+        earlier.set_modules_to_forward_prefetch([later])
+    modules[0].set_modules_to_backward_prefetch(modules[:1])  # Nothing, in place of FSDP2's own order.
     # Which module is the outermost is settled when one first runs; the embedding of a stage may run before it.
     fully_shard.state(model)._lazy_init()  # pyright: ignore[reportFunctionMemberAccess]

@@ -132,7 +132,9 @@ def build_module(
     )
     # Alone there is nobody to share with, and without gradients ZeRO-2 shares nothing.
     if groups.dp_cp.size() > 1 and (zero == 3 or (zero == 2 and parts.trained)):
-        chunks, data_parallel = _fully_sharded(parts, groups, topology.platform, gradients, zero)
+        chunks, data_parallel = _fully_sharded(
+            parts, groups, topology.platform, gradients, zero, adds_up=recompute.chunk > 0
+        )
     else:
         chunks, data_parallel = _replicated(parts, groups, topology.platform, gradients, sharded)
     return TrainedModule(
@@ -179,7 +181,13 @@ def _replicated(
 
 
 def _fully_sharded(
-    parts: _Parts, groups: ProcessGroupCollection, platform: Platform, gradients: torch.dtype, zero: int
+    parts: _Parts,
+    groups: ProcessGroupCollection,
+    platform: Platform,
+    gradients: torch.dtype,
+    zero: int,
+    *,
+    adds_up: bool,
 ) -> tuple[tuple[Any, ...], DataParallel]:
     shards = []
     for stage, own_map in zip(parts.stages, parts.maps, strict=True):
@@ -191,7 +199,10 @@ def _fully_sharded(
         load = partial(_load, own_map, parts.weights)
         shards.append(
             shard_stage(
-                model, stage.global_name, groups, platform.device, load, parts.trained, gradients=gradients, zero=zero
+                *(model, stage.global_name, groups, platform.device, load, parts.trained),
+                gradients=gradients,
+                zero=zero,
+                adds_up=adds_up,
             )
         )
     chunks = tuple(shard.model for shard in shards)

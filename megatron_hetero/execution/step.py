@@ -76,6 +76,9 @@ class StepExecution:
             "run": self._run, "send": self._send, "irecv": self._irecv, "wait": self._wait, "start": self._start,
             "finish": self._finish,
         }  # fmt: skip
+        for module in self.resources.modules.values():
+            for gathered in module.gathered.values():
+                gathered.before_run(gathered.zero == 2)  # Tokens may be embedded before the first run.
         for position, action in enumerate(self.actions):
             self.position = position
             with (

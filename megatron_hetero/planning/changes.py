@@ -157,11 +157,12 @@ def states_on_the_host(plan: Plan) -> Iterator[Change]:
 
 def shared_gradients_and_weights(plan: Plan) -> Iterator[Change]:
     """The ranks that hold the same weights share gradients, or these and weights, which are gathered for each run."""
-    for name in _trained(plan):
-        sharing, zero = plan.layouts[name].ways("tokens", "samples") > 1, plan.config.zero.get(name, 1)
-        if sharing and zero < 2:
+    trained = _trained(plan)
+    for name, layout in plan.layouts.items():
+        zero = plan.config.zero.get(name, 1) if layout.ways("tokens", "samples") > 1 else 3
+        if zero < 2 and name in trained:
             yield Change({f"zero.{name}": 2}, REDUCED)
-        if sharing and zero < 3:
+        if zero < 3:
             yield Change({f"zero.{name}": 3}, GATHERED)
 
 

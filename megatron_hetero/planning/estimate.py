@@ -195,7 +195,12 @@ def _gathered(job: JobSpec) -> Iterator[tuple[tuple[str, int], GatheredBytes]]:
                 is_head = name == TEXT and job.shapes.text.tied and layout.pp == 1
                 gradient = gradient_itemsize(job.dtype.itemsize, precision)
                 span = span_of(job.schedule.module[name], zero)
-                yield (name, at), gathered_bytes(parameters, job.dtype.itemsize, gradient, span, is_head=is_head)
+                # Chunks are added up in the dtype of the sum.
+                whole = gradient if job.config.model.chunk.get(name, 0) else job.dtype.itemsize
+                yield (
+                    (name, at),
+                    gathered_bytes(parameters, job.dtype.itemsize, whole + gradient, span, is_head=is_head),
+                )
 
 
 def _boundary(job: JobSpec, assumed: AssumedBatch, edge: Edge) -> Boundary:

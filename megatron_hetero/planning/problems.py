@@ -8,6 +8,7 @@ from math import ceil, lcm
 
 import numpy as np
 
+from megatron_hetero.execution.gathering import span_of
 from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.layout import Layout
@@ -45,8 +46,8 @@ def problems_of(plan: Plan) -> tuple[PlanProblem, ...]:
 
 _RECOMPUTE = "--schedule.kind recompute with no schedule.waves"
 _AGAINST = {
-    "weights": "raise tp or pp of its modules",
-    "gradients": "raise tp or pp of its modules",
+    "weights": "raise tp or pp of its modules, or shard weights over dp, sp and cp (zero.MODULE 3)",
+    "gradients": "raise tp or pp of its modules, or shard gradients over dp, sp and cp (zero.MODULE 2 or 3)",
     "optimizer": "raise dp, sp or cp of its modules, whose ranks share the optimizer, or tp or pp",
     "boundary": "lower train.micro_batch_size, or split activations over tp (model.sequence_parallel)",
 }
@@ -67,7 +68,7 @@ def _memory(plan: Plan) -> Iterator[PlanProblem]:
         f"a GPU's memory (plan.memory_gb), {_memory_text(plan, limit)}, is not enough for "
         f"{_counted(len(over), 'rank')}: rank {worst} ({role.name}) needs {needed}, {allowance} of it allowance, and "
         f"of the rest most is {kind}",
-        _against_memory(plan, limit, _AGAINST.get(kind) or _against_activations(plan, role)),
+        _against_memory(plan, limit, _AGAINST.get(kind) or _against_gathered(plan) or _against_activations(plan, role)),
     )
 
 
@@ -104,6 +105,14 @@ def _costs(attempt: Attempt) -> str:
     host = int(attempt.plan.host_memory.sum())
     on_host = f" and {_gb(host)} of all hosts" if host else ""
     return f"{_gb(attempt.needed)}{on_host}{', states rounded' if attempt.change.rounds else ''}"
+
+
+def _against_gathered(plan: Plan) -> str:
+    """Where all weights of a module are gathered at once; nothing where none are."""
+    held = [name for name, zero in plan.config.zero.items() if span_of(plan.schedule.module[name], zero) != "run"]
+    if zero2 := [name for name in held if plan.config.zero[name] == 2]:
+        return f"set {' and '.join(f'--zero.{name} 3' for name in zero2)}, or raise tp or pp of these modules"
+    return "set --schedule.waves 1, so that weights are gathered layer by layer" if held else ""
 
 
 def _against_activations(plan: Plan, role: Role) -> str:

@@ -55,6 +55,8 @@ CASES = [
     Case("sp:2", "pp:2", 2, model="qwen3-tied", flags=("--zero.vision", "3", *WAVES_OF_TWO)),
     Case("dp:4", "tp:2,dp:2", 4, model="qwen3-one-kv-head", flags=zero(2, 3, *RECOMPUTE)),
     Case("sp:2", "dp:2", 2, model="qwen3", flags=zero(3, 3, *OFFLOADED), micro=2),
+    Case("dp:4", "dp:4", 4, model="qwen3", flags=zero(3, 3), micro=2, pictures=(0, 0, 3, 0)),
+    Case("dp:2", "dp:2", 2, flags=zero(2, 3), pictures=(0,)),
     Case("sp:4", "pp:2,dp:2", 4, model="deep", flags=zero(3, 3, *WAVES_OF_TWO, *OFFLOADED, *RECOMPUTE)),
 ]
 

@@ -146,9 +146,8 @@ class StageLayer(TransformerLayer):
             norms: list[Any] = [self.input_layernorm, self.pre_mlp_layernorm]
             for norm in norms:
                 norm.forward = partial(remake, norm.forward)
-        if recompute.selective or recompute.chunk:
-            mlp: Any = self.mlp  # Made as Megatron's own class, which alone it gives its groups to.
-            mlp.forward = partial(frugal_mlp, mlp, recompute)
+        mlp: Any = self.mlp  # Made as Megatron's own class, which alone it gives its groups to.
+        mlp.forward = partial(frugal_mlp, mlp, recompute)
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As Megatron's layer; of one that is made again as a whole only the input is kept. Here, and not around the

@@ -9,9 +9,8 @@ s / tp with sequence-parallel activations), of width h:
     head norms     of queries and keys, each: input in fp32, its scale for each head, the normed
     attention      queries, keys and values; under sp what was exchanged, under cp what was gathered, instead; the
                    output, a number for each query in fp32, and the padded output
-    MLP            gate and up [s, 2 ffn], their product [s, ffn]; on a CPU, where that is not fused, silu of the gate
-                   [s, ffn] and a copy of up [s, ffn] too. Without a gate what goes into the activation [s, ffn], and
-                   what comes out of it [s, ffn]
+    MLP            gate and up [s, 2 ffn], their product [s, ffn]. Without a gate what goes into the activation
+                   [s, ffn], and what comes out of it [s, ffn]
 
 Layers that are made again as a whole keep their input [l, h]; one at a time keeps all of the above during its backward
 pass. What others make again inside (`models.common.recompute`) they do not keep:
@@ -58,8 +57,7 @@ FP32 = 4
 class LayerShape:
     """A transformer layer on one rank of its tp group; widths in elements. `itemsize`: bytes of an element.
 
-    `gpu`: whether a GPU computes it, where bias, activation and gate of the MLP are one function, and attention takes
-    segments in any order (in half precision).
+    `gpu`: whether a GPU computes it, where attention takes segments in any order (in half precision).
     """
 
     hidden: int
@@ -114,12 +112,8 @@ def norm_bytes(shape: LayerShape, local: int) -> int:
 
 
 def mlp_bytes(shape: LayerShape, padded: int) -> int:
-    """Gate and up as one tensor, and what the second product takes. Where they are not fused also silu of the gate, and
-    up once more (Megatron adds an offset to it). Without a gate both sides of the activation.
-    """
-    if not shape.kind.gated:
-        return shape.itemsize * padded * shape.ffn * (1 + shape.passes.weights)
-    return shape.itemsize * padded * shape.ffn * ((2 if shape.gpu else 4) + shape.passes.weights)
+    """Gate and up as one tensor, and what the second product takes. Without a gate both sides of the activation."""
+    return shape.itemsize * padded * shape.ffn * (1 + shape.kind.gated + shape.passes.weights)
 
 
 def attention_bytes(

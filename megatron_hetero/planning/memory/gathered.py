@@ -35,14 +35,14 @@ class GatheredBytes:
 def gathered_bytes(
     parameters: Sequence[Parameter], itemsize: int, gradient: int, span: Span, *, is_head: bool
 ) -> GatheredBytes:
-    """`itemsize`: bytes of a weight; `gradient`: of an accumulated gradient. `is_head`: whether the embedding is read
-    again after the layers.
+    """`itemsize`: bytes of a weight; `gradient`: of its gradient, whole and as it is sent. `is_head`: whether the
+    embedding is read again after the layers.
     """
     whole, exchanged = defaultdict[str, int](int), defaultdict[str, int](int)
     for parameter in parameters:
         unit = _unit_of(parameter.name)
         whole[unit] += parameter.elements * itemsize
-        exchanged[unit] += parameter.elements * parameter.trains * (itemsize + gradient)
+        exchanged[unit] += parameter.elements * parameter.trains * gradient
     if span != "run":
         return GatheredBytes(sum(whole.values()), max(whole.values()) + max(exchanged.values()))
     layers = [unit for unit in whole if unit.startswith(LAYERS)]

@@ -25,7 +25,16 @@ def zero(vision: int, text: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "stages, more", thinned([(zero(3, 3), ""), (zero(2, 3), "--precision.text.master split"), (zero(3, 2), HOST)], 3)
+    "stages, more",
+    thinned(
+        [
+            (zero(3, 3), ""),
+            (zero(2, 3), "--precision.text.master split"),
+            (zero(3, 2), HOST),
+            (zero(3, 3), "--model.chunk.vision 8 --model.chunk.text 8"),
+        ],
+        3,
+    ),
 )
 def test_training_is_the_same_bit_by_bit(stages: str, more: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     """Where gradients are sums of the same two numbers, of two ranks and one micro-batch, and not scaled by a norm."""
