@@ -48,6 +48,7 @@ ROWS = (
             "pillow==11.0.0",
             "pyyaml==6.0",
             "rich==13.8.0",
+            "typing-extensions==4.12.0",
         ),
     ),
     Row("newest", "3.11", ("torch==2.13.0", "megatron-core==0.16.1", "transformers==5.23.0")),
