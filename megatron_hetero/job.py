@@ -19,7 +19,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.names import TEXT, parts_of
+from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.builders import build_schedule, last_entered
 from megatron_hetero.schedule.checks.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
@@ -183,9 +183,7 @@ class JobSpec:
     @cached_property
     def schedule(self) -> Schedule:
         """Of a step, checked. Raises `UserError` where settings and layouts do not fit."""
-        frozen = [
-            name for name in self.config.model.encoder_names if set(parts_of(name)) <= set(self.config.model.freeze)
-        ]
+        frozen = [name for name in self.config.model.encoder_names if self.config.model.is_frozen(name)]
         return self._checked_schedule(self.batch, frozen)
 
     def evaluation_schedule(self, batch: BatchShape) -> Schedule:

@@ -277,7 +277,7 @@ def _check_frozen(optimizer: OptimizerConfig, model: ModelConfig) -> None:
             why, do = f"model.freeze has {', '.join(parts)}", "remove it, or train one of them"
             raise _unused(f"optimizer.{name}", rate, why, do)
     for name, how in model.recompute.items():
-        if how != "none" and name in model.encoder_names and frozen.issuperset(parts_of(name)):
+        if how != "none" and name in model.encoder_names and model.is_frozen(name):
             raise _unused(f"model.recompute.{name}", how, f"{name} is frozen and has no backward pass", "remove it")
 
 
@@ -288,29 +288,21 @@ def _check_states(config: Config) -> None:
         name = f"precision.{module}"
         if fp32 and (chosen.master, chosen.gradients) != ("float32", "float32"):
             field = "master" if chosen.master != "float32" else "gradients"
-            why, do = (
-                "model.dtype is float32: weights are their own masters",
-                "remove it, or set model.dtype to bfloat16",
-            )
+            why, do = "weights in float32 are their own masters", "remove it, or set model.dtype to bfloat16"
             raise _unused(f"{name}.{field}", getattr(chosen, field), why, do)
         if chosen.moments != "float32" and not kind.moments:
             why, do = f"optimizer.name is {kind.name}, which keeps no moments", "remove it, or use adamw"
             raise _unused(f"{name}.moments", chosen.moments, why, do)
-        changed = [f.name for f in fields(chosen) if getattr(chosen, f.name) != f.default]
-        if changed:
-            _require_trained(config, module, f"{name}.{changed[0]}", getattr(chosen, changed[0]))
+        for changed in (f for f in fields(chosen) if getattr(chosen, f.name) != f.default):
+            _require_trained(config, module, f"{name}.{changed.name}", getattr(chosen, changed.name))
 
 
 def _check_offload(config: Config) -> None:
     """There must be something to keep in host memory."""
-    fp32, kind, encoders = (
-        config.model.dtype == "float32",
-        OPTIMIZERS[config.optimizer.name],
-        config.model.encoder_names,
-    )
+    kind, encoders = OPTIMIZERS[config.optimizer.name], config.model.encoder_names
     for module, chosen in config.offload.items():
-        keeps = kind.moments or (not fp32 and config.precision_of(module).master != "none")
-        if chosen.states and not keeps:
+        masters = config.model.dtype != "float32" and config.precision_of(module).master != "none"
+        if chosen.states and not (kind.moments or masters):
             why, do = f"{kind.name} keeps no states of this module", "remove it"
             raise _unused(f"offload.{module}.states", chosen.states, why, do)
         if chosen.states:
@@ -324,13 +316,13 @@ def _check_offload(config: Config) -> None:
 def _check_zero(config: Config) -> None:
     """ZeRO 2 shares gradients, of which frozen modules have none."""
     for module, zero in config.zero.items():
-        if zero == 2 and set(config.model.freeze).issuperset(parts_of(module)):
+        if zero == 2 and config.model.is_frozen(module):
             raise _unused(f"zero.{module}", zero, f"{module} is frozen and has no gradients", "remove it, or use 3")
 
 
 def _require_trained(config: Config, module: str, name: str, value: object) -> None:
     """Frozen modules have neither gradients nor an optimizer."""
-    if set(config.model.freeze).issuperset(parts_of(module)):
+    if config.model.is_frozen(module):
         raise _unused(name, value, f"{module} is frozen and not updated", "remove it")
 
 

@@ -95,6 +95,10 @@ class ModelConfig:
         """The parts that can be frozen."""
         return tuple(part for module in (*self.encoder_names, TEXT) for part in parts_of(module))
 
+    def is_frozen(self, module: str) -> bool:
+        """Whether nothing of a module trains."""
+        return set(self.freeze).issuperset(parts_of(module))
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
@@ -363,6 +367,18 @@ class Config:
     def offload_of(self, module: str) -> OffloadConfig:
         """What a module keeps in host memory."""
         return self.offload.get(module, OffloadConfig())
+
+    def zero_of(self, module: str) -> int:
+        """The ZeRO stage of a module."""
+        return self.zero.get(module, 1)
+
+    @property
+    def connections(self) -> int:
+        """Hardware queues of a GPU (CUDA_DEVICE_MAX_CONNECTIONS): 1, for the order that Megatron's linear layers rely
+        on; 8, CUDA's default, where weights or activations travel in streams of their own, which one queue holds up.
+        """
+        streams = any(zero > 1 for zero in self.zero.values()) or any(o.activations for o in self.offload.values())
+        return 8 if streams else 1
 
     @property
     def answers(self) -> bool:

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from megatron_hetero.distributed.fsdp import forget_order, fsdp_groups, fsdp_parameters
 from megatron_hetero.engine.data_parallel import DataParallel, Range
+from megatron_hetero.execution.gathering import rows_of_share
 from megatron_hetero.models.common.stages.block import Gathered
 
 Load = Callable[[str, Tensor], None]
@@ -153,7 +154,7 @@ class FullySharded(DataParallel):
 
 def share_of(shape: torch.Size, ranks: int) -> int:
     """Elements of a parameter on the first of `ranks`, which has the most."""
-    return -(-shape[0] // ranks) * shape[1:].numel()
+    return rows_of_share(shape[0], ranks) * shape[1:].numel()
 
 
 @contextmanager

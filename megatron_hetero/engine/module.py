@@ -16,6 +16,7 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.data_parallel import DataParallel, Replicated
 from megatron_hetero.engine.fully_sharded import FullySharded, shard_stage, without_weights
+from megatron_hetero.execution.gathering import shares_weights
 from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, load_slices
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.parameters import TIED_COPIES
@@ -120,18 +121,18 @@ def build_module(
         recompute=recompute,
         offload=offload,
     )
-    maps = tuple(_map_of_stages(name, shapes, rank, tp, stages) for rank in range(tp))
+    of_stages = [[weight_map(name, shapes, rank, tp, stage) for stage in stages] for rank in range(tp)]
+    maps = tuple({each: slices for of in of_rank for each, slices in of.items()} for of_rank in of_stages)
     parts = _Parts(
         make,
         stages,
-        tuple(weight_map(name, shapes, groups.tp.rank(), tp, stage) for stage in stages),
+        tuple(of_stages[groups.tp.rank()]),
         weights,
         TIED_COPIES if shapes.text.tied else {},
         frozenset(each for each in maps[0] if group_of(name, each) not in freeze),
         next(filter(None, (tied_parameter(name, shapes, stage) for stage in stages)), None),
     )
-    # Alone there is nobody to share with, and without gradients ZeRO-2 shares nothing.
-    if groups.dp_cp.size() > 1 and (zero == 3 or (zero == 2 and parts.trained)):
+    if shares_weights(zero, groups.dp_cp.size(), bool(parts.trained)):
         chunks, data_parallel = _fully_sharded(
             parts, groups, topology.platform, gradients, zero, adds_up=recompute.chunk > 0
         )
@@ -195,7 +196,6 @@ def _fully_sharded(
             model = parts.make(stage=stage)
         _require_same_names(named_parameters(model, stage), own_map)
         _require_equal_copies(own_map, parts.weights, parts.copies)
-
         load = partial(_load, own_map, parts.weights)
         shards.append(
             shard_stage(
@@ -239,11 +239,6 @@ def _load(own_map: WeightMap, weights: WeightSource, name: str, parameter: Tenso
 def _require_same_names(parameters: Collection[str], own_map: WeightMap) -> None:
     missing, unexpected = set(parameters) - own_map.keys(), own_map.keys() - set(parameters)
     assert not missing and not unexpected, f"weight map: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
-
-
-def _map_of_stages(name: str, shapes: ModelShapes, tp_rank: int, tp: int, stages: Sequence[Stage]) -> WeightMap:
-    of_stages = [weight_map(name, shapes, tp_rank, tp, stage) for stage in stages]
-    return {parameter: slices for of_stage in of_stages for parameter, slices in of_stage.items()}
 
 
 def _require_equal_copies(own_map: WeightMap, weights: WeightSource, copies: Mapping[str, str]) -> None:

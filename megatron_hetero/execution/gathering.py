@@ -1,4 +1,4 @@
-"""Where ranks share weights, and gather them to run a stage: after which runs they keep them. Pure."""
+"""Which ranks share weights, what each keeps, and after which runs of a stage what is gathered stays. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ Span = Literal["run", "wave", "step"]
 """How long gathered weights stay: for one run of a stage; for all micro-batches of a wave, once forward and once
 backward; or for all runs of a step.
 """
+
+
+def shares_weights(zero: int, ranks: int, trains: bool) -> bool:
+    """Whether `ranks` that hold the same parameters keep only shares of them, at a ZeRO stage. `trains`: whether any
+    of these does; without gradients ZeRO-2 shares nothing.
+    """
+    return ranks > 1 and (zero == 3 or (zero == 2 and trains))
+
+
+def rows_of_share(rows: int, ranks: int) -> int:
+    """Rows of a parameter on the first of `ranks` that share it, which has the most."""
+    return -(-rows // ranks)
 
 
 def span_of(module: Module, zero: int) -> Span:

@@ -159,7 +159,7 @@ def shared_gradients_and_weights(plan: Plan) -> Iterator[Change]:
     """The ranks that hold the same weights share gradients, or these and weights, which are gathered for each run."""
     trained = _trained(plan)
     for name, layout in plan.layouts.items():
-        zero = plan.config.zero.get(name, 1) if layout.ways("tokens", "samples") > 1 else 3
+        zero = plan.config.zero_of(name) if layout.ways("tokens", "samples") > 1 else 3
         if zero < 2 and name in trained:
             yield Change({f"zero.{name}": 2}, REDUCED)
         if zero < 3:

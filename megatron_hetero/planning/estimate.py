@@ -4,7 +4,7 @@ model's `config.json`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -13,7 +13,7 @@ import numpy as np
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.communicators import CommunicatorKind, communicators
-from megatron_hetero.execution.gathering import span_of
+from megatron_hetero.execution.gathering import shares_weights, span_of
 from megatron_hetero.job import JobSpec, OfJob
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
@@ -25,11 +25,11 @@ from megatron_hetero.planning.memory.allowance import ALLOWANCES, allowance_byte
 from megatron_hetero.planning.memory.gathered import GatheredBytes, gathered_bytes
 from megatron_hetero.planning.memory.lifetimes import RankBytes, peak_activations
 from megatron_hetero.planning.memory.parameters import (
+    Parameter,
     ParameterBytes,
     gradient_itemsize,
     parameter_bytes,
     parameters_of,
-    shares_weights,
 )
 from megatron_hetero.planning.memory.staging import CrossingLoans, loans_of, peak_staging
 from megatron_hetero.planning.shards import ModuleShards, SequenceShard, encoder_shards, text_shards
@@ -41,6 +41,8 @@ from megatron_hetero.sharding.stages import Stage, stages_of_rank
 
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary", "workspace")
 """Kinds of memory, in the order of the columns of `Plan.memory`."""
+_Place = tuple[str, int]
+"""A module and a coordinate of its pipeline."""
 PLANNED_TURNS = 1 << 13
 """Of all stages in a step, as many as are simulated in some seconds. Memory is that of a batch as large as that."""
 
@@ -62,16 +64,17 @@ class Boundary:
 class Plan(OfJob):
     """What `config` means for `world_size` ranks.
 
-    `stages`: the pipeline stages of each module. `parameters`: by module and pipeline coordinate. `memory`: bytes,
-    int64 [ranks, kinds], see `KINDS`. `host_activations`: bytes in host memory, int64 [ranks]. `work`: operations of a
-    rank, by module, kind and stage, or those that it could do while it copies. `simulation`: the schedule with these in
-    place of seconds. `gpu`: whether the ranks are GPUs.
+    `stages`: the pipeline stages of each module. `parameters`, `gathered`: by module and pipeline coordinate. `memory`:
+    bytes, int64 [ranks, kinds], see `KINDS`. `host_activations`: bytes in host memory, int64 [ranks]. `work`:
+    operations of a rank, by module, kind and stage, or those that it could do while it copies. `simulation`: the
+    schedule with these in place of seconds. `gpu`: whether the ranks are GPUs.
     """
 
     job: JobSpec
     world_size: int
     assumed: AssumedBatch
-    parameters: Mapping[tuple[str, int], ParameterBytes]
+    parameters: Mapping[_Place, ParameterBytes]
+    gathered: Mapping[_Place, GatheredBytes]
     boundaries: tuple[Boundary, ...]
     shards: Mapping[str, ModuleShards]
     memory: np.ndarray
@@ -89,15 +92,19 @@ class Plan(OfJob):
         job = JobSpec.of(config, world_size)
         job.require_turns(PLANNED_TURNS)
         schedule, assumed = job.schedule, AssumedBatch.of(job)
-        parameters = dict(_parameters(job))
+        held = _held(job)
+        parameters = {place: _kept(job, place[0], of) for place, of in held.items()}
+        gathered = {place: _gathered(job, place[0], of) for place, of in held.items()}
         shards = {TEXT: text_shards(assumed), **{name: encoder_shards(assumed, name) for name in job.shapes.encoders}}
         boundaries = tuple(_boundary(job, assumed, edge) for edge in job.edges if shards[edge.source].used)
         images = {name: max(map(len, assumed.assigned(name))) for name in job.shapes.encoders}
-        sizes = _Memory(job, assumed, parameters, boundaries, shards, gpu)
+        sizes = _Memory(job, assumed, parameters, gathered, boundaries, shards, gpu)
         memory, on_host = sizes.table(world_size)
         work = with_copies(durations(config, assumed, job.stages, images), sizes.copied, schedule)
         found = simulate(schedule, work)
-        return cls(job, world_size, assumed, parameters, boundaries, shards, memory, on_host, work, found, gpu)
+        return cls(
+            job, world_size, assumed, parameters, gathered, boundaries, shards, memory, on_host, work, found, gpu
+        )
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -166,41 +173,39 @@ def _communicators(
     return communicators(dict(layouts), **wanted)  # pyright: ignore[reportArgumentType]
 
 
-def _parameters(job: JobSpec) -> Iterator[tuple[tuple[str, int], ParameterBytes]]:
-    """Of each module and pipeline coordinate."""
-    for name, layout in job.layouts.items():
-        for at in range(layout.pp):
-            held = stages_of_rank(job.stages[name], at, layout.pp)
-            parameters = parameters_of(name, job.shapes, layout.tp, held, job.config.model.freeze)
-            found = parameter_bytes(
-                parameters,
-                layout.ways("tokens", "samples"),
-                job.dtype.itemsize,
-                job.optimizer,
-                job.config.precision_of(name),
-                on_host=job.config.offload_of(name).states,
-                zero=job.config.zero.get(name, 1),
-            )
-            yield (name, at), found
+def _held(job: JobSpec) -> dict[_Place, tuple[Parameter, ...]]:
+    """The parameters of a rank at each module and pipeline coordinate."""
+    freeze = job.config.model.freeze
+    return {
+        (name, at): parameters_of(name, job.shapes, layout.tp, stages_of_rank(job.stages[name], at, layout.pp), freeze)
+        for name, layout in job.layouts.items()
+        for at in range(layout.pp)
+    }
 
 
-def _gathered(job: JobSpec) -> Iterator[tuple[tuple[str, int], GatheredBytes]]:
-    """Of each module and pipeline coordinate whose ranks share weights."""
-    for name, layout in job.layouts.items():
-        zero, precision = job.config.zero.get(name, 1), job.config.precision_of(name)
-        for at in range(layout.pp):
-            held = stages_of_rank(job.stages[name], at, layout.pp)
-            parameters = parameters_of(name, job.shapes, layout.tp, held, job.config.model.freeze)
-            if shares_weights(parameters, layout.ways("tokens", "samples"), zero):
-                is_head = name == TEXT and job.shapes.text.tied and layout.pp == 1
-                gradient = gradient_itemsize(job.dtype.itemsize, precision)
-                span = span_of(job.schedule.module[name], zero)
-                # Chunks are added up in the dtype of the sum.
-                whole = gradient if job.config.model.chunk.get(name, 0) else job.dtype.itemsize
-                yield (
-                    (name, at),
-                    gathered_bytes(parameters, job.dtype.itemsize, whole + gradient, span, is_head=is_head),
-                )
+def _kept(job: JobSpec, name: str, held: Sequence[Parameter]) -> ParameterBytes:
+    config = job.config
+    return parameter_bytes(
+        held,
+        job.layouts[name].ways("tokens", "samples"),
+        job.dtype.itemsize,
+        job.optimizer,
+        config.precision_of(name),
+        on_host=config.offload_of(name).states,
+        zero=config.zero_of(name),
+    )
+
+
+def _gathered(job: JobSpec, name: str, held: Sequence[Parameter]) -> GatheredBytes:
+    config, layout, itemsize = job.config, job.layouts[name], job.dtype.itemsize
+    zero = config.zero_of(name)
+    if not shares_weights(zero, layout.ways("tokens", "samples"), any(parameter.trains for parameter in held)):
+        return GatheredBytes()
+    is_head = name == TEXT and job.shapes.text.tied and layout.pp == 1
+    exchanged = gradient_itemsize(itemsize, config.precision_of(name))
+    # Chunks are added up in the dtype of the sum.
+    whole = exchanged if config.model.chunk.get(name, 0) else itemsize
+    return gathered_bytes(held, itemsize, whole + exchanged, span_of(job.schedule.module[name], zero), is_head=is_head)
 
 
 def _boundary(job: JobSpec, assumed: AssumedBatch, edge: Edge) -> Boundary:
@@ -218,7 +223,8 @@ class _Memory:
 
     job: JobSpec
     assumed: AssumedBatch
-    parameters: Mapping[tuple[str, int], ParameterBytes]
+    parameters: Mapping[_Place, ParameterBytes]
+    gathered: Mapping[_Place, GatheredBytes]
     boundaries: Sequence[Boundary]
     shards: Mapping[str, ModuleShards]
     gpu: bool
@@ -254,7 +260,7 @@ class _Memory:
     def _gathered(self, world_size: int) -> np.ndarray:
         """Bytes of weights that ranks gather: what modules keep so adds up, and they run one at a time."""
         stays, running = np.zeros((2, world_size), np.int64)
-        for (name, at), of_module in dict(_gathered(self.job)).items():
+        for (name, at), of_module in self.gathered.items():
             ranks = np.array(self.assumed.layouts[name].stage(at).ranks)
             stays[ranks] += of_module.stays
             running[ranks] = np.maximum(running[ranks], of_module.running)

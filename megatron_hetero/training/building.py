@@ -108,7 +108,7 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
             recompute=Recompute.of(config.model, name),
             freeze=config.model.freeze,
             sharded=job.optimizer.sharded,
-            zero=config.zero.get(name, 1),
+            zero=config.zero_of(name),
             gradients=getattr(torch, config.precision_of(name).gradients),
             weights=weights[name],
             offload=ActivationOffload(topology.platform) if config.offload_of(name).activations else None,

@@ -59,7 +59,8 @@ class Drawn:
         return [*text.split(), *data, *places, *self.flags]
 
     def __str__(self) -> str:
-        settings = " ".join(f"{f.split('.')[-1]} {v}" for f, v in zip(self.flags[::2], self.flags[1::2], strict=True))
+        pairs = zip(self.flags[::2], self.flags[1::2], strict=True)
+        settings = " ".join(f"{flag.removeprefix('--')} {value}" for flag, value in pairs)
         return f"{self.ranks} ranks, {' | '.join(self.layouts.values())}, {settings}"
 
 
@@ -96,6 +97,9 @@ def _draw(rng: random.Random, world: int) -> Drawn:
         flags += ["--schedule.run_ahead", str(rng.choice([0, 1, 2, 3]))]
     if "pp" in layouts["text"] and rng.random() < 0.5:
         flags += ["--schedule.virtual_stages", "2"]
+    for name, layout in layouts.items():
+        if any(axis in layout for axis in ("dp", "sp", "cp")) and rng.random() < 0.3:
+            flags += [f"--zero.{name}", str(rng.choice([2, 3]))]
     return Drawn(world, layouts, tuple(flags), f"{placement} {schedule}")
 
 

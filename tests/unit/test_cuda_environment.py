@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_hetero.config.schema import load_config
 from megatron_hetero.environment.cuda import group_timeout, prepare_environment, prepare_traces, write_trace
 
 VARIABLES = {
@@ -37,8 +38,8 @@ PROGRAMS = {
     "the program": """
 import pretrain_vlm
 pretrain_vlm.train_and_export = lambda *_: False
-config = SimpleNamespace(schedule=SimpleNamespace(timeout_s=60.0), answers=False)
-pretrain_vlm.guarded(lambda _: pretrain_vlm.train(config, None), [])
+config = SimpleNamespace(schedule=SimpleNamespace(timeout_s=60.0), answers=False, connections=1)
+pretrain_vlm.guarded(lambda _: pretrain_vlm.train(config, None), [], connections=None)
 """,
     "a library user's": """
 from megatron_hetero.distributed.launch import process_group
@@ -76,6 +77,19 @@ def test_what_a_user_has_set_stays() -> None:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
     assert found_at_the_import_of_torch("the program", **users) == users
+
+
+@pytest.mark.parametrize(
+    "flags, connections", [("", "1"), ("--zero.vision 3", "8"), ("--offload.text.activations true", "8")]
+)
+def test_streams_of_their_own_have_queues(flags: str, connections: str) -> None:
+    usual = "--model.hf_path model --data.registry.d.annotations data.jsonl --data.datasets d"
+    config = load_config([*usual.split(), *flags.split()])
+    environ: dict[str, str] = {}
+    prepare_environment(environ, connections=None)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environ
+    prepare_environment(environ, connections=config.connections)
+    assert environ["CUDA_DEVICE_MAX_CONNECTIONS"] == connections
 
 
 def test_an_older_name_of_the_flight_recorder_counts() -> None:

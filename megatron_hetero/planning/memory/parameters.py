@@ -29,6 +29,7 @@ import numpy as np
 from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.config.schema import FP32, PrecisionConfig
 from megatron_hetero.engine.number_formats import BLOCK
+from megatron_hetero.execution.gathering import rows_of_share, shares_weights
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of, stored_shapes, tied_parameter, weight_map
@@ -177,7 +178,7 @@ def parameter_bytes(
     """
     frozen, trained = (sum(p.elements for p in parameters if p.trains == trains) for trains in (False, True))
     weights, buffer = trained + frozen, trained
-    if shares_weights(parameters, ranks, zero):
+    if shares_weights(zero, ranks, trained > 0):
         held = _held_rows(parameters, ranks)
         weights, buffer = (sum(_share(p, ranks) for p in of) for of in (parameters, filter(_trains, parameters)))
     elif optimizer.sharded:
@@ -207,11 +208,6 @@ def gradient_itemsize(itemsize: int, precision: PrecisionConfig) -> int:
     return 4 if itemsize == 4 else _GRADIENT[precision.gradients]
 
 
-def shares_weights(parameters: Sequence[Parameter], ranks: int, zero: int) -> bool:
-    """Whether `ranks` keep rows of parameters alone, as `engine.module` decides."""
-    return ranks > 1 and (zero == 3 or (zero == 2 and any(p.trains for p in parameters)))
-
-
 def _trains(parameter: Parameter) -> bool:
     return parameter.trains
 
@@ -221,7 +217,7 @@ def _size(parameter: Parameter) -> int:
 
 
 def _share(parameter: Parameter, ranks: int) -> int:
-    return -(-parameter.rows // ranks) * (parameter.elements // parameter.rows)
+    return rows_of_share(parameter.rows, ranks) * (parameter.elements // parameter.rows)
 
 
 @dataclass(frozen=True, eq=False)

@@ -104,7 +104,7 @@ CASES = [
     Case("cp:3", "dp:3", 3, "--zero.vision 3", family="qwen3_vl", batch=6),
     Case("dp:3", "cp:3", 3, f"{BF16} {ZERO3}", tied=True),
     Case("dp:2", "tp:2", 2, f"{BF16} --zero.vision 2 {HALVES}"),
-    Case("sp:4", "pp:2,dp:2", 4, f"{ZERO3} --schedule.waves 2", tied=True),
+    Case("sp:4", "pp:2,dp:2", 4, f"{ZERO3} --schedule.waves 2", tied=True, batch=8),
     Case("dp:2@0-1", "cp:3@1-3", 4, f"{BF16} {ZERO3} {SMALL.format('text', 'none', '8bit', 'bfloat16')}"),
     Case("dp:2", "dp:2", 2, f"{BF16} {ZERO3} --model.freeze vision {RECOMPUTE}"),
     Case("dp:3@0-2", "pp:2,dp:2@2-5", 6, f"{BF16} --zero.vision 3 {SGD} --zero.text 2", family="qwen3_vl"),
@@ -159,7 +159,8 @@ def test_plan_is_what_a_step_takes(
         planned = dict(zip(KINDS, plan.memory[rank].tolist(), strict=True))
         exact = [kind for kind in KINDS if kind not in ("activations", "workspace")]
         assert {kind: planned[kind] for kind in exact} == {kind: found[kind] for kind in exact}, f"rank {rank}"
-        assert found["gathered"] <= planned["workspace"], f"rank {rank}"
+        stays = [each.stays for (name, at), each in plan.gathered.items() if rank in plan.layouts[name].stage(at).ranks]
+        assert max(stays, default=0) <= found["gathered"] <= planned["workspace"], f"rank {rank}"
         close = 0.05 if "activations true" in case.more else 0.1
         assert planned["activations"] == pytest.approx(found["activations"], rel=close), f"rank {rank}"
         assert found["planned"] == found["parameters"]
