@@ -47,7 +47,7 @@ class Crew:
         self._workers = [
             context.Process(
                 target=_serve,
-                args=(rank, ranks, str(store), join or _join, build, args, self._orders[rank], self._results),
+                args=(rank, ranks, str(store), join or join_group, build, args, self._orders[rank], self._results),
                 daemon=True,
             )
             for rank in range(ranks)
@@ -110,7 +110,7 @@ def _serve(rank: int, ranks: int, store: str, join: Any, build: Any, args: Any, 
         results.put((rank, None, traceback.format_exc()))
 
 
-def _join(rank: int, ranks: int, store: str) -> Any:
+def join_group(rank: int, ranks: int, store: str) -> Any:
     """The platform of this rank, with the default process group: a GPU each where there are enough, else the CPU."""
     import torch
     import torch.distributed as dist

@@ -27,17 +27,20 @@ class ModelSize:
     text_kv_heads: int = 4
 
 
-def write_samples(folder: Path, size: ModelSize, sides: Sequence[int]) -> None:
-    """`folder/model`, and `folder/data.jsonl` in which each sample has a picture of `sides` pixels; 0 is none."""
+def write_samples(folder: Path, size: ModelSize, sides: Sequence[int], words: Sequence[int] | None = None) -> None:
+    """`folder/model`, and `folder/data.jsonl` in which each sample has a picture of `sides` pixels, 0 being none, and
+    an answer of so many `words`, or 24.
+    """
     _write_model(folder / "model", size)
     (folder / "images").mkdir()
     rng = random.Random(0)
-    records = [_record(folder, side, f"{i}.png", rng) for i, side in enumerate(sides)]
+    counts = zip(sides, words or [24] * len(sides), strict=True)
+    records = [_record(folder, side, count, f"{i}.png", rng) for i, (side, count) in enumerate(counts)]
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
-def _record(folder: Path, side: int, name: str, rng: random.Random) -> dict[str, object]:
-    question, answer = (" ".join(rng.choices(WORDS, k=n)) for n in (12, 24))
+def _record(folder: Path, side: int, words: int, name: str, rng: random.Random) -> dict[str, object]:
+    question, answer = (" ".join(rng.choices(WORDS, k=n)) for n in (12, words))
     turns = [
         {"from": "human", "value": ("<image>\n" if side else "") + question},
         {"from": "gpt", "value": answer},

@@ -1,0 +1,184 @@
+"""What the host does in a step, and what loading the next step takes from it: `python -m benchmarks.host [--help]`.
+
+A GPU computes while the host issues its kernels. Here a model with the depth of a large one, and so narrow that
+computing takes next to no time, trains on tiny micro-batches: what is measured is Python and the dispatch of
+operations, of both passes. Meanwhile the next step is loaded, over and over, one of large pictures and long texts:
+
+    alone         nothing is loaded
+    threads       by threads of the same process, which take turns with the training thread (Python's global lock)
+    switching     likewise, with turns of `SWITCH_MS` in place of Python's 5 ms
+    process       by another process, which takes nothing but the memory's bandwidth
+
+in turn, each in every round. Wants two idle cores; writes a table and the numbers to `benchmarks/results`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from benchmarks.crew import join_group
+from benchmarks.report import Ratio, table
+from measuring.material import ModelSize, write_samples
+from megatron_hetero.config.schema import load_config
+
+RESULTS = Path(__file__).parent / "results"
+DEEP = ModelSize(
+    vision_hidden=32,
+    vision_layers=32,
+    vision_heads=2,
+    text_hidden=32,
+    text_layers=28,
+    text_heads=2,
+    text_kv_heads=2,
+)
+"""The depth of Qwen2.5-VL-7B."""
+SAMPLES, MICRO_BATCHES = 16, 4
+TINY, LARGE = 56, 1008
+"""Sides of the pictures that are trained on, and that are loaded."""
+WORDS = 600
+"""Of the answer of each sample that is loaded."""
+SWITCH_MS = 0.5
+SYSTEMS = ("alone", "threads", "switching", "process")
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = _options()
+    with tempfile.TemporaryDirectory() as name:
+        seconds = _measure(Path(name), options.rounds, options.seconds)
+    text = _text(seconds)
+    print(text)
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / "host.md").write_text(text + "\n", encoding="utf-8")
+    (options.results / "host.json").write_text(json.dumps(seconds, indent=1) + "\n", encoding="utf-8")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4, help="how often each is measured")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of steps in each round")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where to write")
+    return parser.parse_args()
+
+
+def _measure(folder: Path, rounds: int, seconds: float) -> dict[str, list[float]]:
+    """By system, the median of the seconds of a micro-batch in each round."""
+    write_samples(folder, DEEP, [TINY] * SAMPLES + [LARGE] * SAMPLES, words=[24] * SAMPLES + [WORDS] * SAMPLES)
+    context = multiprocessing.get_context("spawn")
+    go, end = context.Event(), context.Event()
+    other = context.Process(target=_load_when_told, args=(folder, go, end), daemon=True)
+    other.start()
+    trainer = _trainer(folder, "own")
+    batch = trainer.loader.load(1, map)
+    loading: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+        "alone": contextlib.nullcontext,
+        "threads": lambda: _loading_here(trainer),
+        "switching": lambda: _switching(trainer),
+        "process": lambda: _loading_there(go),
+    }
+    found: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+    for turn in range(rounds):
+        for name in SYSTEMS[:: 1 if turn % 2 == 0 else -1]:
+            with loading[name]():
+                found[name].append(_micro_batch_seconds(trainer, batch, seconds))
+            print(f"{name}: {1e3 * found[name][-1]:.1f} ms", flush=True)
+    end.set()
+    go.set()
+    other.join()
+    return found
+
+
+def _trainer(folder: Path, log: str) -> Any:
+    from megatron_hetero.training.starting import build_trainer
+
+    flags = f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
+    flags += (
+        f"--data.registry.d.images {folder}/images --data.datasets d --data.shuffle false --log.dir {folder}/{log} "
+    )
+    flags += f"--data.max_seq_length 8192 --train.global_batch_size {SAMPLES} --train.iters 100000 "
+    flags += f"--train.micro_batch_size {SAMPLES // MICRO_BATCHES} --vision-parallel dp:1 --text-parallel dp:1"
+    return build_trainer(load_config(flags.split()), join_group(0, 1, f"{folder}/store-{log}"))
+
+
+def _micro_batch_seconds(trainer: Any, batch: Any, seconds: float) -> float:
+    found, begin = [], time.perf_counter()
+    while not found or time.perf_counter() - begin < seconds:
+        start = time.perf_counter()
+        trainer.gradients(batch)
+        found.append((time.perf_counter() - start) / MICRO_BATCHES)
+    return median(found)
+
+
+@contextlib.contextmanager
+def _loading_here(trainer: Any) -> Iterator[None]:
+    end = threading.Event()
+    loader = threading.Thread(target=_load, args=(trainer, end))
+    loader.start()
+    try:
+        yield
+    finally:
+        end.set()
+        loader.join()
+
+
+@contextlib.contextmanager
+def _switching(trainer: Any) -> Iterator[None]:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_MS / 1e3)
+    try:
+        with _loading_here(trainer):
+            yield
+    finally:
+        sys.setswitchinterval(usual)
+
+
+@contextlib.contextmanager
+def _loading_there(go: Any) -> Iterator[None]:
+    go.set()
+    try:
+        yield
+    finally:
+        go.clear()
+
+
+def _load_when_told(folder: Path, go: Any, end: Any) -> None:
+    trainer = _trainer(folder, "other")
+    while go.wait() and not end.is_set():
+        trainer.loader.load(2, map)
+
+
+def _load(trainer: Any, end: threading.Event) -> None:
+    while not end.is_set():
+        trainer.loader.load(2, map)
+
+
+def _text(seconds: dict[str, list[float]]) -> str:
+    alone = seconds["alone"]
+    rows = [f"{name} | {1e3 * median(found):.1f} | {Ratio.of(found, alone)}" for name, found in seconds.items()]
+    return "\n".join(
+        [
+            f"Host time of a micro-batch, forward and backward, {DEEP.vision_layers} layers of the encoder and "
+            f"{DEEP.text_layers} of the language model, one rank, CPU.\n",
+            table("the next step is loaded | ms | over alone", rows),
+            f"\nLoaded: {SAMPLES} pictures of {LARGE} x {LARGE} pixels, {WORDS} words each. Ratio: median [min, max] "
+            "of rounds.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
