@@ -392,16 +392,22 @@ def budget_of(config: Config) -> Budget | None:
 
 def _batch_shape(config: Config, shapes: ModelShapes, text: Layout) -> BatchShape:
     budget, total, micro = budget_of(config), config.train.global_batch_size, config.train.micro_batch_size
-    share = text.dp * micro
-    if budget is not None and total >= text.dp:
+    if budget is not None:
+        if total < text.dp:
+            raise _wrong_batch(total, f"{text.dp} or more", f"each of {text.dp} text replicas trains some", text.dp)
         samples = assumed_sample(config.plan, shapes).fitting(budget.tokens, budget.patches, shapes)
         return BatchShape(text.dp, -(-total // (text.dp * samples)), samples)
-    if budget is not None or total % share:
-        raise UserError.at(
-            "train.global_batch_size (--train.global_batch_size)",
-            found=str(total),
-            expected=f"a multiple of {share}" if budget is None else f"{share} or more",
-            because=f"{text.dp} replicas of the text module train micro-batches of {micro}",
-            fix=f"try --train.global_batch_size {-(-total // share) * share}",
-        )
+    if total % (share := text.dp * micro):
+        because = f"{text.dp} replicas of the text module train micro-batches of {micro}"
+        raise _wrong_batch(total, f"a multiple of {share}", because, -(-total // share) * share)
     return BatchShape(text.dp, total // share, micro)
+
+
+def _wrong_batch(found: int, expected: str, because: str, fitting: int) -> UserError:
+    return UserError.at(
+        "train.global_batch_size (--train.global_batch_size)",
+        found=str(found),
+        expected=expected,
+        because=because,
+        fix=f"try --train.global_batch_size {fitting}",
+    )

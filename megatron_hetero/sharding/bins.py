@@ -30,8 +30,8 @@ COST_WEIGHT = 0.01
 """Of the unevenness of costs, where that of the first kind weighs 1: bins stay within 1 % of each other."""
 EXCHANGES = 5
 """Most exchanges in each pass over the bins, for each bin."""
-PARTNERS = 32
-"""Bins that one may exchange items with: those that differ most from it."""
+CANDIDATES = 192
+"""Items, about, that a bin may get in an exchange: those of the bins that differ most from it."""
 NEAR = 1e-7
 """Squared distance from the mean at which bins are left alone, and the least that an exchange must gain."""
 
@@ -190,6 +190,7 @@ class _Bins:
         """Which bins differ most from bin `one`, bool [bins]; not itself."""
         apart = np.abs(self.loads[0] - self.loads[0, one])
         apart[one] = -1.0
+        number = max(1, CANDIDATES * self.count // len(self.owner))
         chosen = np.zeros(self.count, bool)
-        chosen[np.argsort(-apart, kind="stable")[: min(PARTNERS, self.count - 1)]] = True
+        chosen[np.argsort(-apart, kind="stable")[: min(number, self.count - 1)]] = True
         return chosen

@@ -153,7 +153,9 @@ BUDGETED = [
     Case("sp:2@0-1", "pp:2@1-2", 3, model="deep", flags=BUDGET, given_batch=8),
     Case("sp:2", "cp:2", 2, model="tied", flags=BUDGET, given_batch=8),
     Case("dp:1@0", "dp:3@1-3", 4, model="two-encoders", flags=BUDGET, detail="dp:2@2-3"),
-    Case("sp:4", "pp:4", 4, model="deep", flags=BUDGET, given_batch=8),
+    # Waves and a run ahead of more micro-batches than there are.
+    Case("sp:4", "pp:4", 4, model="deep", flags=(*BUDGET, "--schedule.waves", "7"), given_batch=8),
+    Case("dp:1@0", "pp:2@1-2", 3, model="deep", flags=(*BUDGET, "--schedule.run_ahead", "9"), given_batch=8),
 ]
 """Micro-batches of as many samples as a number of tokens has room for, and as many as it takes."""
 

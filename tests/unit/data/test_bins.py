@@ -107,7 +107,7 @@ def like_llava(seed: int, samples: int) -> tuple[np.ndarray, np.ndarray]:
         (1024, 8, 0.95, 0.97),
         # A step has whole rounds of bins: what is missing to the next one is missing in all.
         (64, 2, 0.84, 0.90),
-        (256, 8, 0.91, 0.93),
+        (256, 8, 0.85, 0.91),
     ],
 )
 def test_bins_of_a_published_data_set(samples: int, replicas: int, full: float, fullest: float) -> None:
