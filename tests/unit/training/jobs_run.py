@@ -110,13 +110,16 @@ def losses(flags: list[str]) -> list[float]:
 
 
 def dealt(flags: list[str]) -> dict[str, Any]:
-    """Train all configured steps: losses, the numbers of the samples that this rank's replica trained, and metrics."""
-    run, numbers, metrics = build(flags), [], []
+    """Train all configured steps: losses, the numbers of the samples that this rank's replica trained, the lengths of
+    all samples, and metrics.
+    """
+    run, numbers, lengths, metrics = build(flags), [], [], []
     for number, batch, _ in run.batches():
+        lengths.append(batch.sample_lengths)
         numbers.append([n for micro_batch in batch.micro_batches for n in micro_batch.samples])
         metrics.append(run.train_step(number, batch))
     extra = [{**each.extra, "skipped": each.skipped_samples} for each in metrics]
-    return {"losses": [each.loss for each in metrics], "numbers": numbers, "extra": extra}
+    return {"losses": [each.loss for each in metrics], "numbers": numbers, "lengths": lengths, "extra": extra}
 
 
 def error_of_changed_sample(flags: list[str]) -> str:

@@ -90,8 +90,15 @@ def test_ranks_agree_and_losses_are_those_of_single_samples(
     for step, extra in enumerate(dealt[0]["extra"]):
         by_replica = {tuple(of_rank["numbers"][step]) for of_rank in dealt} - {()}
         assert sorted(n for numbers in by_replica for n in numbers) == list(range(6 * step, 6 * step + 6))
-        assert 0.3 < extra["budget_share"] <= 1
-        assert 0 <= extra["text_padding_share"] < 0.2 and 0 <= extra["text_idle_share_predicted"] < 0.6
+        replicas = len(by_replica)
+        packs = extra["micro_batches"] * replicas
+        assert extra["budget_share"] == sum(dealt[0]["lengths"][step]) / (200 * packs) <= 1
+        assert (extra["text_idle_share_predicted"] == 0) == (replicas == 1)
+        # tp:2 adds a token to odd lengths.
+        lengths = np.array(alone[0]["lengths"][step])
+        added = (lengths % 2).sum()
+        assert alone[0]["extra"][step]["text_padding_share"] == pytest.approx(added / (lengths.sum() + added))
+        assert extra["text_padding_share"] <= packs / (packs + lengths.sum())
 
 
 def test_skipped_samples_are_not_dealt(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
