@@ -17,6 +17,8 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
+from megatron_hetero.models.assumed import assumed_sample
+from megatron_hetero.models.common.flops import Passes, TextFlopShape, text_flops
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
@@ -28,6 +30,9 @@ from megatron_hetero.sharding.stages import Stage, cut_stages, even_split, stage
 
 MOST_TURNS = 1 << 15
 """Of all stages in a step, one for each micro-batch: its schedule is written out and checked before it begins."""
+FORWARD = Passes(inputs=False, weights=False)
+SCHEDULES = 32
+"""As many are kept."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The types that `model.dtype` names."""
 
@@ -49,21 +54,35 @@ class BatchShape:
         """Samples of one step: the global batch."""
         return self.replicas * self.micro_batches * self.samples
 
-    def numbers(self, step: int, replica: int, micro_batch: int) -> range:
-        """Samples of the stream (from 0) that a replica trains in a micro-batch of `step` (from 1)."""
-        first = (step - 1) * self.step_samples + (micro_batch * self.replicas + replica) * self.samples
-        return range(first, first + self.samples) if self.end is None else range(self.end)[first : first + self.samples]
+    def step(self, step: int) -> range:
+        """Samples of the stream (from 0) of `step` (from 1), of all replicas."""
+        return samples_of(step, self.step_samples, self.end)
 
-    def count(self, step: int) -> int:
-        """Samples of `step`, of all replicas."""
-        if self.end is None:
-            return self.step_samples
-        return len(range(self.end)[(step - 1) * self.step_samples : step * self.step_samples])
+    def numbers(self, step: int, replica: int, micro_batch: int) -> range:
+        """Those of them that a replica trains in a micro-batch."""
+        first = (micro_batch * self.replicas + replica) * self.samples
+        return self.step(step)[first : first + self.samples]
 
     def once(self, samples: int) -> BatchShape:
         """How a stream of `samples` samples, read once, is dealt out, in at most as many micro-batches a step."""
         needed = max(1, -(-samples // (self.replicas * self.samples)))
         return replace(self, micro_batches=min(self.micro_batches, needed), end=samples)
+
+
+def samples_of(step: int, size: int, end: int | None) -> range:
+    """The samples of `step` (from 1) of a stream (from 0) that steps of `size` read; None: it has no `end`."""
+    last = step * size
+    return range(last - size, last) if end is None else range(end)[last - size : last]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a micro-batch of a replica of the text module may hold: `tokens`, padding excluded, and `patches` of images
+    for each encoder (None: any number).
+    """
+
+    tokens: int
+    patches: int | None = None
 
 
 class OfJob:
@@ -96,7 +115,8 @@ class JobSpec:
         folders: where the model's own modules come from.
         shapes: of all modules.
         layouts: of all modules, checked against shapes and world.
-        batch: how the samples of a step are assigned to replicas and micro-batches.
+        batch: how the samples of a step are assigned to replicas and micro-batches. With a `budget` the samples that
+            section `plan` assumes: each step has as many micro-batches as its own samples need.
         stages: the pipeline stages of each module.
     """
 
@@ -115,10 +135,11 @@ class JobSpec:
         shapes = ModelShapes.of(folders, model.encoder_folders)
         require_modules(config, shapes.modules)
         layouts = resolve(config.parallel, shapes.module_shapes(), world_size, flags=True)
-        batch = _batch_shape(config, layouts[TEXT])
+        batch = _batch_shape(config, shapes, layouts[TEXT])
         _require_turns(config, layouts, batch, MOST_TURNS)
         resolve_settings(_schedule_settings(config), layouts, batch.micro_batches, place="schedule")
-        _require_micro_batches(config, batch.micro_batches)
+        if budget_of(config) is None:
+            _require_micro_batches(config, batch.micro_batches)
         stages = {
             name: cut_stages(
                 shapes[name].layers,
@@ -133,6 +154,11 @@ class JobSpec:
         _require_equal_copies(config, shapes, layouts)
         _require_shared(config, layouts)
         return cls(config, folders, shapes, layouts, batch, stages)
+
+    @property
+    def budget(self) -> Budget | None:
+        """What a micro-batch may hold, if not a number of samples."""
+        return budget_of(self.config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -180,21 +206,33 @@ class JobSpec:
         """The outputs of each encoder."""
         return {name: tuple(shape.outputs) for name, shape in self.shapes.encoders.items()}
 
+    def text_work(self, tokens: int) -> int:
+        """Predicted forward flops of the text module's layers for a sample of so many tokens."""
+        return text_flops(self._text_flops, [tokens], 0, FORWARD)
+
+    @cached_property
+    def _text_flops(self) -> TextFlopShape:
+        return self.shapes.text.flop_shape(self.shapes.text.layers, head=False)
+
     @cached_property
     def schedule(self) -> Schedule:
-        """Of a step, checked. Raises `UserError` where settings and layouts do not fit."""
+        """Of a step of `batch`, checked. Raises `UserError` where settings and layouts do not fit."""
+        return self.schedule_of(self.batch.micro_batches)
+
+    def schedule_of(self, micro_batches: int) -> Schedule:
+        """Of a step with so many micro-batches."""
         frozen = [name for name in self.config.model.encoder_names if self.config.model.is_frozen(name)]
-        return self._checked_schedule(self.batch, frozen)
+        return self._checked_schedule(micro_batches, frozen)
 
-    def evaluation_schedule(self, batch: BatchShape) -> Schedule:
-        """Of a batch that is evaluated: that of a step without any backward pass. Raises `UserError`."""
-        return self._checked_schedule(batch, list(self.layouts))
+    def evaluation_schedule(self, micro_batches: int) -> Schedule:
+        """Of so many micro-batches that are evaluated: that of a step without any backward pass. Raises `UserError`."""
+        return self._checked_schedule(micro_batches, list(self.layouts))
 
-    def _checked_schedule(self, batch: BatchShape, forward_only: Collection[str]) -> Schedule:
+    def _checked_schedule(self, micro_batches: int, forward_only: Collection[str]) -> Schedule:
         self._require_rows_enter_early()
         return _checked_schedule(
             tuple(self.layouts.items()),
-            batch.micro_batches,
+            micro_batches,
             _schedule_settings(self.config),
             tuple(forward_only),
             tuple(self.edges),
@@ -238,7 +276,7 @@ class JobSpec:
         }
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=SCHEDULES)
 def _checked_schedule(
     layouts: tuple[tuple[str, Layout], ...],
     micro_batches: int,
@@ -246,7 +284,9 @@ def _checked_schedule(
     forward_only: tuple[str, ...],
     edges: tuple[Edge, ...],
 ) -> Schedule:
-    """Kept, since plans that are compared mostly differ in what is no matter of the schedule."""
+    """Kept, since plans that are compared mostly differ in what is no matter of the schedule, and steps of a token
+    budget in a few micro-batches.
+    """
     schedule = build_schedule(dict(layouts), micro_batches, settings, text=TEXT, forward_only=forward_only, edges=edges)
     check_schedule(schedule)
     return schedule
@@ -328,7 +368,7 @@ def _require_turns(config: Config, layouts: Mapping[str, Layout], batch: BatchSh
             found=f"{config.train.global_batch_size}, {batch.micro_batches} micro-batches of each replica",
             expected=f"{fitting} or less, {most} micro-batches",
             because=f"the turns of all {stages} stages in a step are planned, one by one",
-            fix=f"raise train.micro_batch_size or dp of text, or try --train.global_batch_size {fitting}",
+            fix=f"raise {micro_batch_setting(config)} or dp of text, or try --train.global_batch_size {fitting}",
         )
 
 
@@ -337,15 +377,35 @@ def _schedule_settings(config: Config) -> ScheduleSettings:
     return ScheduleSettings(chosen.kind, chosen.waves, chosen.run_ahead, chosen.virtual_stages)
 
 
-def _batch_shape(config: Config, text: Layout) -> BatchShape:
-    total, micro = config.train.global_batch_size, config.train.micro_batch_size
-    if total % (text.dp * micro):
-        share = text.dp * micro
-        raise UserError.at(
-            "train.global_batch_size (--train.global_batch_size)",
-            found=str(total),
-            expected=f"a multiple of {share}",
-            because=f"{text.dp} replicas of the text module train micro-batches of {micro}",
-            fix=f"try --train.global_batch_size {-(-total // share) * share}",
-        )
-    return BatchShape(text.dp, total // (text.dp * micro), micro)
+def micro_batch_setting(config: Config) -> str:
+    """The setting that decides how much a micro-batch holds."""
+    return "train.micro_batch_size" if budget_of(config) is None else "train.tokens_per_micro_batch"
+
+
+def budget_of(config: Config) -> Budget | None:
+    """What `train.tokens_per_micro_batch` and `train.patches_per_micro_batch` say."""
+    tokens, patches = config.train.tokens_per_micro_batch, config.train.patches_per_micro_batch
+    return None if tokens is None else Budget(tokens, patches)
+
+
+def _batch_shape(config: Config, shapes: ModelShapes, text: Layout) -> BatchShape:
+    budget, total, micro = budget_of(config), config.train.global_batch_size, config.train.micro_batch_size
+    if budget is not None:
+        if total < text.dp:
+            raise _wrong_batch(total, f"{text.dp} or more", f"each of {text.dp} text replicas trains some", text.dp)
+        samples = assumed_sample(config.plan, shapes).fitting(budget.tokens, budget.patches, shapes)
+        return BatchShape(text.dp, -(-total // (text.dp * samples)), samples)
+    if total % (share := text.dp * micro):
+        because = f"{text.dp} replicas of the text module train micro-batches of {micro}"
+        raise _wrong_batch(total, f"a multiple of {share}", because, -(-total // share) * share)
+    return BatchShape(text.dp, total // share, micro)
+
+
+def _wrong_batch(found: int, expected: str, because: str, fitting: int) -> UserError:
+    return UserError.at(
+        "train.global_batch_size (--train.global_batch_size)",
+        found=str(found),
+        expected=expected,
+        because=because,
+        fix=f"try --train.global_batch_size {fitting}",
+    )

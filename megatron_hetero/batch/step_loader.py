@@ -2,11 +2,13 @@
 
 Per step and rank, on one background thread with a pool of `data.workers` threads below it:
 
-  1. tokenise the samples of this rank's text replica, and pack them;
-  2. exchange the packs' integers (and any error) among all ranks, once, on the host;
-  3. plan each micro-batch: who decodes and encodes what, which rows go where;
-  4. decode this rank's share of its encoder replica's images, each once in the replica;
-  5. exchange any error among all ranks, and send each rank of the replica the patches that it embeds.
+  1. tokenise this rank's share of the step's samples: of those of its text replica, where these are known before
+     lengths are, else of all;
+  2. exchange the samples' integers (and any error) among all ranks, once, on the host;
+  3. deal the samples to text replicas and micro-batches, tokenise the others of this rank's replica, and pack them;
+  4. plan each micro-batch: who decodes and encodes what, which rows go where;
+  5. decode this rank's share of its encoder replica's images, each once in the replica;
+  6. exchange any error among all ranks, and send each rank of the replica the patches that it embeds.
 
 An error of any rank reaches all ranks in the next exchange, so that all stop with the same message.
 """
@@ -24,25 +26,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.batch.step_plan import (
-    Images,
-    ImageSource,
-    MicroBatchPlan,
-    PackMetadata,
-    PackShape,
-    PixelPlan,
-    StepPlanner,
-)
+from megatron_hetero.batch.dealing import Deal, Dealing
+from megatron_hetero.batch.samples import SampleMetadata, pack_metadata
+from megatron_hetero.batch.step_plan import ImageSource, MicroBatchPlan, PackMetadata, PixelPlan, StepPlanner
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.data.items import Size
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.packing import PackedBatch, check_length, check_text, pack
+from megatron_hetero.data.packing import PackedBatch, check_length, check_patches, check_text, pack
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.distributed.platform import CPU
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import SharedError, UserError
-from megatron_hetero.job import BatchShape
 from megatron_hetero.names import TEXT
 from megatron_hetero.processor.processor import Processor
 
@@ -53,13 +48,15 @@ T = TypeVar("T")
 class MicroBatch:
     """One micro-batch on the host: this rank's pack, its plan, and the pixels of the patches that it embeds.
 
-    `pack`: None on ranks outside the text module. `pixels`: by encoder, fp32 [patches of this rank, padding included,
-    elements of a patch]; not of encoders for which nobody has an image, nor outside an encoder's first stage.
+    `pack`: None on ranks outside the text module. `samples`: the numbers in the stream of its samples, in turn; none
+    outside the text module. `pixels`: by encoder, fp32 [patches of this rank, padding included, elements of a patch];
+    not of encoders for which nobody has an image, nor outside an encoder's first stage.
     """
 
     pack: PackedBatch | None
     plan: MicroBatchPlan
     pixels: Mapping[str, torch.Tensor]
+    samples: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,8 @@ class StepBatch:
 
     Over all replicas: `supervised` and `tokens`, `sizes`, by encoder those of its images, `sample_lengths`, the
     tokens of each sample, `encoder_loads`, for each micro-batch and encoder the predicted forward flops of each
-    replica, and `skipped`, how many samples were left out as too long.
+    replica, `text_loads`, for each micro-batch those of each replica of the text module, and `skipped`, how many
+    samples were left out as too long.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -77,20 +75,24 @@ class StepBatch:
     sizes: Mapping[str, tuple[Size, ...]]
     sample_lengths: tuple[int, ...]
     encoder_loads: tuple[tuple[float, ...], ...]
+    text_loads: tuple[tuple[float, ...], ...] = ()
     skipped: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class StepLoader:
-    """Makes `StepBatch`es for one rank. `what` messages call them."""
+    """Makes `StepBatch`es for one rank. `text_work`: predicted flops of a sample of so many tokens. `what`: a step, in
+    messages.
+    """
 
     mixture: Mixture
     processor: Processor
     topology: Topology
     planner: StepPlanner
-    batch: BatchShape
+    dealing: Dealing
     max_seq_length: int
     too_long: Any
+    text_work: Callable[[int], float]
     what: str = "step"
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
@@ -112,54 +114,115 @@ class StepLoader:
 
     def load(self, step: int, run: Callable[..., Iterable[Any]]) -> StepBatch:
         """Make the batch of `step` (from 1), with `run` in place of `map` where work can be done side by side."""
-        packs, error = _attempt(lambda: self._packs(step, run))
-        by_rank = self._exchange(step, [metadata for _, metadata in packs or []], error)
-        layout = self.topology.layouts[TEXT]
-        first_ranks = [layout.rank_at(dp=replica) for replica in range(layout.dp)]
-        gathered = [[by_rank[rank][m] for rank in first_ranks] for m in range(self.batch.micro_batches)]
-        plans = [self.planner.plan([pack.shape for pack in packs_of], m) for m, packs_of in enumerate(gathered)]
-        decoded, error = _attempt(lambda: self._decode(plans, gathered, run))
-        _require_one_plan(f"{self.what} {step}", self._exchange(step, [_digests(plan) for plan in plans], error))
+        early, told = self._shares(step)
+        found, error = _attempt(lambda: self._read(early, told, run))
+        read, metadata = found or ({}, {})
+        samples = _joined(self._exchange(step, metadata, error))
+        deal = self.dealing.deal(step, samples)
+        encoders = self.planner.encoders
+        gathered = [[pack_metadata(numbers, samples, len(encoders)) for numbers in of_round] for of_round in deal]
+        plans = [self.planner.plan([pack.shape for pack in packs], m) for m, packs in enumerate(gathered)]
+        mine, error = _attempt(lambda: (self._packs(deal, read, samples, run), self._decode(plans, gathered, run)))
+        digests = [_digests(plan, of_round) for plan, of_round in zip(plans, deal, strict=True)]
+        _require_one_plan(f"{self.what} {step}", self._exchange(step, digests, error))
+        assert mine is not None, "an error has reached all ranks"
+        packs, decoded = mine
         pixels = [
             {name: self._share_out(name, part, patches.get(name, [])) for name, part in plan.pixels.items()}
-            for plan, patches in zip(plans, decoded or [], strict=True)
+            for plan, patches in zip(plans, decoded, strict=True)
         ]
-        own = [packed for packed, _ in packs] if packs else [None] * len(plans)
+        numbers = [() if self._replica is None else tuple(of_round[self._replica]) for of_round in deal]
         everything = [pack for packs_of in gathered for pack in packs_of]
         return StepBatch(
-            micro_batches=tuple(MicroBatch(*parts) for parts in zip(own, plans, pixels, strict=True)),
+            micro_batches=tuple(MicroBatch(*parts) for parts in zip(packs, plans, pixels, numbers, strict=True)),
             supervised=sum(pack.supervised for pack in everything),
             tokens=sum(pack.tokens for pack in everything),
             sizes={
                 name: tuple(size for pack in everything for size in pack.shape.images[i].sizes)
-                for i, name in enumerate(self.planner.encoders)
+                for i, name in enumerate(encoders)
             },
             sample_lengths=tuple(n for pack in everything for n in pack.shape.lengths),
             encoder_loads=tuple(loads for plan in plans for loads in plan.loads.values()),
-            skipped=self.batch.count(step) - sum(len(pack.shape.lengths) for pack in everything),
+            text_loads=tuple(
+                tuple(float(sum(map(self.text_work, pack.shape.lengths))) for pack in packs_of) for packs_of in gathered
+            ),
+            skipped=len(self.dealing.step(step)) - len(samples),
         )
 
-    def _packs(self, step: int, run: Callable[..., Iterable[Any]]) -> list[tuple[PackedBatch, PackMetadata]]:
+    @cached_property
+    def _replica(self) -> int | None:
+        """This rank's replica of the text module."""
         layout = self.topology.layouts[TEXT]
-        if self.topology.rank not in layout:
-            return []
-        replica = layout.replica_of(self.topology.rank)
-        numbers = [self.batch.numbers(step, replica, m) for m in range(self.batch.micro_batches)]
-        tokenised = iter(run(self._tokenise, [n for micro_batch in numbers for n in micro_batch]))
-        packs = []
-        for micro_batch in numbers:
-            samples = [(n, sample) for n, sample in zip(micro_batch, tokenised, strict=False) if sample is not None]
-            sources = [ImageSource(n, place) for n, sample in samples for place in range(len(sample.sizes))]
-            packed = pack([sample for _, sample in samples])
-            packs.append((packed, pack_metadata(packed, sources, list(self.planner.encoders))))
-        return packs
+        return layout.replica_of(self.topology.rank) if self.topology.rank in layout else None
+
+    @cached_property
+    def _peers(self) -> list[int]:
+        """The ranks of that replica."""
+        layout = self.topology.layouts[TEXT]
+        return [rank for rank in layout.ranks if layout.replica_of(rank) == self._replica]
+
+    def _shares(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The samples that this rank reads before lengths are known, and those of them that it tells others of. Each is
+        told of by one rank.
+        """
+        rank = self.topology.rank
+        if self._replica is not None and (own := self.dealing.foreseen(step, self._replica)) is not None:
+            return own, own[self._peers.index(rank) :: len(self._peers)]
+        if self.dealing.foreseen(step, 0) is not None:
+            return (), ()
+        share = self.dealing.step(step)[rank :: self.topology.world_size]
+        return share, share
+
+    def _read(
+        self, early: Sequence[int], told: Sequence[int], run: Callable[..., Iterable[Any]]
+    ) -> tuple[dict[int, TokenizedSample | None], dict[int, SampleMetadata]]:
+        """The samples `early` by number, None for those that are skipped; and what others are told of those `told`."""
+        read = dict(zip(early, run(self._tokenise, early), strict=True))
+        kept = {number: sample for number in told if (sample := read[number]) is not None}
+        encoders = list(self.planner.encoders)
+        return read, {number: SampleMetadata.of(sample, encoders) for number, sample in kept.items()}
+
+    def _packs(
+        self,
+        deal: Deal,
+        read: Mapping[int, TokenizedSample | None],
+        samples: Mapping[int, SampleMetadata],
+        run: Callable[..., Iterable[Any]],
+    ) -> list[PackedBatch | None]:
+        """This rank's pack of each micro-batch; None outside the text module."""
+        if self._replica is None:
+            return [None] * len(deal)
+        mine = [of_round[self._replica] for of_round in deal]
+        missing = [number for numbers in mine for number in numbers if number not in read]
+        known = {**read, **dict(zip(missing, run(self._tokenise, missing), strict=True))}
+        return [pack([self._as_told(number, known[number], samples[number]) for number in numbers]) for numbers in mine]
+
+    def _as_told(self, number: int, sample: TokenizedSample | None, told: SampleMetadata) -> TokenizedSample:
+        """The sample, if it is the one that its reader told all ranks of. Raises `UserError`."""
+        if sample is None or (len(sample), len(sample.sizes)) != (told.tokens, sum(map(len, told.places))):
+            raise UserError.at(
+                self.mixture[number].where,
+                found="a sample of another length" if sample is not None else "a sample that is too long",
+                expected=f"{told.tokens} tokens, as another rank has read it",
+                fix="do not change pictures while training reads them, and give all nodes the same ones",
+            )
+        return sample
 
     def _tokenise(self, number: int) -> TokenizedSample | None:
         record = self.mixture[number]
         if not check_text(record, self.max_seq_length, self.too_long):
             return None
         sample = self.processor.tokenize(record)
-        return sample if check_length(sample, self.max_seq_length, self.too_long) else None
+        if not check_length(sample, self.max_seq_length, self.too_long):
+            return None
+        budget = self.dealing.budget
+        most = None if budget is None else budget.patches
+        return sample if most is None or check_patches(sample, self._patches_of(sample), most, self.too_long) else None
+
+    def _patches_of(self, sample: TokenizedSample) -> int:
+        """The patches of a sample's images, of the encoder for which it has most."""
+        encoders = self.planner.encoders
+        return max(SampleMetadata.of(sample, list(encoders)).patches(encoders))
 
     def _decode(
         self,
@@ -212,45 +275,37 @@ class StepLoader:
         return [content for content, _ in gathered]
 
 
-def pack_metadata(packed: PackedBatch, sources: Sequence[ImageSource], encoders: Sequence[str]) -> PackMetadata:
-    """What other ranks need to know of `packed`. `sources`: of all its images, in turn."""
-    chosen = [np.array([name == encoder for name in packed.encoders], bool) for encoder in encoders]
-    shape = PackShape(
-        lengths=tuple(np.diff(packed.cu_seqlens).tolist()), images=tuple(_images_of(packed, mine) for mine in chosen)
-    )
-    of_encoders = tuple(tuple(source for source, own in zip(sources, mine, strict=True) if own) for mine in chosen)
-    return PackMetadata(shape, of_encoders, packed.supervised_tokens)
+def _joined(by_rank: Sequence[Mapping[int, SampleMetadata]]) -> dict[int, SampleMetadata]:
+    """What all ranks told of samples, by number, ascending."""
+    found = {number: sample for of_rank in by_rank for number, sample in of_rank.items()}
+    return {number: found[number] for number in sorted(found)}
 
 
-def _images_of(packed: PackedBatch, mine: np.ndarray) -> Images:
-    """Those images of a pack that are chosen: bool [images]."""
-    places, starts = packed.image_positions, packed.cu_seqlens
-    first_places = places[np.cumsum(packed.rows) - packed.rows]
-    sample = np.searchsorted(starts[1:], first_places[mine], side="right")
-    return Images(
-        counts=tuple(np.bincount(sample, minlength=len(starts) - 1).tolist()),
-        sizes=tuple(size for size, chosen in zip(packed.sizes, mine, strict=True) if chosen),
-        places=places[np.repeat(mine, packed.rows)].astype(np.int64).tobytes(),
-    )
-
-
-def _digests(plan: MicroBatchPlan) -> dict[str, int]:
-    return {str(edge): part.digest for edge, part in plan.boundaries.items()}
+def _digests(plan: MicroBatchPlan, dealt: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Of what ranks must agree on about a micro-batch. `dealt`: for each text replica the numbers of its samples."""
+    boundaries = {f"the boundary {edge}": part.digest for edge, part in plan.boundaries.items()}
+    return {"the samples of replicas": hash(tuple(map(tuple, dealt))), **boundaries}
 
 
 def _require_one_plan(step: str, by_rank: Sequence[Sequence[Mapping[str, int]]]) -> None:
-    """Check that all ranks planned the same crossings. `by_rank`: for each micro-batch the digests of the plans of the
-    boundaries in which a rank takes part, by edge. `step`: in words. Raises `RuntimeError` on every rank.
+    """Check that all ranks planned the same. `by_rank`: for each micro-batch the digests of what a rank takes part in,
+    by its name. `step`: in words. Raises `RuntimeError` on every rank.
     """
+    counts = {len(of_rank) for of_rank in by_rank}
+    if len(counts) > 1:
+        raise _two_plans(step, len(counts), "its micro-batches")
     for micro_batch, digests in enumerate(zip(*by_rank, strict=True)):
-        for edge in {name: None for of_rank in digests for name in of_rank}:
-            found = {of_rank[edge] for of_rank in digests if edge in of_rank}
+        for what in {name: None for of_rank in digests for name in of_rank}:
+            found = {of_rank[what] for of_rank in digests if what in of_rank}
             if len(found) > 1:
-                raise RuntimeError(
-                    f"{step}, micro-batch {micro_batch}: found {len(found)} different plans of the boundary "
-                    f"{edge}, expected one, because every rank plans from the same integers; run the same versions "
-                    "of program and NumPy with the same model on all nodes"
-                )
+                raise _two_plans(f"{step}, micro-batch {micro_batch}", len(found), what)
+
+
+def _two_plans(where: str, number: int, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{where}: found {number} different plans of {what}, expected one, because every rank plans from the same "
+        "integers; run the same versions of program and NumPy with the same model on all nodes"
+    )
 
 
 def _parallel(pool: Executor) -> Callable[..., Iterable[Any]]:

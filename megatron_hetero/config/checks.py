@@ -43,6 +43,8 @@ _BOUNDS: dict[str, tuple[float, bool]] = {
     "train.iters": (1, True),
     "train.global_batch_size": (1, True),
     "train.micro_batch_size": (1, True),
+    "train.tokens_per_micro_batch": (1, True),
+    "train.patches_per_micro_batch": (1, True),
     "train.seed": (0, True),
     "train.profile.start": (0, True),
     "train.profile.steps": (1, True),
@@ -82,6 +84,7 @@ def check(config: Config) -> None:
     check_paths(config)
     _check_evaluation(config)
     _check_batch(config.train)
+    _check_budget(config.train, config.data.max_seq_length)
     _check_optimizer(config.optimizer, config.train.iters)
     _check_frozen(config.optimizer, config.model)
     _check_states(config)
@@ -247,6 +250,23 @@ def _check_batch(train: TrainConfig) -> None:
         best = max(n for n in range(1, min(micro, batch) + 1) if batch % n == 0)
         expected, why = f"a divisor of train.global_batch_size = {batch}", "a step is a whole number of micro-batches"
         raise _wrong("train.micro_batch_size", micro, expected, why, f"try `--train.micro_batch_size {best}`")
+
+
+def _check_budget(train: TrainConfig, longest: int) -> None:
+    """A token budget bounds what a micro-batch holds instead of a number of samples, and has room for any sample."""
+    tokens, patches = train.tokens_per_micro_batch, train.patches_per_micro_batch
+    if tokens is None and patches is not None:
+        why, do = "train.tokens_per_micro_batch is not set", "set it too, or remove this"
+        raise _unused("train.patches_per_micro_batch", patches, why, do)
+    if tokens is None:
+        return
+    if train.micro_batch_size != type(train)().micro_batch_size:
+        why, do = "train.tokens_per_micro_batch bounds a micro-batch", "remove one of them"
+        raise _unused("train.micro_batch_size", train.micro_batch_size, why, do)
+    if tokens < longest:
+        expected, why = f"≥ data.max_seq_length = {longest}", "samples are never cut"
+        do = f"raise it, or try `--data.max_seq_length {tokens}`"
+        raise _wrong("train.tokens_per_micro_batch", tokens, expected, why, do)
 
 
 def _check_optimizer(optimizer: OptimizerConfig, iters: int) -> None:

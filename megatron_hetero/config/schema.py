@@ -210,6 +210,15 @@ class TrainConfig:
     iters: int = option(100, "Number of training steps.")
     global_batch_size: int = option(8, "Samples per step, over all data-parallel replicas.")
     micro_batch_size: int = option(1, "Samples packed into one sequence, per text replica and micro-batch.")
+    tokens_per_micro_batch: int | None = option(
+        None,
+        "Maximum tokens packed into one sequence, instead of a number of samples: the samples of a step are dealt to "
+        "text replicas and as few micro-batches as that allows, with even tokens and encoder compute.",
+        "micro_batch_size samples",
+    )
+    patches_per_micro_batch: int | None = option(
+        None, "Maximum image patches of one sequence for each encoder, with train.tokens_per_micro_batch.", "unlimited"
+    )
     seed: int = option(0, "Random seed.")
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 

@@ -55,7 +55,7 @@ def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
         UserError: a sample's image tokens do not match the rows of its images.
     """
     for sample in samples:
-        _check_rows(sample)
+        check_rows(sample)
     cu_seqlens = np.cumsum([0] + [len(sample) for sample in samples], dtype=np.int64)
     labels = _joined([_labels(sample) for sample in samples])
     images = [start + sample.image_positions for start, sample in zip(cu_seqlens[:-1], samples, strict=True)]
@@ -113,6 +113,39 @@ def check_length(sample: TokenizedSample, max_seq_length: int, too_long: Literal
     )
 
 
+def check_rows(sample: TokenizedSample) -> None:
+    """Check that a sample has as many image tokens as its images have rows. Raises `UserError`."""
+    rows = int(sample.rows.sum())
+    if rows != len(sample.image_positions):
+        raise UserError.at(
+            f"{sample.record.where}: field 'image'",
+            found=f"{len(sample.image_positions)} image tokens",
+            expected=f"{rows}, one for each merged patch of its {len(sample.sizes)} images",
+            fix="do not change pictures while training reads them, or correct the record",
+        )
+
+
+def check_patches(
+    sample: TokenizedSample, patches: int, most: int, too_long: Literal["error", "skip"] = "error"
+) -> bool:
+    """Whether the sample, with so many `patches`, is used; false if these are too many and ``too_long`` is skip.
+
+    Raises:
+        UserError: the images have more than ``most`` patches and ``too_long`` is error.
+    """
+    if patches <= most:
+        return True
+    if too_long == "skip":
+        return False
+    raise UserError.at(
+        sample.record.where,
+        found=f"images of {patches} patches",
+        expected=f"at most train.patches_per_micro_batch = {most}",
+        because="a sample is never split over micro-batches",
+        fix="raise train.patches_per_micro_batch, lower data.max_pixels, or set data.too_long to skip",
+    )
+
+
 def _labels(sample: TokenizedSample) -> np.ndarray:
     labels = np.full(len(sample), IGNORED, dtype=np.int64)
     labels[:-1] = np.where(sample.supervised[1:], sample.input_ids[1:], IGNORED)
@@ -122,14 +155,3 @@ def _labels(sample: TokenizedSample) -> np.ndarray:
 def _joined(parts: Sequence[np.ndarray], *dims: int) -> np.ndarray:
     """The parts, int64 [*dims, n], one after the other along the last dim."""
     return np.concatenate([np.zeros((*dims, 0), np.int64), *parts], axis=-1)
-
-
-def _check_rows(sample: TokenizedSample) -> None:
-    rows = int(sample.rows.sum())
-    if rows != len(sample.image_positions):
-        raise UserError.at(
-            f"{sample.record.where}: field 'image'",
-            found=f"{len(sample.image_positions)} image tokens",
-            expected=f"{rows}, one for each merged patch of its {len(sample.sizes)} images",
-            fix="do not change pictures while training reads them, or correct the record",
-        )

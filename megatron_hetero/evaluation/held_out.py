@@ -28,23 +28,20 @@ from megatron_hetero.training.trainer import Trainer
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """A data set to evaluate: its loader, from first sample to last, and its schedule."""
+    """A data set to evaluate, and its loader, from first sample to last."""
 
     name: str
     loader: StepLoader
-    schedule: Schedule
 
     @classmethod
     def of(cls, name: str, samples: Mixture, run: Trainer) -> HeldOut:
         """One epoch of `samples`, in batches of at most the training batch size."""
-        batch = run.loader.batch.once(len(samples))
-        what = f"evaluation of {name}, batch"
-        loader = replace(run.loader, mixture=samples, batch=batch, what=what)
-        return cls(name, loader, run.job.evaluation_schedule(batch))
+        dealing = run.loader.dealing.once(len(samples))
+        return cls(name, replace(run.loader, mixture=samples, dealing=dealing, what=f"evaluation of {name}, batch"))
 
     def batches(self, workers: int) -> Iterator[StepBatch]:
         """All samples, each once."""
-        steps = -(-len(self.loader.mixture) // self.loader.batch.step_samples)
+        steps = -(-len(self.loader.mixture) // self.loader.dealing.step_samples)
         yield from self.loader.steps(1, steps, workers)
 
 
@@ -84,7 +81,7 @@ class HeldOutEvaluation:
         start, mine, supervised, samples = time.perf_counter(), 0.0, 0, 0
         counts = []
         for batch in self._watched_batches(held_out):
-            loss_sum, hits = self._forward(held_out.schedule, batch)
+            loss_sum, hits = self._forward(self.run.job.evaluation_schedule(len(batch.micro_batches)), batch)
             mine += loss_sum
             counts.append(self._counts(held_out, batch, hits))
             supervised += batch.supervised
@@ -140,21 +137,18 @@ class HeldOutEvaluation:
         return float(self.run.interpreter.run(schedule, load)), hits
 
     def _counts(self, held_out: HeldOut, batch: StepBatch, hits: Mapping[int, torch.Tensor]) -> np.ndarray:
-        """This rank's `answer_counts` of the samples of a batch: int64 [2, samples of a full batch].
-
-        If samples were skipped as too long, the others of their pack move up and the places at its end stay empty.
+        """This rank's `answer_counts` of the samples of a batch, in the order of the data set: int64 [2, samples of a
+        full batch]. The places of samples that were skipped as too long stay empty.
         """
-        run, shape = self.run, held_out.loader.batch
-        counts = np.zeros((2, shape.step_samples), np.int64)
-        if not run.counts_loss:
-            return counts
-        replica = run.topology.layouts[TEXT].replica_of(run.topology.rank)
-        for m, of_tokens in hits.items():
-            pack, share = batch.micro_batches[m].pack, batch.micro_batches[m].plan.text
+        size = held_out.loader.dealing.step_samples
+        counts = np.zeros((2, size), np.int64)
+        for m, of_tokens in hits.items() if self.run.counts_loss else ():
+            micro_batch = batch.micro_batches[m]
+            pack, share = micro_batch.pack, micro_batch.plan.text
             assert pack is not None and share is not None, "a rank of the text module has a pack"
-            places = shape.numbers(1, replica, m)
             samples = supervised_samples(pack, share.tokens)
-            counts[:, places.start : places.stop] = answer_counts(samples, of_tokens.cpu().numpy(), len(places))
+            places = [number % size for number in micro_batch.samples]
+            counts[:, places] = answer_counts(samples, of_tokens.cpu().numpy(), len(places))
         return counts
 
 

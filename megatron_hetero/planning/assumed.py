@@ -1,6 +1,6 @@
 """What a micro-batch is assumed to look like: every sample the same, with square images of one size.
 
-A sample is the rows of its images, encoder by encoder, then its text, of which the last tokens are supervised.
+A token budget is assumed to be used up: samples get as much more text.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.config.schema import PlanConfig
-from megatron_hetero.data.items import Size
 from megatron_hetero.errors import UserError
-from megatron_hetero.job import BatchShape, JobSpec
+from megatron_hetero.job import BatchShape, Budget, JobSpec, micro_batch_setting
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.assumed import AssumedSample, assumed_sample, lengthened
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.balance import assign, assign_in_order
@@ -25,34 +25,6 @@ from megatron_hetero.sharding.token_shards import TokenShards
 
 MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 22, 1 << 23
 """Of an assumed micro-batch, over all replicas; tokens of one of them."""
-
-
-@dataclass(frozen=True)
-class AssumedSample:
-    """By encoder, `sizes` of the sample's images and `rows` of one image. `tokens`: of the sample, image tokens
-    included; `supervised`: tokens that the loss counts.
-    """
-
-    sizes: Mapping[str, tuple[Size, ...]]
-    rows: Mapping[str, int]
-    tokens: int
-    supervised: int
-
-    def positions(self, encoder: str) -> np.ndarray:
-        """Where the encoder's rows go in the sample, int64."""
-        rows = {name: self.rows[name] * len(sizes) for name, sizes in self.sizes.items()}
-        names = list(rows)
-        first = sum(rows[name] for name in names[: names.index(encoder)])
-        return np.arange(first, first + rows[encoder])
-
-
-def assumed_sample(plan: PlanConfig, shapes: ModelShapes) -> AssumedSample:
-    """The sample that section `plan` describes, for a model of these shapes."""
-    square = {name: shape.square(plan.image_side) for name, shape in shapes.encoders.items()}
-    sizes = {name: (size,) * plan.images for name, size in square.items()}
-    rows = {name: shapes.encoders[name].rows(size) for name, size in square.items()}
-    tokens = plan.tokens + sum(rows[name] * len(sizes[name]) for name in sizes)
-    return AssumedSample(sizes, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +44,9 @@ class AssumedBatch:
     @classmethod
     def of(cls, job: JobSpec) -> AssumedBatch:
         """The assumption of section `plan` of the configuration. Raises `UserError` where it is too large to plan."""
-        plan, shapes, batch = job.config.plan, job.shapes, job.batch
-        _require_size(plan, shapes, batch)
+        shapes, batch = job.shapes, job.batch
+        plan = job.config.plan if job.budget is None else _filling(job.config.plan, shapes, batch, job.budget)
+        _require_size(plan, shapes, batch, micro_batch_setting(job.config))
         sample, balance = assumed_sample(plan, shapes), job.config.data.balance
         return cls(sample, shapes, job.layouts, batch, job.sequence_parallel, balance)
 
@@ -116,7 +89,24 @@ class AssumedBatch:
         return self.encoder_shards(encoder, edge.source_coordinate(self.layouts[encoder])).ownership(), needed
 
 
-def _require_size(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape) -> None:
+def _filling(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, budget: Budget) -> PlanConfig:
+    """`plan` with samples that fill a micro-batch. Raises `UserError` where one alone is larger."""
+    sample = assumed_sample(plan, shapes)
+    patches = {name: sample.rows[name] * len(sample.sizes[name]) * e.unit for name, e in shapes.encoders.items()}
+    limits = {"tokens": (sample.tokens, budget.tokens), "patches": (max(patches.values()), budget.patches)}
+    for what, (number, most) in limits.items():
+        if most is not None and number > most:
+            raise UserError.at(
+                "section plan (--plan.images, --plan.image_side, --plan.tokens)",
+                found=f"samples of {number} {what}",
+                expected=f"at most train.{what}_per_micro_batch = {most}",
+                because="samples are never cut",
+                fix=f"lower plan.images, plan.image_side or plan.tokens, or raise train.{what}_per_micro_batch",
+            )
+    return lengthened(plan, budget.tokens // batch.samples, shapes)
+
+
+def _require_size(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, setting: str) -> None:
     """Check that the images and tokens of a micro-batch are few enough to be counted one by one."""
     packs = batch.samples * batch.replicas
     images = plan.images * len(shapes.encoders) * packs
@@ -135,7 +125,7 @@ def _require_size(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape) -> N
                 found=f"{number} {what} in a micro-batch of {packs} samples",
                 expected=f"{most} at most",
                 because="the plan covers each of them",
-                fix="lower plan.images, plan.image_side, plan.tokens or train.micro_batch_size",
+                fix=f"lower plan.images, plan.image_side, plan.tokens or {setting}",
             )
 
 

@@ -178,8 +178,13 @@ def chunked_mlps(plan: Plan) -> Iterator[Change]:
 
 
 def smaller_micro_batches(plan: Plan) -> Iterator[Change]:
-    """Of fewer samples, and more of them: the global batch stays."""
-    samples = plan.batch.samples
+    """Of fewer samples or tokens, and more of them: the global batch stays."""
+    samples, budget = plan.batch.samples, plan.job.budget
+    if budget is not None:
+        longest = plan.config.data.max_seq_length
+        for halvings in range(1, (budget.tokens // longest).bit_length()):
+            yield Change({"train.tokens_per_micro_batch": budget.tokens >> halvings}, SMALLER**halvings)
+        return
     for divisor in range(2, samples + 1):
         if samples % divisor == 0:
             yield Change({"train.micro_batch_size": samples // divisor}, SMALLER ** (divisor.bit_length() - 1))

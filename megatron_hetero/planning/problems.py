@@ -9,9 +9,11 @@ from math import ceil, lcm
 import numpy as np
 
 from megatron_hetero.execution.gathering import span_of
+from megatron_hetero.job import micro_batch_setting
 from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.assumed import assumed_sample
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.fitting import Attempt, find_fitting
@@ -49,7 +51,7 @@ _AGAINST = {
     "weights": "raise tp or pp of its modules, or shard weights over dp, sp and cp (zero.MODULE 3)",
     "gradients": "raise tp or pp of its modules, or shard gradients over dp, sp and cp (zero.MODULE 2 or 3)",
     "optimizer": "raise dp, sp or cp of its modules, whose ranks share the optimizer, or tp or pp",
-    "boundary": "lower train.micro_batch_size, or split activations over tp (model.sequence_parallel)",
+    "boundary": "lower {setting}, or split activations over tp (model.sequence_parallel)",
 }
 
 
@@ -64,12 +66,17 @@ def _memory(plan: Plan) -> Iterator[PlanProblem]:
     kind = KINDS[int(plan.memory[worst].argmax())]
     role = plan.schedule.roles[plan.schedule.role_index[worst]]
     needed, allowance = _gb(plan.totals[worst]), _gb(plan.allowance[worst].sum())
+    advice = _against(plan, kind) or _against_gathered(plan) or _against_activations(plan, role)
     yield PlanProblem(
         f"a GPU's memory (plan.memory_gb), {_memory_text(plan, limit)}, is not enough for "
         f"{_counted(len(over), 'rank')}: rank {worst} ({role.name}) needs {needed}, {allowance} of it allowance, and "
         f"of the rest most is {kind}",
-        _against_memory(plan, limit, _AGAINST.get(kind) or _against_gathered(plan) or _against_activations(plan, role)),
+        _against_memory(plan, limit, advice),
     )
+
+
+def _against(plan: Plan, kind: str) -> str:
+    return _AGAINST.get(kind, "").format(setting=micro_batch_setting(plan.config))
 
 
 def _memory_text(plan: Plan, limit: int) -> str:
@@ -128,7 +135,7 @@ def _against_activations(plan: Plan, role: Role) -> str:
         return f"try --schedule.waves {window // 2}, or {_RECOMPUTE}"
     if any(module.style == "ahead" for module in mine) and plan.config.schedule.run_ahead != 0:
         return "try --schedule.run_ahead 0"
-    more = f"raise sp, cp or tp of {' and '.join(names)}, or lower train.micro_batch_size"
+    more = f"raise sp, cp or tp of {' and '.join(names)}, or lower {micro_batch_setting(plan.config)}"
     moving = [name for name in names if name == TEXT or name not in plan.config.model.freeze]
     flags = [f"--offload.{name}.activations true" for name in moving if not plan.config.offload_of(name).activations]
     return f"set {' and '.join(flags)}, {more}" if flags else more
@@ -138,7 +145,8 @@ def _against_activations(plan: Plan, role: Role) -> str:
 
 
 def _assumption(plan: Plan) -> Iterator[PlanProblem]:
-    data, chosen, sample = plan.config.data, plan.config.plan, plan.assumed.sample
+    data, chosen = plan.config.data, plan.config.plan
+    sample = assumed_sample(chosen, plan.shapes)  # Not lengthened to fill a token budget.
     if sample.tokens > data.max_seq_length:
         yield PlanProblem(
             f"the assumed sample has {sample.tokens:,} tokens, more than data.max_seq_length, {data.max_seq_length:,}: "
@@ -165,10 +173,11 @@ def _idle_replicas(plan: Plan) -> Iterator[PlanProblem]:
     for name in plan.shapes.encoders:
         assigned, layout = plan.assumed.assigned(name), plan.layouts[name]
         images, idle = sum(map(len, assigned)), sum(not mine for mine in assigned)
+        setting = micro_batch_setting(plan.config)
         if images and idle:
             yield PlanProblem(
                 f"{idle:,} of the {layout.dp:,} replicas of {name} have no image in a micro-batch of {images:,}",
-                f"raise train.micro_batch_size, or give {name} less dp and more {_more_axis(plan, name, layout)}",
+                f"raise {setting}, or give {name} less dp and more {_more_axis(plan, name, layout)}",
             )
 
 
@@ -190,7 +199,7 @@ def _empty_shards(plan: Plan) -> Iterator[PlanProblem]:
             yield PlanProblem(
                 f"no window of their replica's images falls to {_counted(empty, 'rank')} of {name} under "
                 f"{layout.degrees_text}",
-                f"lower sp or cp of {name}, or raise train.micro_batch_size",
+                f"lower sp or cp of {name}, or raise {micro_batch_setting(plan.config)}",
             )
 
 
@@ -227,7 +236,7 @@ def _whole_images(plan: Plan, name: str, layout: Layout) -> str:
         return f"assign whole images to ranks, of which a micro-batch has {images:,}: try {flag}"
     return (
         f"keep it for large images; a micro-batch has {_counted(images, 'image')}, and with {replicas:,} or more "
-        f"(train.micro_batch_size) {flag} would exchange nothing"
+        f"({micro_batch_setting(plan.config)}) {flag} would exchange nothing"
     )
 
 

@@ -61,9 +61,14 @@ def assumptions(plan: Plan) -> list[str]:
     lines = [
         f"Plan of {config.model.hf_path} in {config.model.dtype} with {config.optimizer.name} on {plan.world_size:,} "
         "ranks",
-        f"A step: {batch.step_samples:,} samples, {batch.micro_batches:,} micro-batches of {batch.samples:,} for each "
-        f"of {batch.replicas:,} {texts} of {TEXT}.",
+        f"A step: {config.train.global_batch_size:,} samples, {batch.micro_batches:,} micro-batches of "
+        f"{batch.samples:,} for each of {batch.replicas:,} {texts} of {TEXT}.",
     ]
+    if (budget := plan.job.budget) is not None:
+        lines.append(
+            f"Assumed of every micro-batch: full, {budget.tokens:,} tokens (train.tokens_per_micro_batch), for which "
+            "samples get more text. In training the data decides how many micro-batches there are."
+        )
     for name, sizes in sample.sizes.items():
         shape, what = plan.shapes.encoders[name], f"{len(sizes)} image{'s' * (len(sizes) != 1)}"
         if sizes:
@@ -71,7 +76,7 @@ def assumptions(plan: Plan) -> list[str]:
             what += f" of {side:,}x{side:,} pixels ({patches:,} patches, {sample.rows[name]:,} rows)"
         lines.append(f"Assumed of every sample, for {name}: {what} (plan.images, plan.image_side).")
     lines.append(
-        f"Assumed of every sample: {config.plan.tokens:,} further tokens (plan.tokens), {sample.supervised:,} of them "
+        f"Assumed of every sample: {sample.text:,} further tokens (plan.tokens), {sample.supervised:,} of them "
         f"supervised (plan.supervised), {sample.tokens:,} in all."
     )
     return lines

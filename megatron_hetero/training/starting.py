@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
+from megatron_hetero.batch.dealing import dealing_of
 from megatron_hetero.batch.step_loader import StepLoader
 from megatron_hetero.checkpoint.resume import resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
@@ -54,7 +55,8 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     return Trainer(
         **{field.name: getattr(steps, field.name) for field in fields(steps)},
         loader=StepLoader(
-            inputs.mixture, inputs.processor, topology, steps.planner, steps.batch, data.max_seq_length, data.too_long
+            *(inputs.mixture, inputs.processor, topology, steps.planner, dealing_of(job)),
+            *(data.max_seq_length, data.too_long, job.text_work),
         ),
         held_out=inputs.held_out,
         writer=writer,

@@ -38,13 +38,16 @@ from megatron_hetero.watch.stopwatch import Stopwatch
 class _EndOfStep:
     """What is known when all ranks have updated: the most memory of a rank, whether one was asked to stop, the share of
     the encoder ranks' time in which they wait for the slowest of their encoder, in each forward and backward of each
-    micro-batch, and this rank's seconds in boundaries.
+    micro-batch, this rank's seconds in boundaries, and the share of padding in the tokens that ranks of the text module
+    compute, and in the patches that those of encoders embed.
     """
 
     peak_memory_bytes: int
     stopping: bool
     encoder_idle_share: float
     boundary_time_s: float
+    text_padding_share: float
+    encoder_padding_share: float
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,14 +96,14 @@ class StepTrainer(OfJob):
             scale_gradients(self.modules, factor)
             with self.watched(f"the update of step {step}"):
                 rate = self._update(step)
-                end = self._end_of_step(laps, stop)
+                end = self._end_of_step(batch, laps, stop)
         return self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited, end)
 
     def _train_nothing(self, step: int, batch: StepBatch, waited: float, stop: object) -> StepMetrics:
         """A step whose samples are all too long: only the learning rate advances."""
         start, nan = time.perf_counter(), float("nan")
         with self.profiler.step(step), self.watched(f"the end of step {step}"):
-            end = self._end_of_step({}, stop)
+            end = self._end_of_step(batch, {}, stop)
         config = self.config.optimizer
         rate = rate_of(config.lr, config.min_lr, step, config, self.config.train.iters)
         return self._metrics(step, batch, nan, nan, rate, start - waited, waited, end)
@@ -111,7 +114,7 @@ class StepTrainer(OfJob):
             module.data_parallel.zero_gradients()
         dtype, outputs = self.job.dtype, self.job.outputs
         loss_sum = self.interpreter.run(
-            self.schedule, lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs)
+            self._schedule_of(batch), lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs)
         )
         with self.watched("the sums of gradients over ranks"):
             return reduce_gradients(self.modules, loss_sum, self.counts_loss, self.topology)
@@ -149,16 +152,23 @@ class StepTrainer(OfJob):
             "have not been updated. Lower optimizer.lr, add warm-up, or look for broken samples in this step."
         )
 
-    def _end_of_step(self, laps: Mapping[str, Sequence[float]], stop: object) -> _EndOfStep:
+    def _schedule_of(self, batch: StepBatch) -> Schedule:
+        """For as many micro-batches as a step has."""
+        count = len(batch.micro_batches)
+        return self.schedule if count == self.schedule.micro_batches else self.job.schedule_of(count)
+
+    def _end_of_step(self, batch: StepBatch, laps: Mapping[str, Sequence[float]], stop: object) -> _EndOfStep:
         """What all ranks exchange, once, when they have updated; this waits for the device.
         `laps`: this rank's seconds of each run of its modules.
         """
-        runs = {name: self._runs(name) for name in self.shapes.encoders}
-        mine = [float(self.platform.peak_memory_bytes()), float(bool(stop))]
+        schedule = self._schedule_of(batch)
+        runs = {name: self._runs(schedule, name) for name in self.shapes.encoders}
+        mine = [float(self.platform.peak_memory_bytes()), float(bool(stop)), *self._padding(batch)]
         for name, count in runs.items():
             own = laps.get(name, [])
             mine += [*own, *[0.0] * (count - len(own))]
-        (memory, stopping, *seconds), rounds = self.all_gather(mine).T.tolist(), []
+        (memory, stopping, *padding), rounds = self.all_gather(mine).T.tolist(), []
+        (padded, tokens, added, patches), seconds = map(sum, padding[:4]), padding[4:]
         for name, count in runs.items():
             ranks = self.topology.layouts[name].ranks
             rounds += [[of_run[rank] for rank in ranks] for of_run in seconds[:count]]
@@ -168,11 +178,26 @@ class StepTrainer(OfJob):
             stopping=bool(max(stopping)),
             encoder_idle_share=idle_share(*rounds),
             boundary_time_s=sum(laps.get("boundary", [])),
+            text_padding_share=padded / max(1.0, padded + tokens),
+            encoder_padding_share=added / max(1.0, added + patches),
         )
 
-    def _runs(self, encoder: str) -> int:
+    def _padding(self, batch: StepBatch) -> list[float]:
+        """Of this rank in a step: tokens of padding and of samples, patches of padding and of images."""
+        plans = [micro_batch.plan for micro_batch in batch.micro_batches]
+        shares = [plan.text for plan in plans if plan.text is not None]
+        embedded = [(name, pixels) for plan in plans for name, pixels in plan.pixels.items()]
+        encoders = self.shapes.encoders
+        return [
+            float(sum(share.padded - len(share.tokens) for share in shares)),
+            float(sum(len(share.tokens) for share in shares)),
+            float(sum(pixels.padding for _, pixels in embedded)),
+            float(sum(pixels.exchange.forward.needed * encoders[name].unit for name, pixels in embedded)),
+        ]
+
+    def _runs(self, schedule: Schedule, encoder: str) -> int:
         """How often a rank of an encoder runs it in a step, forward and backward."""
-        role = self.schedule.roles[self.schedule.role_index[self.topology.layouts[encoder].ranks[0]]]
+        role = schedule.roles[schedule.role_index[self.topology.layouts[encoder].ranks[0]]]
         return sum(action.op == "run" and action.module == encoder for action in role.actions)
 
     def _metrics(
@@ -206,8 +231,20 @@ class StepTrainer(OfJob):
                 "supervised_tokens": batch.supervised,
                 "encoder_idle_share": end.encoder_idle_share,
                 "encoder_idle_share_predicted": idle_share(*batch.encoder_loads),
+                "encoder_padding_share": end.encoder_padding_share,
+                "text_idle_share_predicted": idle_share(*batch.text_loads),
+                "text_padding_share": end.text_padding_share,
+                **self._filled(batch),
             },
         )
+
+    def _filled(self, batch: StepBatch) -> dict[str, float | int]:
+        """With a token budget, which share of it the step's packs take, and the number of micro-batches."""
+        budget, count = self.job.budget, len(batch.micro_batches)
+        if budget is None:
+            return {}
+        packs = count * self.batch.replicas
+        return {"budget_share": batch.tokens / (packs * budget.tokens), "micro_batches": count}
 
     def _patches(self, batch: StepBatch) -> int:
         """Patches of all images of a step."""

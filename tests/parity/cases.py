@@ -92,6 +92,7 @@ RECOMPUTED = ("--schedule.kind", "recompute")
 UNEVEN = ("--parallel_layers.text", "1", "3", "--parallel_layers.vision", "3", "1")
 VIRTUAL = ("--schedule.virtual_stages", "2")
 NOT_AHEAD = ("--schedule.run_ahead", "0")
+BUDGET = ("--train.tokens_per_micro_batch", "256", "--data.max_seq_length", "256")
 IN_ORDER = ("--data.balance", "off")
 WAVES = [ScheduleSettings(waves=waves) for waves in (1, 2, GLOBAL_BATCH)]
 AHEAD = [ScheduleSettings(run_ahead=ahead) for ahead in (0, 1, 3)]

@@ -14,6 +14,7 @@ from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.parity import jobs
 from tests.parity.cases import (
     AHEAD,
+    BUDGET,
     FRUGAL,
     IN_ORDER,
     NOT_AHEAD,
@@ -145,6 +146,28 @@ def test_no_schedule_changes_the_loss(
     case: Case, others: list[ScheduleSettings], expected: Ask, pools: Callable[[int], Pool]
 ) -> None:
     schedules_agree(case, others, expected(case), pools(case.ranks))
+
+
+BUDGETED = [
+    Case("dp:4", "tp:2,dp:2", 4, flags=BUDGET),
+    Case("sp:2@0-1", "pp:2@1-2", 3, model="deep", flags=BUDGET, given_batch=8),
+    Case("sp:2", "cp:2", 2, model="tied", flags=BUDGET, given_batch=8),
+    Case("dp:1@0", "dp:3@1-3", 4, model="two-encoders", flags=BUDGET, detail="dp:2@2-3"),
+    # Waves and a run ahead of more micro-batches than there are.
+    Case("sp:4", "pp:4", 4, model="deep", flags=(*BUDGET, "--schedule.waves", "7"), given_batch=8),
+    Case("dp:1@0", "pp:2@1-2", 3, model="deep", flags=(*BUDGET, "--schedule.run_ahead", "9"), given_batch=8),
+]
+"""Micro-batches of as many samples as a number of tokens has room for, and as many as it takes."""
+
+
+@pytest.mark.parametrize("case", thinned(BUDGETED, 3), ids=str)
+def test_a_token_budget_changes_nothing(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+    gradients_equal(case, expected(case), pools(case.ranks))
+
+
+@pytest.mark.parametrize("case", thinned(BUDGETED[1:2] + BUDGETED[:1], 2), ids=str)
+def test_three_steps_of_a_token_budget(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+    three_steps_equal(case, "adamw", expected(case), pools(case.ranks))
 
 
 def _covering(cases: Sequence[Case]) -> list[Case]:

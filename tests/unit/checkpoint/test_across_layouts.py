@@ -87,14 +87,15 @@ class Link:
 
 APART, COMPARED = 5, 6
 """Steps from one resume to the next, and those after it that are compared."""
+BUDGET = "--train.tokens_per_micro_batch 200 --data.max_seq_length 200"
 ALL, TWO, ONE = (f"--train.micro_batch_size {size}" for size in (4, 2, 1))
 UNEVEN, VIRTUAL = "--parallel_layers.text 1 3", "--schedule.virtual_stages 2 --schedule.waves 2"
 DETAIL = "--model.encoders.detail.hf_path TOWERS/detail --model.encoders.detail.token <|video_pad|>"
 CHAINS = {
     "one and two ranks": ("deep", [
         Link("sp:2", "tp:2", 2, ALL),
-        Link("dp:1", "tp:1", 1, TWO),
-        Link("sp:2", "tp:2", 2, ALL),
+        Link("dp:1", "tp:1", 1, BUDGET),
+        Link("sp:2", "dp:2", 2, BUDGET),
         Link("dp:1@0", "dp:1@1", 2, f"{ONE} --schedule.run_ahead 2"),
         Link("dp:2", "pp:2", 2, f"{ONE} {VIRTUAL}"),
     ]),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hetero.batch.step_loader import pack_metadata
+from megatron_hetero.batch.samples import SampleMetadata, pack_metadata
 from megatron_hetero.batch.step_plan import ImageSource
 from megatron_hetero.config.schema import EncoderConfig
 from megatron_hetero.data.packing import pack
@@ -75,7 +75,10 @@ def test_packs_say_which_rows_are_whose(two: Processor, tmp_path: Path, pictures
     samples = [two.tokenize(r) for r in (record, *load(tmp_path, pictures, plain))]
     packed = pack(samples)
     sources = [ImageSource(7, k) for k in range(4)] + [ImageSource(8, 0)]
-    told = pack_metadata(packed, sources, ENCODERS)
+    samples_told = {number: SampleMetadata.of(sample, ENCODERS) for number, sample in zip((7, 8), samples, strict=True)}
+    told = pack_metadata([7, 8], samples_told, len(ENCODERS))
+    assert (told.tokens, told.supervised) == (len(packed.input_ids), packed.supervised_tokens)
+    assert told.shape.lengths == tuple(np.diff(packed.cu_seqlens).tolist())
     vision, detail = told.shape.images
     assert (vision.counts, detail.counts) == ((2, 1), (2, 0))
     assert told.sources == ((sources[1], sources[2], sources[4]), (sources[0], sources[3]))

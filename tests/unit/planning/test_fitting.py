@@ -18,7 +18,7 @@ from megatron_hetero.config.gpus import USABLE_GIB, GpuName
 from megatron_hetero.config.schema import Config, PlanConfig, load_command, load_config, to_yaml
 from megatron_hetero.errors import UserError
 from megatron_hetero.planning import changes, fitting
-from megatron_hetero.planning.changes import CHANGES, Change
+from megatron_hetero.planning.changes import CHANGES, Change, smaller_micro_batches
 from megatron_hetero.planning.estimate import Plan
 from megatron_hetero.planning.fitting import SHOWN, Attempt, find_fitting
 from megatron_hetero.planning.problems import problems_of
@@ -122,6 +122,13 @@ def test_two_settings_are_found_where_one_is_too_little(make_plan: MakePlan) -> 
     least = min(a.needed for entry in CHANGES for c in entry(plan) if (a := fitting.planned(plan, c)))
     found = find_fitting(plan, least - 1)
     assert found.attempts and all(len(a.change.settings) == 2 for a in found.attempts)
+
+
+def test_a_smaller_budget_is_tried(make_plan: MakePlan) -> None:
+    """Down to the longest sample that may come."""
+    plan = make_plan(1, "dp:1", "dp:1", "--train.tokens_per_micro_batch 16000 --data.max_seq_length 2048")
+    tried = [change.settings["train.tokens_per_micro_batch"] for change in smaller_micro_batches(plan)]
+    assert tried == [8000, 4000]
 
 
 def test_the_problem_names_flags_memory_and_time(make_plan: MakePlan) -> None:

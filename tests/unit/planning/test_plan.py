@@ -22,7 +22,7 @@ from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.files import require_files
 from megatron_hetero.planning.plot import draw_plan
 from megatron_hetero.planning.problems import problems_of, shortened
-from megatron_hetero.planning.report import print_plan, size_text
+from megatron_hetero.planning.report import assumptions, print_plan, size_text
 from tests.support.shapes import parameter_count
 from tests.unit.planning.conftest import MakePlan
 
@@ -100,6 +100,9 @@ def test_16k_ranks_are_planned_in_seconds(world: int, vision: str, text: str, ma
         (1, "dp:1", "dp:1", "--data.min_pixels 900000", ("fewer than data.min_pixels", "--plan.image_side 949")),
         (1, "dp:1", "dp:1", "--data.max_pixels 200704", ("more than data.max_pixels", "--plan.image_side 448")),
         (8, "sp:8", "tp:4,dp:2", "--plan.image_side 112", ("no window of", "lower sp or cp")),
+        (1, "dp:1", "dp:1", "--plan.memory_gb 30 --plan.fragmentation 1 --train.tokens_per_micro_batch 16384",
+         ("tokens_per_micro_batch",)),
+        (8, "dp:8", "tp:4,dp:2", "--train.tokens_per_micro_batch 4096", ("raise train.tokens_per_micro_batch",)),
         (16, "tp:16", "tp:4,dp:4", "", ("the MLP width of vision, 340, is padded to 352", "a tp of vision")),
     ],
 )  # fmt: skip
@@ -108,6 +111,37 @@ def test_problems_are_found_with_what_to_do(
 ) -> None:
     found = _found(make_plan(world, vision, text, more))
     assert all(word in found for word in words), found
+
+
+def test_a_token_budget_is_planned_as_if_it_were_used_up(make_plan: MakePlan) -> None:
+    """Five samples of 1,638 tokens in 8,192, of which 1,024 are rows; of the global batch, as many micro-batches."""
+    layouts, batch = (2, "sp:2", "tp:2"), "--train.global_batch_size 40"
+    budget = make_plan(*layouts, f"{batch} --train.tokens_per_micro_batch 8192")
+    samples = make_plan(*layouts, f"{batch} --train.micro_batch_size 5 --plan.tokens 614")
+    assert (budget.batch, budget.assumed.sample) == (samples.batch, samples.assumed.sample)
+    assert budget.batch.micro_batches == 8 and (budget.memory == samples.memory).all()
+    assert "more than data.max_seq_length" not in _found(budget)
+    told = "\n".join(assumptions(budget))
+    assert "40 samples, 8 micro-batches of 5 " in told and "full, 8,192 tokens (train.tokens_per_micro_batch)" in told
+    fewer = make_plan(*layouts, f"{batch} --train.tokens_per_micro_batch 8192 --train.patches_per_micro_batch 9000")
+    assert fewer.batch.samples == 2 and fewer.assumed.sample.tokens == 4096
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ("--plan.tokens 9000", "samples of 10024 tokens, expected at most train.tokens_per_micro_batch = 8192"),
+        ("--train.patches_per_micro_batch 4000", "4096 patches, expected at most train.patches_per_micro_batch = 4000"),
+    ],
+)
+def test_an_assumed_sample_beyond_the_budget_is_refused(more: str, message: str, make_plan: MakePlan) -> None:
+    with pytest.raises(UserError, match=message):
+        make_plan(1, "dp:1", "dp:1", f"--train.tokens_per_micro_batch 8192 {more}")
+
+
+def test_each_text_replica_has_a_sample(make_plan: MakePlan) -> None:
+    with pytest.raises(UserError, match="found 2, expected 4 or more, .* Try --train.global_batch_size 4"):
+        make_plan(4, "dp:4", "dp:4", "--train.tokens_per_micro_batch 8192 --train.global_batch_size 2")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.data.records import Record
+from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.engine.gradients import scale_gradients
 from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.engine.number_formats import upper_half
@@ -23,6 +26,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.weights import stored_shapes
+from megatron_hetero.processor.processor import Processor
 from megatron_hetero.training.export import Value, assemble, gather_parameters
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
@@ -103,6 +107,42 @@ def losses(flags: list[str]) -> list[float]:
     """Train all configured steps."""
     run = build(flags)
     return [run.train_step(number, batch).loss for number, batch, _ in run.batches()]
+
+
+def dealt(flags: list[str]) -> dict[str, Any]:
+    """Train all configured steps: losses, the numbers of the samples that this rank's replica trained, the lengths of
+    all samples, and metrics.
+    """
+    run, numbers, lengths, metrics = build(flags), [], [], []
+    for number, batch, _ in run.batches():
+        lengths.append(batch.sample_lengths)
+        numbers.append([n for micro_batch in batch.micro_batches for n in micro_batch.samples])
+        metrics.append(run.train_step(number, batch))
+    extra = [{**each.extra, "skipped": each.skipped_samples} for each in metrics]
+    return {"losses": [each.loss for each in metrics], "numbers": numbers, "lengths": lengths, "extra": extra}
+
+
+def error_of_changed_sample(flags: list[str]) -> str:
+    """What the first step says where rank 1 reads samples with one more token than other ranks."""
+    run = build(flags)
+    tokenize = Processor.tokenize
+
+    def longer(processor: Processor, record: Record) -> TokenizedSample:
+        sample = tokenize(processor, record)
+        return replace(
+            sample,
+            input_ids=np.append(sample.input_ids, 1),
+            supervised=np.append(sample.supervised, False),
+            position_ids=np.pad(sample.position_ids, ((0, 0), (0, 1))),
+        )
+
+    changed = mock.patch.object(Processor, "tokenize", longer) if run.topology.rank else nullcontext()
+    try:
+        with changed:
+            next(iter(run.batches()))
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def with_skips(flags: list[str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ data.registry.NAME.annotations data.registry.NAME.images data.datasets data.shuf
 data.min_pixels data.max_pixels data.balance data.workers boundary.transport parallel_layers.MODULE
 schedule.kind schedule.waves schedule.run_ahead schedule.virtual_stages schedule.timeout_s
 train.profile.start train.profile.steps train.iters train.global_batch_size train.micro_batch_size train.seed
+train.tokens_per_micro_batch train.patches_per_micro_batch
 optimizer.name optimizer.lr optimizer.min_lr optimizer.lr_vision optimizer.lr_projector optimizer.betas optimizer.eps
 precision.MODULE.master precision.MODULE.moments precision.MODULE.gradients offload.MODULE.states
 offload.MODULE.activations zero.MODULE

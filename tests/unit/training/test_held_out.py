@@ -145,6 +145,7 @@ def qwen3_two_towers(tmp_path_factory: pytest.TempPathFactory) -> Material:
     ("sp:2", "pp:2", 2, "--schedule.virtual_stages 2 --data.workers 1"),
     ("sp:2@0-1", "pp:2@1-2", 3, ""),
     ("pp:2@0-1", "tp:2@2-3", 4, "--schedule.run_ahead 0"),
+    ("sp:2", "dp:2", 2, "--train.tokens_per_micro_batch 256 --data.max_seq_length 256"),
 ])  # fmt: skip
 def test_numbers_equal_transformers(
     vision: str, text: str, ranks: int, more: str, material: Material, make_flags: MakeFlags, pools: Pools

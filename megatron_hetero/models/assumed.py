@@ -1,0 +1,64 @@
+"""The sample that a plan assumes, which is all that is known of the data before any is read.
+
+A sample is the rows of its images, encoder by encoder, then its text, of which the last tokens are supervised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_hetero.config.schema import PlanConfig
+from megatron_hetero.data.items import Size
+from megatron_hetero.models.shapes import ModelShapes
+
+
+@dataclass(frozen=True)
+class AssumedSample:
+    """By encoder, `sizes` of the sample's images and `rows` of one image. `tokens`: of the sample, image tokens
+    included; `supervised`: tokens that the loss counts.
+    """
+
+    sizes: Mapping[str, tuple[Size, ...]]
+    rows: Mapping[str, int]
+    tokens: int
+    supervised: int
+
+    @property
+    def text(self) -> int:
+        """Tokens of the sample, image tokens excluded."""
+        return self.tokens - sum(self.rows[name] * len(sizes) for name, sizes in self.sizes.items())
+
+    def positions(self, encoder: str) -> np.ndarray:
+        """Where the encoder's rows go in the sample, int64."""
+        rows = {name: self.rows[name] * len(sizes) for name, sizes in self.sizes.items()}
+        names = list(rows)
+        first = sum(rows[name] for name in names[: names.index(encoder)])
+        return np.arange(first, first + rows[encoder])
+
+    def fitting(self, tokens: int, patches: int | None, shapes: ModelShapes) -> int:
+        """How many such samples make a micro-batch of so many tokens, and patches for each encoder (None: any number);
+        at least 1.
+        """
+        most = [tokens // self.tokens]
+        for name, sizes in self.sizes.items():
+            of_sample = self.rows[name] * len(sizes) * shapes.encoders[name].unit
+            most += [patches // of_sample] if patches is not None and of_sample else []
+        return max(1, min(most))
+
+
+def assumed_sample(plan: PlanConfig, shapes: ModelShapes) -> AssumedSample:
+    """The sample that section `plan` describes, for a model of these shapes."""
+    square = {name: shape.square(plan.image_side) for name, shape in shapes.encoders.items()}
+    sizes = {name: (size,) * plan.images for name, size in square.items()}
+    rows = {name: shapes.encoders[name].rows(size) for name, size in square.items()}
+    tokens = plan.tokens + sum(rows[name] * len(sizes[name]) for name in sizes)
+    return AssumedSample(sizes, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
+
+
+def lengthened(plan: PlanConfig, tokens: int, shapes: ModelShapes) -> PlanConfig:
+    """`plan` with as much more text that its sample has `tokens`, if it has fewer."""
+    missing = tokens - assumed_sample(plan, shapes).tokens
+    return replace(plan, tokens=plan.tokens + missing) if missing > 0 else plan
