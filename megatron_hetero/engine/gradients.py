@@ -15,6 +15,7 @@ Every rank has back-propagated the *sum* of its own tokens' losses. For each mod
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -76,9 +77,9 @@ def reduce_gradients(
 
 def scale_gradients(modules: Iterable[TrainedModule], factor: float) -> None:
     """Step 5."""
-    for module in modules:
-        for buffer in module.data_parallel.buffers:
-            buffer.mul_(factor)
+    buffers = [buffer for module in modules for buffer in module.data_parallel.buffers]
+    if buffers:
+        torch._foreach_mul_(buffers, factor)
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -135,19 +136,24 @@ def _sum_parts_over_tp(module: TrainedModule) -> None:
     if not slots:
         return
     buffer = torch.zeros(size, device=module.data_parallel.buffers[0].device)
-    gradients = [_accumulated_rows(module, name, tensor_slice) for name, tensor_slice in own]
-    views = [
-        buffer.narrow(0, slots[tensor_slice.rectangle] + before, gradient.numel())
-        for (_, tensor_slice), (gradient, before) in zip(own, gradients, strict=True)
-    ]
-    for view, (gradient, _) in zip(views, gradients, strict=True):
-        view.add_(gradient.flatten())
+    gradients, views = list[Tensor](), list[Tensor]()
+    rounds = dict[int, list[int]]()
+    times = Counter[Any]()
+    for name, tensor_slice in own:
+        gradient, before = _accumulated_rows(module, name, tensor_slice)
+        # What one kernel adds to must not have the same memory twice.
+        rounds.setdefault(times[tensor_slice.rectangle], []).append(len(views))
+        times[tensor_slice.rectangle] += 1
+        gradients.append(gradient)
+        views.append(buffer.narrow(0, slots[tensor_slice.rectangle] + before, gradient.numel()).view_as(gradient))
+    for places in rounds.values():
+        torch._foreach_add_([views[place] for place in places], [gradients[place] for place in places])
     if module.data_parallel.reduces_early:
         # Ranks of a tp group may keep other rows of a slice: it may lie elsewhere in their parameters.
         dist.all_reduce(buffer, group=module.groups.dp_cp)
     dist.all_reduce(buffer, group=module.groups.tp)
-    for view, (gradient, _) in zip(views, gradients, strict=True):
-        gradient.copy_(view.view_as(gradient))
+    if gradients:
+        torch._foreach_copy_(gradients, views)
 
 
 def _accumulated_rows(module: TrainedModule, name: str, tensor_slice: TensorSlice) -> tuple[Tensor, int]:

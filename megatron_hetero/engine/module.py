@@ -58,6 +58,11 @@ class TrainedModule:
         start, stop = self.data_parallel.owned[name]
         return values[start - begin : stop - begin]
 
+    def weight(self, name: str) -> Tensor:
+        """What this rank updates of a parameter, flat: a view."""
+        (begin, _), (start, stop) = self.data_parallel.kept(name), self.data_parallel.owned[name]
+        return self.data_parallel.weights(name)[start - begin : stop - begin]
+
     def whole_weight(self, name: str) -> Tensor:
         """A parameter, shaped as in `parameters`. Collective where data-parallel ranks share it."""
         return self.data_parallel.whole(name, self.data_parallel.weights(name))
