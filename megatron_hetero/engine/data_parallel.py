@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
@@ -81,8 +82,14 @@ class DataParallel(ABC):
         """Before a step."""
 
     @abstractmethod
+    def start_reducing(self) -> None:
+        """Begin to sum the gradients over the group, where backward passes have not: nothing waits for it. Collective;
+        between it and `reduce` there is no other collective of the group.
+        """
+
+    @abstractmethod
     def reduce(self) -> None:
-        """Sum the gradients over the group, where backward passes have not. Collective."""
+        """What is computed from here on sees the sums."""
 
     @abstractmethod
     def share_weights(self) -> None:
@@ -97,11 +104,13 @@ class DataParallel(ABC):
 class Replicated(DataParallel):
     """Each rank keeps all weights and gradients; with the distributed optimizer it updates a share of them.
 
-    `ddp`: Megatron's buffers; None where nothing trains. `platform`: where they are reduced.
+    `ddp`: Megatron's buffers; None where nothing trains. `platform`: where they are reduced. Not by Megatron, which
+    overlaps the reductions of buckets with the backward pass only where each parameter gets a gradient in each step.
     """
 
     ddp: DistributedDataParallel | None
     platform: Platform
+    _reducing: list[dist.Work] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -185,9 +194,26 @@ class Replicated(DataParallel):
             self.ddp.zero_grad_buffer()
 
     @override
+    def start_reducing(self) -> None:
+        assert not self._reducing, "gradients are reduced once a step"
+        buckets = [bucket for buffer in self._ddp_buffers for bucket in buffer.buckets]
+        self._reducing.extend(self._start(bucket.grad_data) for bucket in buckets)
+
+    def _start(self, gradients: Tensor) -> dist.Work:
+        group: Any = self.groups.dp_cp
+        if self.sharded and not self.platform.prefers_all_reduce:
+            own = gradients.view(group.size(), -1)[group.rank()]
+            work = dist.reduce_scatter_tensor(own, gradients, group=group, async_op=True)
+        else:
+            work = dist.all_reduce(gradients, group=group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        return work
+
+    @override
     def reduce(self) -> None:
-        if self.ddp is not None:
-            self.ddp.finish_grad_sync(force_all_reduce=self.platform.prefers_all_reduce)
+        for work in self._reducing:
+            work.wait()
+        self._reducing.clear()
 
     @override
     def share_weights(self) -> None:

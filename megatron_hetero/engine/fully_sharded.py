@@ -131,8 +131,12 @@ class FullySharded(DataParallel):
             buffer.zero_()
 
     @override
-    def reduce(self) -> None:
+    def start_reducing(self) -> None:
         """Backward passes have done it."""
+
+    @override
+    def reduce(self) -> None:
+        """Likewise."""
 
     @override
     def share_weights(self) -> None:

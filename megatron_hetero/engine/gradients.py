@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -54,15 +54,16 @@ def reduce_gradients(
     loss_sum: Tensor,
     loss_counts_here: bool,
     topology: Topology,
+    started: Mapping[str, Tensor] | None = None,
 ) -> GradientSummary:
     """Steps 1 to 4. `loss_sum`: the fp32 sum of this rank's token losses; it counts where `loss_counts_here`.
 
-    `modules`: those that this rank has a part of, in the order of the topology; every rank calls it.
+    `modules`: those that this rank has a part of, in the order of the topology; every rank calls it. `started`: by
+    module, what `start_sums` gave, where it has been called.
     """
     trained = {module.name: module for module in modules if module.trained}
-    finite = {name: _is_finite(module) for name, module in trained.items()}
-    for module in trained.values():
-        _sum_parts_over_tp(module)
+    finite = dict(started or {})
+    finite |= {name: start_sums(module) for name, module in trained.items() if name not in finite}
     for module in trained.values():
         module.data_parallel.reduce()
     for module in trained.values():
@@ -73,6 +74,18 @@ def reduce_gradients(
     counts = torch.full_like(loss_sum, float(loss_counts_here), dtype=torch.float64)
     mine = [torch.stack([loss_sum.double(), counts]), *(columns.get(name, absent) for name in topology.layouts)]
     return _summarise(_gather_rows(torch.cat(mine), topology), list(topology.layouts))
+
+
+def start_sums(module: TrainedModule) -> Tensor:
+    """Step 1, and the beginning of 2, of a module whose gradients are those of the step: nothing waits for the sums.
+
+    Returns whether the gradients of this rank were finite before, fp64 scalar. Collective over the ranks that have the
+    same stages of the module.
+    """
+    finite = _is_finite(module)
+    _sum_parts_over_tp(module)
+    module.data_parallel.start_reducing()
+    return finite
 
 
 def scale_gradients(modules: Iterable[TrainedModule], factor: float) -> None:

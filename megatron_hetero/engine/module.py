@@ -74,6 +74,11 @@ class TrainedModule:
         return self.data_parallel.whole(name, self.data_parallel.accumulated(name)[0])
 
     @property
+    def overlaps_sums(self) -> bool:
+        """Whether its gradients are summed over ranks behind its last backward pass, and not within backward passes."""
+        return bool(self.trained) and not self.data_parallel.reduces_early
+
+    @property
     def tied_copy(self) -> str | None:
         """The parameter of this rank that counts on another stage, if any: the head of a tied model."""
         return None if any(stage.is_first for stage in self.stages) else self.tied

@@ -414,7 +414,7 @@ def upper_half(bits: Tensor) -> Tensor:
 
 def joined(weights: Tensor, lower: Tensor) -> Tensor:
     """Fp32 numbers from bfloat16 `weights`, which are those `rounded`, and their `lower` halves, int16."""
-    upper = weights.contiguous().view(torch.int16) - (lower < 0).to(torch.int16)  # Rounded up where its first bit is 1.
+    upper = weights.contiguous().view(torch.int16) + (lower >> 15)  # Rounded up where its first bit is 1: then -1.
     return torch.stack((lower, upper), 1).view(torch.float32).view(-1)
 
 
