@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ class DataParallel(ABC):
     @abstractmethod
     def buffers(self) -> Sequence[Tensor]:
         """All gradients of this rank, in flat tensors."""
+
+    @property
+    @abstractmethod
+    def summed(self) -> Sequence[Tensor]:
+        """Of `buffers` what is summed over the group once gradients are reduced."""
 
     @abstractmethod
     def kept(self, name: str) -> Range:
@@ -175,6 +181,18 @@ class Replicated(DataParallel):
     def buffers(self) -> Sequence[Tensor]:
         return [buffer.grad_data for buffer in self._ddp_buffers]
 
+    @property
+    def _buckets(self) -> Sequence[Tensor]:
+        return [bucket.grad_data for buffer in self._ddp_buffers for bucket in buffer.buckets]
+
+    @property
+    @override
+    def summed(self) -> Sequence[Tensor]:
+        if not self.sharded or self.platform.prefers_all_reduce:
+            return self._buckets
+        ranks, rank = self.groups.dp_cp.size(), self.groups.dp_cp.rank()
+        return [gradients.view(ranks, -1)[rank] for gradients in self._buckets]
+
     @override
     def kept(self, name: str) -> Range:
         return 0, self.parameters[name].numel()
@@ -196,16 +214,14 @@ class Replicated(DataParallel):
     @override
     def start_reducing(self) -> None:
         assert not self._reducing, "gradients are reduced once a step"
-        buckets = [bucket for buffer in self._ddp_buffers for bucket in buffer.buckets]
-        self._reducing.extend(self._start(bucket.grad_data) for bucket in buckets)
+        self._reducing.extend(starmap(self._start, zip(self._buckets, self.summed, strict=True)))
 
-    def _start(self, gradients: Tensor) -> dist.Work:
-        group: Any = self.groups.dp_cp
-        if self.sharded and not self.platform.prefers_all_reduce:
-            own = gradients.view(group.size(), -1)[group.rank()]
-            work = dist.reduce_scatter_tensor(own, gradients, group=group, async_op=True)
-        else:
+    def _start(self, gradients: Tensor, summed: Tensor) -> dist.Work:
+        group = self.groups.dp_cp
+        if summed is gradients:
             work = dist.all_reduce(gradients, group=group, async_op=True)
+        else:
+            work = dist.reduce_scatter_tensor(summed, gradients, group=group, async_op=True)
         assert work is not None, "this rank is in the group"
         return work
 

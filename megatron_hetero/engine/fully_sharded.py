@@ -104,6 +104,11 @@ class FullySharded(DataParallel):
     def buffers(self) -> Sequence[Tensor]:
         return [unit.gradients for stage in self.stages for unit in stage.units if unit.places]
 
+    @property
+    @override
+    def summed(self) -> Sequence[Tensor]:
+        return self.buffers
+
     @override
     def kept(self, name: str) -> Range:
         shape, group = self.parameters[name].shape, self.groups.dp_cp

@@ -89,10 +89,10 @@ def start_sums(module: TrainedModule) -> Tensor:
 
 
 def scale_gradients(modules: Iterable[TrainedModule], factor: float) -> None:
-    """Step 5."""
-    buffers = [buffer for module in modules for buffer in module.data_parallel.buffers]
-    if buffers:
-        torch._foreach_mul_(buffers, factor)
+    """Step 5, of what was summed: with the distributed optimizer a rank's own share on a GPU."""
+    summed = [gradients for module in modules for gradients in module.data_parallel.summed]
+    if summed:
+        torch._foreach_mul_(summed, factor)
 
 
 def clip_factor(norm: float, limit: float) -> float:
