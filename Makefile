@@ -128,6 +128,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.planning
 	$(BIN)/python -m benchmarks.schedule
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.roofline
 
 # On a machine with one GPU, in under ten minutes.
 bench-gpu: $(INSTALLED)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_hetero.checkpoint.format.blocks import Block, cut, first_held
 from megatron_hetero.checkpoint.format.keys import RANDOM, STEP, WEIGHTS, Entry, Shape, matrix
 from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.engine.number_formats import Plain, RoundedMaster, Stored, unpacked, write_all
+from megatron_hetero.engine.number_formats import Plain, RoundedMaster, Spread, Stored, unpacked, write_all
 from megatron_hetero.engine.optimizer import ModuleOptimizer
 from megatron_hetero.engine.optimizer_state import OptimizerShard
 from megatron_hetero.hf.weight_map import TensorSlice
@@ -86,7 +86,7 @@ def read(
                 else:  # Of masters, if it was trained before.
                     staged = torch.zeros(len(flat))
                     yield list(entries(WEIGHTS, blocks, staged, shapes))
-                    write_all(RoundedMaster(flat), staged, flat.device)
+                    write_all(RoundedMaster(Spread((flat,))), staged, flat.device)
             elif name in optimizer.shards:
                 yield from _read_shard(optimizer.shards[name], held, width, shapes, found)
 
@@ -98,9 +98,7 @@ def renew_masters(optimizers: Iterable[ModuleOptimizer | None]) -> None:
         if optimizer is None:
             continue
         for name, shard in optimizer.shards.items():
-            kept = optimizer.module.data_parallel
-            begin, _ = kept.kept(name)
-            weights = kept.weights(name)[shard.start - begin : shard.stop - begin]
+            weights = optimizer.module.weight(name)
             write_all(shard.master, weights, weights.device)
 
 

@@ -188,6 +188,11 @@ class ScheduleConfig:
         None, "Micro-batches that an encoder on separate ranks may run ahead of the text module.", "1"
     )
     virtual_stages: int = option(1, "Virtual pipeline stages per pp rank of the text module (interleaved 1F1B).")
+    overlap_grad_reduce: bool = option(
+        True,
+        "Sum a module's gradients over ranks behind its last backward pass on a rank, while other modules compute; "
+        "otherwise at the end of the step.",
+    )
     timeout_s: float = option(
         1800.0,
         "Watchdog timeout per action, seconds; 0 disables. Also ends a start, save or export without progress on any "

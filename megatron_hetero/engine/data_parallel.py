@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import starmap
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
@@ -64,6 +66,11 @@ class DataParallel(ABC):
     def buffers(self) -> Sequence[Tensor]:
         """All gradients of this rank, in flat tensors."""
 
+    @property
+    @abstractmethod
+    def summed(self) -> Sequence[Tensor]:
+        """Of `buffers` what is summed over the group once gradients are reduced."""
+
     @abstractmethod
     def kept(self, name: str) -> Range:
         """What this rank keeps of the weights of a parameter from step to step."""
@@ -81,8 +88,14 @@ class DataParallel(ABC):
         """Before a step."""
 
     @abstractmethod
+    def start_reducing(self) -> None:
+        """Begin to sum the gradients over the group, where backward passes have not: nothing waits for it. Collective;
+        between it and `reduce` there is no other collective of the group.
+        """
+
+    @abstractmethod
     def reduce(self) -> None:
-        """Sum the gradients over the group, where backward passes have not. Collective."""
+        """What is computed from here on sees the sums."""
 
     @abstractmethod
     def share_weights(self) -> None:
@@ -97,11 +110,13 @@ class DataParallel(ABC):
 class Replicated(DataParallel):
     """Each rank keeps all weights and gradients; with the distributed optimizer it updates a share of them.
 
-    `ddp`: Megatron's buffers; None where nothing trains. `platform`: where they are reduced.
+    `ddp`: Megatron's buffers; None where nothing trains. `platform`: where they are reduced. Not by Megatron, which
+    overlaps the reductions of buckets with the backward pass only where each parameter gets a gradient in each step.
     """
 
     ddp: DistributedDataParallel | None
     platform: Platform
+    _reducing: list[dist.Work] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -166,6 +181,18 @@ class Replicated(DataParallel):
     def buffers(self) -> Sequence[Tensor]:
         return [buffer.grad_data for buffer in self._ddp_buffers]
 
+    @property
+    def _buckets(self) -> Sequence[Tensor]:
+        return [bucket.grad_data for buffer in self._ddp_buffers for bucket in buffer.buckets]
+
+    @property
+    @override
+    def summed(self) -> Sequence[Tensor]:
+        if not self.sharded or self.platform.prefers_all_reduce:
+            return self._buckets
+        ranks, rank = self.groups.dp_cp.size(), self.groups.dp_cp.rank()
+        return [gradients.view(ranks, -1)[rank] for gradients in self._buckets]
+
     @override
     def kept(self, name: str) -> Range:
         return 0, self.parameters[name].numel()
@@ -185,9 +212,24 @@ class Replicated(DataParallel):
             self.ddp.zero_grad_buffer()
 
     @override
+    def start_reducing(self) -> None:
+        assert not self._reducing, "gradients are reduced once a step"
+        self._reducing.extend(starmap(self._start, zip(self._buckets, self.summed, strict=True)))
+
+    def _start(self, gradients: Tensor, summed: Tensor) -> dist.Work:
+        group = self.groups.dp_cp
+        if summed is gradients:
+            work = dist.all_reduce(gradients, group=group, async_op=True)
+        else:
+            work = dist.reduce_scatter_tensor(summed, gradients, group=group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        return work
+
+    @override
     def reduce(self) -> None:
-        if self.ddp is not None:
-            self.ddp.finish_grad_sync(force_all_reduce=self.platform.prefers_all_reduce)
+        for work in self._reducing:
+            work.wait()
+        self._reducing.clear()
 
     @override
     def share_weights(self) -> None:

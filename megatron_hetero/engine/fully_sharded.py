@@ -105,6 +105,11 @@ class FullySharded(DataParallel):
     def buffers(self) -> Sequence[Tensor]:
         return [unit.gradients for stage in self.stages for unit in stage.units if unit.places]
 
+    @property
+    @override
+    def summed(self) -> Sequence[Tensor]:
+        return self.buffers
+
     @override
     def kept(self, name: str) -> Range:
         shape, group = self.parameters[name].shape, self.groups.dp_cp
@@ -132,8 +137,12 @@ class FullySharded(DataParallel):
             buffer.zero_()
 
     @override
-    def reduce(self) -> None:
+    def start_reducing(self) -> None:
         """Backward passes have done it."""
+
+    @override
+    def reduce(self) -> None:
+        """Likewise."""
 
     @override
     def share_weights(self) -> None:

@@ -15,7 +15,8 @@ Every rank has back-propagated the *sum* of its own tokens' losses. For each mod
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -53,15 +54,16 @@ def reduce_gradients(
     loss_sum: Tensor,
     loss_counts_here: bool,
     topology: Topology,
+    started: Mapping[str, Tensor] | None = None,
 ) -> GradientSummary:
     """Steps 1 to 4. `loss_sum`: the fp32 sum of this rank's token losses; it counts where `loss_counts_here`.
 
-    `modules`: those that this rank has a part of, in the order of the topology; every rank calls it.
+    `modules`: those that this rank has a part of, in the order of the topology; every rank calls it. `started`: by
+    module, what `start_sums` gave, where it has been called.
     """
     trained = {module.name: module for module in modules if module.trained}
-    finite = {name: _is_finite(module) for name, module in trained.items()}
-    for module in trained.values():
-        _sum_parts_over_tp(module)
+    finite = dict(started or {})
+    finite |= {name: start_sums(module) for name, module in trained.items() if name not in finite}
     for module in trained.values():
         module.data_parallel.reduce()
     for module in trained.values():
@@ -74,11 +76,23 @@ def reduce_gradients(
     return _summarise(_gather_rows(torch.cat(mine), topology), list(topology.layouts))
 
 
+def start_sums(module: TrainedModule) -> Tensor:
+    """Step 1, and the beginning of 2, of a module whose gradients are those of the step: nothing waits for the sums.
+
+    Returns whether the gradients of this rank were finite before, fp64 scalar. Collective over the ranks that have the
+    same stages of the module.
+    """
+    finite = _is_finite(module)
+    _sum_parts_over_tp(module)
+    module.data_parallel.start_reducing()
+    return finite
+
+
 def scale_gradients(modules: Iterable[TrainedModule], factor: float) -> None:
-    """Step 5."""
-    for module in modules:
-        for buffer in module.data_parallel.buffers:
-            buffer.mul_(factor)
+    """Step 5, of what was summed: with the distributed optimizer a rank's own share on a GPU."""
+    summed = [gradients for module in modules for gradients in module.data_parallel.summed]
+    if summed:
+        torch._foreach_mul_(summed, factor)
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -135,19 +149,24 @@ def _sum_parts_over_tp(module: TrainedModule) -> None:
     if not slots:
         return
     buffer = torch.zeros(size, device=module.data_parallel.buffers[0].device)
-    gradients = [_accumulated_rows(module, name, tensor_slice) for name, tensor_slice in own]
-    views = [
-        buffer.narrow(0, slots[tensor_slice.rectangle] + before, gradient.numel())
-        for (_, tensor_slice), (gradient, before) in zip(own, gradients, strict=True)
-    ]
-    for view, (gradient, _) in zip(views, gradients, strict=True):
-        view.add_(gradient.flatten())
+    gradients, views = list[Tensor](), list[Tensor]()
+    rounds = dict[int, list[int]]()
+    times = Counter[Any]()
+    for name, tensor_slice in own:
+        gradient, before = _accumulated_rows(module, name, tensor_slice)
+        # What one kernel adds to must not have the same memory twice.
+        rounds.setdefault(times[tensor_slice.rectangle], []).append(len(views))
+        times[tensor_slice.rectangle] += 1
+        gradients.append(gradient)
+        views.append(buffer.narrow(0, slots[tensor_slice.rectangle] + before, gradient.numel()).view_as(gradient))
+    for places in rounds.values():
+        torch._foreach_add_([views[place] for place in places], [gradients[place] for place in places])
     if module.data_parallel.reduces_early:
         # Ranks of a tp group may keep other rows of a slice: it may lie elsewhere in their parameters.
         dist.all_reduce(buffer, group=module.groups.dp_cp)
     dist.all_reduce(buffer, group=module.groups.tp)
-    for view, (gradient, _) in zip(views, gradients, strict=True):
-        gradient.copy_(view.view_as(gradient))
+    if gradients:
+        torch._foreach_copy_(gradients, views)
 
 
 def _accumulated_rows(module: TrainedModule, name: str, tensor_slice: TensorSlice) -> tuple[Tensor, int]:

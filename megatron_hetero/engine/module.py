@@ -59,6 +59,11 @@ class TrainedModule:
         start, stop = self.data_parallel.owned[name]
         return values[start - begin : stop - begin]
 
+    def weight(self, name: str) -> Tensor:
+        """What this rank updates of a parameter, flat: a view."""
+        (begin, _), (start, stop) = self.data_parallel.kept(name), self.data_parallel.owned[name]
+        return self.data_parallel.weights(name)[start - begin : stop - begin]
+
     def whole_weight(self, name: str) -> Tensor:
         """A parameter, shaped as in `parameters`. Collective where data-parallel ranks share it."""
         return self.data_parallel.whole(name, self.data_parallel.weights(name))
@@ -68,6 +73,11 @@ class TrainedModule:
         if name not in self.trained:
             return torch.zeros(self.parameters[name].shape)
         return self.data_parallel.whole(name, self.data_parallel.accumulated(name)[0])
+
+    @property
+    def overlaps_sums(self) -> bool:
+        """Whether its gradients are summed over ranks behind its last backward pass, and not within backward passes."""
+        return bool(self.trained) and not self.data_parallel.reduces_early
 
     @property
     def tied_copy(self) -> str | None:

@@ -6,6 +6,7 @@ context-parallel group updates an equal share of Megatron's buffer, of which it 
 exempt from weight decay. SGD is plain: w -= lr * g, replicated.
 
 Numbers kept in less than fp32, or in host memory, are unpacked some at a time: a module is never in fp32 as a whole.
+What is not a matter of single parameters is done to all numbers of a batch at once.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from megatron_hetero.config.schema import FP32, OptimizerConfig, PrecisionConfig
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.learning_rate import learning_rate
 from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.engine.number_formats import PIECE
-from megatron_hetero.engine.optimizer_state import OptimizerShard, build_shards
+from megatron_hetero.engine.number_formats import PIECE, Fp32Master, Fp32Weights, Plain, Stored
+from megatron_hetero.engine.optimizer_state import OptimizerShard, OptimizerState, build_state
 from megatron_hetero.models.weights import group_of
 from megatron_hetero.names import TEXT, parts_of
+
+_SHARE = 32
+"""Numbers that are unpacked are so in at most about so many batches."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements [start, stop) of the shard of parameter `name`."""
+    """Elements [start, stop) of the states of a module, all of parameter `name`."""
 
     name: str
     start: int
@@ -56,9 +60,8 @@ class ModuleOptimizer:
 
     Attributes:
         module: what it updates.
-        shards: of the parameters of which this rank updates any elements, by name.
-        rates: of these.
-        updates: how often each was updated, fp32 [shards]; theirs are views of it.
+        state: of the parameters of which this rank updates any elements.
+        rates: of these, by name.
         config: of all optimizers.
         seed: of stochastic rounding.
         platform: where this rank computes.
@@ -67,14 +70,23 @@ class ModuleOptimizer:
     """
 
     module: TrainedModule
-    shards: Mapping[str, OptimizerShard]
+    state: OptimizerState
     rates: Mapping[str, Rates]
-    updates: Tensor
     config: OptimizerConfig
     seed: int
     platform: Platform
     streamed: bool
     streams: Sequence[torch.cuda.Stream] = ()
+
+    @property
+    def shards(self) -> Mapping[str, OptimizerShard]:
+        """Of the state, by the names of parameters."""
+        return self.state.shards
+
+    @property
+    def updates(self) -> Tensor:
+        """How often each of them was updated, fp32 [shards]."""
+        return self.state.updates
 
     @torch.no_grad()
     def update(self, step: int, total: int) -> None:
@@ -97,32 +109,29 @@ class ModuleOptimizer:
     @torch.no_grad()
     def renew_weights(self) -> None:
         """Make the weights those of the masters, where these were loaded."""
-        for pieces in self._batches:
-            for piece in pieces:
-                master = self.shards[piece.name].master
-                master.write(piece.start, master.read(piece.start, piece.stop))
+        master = self.state.master
+        for pieces in () if isinstance(master, Fp32Weights) else self._batches:
+            start, stop = pieces[0].start, pieces[-1].stop
+            master.write(start, master.read(start, stop))
         self.share_weights()
 
     def _update(self, pieces: Sequence[_Piece], step: int, total: int) -> None:
-        shards, spans = [self.shards[p.name] for p in pieces], [(p.start, p.stop) for p in pieces]
-        names = OPTIMIZERS[self.config.name].moments
-        weights = [shard.master.read(*span) for shard, span in zip(shards, spans, strict=True)]
-        gradients = [shard.gradient[slice(*span)].float() for shard, span in zip(shards, spans, strict=True)]
-        moments = {name: [s.moments[name].read(*span) for s, span in zip(shards, spans, strict=True)] for name in names}
+        master, moments = _Unpacked.of(self.state.master, pieces), self._moments(pieces)
+        gradients = self._gradients(pieces)
         # Copies: a parameter in several pieces is counted once.
-        counts = torch.stack([shard.updates for shard in shards]).unbind() if names else ()
+        counts = torch.stack([self.shards[p.name].updates for p in pieces]).unbind() if moments else ()
         for rates, places in self._by_rates(pieces).items():
 
             def chosen(of_pieces: Sequence[Tensor], places: list[int] = places) -> list[Tensor]:
                 return [of_pieces[place] for place in places]
 
             rate = rate_of(rates.peak, rates.minimum, step, self.config, total)
-            if not names:
-                torch._foreach_add_(chosen(weights), chosen(gradients), alpha=-rate)
+            if not moments:
+                torch._foreach_add_(chosen(master.pieces), chosen(gradients), alpha=-rate)
                 continue
-            first, second = (chosen(moments[name]) for name in names)
+            first, second = (chosen(moment.pieces) for moment in moments)
             adamw(
-                chosen(weights),
+                chosen(master.pieces),
                 chosen(gradients),
                 first,
                 second,
@@ -137,24 +146,38 @@ class ModuleOptimizer:
                 eps=self.config.eps,
                 maximize=False,
             )
-        for place, (piece, shard) in enumerate(zip(pieces, shards, strict=True)):
-            random = self._random(piece, shard, step)
-            shard.master.write(piece.start, weights[place], random)
-            for name in names:
-                shard.moments[name].write(piece.start, moments[name][place], random)
+        random = None if self._is_plain else self._random(pieces[0], step)
+        for unpacked in (master, *moments):
+            unpacked.pack(random)
+
+    def _moments(self, pieces: Sequence[_Piece]) -> list[_Unpacked]:
+        names = OPTIMIZERS[self.config.name].moments
+        return [_Unpacked.of(self.state.moments[name], pieces) for name in names]
+
+    def _gradients(self, pieces: Sequence[_Piece]) -> Sequence[Tensor]:
+        """Fp32; views where they are that."""
+        gradients = self.state.gradients
+        if gradients.dtype == torch.float32:
+            return [gradients.read(piece.start, piece.stop) for piece in pieces]
+        return gradients.read(pieces[0].start, pieces[-1].stop).float().split(_sizes(pieces))
 
     @cached_property
     def _batches(self) -> tuple[tuple[_Piece, ...], ...]:
         """The pieces that are updated together."""
-        return tuple(_together(self.shards, math.inf if self._is_plain else PIECE))
+        size = sum(shard.stop - shard.start for shard in self.shards.values())
+        most = math.inf if self._is_plain else max(PIECE, -(-size // _SHARE))
+        return tuple(_together(self.shards, most, self.module.tied))
 
     @cached_property
     def _is_plain(self) -> bool:
         """Whether all numbers are kept as they are computed with."""
-        stored = [s for shard in self.shards.values() for s in (shard.master, *shard.moments.values())]
-        kept = [tensor for each in stored for tensor in (each.values, *each.tensors)]
-        kept += [shard.gradient for shard in self.shards.values()]
-        return not self.streamed and all(t is not None and t.dtype == torch.float32 for t in kept)
+        stored = [self.state.master, *self.state.moments.values()]
+        kept = [*self.state.gradients.tensors, *(tensor for each in stored for tensor in each.tensors)]
+        return (
+            not self.streamed
+            and all(isinstance(each, Fp32Weights | Fp32Master | Plain) for each in stored)
+            and all(tensor.dtype == torch.float32 for tensor in kept)
+        )
 
     def _by_rates(self, pieces: Sequence[_Piece]) -> dict[Rates, list[int]]:
         """Places of the pieces of each kind of rates."""
@@ -163,11 +186,11 @@ class ModuleOptimizer:
             found.setdefault(self.rates[piece.name], []).append(place)
         return found
 
-    def _random(self, piece: _Piece, shard: OptimizerShard, step: int) -> torch.Generator:
-        """What a piece is rounded with: the same on all ranks that hold it, and after a resume."""
+    def _random(self, first: _Piece, step: int) -> torch.Generator:
+        """What a batch is rounded with, by its first piece: the same on all ranks that hold it, and after a resume."""
         # Copies of a tied weight have other names on other stages.
-        name = "tied" if piece.name == self.module.tied else piece.name
-        text = f"{self.seed}/{self.module.name}/{name}/{shard.start + piece.start}/{step}"
+        shard, name = self.shards[first.name], "tied" if first.name == self.module.tied else first.name
+        text = f"{self.seed}/{self.module.name}/{name}/{shard.start + first.start - shard.at}/{step}"
         digest = blake2b(text.encode(), digest_size=8).digest()
         return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -182,16 +205,48 @@ class ModuleOptimizer:
         return torch.cuda.stream(stream)
 
 
-def _together(shards: Mapping[str, OptimizerShard], most: float) -> Iterator[tuple[_Piece, ...]]:
+@dataclass(frozen=True, eq=False)
+class _Unpacked:
+    """Numbers in fp32, from `start` on in the states of a module: `whole`, and its `pieces`. Weights that are kept in
+    fp32 are updated where they lie: they have no `whole`.
+    """
+
+    stored: Stored
+    start: int
+    whole: Tensor | None
+    pieces: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, stored: Stored, pieces: Sequence[_Piece]) -> _Unpacked:
+        """Of all `pieces`, which follow each other."""
+        start, stop = pieces[0].start, pieces[-1].stop
+        if isinstance(stored, Fp32Weights):
+            return cls(stored, start, None, [stored.read(piece.start, piece.stop) for piece in pieces])
+        whole = stored.read(start, stop)
+        return cls(stored, start, whole, whole.split(_sizes(pieces)))
+
+    def pack(self, random: torch.Generator | None) -> None:
+        """Keep the numbers, rounded by `random`."""
+        if self.whole is not None:
+            self.stored.write(self.start, self.whole, random)
+
+
+def _sizes(pieces: Sequence[_Piece]) -> list[int]:
+    return [piece.stop - piece.start for piece in pieces]
+
+
+def _together(shards: Mapping[str, OptimizerShard], most: float, tied: str | None) -> Iterator[tuple[_Piece, ...]]:
     """All elements in pieces, as many together as have at most `most` elements. They are cut alike whatever the numbers
-    are kept in, so that the vectors of a kernel end at the same elements.
+    are kept in, so that the vectors of a kernel end at the same elements. What is `tied` is by itself: on other stages
+    it has other neighbours, and is rounded alike.
     """
     batch, size = list[_Piece](), 0
     for name, shard in shards.items():
-        length = shard.stop - shard.start
-        for start in range(0, length, PIECE):
-            piece = _Piece(name, start, min(start + PIECE, length))
-            if batch and size + piece.stop - piece.start > most:
+        stop = shard.at + shard.stop - shard.start
+        for start in range(shard.at, stop, PIECE):
+            piece = _Piece(name, start, min(start + PIECE, stop))
+            apart = bool(batch) and (name == tied) != (batch[-1].name == tied)
+            if batch and (apart or size + piece.stop - piece.start > most):
                 yield tuple(batch)
                 batch, size = [], 0
             batch.append(piece)
@@ -223,9 +278,9 @@ def build_optimizer(
     """
     if not module.trained:
         return None
-    shards, updates = build_shards(module, OPTIMIZERS[config.name], precision, on_host=on_host, platform=platform)
-    rates = {name: _rates(module, name, config) for name in shards}
-    return ModuleOptimizer(module, shards, rates, updates, config, seed, platform, on_host, streams)
+    state = build_state(module, OPTIMIZERS[config.name], precision, on_host=on_host, platform=platform)
+    rates = {name: _rates(module, name, config) for name in state.shards}
+    return ModuleOptimizer(module, state, rates, config, seed, platform, on_host, streams)
 
 
 def _rates(module: TrainedModule, name: str, config: OptimizerConfig) -> Rates:

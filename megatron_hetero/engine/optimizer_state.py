@@ -1,9 +1,13 @@
-"""What an optimizer keeps of a module on this rank: master weights and moments of a flat range of each parameter."""
+"""What an optimizer keeps of a module on this rank: master weights and moments of a flat range of each parameter.
+
+They lie one after the other, in the order of the gradients' memory: what is done to all of them is done at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,9 +20,11 @@ from megatron_hetero.engine.number_formats import (
     BLOCK,
     Blocks8,
     Fp32Master,
+    Fp32Weights,
     Plain,
     RoundedMaster,
     SplitMaster,
+    Spread,
     Stored,
     code_of_zero,
 )
@@ -33,6 +39,7 @@ class OptimizerShard:
     Attributes:
         start: in the parameter of this rank.
         stop: in the parameter of this rank.
+        at: where they begin in the states of the module.
         gradient: a view of the gradient buffer, [stop - start].
         master: the weights that are updated.
         moments: by their names in the state of PyTorch's optimizer.
@@ -41,6 +48,7 @@ class OptimizerShard:
 
     start: int
     stop: int
+    at: int
     gradient: Tensor
     master: Stored
     moments: Mapping[str, Stored]
@@ -52,66 +60,96 @@ class OptimizerShard:
         return {"weights": self.master, **self.moments}
 
 
-def build_shards(
+@dataclass(frozen=True, eq=False)
+class OptimizerState:
+    """What an optimizer keeps of a module on this rank.
+
+    Attributes:
+        gradients: of all shards, one after the other.
+        master: likewise.
+        moments: likewise, by their names in the state of PyTorch's optimizer.
+        updates: how often each was updated, fp32 [shards]; theirs are views of it.
+        shards: by the names of their parameters.
+    """
+
+    gradients: Spread
+    master: Stored
+    moments: Mapping[str, Stored]
+    updates: Tensor
+    shards: Mapping[str, OptimizerShard]
+
+
+def build_state(
     module: TrainedModule, kind: OptimizerKind, precision: PrecisionConfig, *, on_host: bool, platform: Platform
-) -> tuple[dict[str, OptimizerShard], Tensor]:
-    """The shards of all trained parameters of which this rank updates any elements, by name, and the counts of their
-    updates, fp32 [shards]. Moments are zero.
+) -> OptimizerState:
+    """The state of all trained parameters of which this rank updates any elements. Moments are zero.
 
     `on_host`: whether masters and moments lie in host memory, pinned where a GPU computes.
     """
     ranges = {name: owned for name, owned in module.data_parallel.owned.items() if owned[0] < owned[1]}
-    updates = torch.zeros(len(ranges), device=platform.device)
+    gradients = {name: module.gradient(name) for name in ranges}
+    names = _in_memory_order(gradients)
+    weights = [module.weight(name) for name in names]
+    make = _Make(tuple(map(len, weights)), platform, on_host)
+    master = make.master(weights, precision)
+    moments = {name: make.moment(precision.moments, squares=name == SECOND_MOMENT) for name in kind.moments}
+    updates = torch.zeros(len(names), device=platform.device)
+    ends = accumulate(make.sizes)
     shards = {
-        name: _shard(module, name, owned, count, kind, precision, on_host, platform)
-        for (name, owned), count in zip(ranges.items(), updates.unbind(), strict=True)
+        name: OptimizerShard(
+            *ranges[name],
+            end - size,
+            gradients[name],
+            master.part(end - size, end),
+            {moment: stored.part(end - size, end) for moment, stored in moments.items()},
+            count,
+        )
+        for name, size, end, count in zip(names, make.sizes, ends, updates.unbind(), strict=True)
     }
-    return shards, updates
+    return OptimizerState(Spread.of([gradients[name] for name in names]), master, moments, updates, shards)
 
 
-def _shard(
-    module: TrainedModule,
-    name: str,
-    owned: tuple[int, int],
-    updates: Tensor,
-    kind: OptimizerKind,
-    precision: PrecisionConfig,
-    on_host: bool,
-    platform: Platform,
-) -> OptimizerShard:
-    start, stop = owned
-    size, device = stop - start, platform.device
-    begin, _ = module.data_parallel.kept(name)
-    weights = module.data_parallel.weights(name)[start - begin : stop - begin]
-
-    def zeros(count: int, dtype: torch.dtype) -> Tensor:
-        if on_host:
-            return platform.host_zeros(count, dtype)
-        return torch.zeros(count, dtype=dtype, device=device)
-
-    def moment(name: str) -> Stored:
-        if precision.moments == "8bit":
-            codes, scales = zeros(size, torch.uint8), zeros(-(-size // BLOCK), torch.float32)
-            squares = name == SECOND_MOMENT
-            return Blocks8(codes.fill_(code_of_zero(squares)), scales, device, squares)
-        return Plain(zeros(size, getattr(torch, precision.moments)), device)
-
-    def master() -> Stored:
-        if weights.dtype == torch.float32:
-            return Plain(weights, device)
-        if precision.master == "none":
-            return RoundedMaster(weights)
-        if precision.master == "split":
-            return SplitMaster(weights, zeros(size, torch.int16))
-        kept = zeros(size, torch.float32)
-        kept.copy_(weights)
-        return Fp32Master(weights, Plain(kept, device))
-
-    return OptimizerShard(
-        start,
-        stop,
-        module.gradient(name),
-        master(),
-        {name: moment(name) for name in kind.moments},
-        updates,
+def _in_memory_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of flat tensors: those in one memory together, as they lie in it."""
+    memories: dict[int, int] = {}
+    for tensor in tensors.values():
+        memories.setdefault(tensor.untyped_storage()._cdata, len(memories))
+    return sorted(
+        tensors, key=lambda name: (memories[tensors[name].untyped_storage()._cdata], tensors[name].storage_offset())
     )
+
+
+@dataclass(frozen=True)
+class _Make:
+    """Makes what is kept of shards of `sizes`. `on_host`: in host memory."""
+
+    sizes: tuple[int, ...]
+    platform: Platform
+    on_host: bool
+
+    def master(self, weights: list[Tensor], precision: PrecisionConfig) -> Stored:
+        """Master weights that are the `weights`."""
+        spread, size = Spread.of(weights), sum(self.sizes)
+        if not weights or spread.dtype == torch.float32:
+            return Fp32Weights(spread)
+        if precision.master == "none":
+            return RoundedMaster(spread)
+        if precision.master == "split":
+            return SplitMaster(spread, self._zeros(size, torch.int16))
+        kept = self._zeros(size, torch.float32)
+        torch._foreach_copy_(list(kept.split(self.sizes)), weights)
+        return Fp32Master(spread, Plain(kept, self.platform.device))
+
+    def moment(self, numbers: str, *, squares: bool) -> Stored:
+        """Zeros in `numbers`, as `PrecisionConfig.moments` has them."""
+        size, device = sum(self.sizes), self.platform.device
+        if numbers == "8bit":
+            codes = self._zeros(size, torch.uint8).fill_(code_of_zero(squares))
+            scales = self._zeros(sum(-(-each // BLOCK) for each in self.sizes), torch.float32)
+            return Blocks8(codes, scales, device, squares, self.sizes)
+        return Plain(self._zeros(size, getattr(torch, numbers)), device)
+
+    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        if self.on_host:
+            return self.platform.host_zeros(count, dtype)
+        return torch.zeros(count, dtype=dtype, device=self.platform.device)

@@ -103,12 +103,19 @@ class Interpreter(RankResources):
             copies=ComparedCopies(keys[0]) if check else None,
         )
 
-    def run(self, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]) -> Tensor:
+    def run(
+        self,
+        schedule: Schedule,
+        load: Callable[[int], DeviceMicroBatch],
+        after_backward: Callable[[str], None] | None = None,
+    ) -> Tensor:
         """Execute this rank's actions.
 
         Args:
             schedule: for the modules and layouts of the interpreter.
             load: moves a micro-batch, numbered from 0, to the device; called when an action first needs it.
+            after_backward: called with the name of a module behind its last backward pass on this rank, also where
+                there was nothing to compute: its gradients are those of the step.
 
         Returns:
             This rank's sum of losses, fp32 scalar; 0 on ranks without a stage that has one. Gradients accumulate in the
@@ -121,7 +128,7 @@ class Interpreter(RankResources):
                 launcher or the watchdog ends them.
         """
         _require_same_edges(self, schedule)
-        return StepExecution(self, schedule, load).run()
+        return StepExecution(self, schedule, load, after_backward or (lambda _: None)).run()
 
 
 def _by_edge(width: int | Mapping[Edge, int], topology: Topology) -> Mapping[Edge, int]:

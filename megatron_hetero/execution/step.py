@@ -44,9 +44,17 @@ CrossingKey = tuple[str, Edge, int]
 class StepExecution:
     """One step. The dictionaries hold the tensors that live on the rank between actions."""
 
-    def __init__(self, resources: RankResources, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]):
-        self.resources, self.schedule, self.load = resources, schedule, load
+    def __init__(
+        self,
+        resources: RankResources,
+        schedule: Schedule,
+        load: Callable[[int], DeviceMicroBatch],
+        after_backward: Callable[[str], None],
+    ):
+        self.resources, self.schedule, self.load, self.after_backward = resources, schedule, load, after_backward
         self.actions = schedule.actions_of(resources.rank)
+        backward = ((i, action.module) for i, action in enumerate(self.actions) if _is_backward(action))
+        self.last_backward = {module: i for i, module in backward}
         self.last_use = {action.micro_batch: i for i, action in enumerate(self.actions)}
         self.position = 0
         self.loss = torch.zeros((), dtype=torch.float32, device=resources.device)
@@ -87,6 +95,8 @@ class StepExecution:
                 self._annotating_errors(action),
             ):
                 handlers[action.op](action)
+            if _is_backward(action) and self.last_backward[action.module] == position:
+                self.after_backward(action.module)
             if self.last_use[action.micro_batch] == position:
                 self.batches.pop(action.micro_batch, None)
         for work, _, action in self.sends:
@@ -434,6 +444,10 @@ class StepExecution:
 
     def _no_rows(self, width: int) -> Tensor:
         return torch.zeros(0, width, dtype=self.resources.dtype, device=self.resources.device)
+
+
+def _is_backward(action: Action) -> bool:
+    return action.op == "run" and action.kind == "B"
 
 
 def _activation_key(action: Action) -> ActivationKey:

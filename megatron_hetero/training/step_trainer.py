@@ -19,7 +19,7 @@ from megatron_hetero.batch.to_device import to_device
 from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.distributed.platform import Platform, on_device
 from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.engine.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients
+from megatron_hetero.engine.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients, start_sums
 from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.engine.optimizer import ModuleOptimizer, rate_of
 from megatron_hetero.errors import NotFiniteError, SharedError
@@ -32,6 +32,8 @@ from megatron_hetero.training.log.metrics import StepMetrics
 from megatron_hetero.training.mfu import utilisation
 from megatron_hetero.training.profile import StepProfiler
 from megatron_hetero.watch.stopwatch import Stopwatch
+
+SUMS = "the sums of gradients over ranks"
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,21 @@ class StepTrainer(OfJob):
         for module in self.modules:
             module.data_parallel.zero_gradients()
         dtype, outputs = self.job.dtype, self.job.outputs
+        early = {m.name: m for m in self.modules if self.config.schedule.overlap_grad_reduce and m.overlaps_sums}
+        started = dict[str, torch.Tensor]()
+
+        def start(name: str) -> None:
+            if name in early:
+                with self.watched(SUMS), torch.profiler.record_function(f"{name} gradient sums"):
+                    started[name] = start_sums(early[name])
+
         loss_sum = self.interpreter.run(
-            self._schedule_of(batch), lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs)
+            self._schedule_of(batch),
+            lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs),
+            start,
         )
-        with self.watched("the sums of gradients over ranks"):
-            return reduce_gradients(self.modules, loss_sum, self.counts_loss, self.topology)
+        with self.watched(SUMS):
+            return reduce_gradients(self.modules, loss_sum, self.counts_loss, self.topology, started)
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around what waits for other ranks between the actions of the schedule."""

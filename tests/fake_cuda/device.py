@@ -114,6 +114,9 @@ class FakeGpu:
         """Count what is copied beside the computation."""
         self.usage.copied[direction] += size * self.beside
 
+    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Called after each kernel: for those who count more than their number."""
+
     def holds(self, tensor: Tensor) -> None:
         """Count the memory of a tensor while it lives."""
         # What a `DTensor` has is that of its part on this rank, which is a tensor of its own.
@@ -189,6 +192,8 @@ class _Dispatch(TorchDispatchMode):
         self._check(func, args, kwargs, inputs, on_gpu)
         out = func(*args, **kwargs)
         self._account(packet, out)
+        if packet.__name__ not in NO_KERNELS:
+            self.gpu.ran(func, args, kwargs, out)
         return out
 
     def _read(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> tuple[Any] | None:

@@ -16,6 +16,7 @@ from megatron_hetero.engine.number_formats import (
     Plain,
     RoundedMaster,
     SplitMaster,
+    Spread,
     Stored,
     joined,
     levels,
@@ -73,13 +74,17 @@ def test_nan_and_infinity_stay_what_they_are(bits: int) -> None:
             assert torch.equal(stored.read(0, BLOCK).isnan(), values.isnan())
     for master in masters(BLOCK):
         master.write(0, values)
-        weights = master.weights.float()  # pyright: ignore[reportAttributeAccessIssue]
+        weights = master.weights.read(0, BLOCK).float()  # pyright: ignore[reportAttributeAccessIssue]
         assert torch.equal(weights.isnan(), values.isnan())
         assert values.isnan().all() or torch.equal(weights, values)
 
 
+def spread(*tensors: Tensor) -> Spread:
+    return Spread(tensors)
+
+
 def masters(size: int) -> list[Stored]:
-    weights = [torch.zeros(size, dtype=torch.bfloat16) for _ in range(2)]
+    weights = [spread(torch.zeros(size, dtype=torch.bfloat16)) for _ in range(2)]
     kept = Plain(torch.zeros(size), CPU)
     return [Fp32Master(weights[0], kept), SplitMaster(weights[1], torch.zeros(size, dtype=torch.int16))]
 
@@ -90,7 +95,8 @@ def test_split_and_fp32_masters_have_the_same_weights_and_values() -> None:
     for master in (whole, split):
         for start in (0, 300):
             master.write(start, values[start : start + 700])
-    assert torch.equal(whole.weights, split.weights)  # pyright: ignore[reportAttributeAccessIssue]
+    [of_whole, of_split] = [each.weights.read(0, 1000) for each in (whole, split)]  # pyright: ignore[reportAttributeAccessIssue]
+    assert torch.equal(of_whole, of_split)
     for span in ((0, 1000), (3, 4), (299, 777)):
         assert torch.equal(whole.read(*span), values[slice(*span)])
         assert torch.equal(split.read(*span), values[slice(*span)])
@@ -102,9 +108,9 @@ def test_states_in_host_memory_are_those_of_the_device(platform: Platform) -> No
     size, device = 3000, platform.device
     values = drawn(size).clamp(-1e15, 1e15).to(device)
     pairs = [
-        (SplitMaster(values.new_zeros(size, dtype=torch.bfloat16), zeros(size, torch.int16)),
+        (SplitMaster(spread(values.new_zeros(size, dtype=torch.bfloat16)), zeros(size, torch.int16)),
          Plain(zeros(size, torch.bfloat16), device),
-         Blocks8(zeros(size, torch.uint8), zeros(-(-size // BLOCK), torch.float32), device, squares=False))
+         Blocks8(zeros(size, torch.uint8), zeros(-(-size // BLOCK), torch.float32), device, False, (size,)))
         for zeros in (platform.host_zeros, lambda count, dtype: torch.zeros(count, dtype=dtype, device=device))
     ]  # fmt: skip
     for host, here in zip(*pairs, strict=True):
@@ -117,11 +123,11 @@ def test_states_in_host_memory_are_those_of_the_device(platform: Platform) -> No
 
 def stored_in(kind: str, size: int) -> Stored:
     if kind == "weights":
-        return RoundedMaster(torch.zeros(size, dtype=torch.bfloat16))
+        return RoundedMaster(spread(torch.zeros(size, dtype=torch.bfloat16)))
     if kind == "bfloat16":
         return Plain(torch.zeros(size, dtype=torch.bfloat16), CPU)
     blocks = torch.zeros(-(-size // BLOCK))
-    return Blocks8(torch.zeros(size, dtype=torch.uint8), blocks, CPU, kind == "squares")
+    return Blocks8(torch.zeros(size, dtype=torch.uint8), blocks, CPU, kind == "squares", (size,))
 
 
 @pytest.mark.parametrize("kind", ["weights", "bfloat16", "8bit", "squares"])
@@ -166,3 +172,53 @@ def test_levels_ascend_to_one(signed: bool) -> None:
     assert len(found) <= 256 and (found.diff() > 0).all() and found[-1] == 1.0
     assert found[0] == (-1.0 if signed else 0.0) and (found == 0).sum() == 1
     assert torch.equal(found, -found.flip(0)) or not signed
+
+
+SIZES = st.lists(st.integers(1, 2 * BLOCK + 3), min_size=1, max_size=6)
+
+
+@given(SIZES, st.data())
+def test_numbers_in_several_tensors_are_one_after_the_other(sizes: list[int], data: st.DataObject) -> None:
+    """Whichever of the tensors are neighbours in memory."""
+    apart = data.draw(st.lists(st.integers(0, 1), min_size=len(sizes), max_size=len(sizes)))
+    memory, tensors, begin = torch.zeros(sum(sizes) + len(sizes)), list[Tensor](), 0
+    for size, gap in zip(sizes, apart, strict=True):
+        begin += gap
+        tensors.append(memory[begin : begin + size])
+        begin += size
+    numbers = Spread.of(tensors)
+    assert len(numbers.tensors) == 1 + sum(apart[1:])
+    start = data.draw(st.integers(0, sum(sizes) - 1))
+    stop = data.draw(st.integers(start + 1, sum(sizes)))
+    expected = torch.zeros(sum(sizes))
+    expected[start:stop] = torch.arange(1.0, stop - start + 1)
+    numbers.write(start, expected[start:stop])
+    assert torch.equal(torch.cat(tensors), expected)
+    assert torch.equal(numbers.read(start, stop), expected[start:stop])
+    assert torch.equal(numbers.part(start, stop).read(0, stop - start), expected[start:stop])
+    assert memory.count_nonzero() == stop - start, "nothing is written between them"
+
+
+@given(SIZES, st.booleans(), st.data())
+def test_blocks_of_several_parameters_are_those_of_each(sizes: list[int], squares: bool, data: st.DataObject) -> None:
+    total, ends = sum(sizes), torch.tensor(sizes).cumsum(0).tolist()
+    values = torch.randn(total, generator=torch.Generator().manual_seed(total))
+    values = values.abs() if squares else values
+    blocks = sum(-(-size // BLOCK) for size in sizes)
+    together = Blocks8(torch.zeros(total, dtype=torch.uint8), torch.zeros(blocks), CPU, squares, tuple(sizes))
+    # Cut where a batch may end: behind a block, or behind a parameter.
+    edges = [end - size + at for end, size in zip(ends, sizes, strict=True) for at in (*range(0, size, BLOCK), size)]
+    middle = data.draw(st.sampled_from(sorted(set(edges))))
+    for start, stop in ((0, middle), (middle, total)):
+        if start < stop:
+            together.write(start, values[start:stop])
+    expected = []
+    for size, own in zip(sizes, values.split(sizes), strict=True):
+        alone = Blocks8(torch.zeros(size, dtype=torch.uint8), torch.zeros(-(-size // BLOCK)), CPU, squares, (size,))
+        alone.write(0, own)
+        expected.append(alone.read(0, size))
+    assert torch.equal(together.read(0, total), torch.cat(expected))
+    start = data.draw(st.integers(0, total - 1))
+    assert torch.equal(together.read(start, total), torch.cat(expected)[start:])
+    for end, own in zip(ends, expected, strict=True):
+        assert torch.equal(together.part(end - len(own), end).read(0, len(own)), own)

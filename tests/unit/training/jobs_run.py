@@ -27,6 +27,9 @@ from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.processor.processor import Processor
+from megatron_hetero.schedule.actions import Action
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.training import step_trainer
 from megatron_hetero.training.export import Value, assemble, gather_parameters
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
@@ -83,6 +86,30 @@ def step(flags: list[str]) -> dict[str, Any]:
         "tokens": metrics.tokens,
         "images": metrics.images,
     }
+
+
+def sums_and_runs(flags: list[str]) -> tuple[list[str], dict[str, Any], float]:
+    """Of a step: the modules that ran backward on this rank, and where sums of gradients began ("+" and the module);
+    gradients, not scaled, and their norm.
+    """
+    run, order = build(flags), list[str]()
+    real_part, real_start = run.interpreter.watch.part, step_trainer.start_sums
+
+    def part(name: str, label: str = "") -> Any:
+        order.extend([name] if Action.parse(label).kind == "B" and name in run.topology.layouts else [])
+        return real_part(name, label)
+
+    def start(module: TrainedModule) -> torch.Tensor:
+        order.append(f"+{module.name}")
+        return real_start(module)
+
+    _, batch, _ = next(iter(run.batches()))
+    with (
+        mock.patch.object(run.interpreter.watch, "part", part),
+        mock.patch.object(step_trainer, "start_sums", start),
+    ):
+        summary = run.gradients(batch)
+    return order, gradient(run), summary.norm
 
 
 def gradients_of_steps(flags: list[str]) -> list[dict[str, Any]]:
@@ -179,11 +206,18 @@ def error_of(flags: list[str]) -> tuple[int, str]:
 
 
 @contextmanager
-def _after_backward(run: Trainer, edit: Callable[[Any, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let `edit(models, loss)` change gradients or loss between the backward pass and the reduction."""
+def _after_backward(run: Trainer, edit: Callable[[str], None], loss_too: float) -> Iterator[None]:
+    """Let `edit(module)` change gradients between the last backward pass and the reduction; add `loss_too`."""
     real = run.interpreter.run
-    models = {module.name: module.chunks[0] for module in run.modules}
-    with mock.patch.object(run.interpreter, "run", lambda *args: edit(models, real(*args))):
+
+    def edited(schedule: Schedule, load: Any, after_backward: Callable[[str], None]) -> torch.Tensor:
+        def after(module: str) -> None:
+            edit(module)
+            after_backward(module)
+
+        return real(schedule, load, after) + loss_too
+
+    with mock.patch.object(run.interpreter, "run", edited):
         yield
 
 
@@ -191,18 +225,17 @@ def fault(flags: list[str], where: str, on_rank: int, value: float) -> dict[str,
     """Put `value` into one gradient of module `where` (or into the loss) on one rank; then try a step."""
     run = build(flags)
 
-    def edit(models: dict[str, Any], loss: torch.Tensor) -> torch.Tensor:
-        if run.topology.rank != on_rank:
-            return loss
-        if where == "loss":
-            return loss + value
-        next(p for p in models[where].parameters() if p.requires_grad).main_grad.view(-1)[3] = value
-        return loss
+    models: dict[str, Any] = {module.name: module.chunks[0] for module in run.modules}
+    here = run.topology.rank == on_rank
+
+    def edit(module: str) -> None:
+        if here and module == where:
+            next(p for p in models[where].parameters() if p.requires_grad).main_grad.view(-1)[3] = value
 
     _, batch, _ = next(iter(run.batches()))
     before = stored(run)
     message = ""
-    with _after_backward(run, edit):
+    with _after_backward(run, edit, value if here and where == "loss" else 0.0):
         faults = run.gradients(batch).faults
         try:
             run.train_step(5, batch)

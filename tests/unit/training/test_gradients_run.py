@@ -89,6 +89,41 @@ def test_faults_name_module_rank_and_step(
         assert found["message"].startswith(f"step 5: found a {kind} that is NaN or infinite on rank {rank}, expected")
 
 
+@pytest.mark.parametrize(
+    "ranks, vision, text, more, pictures",
+    [
+        (2, "sp:2", "tp:2", "", (1,)),
+        (4, "dp:4", "tp:2,dp:2", "--optimizer.name adamw", (0, 1)),
+        (4, "dp:2@0-1", "tp:2,dp:2@0-3", "--train.micro_batch_size 2", (0, 2)),
+        (4, "sp:2,dp:2", "pp:2,dp:2", "--schedule.virtual_stages 2", (0, 0, 1)),
+        (3, "dp:1@0", "dp:2@1-2", "--schedule.run_ahead 1", (0, 1)),
+    ],
+    ids=str,
+)
+def test_sums_over_ranks_begin_behind_the_last_backward_pass(
+    ranks: int,
+    vision: str,
+    text: str,
+    more: str,
+    pictures: tuple[int, ...],
+    make_flags: MakeFlags,
+    pools: Pools,
+    tmp_path: Path,
+) -> None:
+    """Also on ranks without images in it; with the same bits as at the end of the step."""
+    data = write_data(tmp_path, 8, seed=4, pictures=pictures)
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=4))
+    flags = make_flags(vision, text, f"--model.hf_path {model} {more} --train.global_batch_size 4", data=data)
+    found = pools(ranks).run(jobs.sums_and_runs, flags)
+    later = pools(ranks).run(jobs.sums_and_runs, [*flags, "--schedule.overlap_grad_reduce", "false"])
+    for (order, gradients, norm), (late, expected, norm_later) in zip(found, later, strict=True):
+        for module in set(late):
+            assert order.count(f"+{module}") == 1
+            assert order[order.index(f"+{module}") - 1] == module and module not in order[order.index(f"+{module}") :]
+        assert [each for each in order if not each.startswith("+")] == late
+        assert norm == norm_later and all(np.array_equal(gradients[name], expected[name]) for name in expected)
+
+
 # ---------------------------------------------------------------------------------------------- freezing
 
 

@@ -1,0 +1,98 @@
+"""Predicts steps on a named GPU: `python -m benchmarks.roofline [--help]`.
+
+One rank of each layout of `cases` runs on a GPU that computes nothing; from its kernels, their operations, bytes of
+memory and bytes on the wire follow times and MFU by module. Two processes, a few minutes, no GPU. Writes
+`roofline/GPU.md` and `.json` under `benchmarks/results`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.roofline.cases import LAYOUTS, WORLD, Step, steps
+from benchmarks.roofline.devices import GPUS, Gpu
+from benchmarks.roofline.prediction import Prediction, phase_times
+from benchmarks.roofline.report import numbers_of, text_of
+from tests.fake_cuda import guard
+from tests.fake_cuda.cases import Case
+
+RESULTS = Path(__file__).parents[1] / "results" / "roofline"
+ROOT = Path(__file__).parents[2]
+PROCESSES = 2
+
+
+def main() -> None:
+    """See above."""
+    options = _options()
+    if why := guard.missing():
+        sys.exit(f"nothing is predicted: {why}")
+    gpu = GPUS[options.gpu]
+    every = steps(gpu.usable, options.model or LAYOUTS)
+    counted = _counted([step.case for step in every])
+    found = [
+        (step, _predicted(step, counts["costs"], gpu), counts["peak"])
+        for step, counts in zip(every, counted, strict=True)
+    ]
+    page = text_of(found, gpu)
+    print(page)
+    if options.results is not None:
+        options.results.mkdir(parents=True, exist_ok=True)
+        (options.results / f"{gpu.name}.md").write_text(page + "\n", encoding="utf-8")
+        record = json.dumps(numbers_of(found), indent=1)
+        (options.results / f"{gpu.name}.json").write_text(record + "\n", encoding="utf-8")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
+    parser.add_argument("--gpu", choices=list(GPUS), default="h100", help="whose numbers are taken")
+    parser.add_argument("--model", action="append", choices=list(LAYOUTS), help="all where left out")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where to write")
+    parser.add_argument("--dry", dest="results", action="store_const", const=None, help="print only")
+    return parser.parse_args()
+
+
+def _counted(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """What the worker finds of each case. Raises `RuntimeError` with the output of a process that failed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        library = guard.compiled(folder)
+        file = folder / "cases.json"
+        file.write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
+        shares = [map(str, range(first, len(cases), PROCESSES)) for first in range(PROCESSES)]
+        started = [_start([str(library), str(file), *share], folder / str(n)) for n, share in enumerate(shares)]
+        found: dict[int, dict[str, Any]] = {}
+        for number, process in enumerate(started):
+            if process.wait() != 0:
+                for other in started:
+                    other.kill()
+                raise RuntimeError(f"counting failed: {(folder / f'{number}.err').read_text(encoding='utf-8')}")
+            lines = (folder / f"{number}.out").read_text(encoding="utf-8").splitlines()
+            found |= dict(map(json.loads, lines))
+    return [found[place] for place in range(len(cases))]
+
+
+def _start(arguments: Sequence[str], files: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.roofline.worker", *arguments]
+    # As in `tests.fake_cuda.runs`: compiled functions would hide what they are made of.
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with open(f"{files}.out", "w") as out, open(f"{files}.err", "w") as errors:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=errors, text=True)
+
+
+def _predicted(step: Step, costs: Sequence[Sequence[Any]], gpu: Gpu) -> Prediction:
+    pictures = step.samples * step.layouts.replicas
+    times = phase_times(costs, gpu)
+    return Prediction(times, step.micro_batches, step.flops, pictures * step.picture.patches, WORLD, gpu)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What is predicted: models, layouts of eight GPUs, and steps of one size of picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.job import JobSpec
+from megatron_hetero.models.common.flops import text_flops, vision_flops
+from megatron_hetero.names import TEXT
+from megatron_hetero.planning.assumed import AssumedBatch
+from megatron_hetero.planning.estimate import Plan
+from tests.fake_cuda.cases import SMALL, Case
+
+WORLD, PACK, TEXT_TOKENS = 8, 8192, 256
+"""GPUs; tokens that micro-batches are filled up to, of samples that are shorter; tokens of a sample besides its
+picture, which the published table does not state.
+"""
+RECOMPUTED = ((), ("vision",), ("text",), ("vision", "text"))
+"""Modules of which all layers are recomputed: the first that leaves enough memory is taken."""
+LIMITS = "--data.max_seq_length 131072 --data.max_pixels 13000000"
+LEFT = 0.08
+"""Share of a device's memory that is left for CUDA's context and fragmentation."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Samples of one picture of `side` pixels and `tokens` besides; `batch`: samples of a step, as published, where it
+    is. `published`: patches per second of 32B on eight H100, by kind of layout.
+    """
+
+    side: int
+    batch: int
+    tokens: int = TEXT_TOKENS
+    published: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def patches(self) -> int:
+        """Before four of them become a row."""
+        return (self.side // 14) ** 2
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return self.patches // 4 + self.tokens
+
+    def __str__(self) -> str:
+        return f"{self.patches:,} patches" + (f" + {self.tokens:,} tokens" if self.tokens != TEXT_TOKENS else "")
+
+
+def _picture(side: int, batch: int, zero: int, tp: int, ours: int) -> Picture:
+    published = (("ZeRO-3", zero), ("uniform tp", tp), ("sp|tp", ours))
+    return Picture(side, batch, published=tuple((kind, rate) for kind, rate in published if rate))
+
+
+PICTURES = (
+    Picture(1008, 16, 6912),
+    _picture(448, 8, 3354, 3108, 4264),
+    _picture(896, 8, 13702, 11342, 15464),
+    _picture(1344, 8, 26802, 16222, 21296),
+    _picture(1792, 8, 0, 18207, 23600),
+    _picture(2240, 4, 0, 17207, 22496),
+    _picture(3584, 2, 0, 16631, 20985),
+)
+"""A pack of 8,208 tokens, and the six of Ray's published table (Qwen2.5-VL-32B, 8 H100, bfloat16)."""
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Of both modules, over eight ranks. `kind`: as the published table calls it. `replicas`: of the text module."""
+
+    kind: str
+    vision: str
+    text: str
+    replicas: int
+    more: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.vision}|{self.text}" + (" ZeRO-3" if self.more else "")
+
+
+ZERO3 = Layouts("ZeRO-3", "dp:8", "dp:8", 8, "--zero.vision 3 --zero.text 3")
+LAYOUTS = {
+    "7b": (
+        Layouts("sp|tp", "sp:8", "tp:4,dp:2", 2),
+        Layouts("uniform tp", "tp:4,dp:2", "tp:4,dp:2", 2),
+        ZERO3,
+    ),
+    "32b": (Layouts("sp|tp", "sp:8", "tp:8", 1), Layouts("uniform tp", "tp:8", "tp:8", 1), ZERO3),
+}
+"""7B has 28 heads: no `tp` of 8."""
+STATES = {"7b": "", "32b": SMALL}
+"""32B has room on eight GPUs with split masters, and moments and gradients in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a model; its micro-batches are alike, so that one of them is run. `recomputed`: modules."""
+
+    model: str
+    layouts: Layouts
+    picture: Picture
+    recomputed: tuple[str, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """Of a text replica's micro-batch: the most that fit the pack and divide its share of the batch."""
+        share = max(1, self.picture.batch // self.layouts.replicas)
+        fitting = (n for n in range(1, share + 1) if share % n == 0 and n * self.picture.length <= PACK + 64)
+        return max(fitting, default=1)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step; one where replicas are more than samples of the published batch."""
+        return max(1, self.picture.batch // (self.layouts.replicas * self.samples))
+
+    @property
+    def case(self) -> Case:
+        """One micro-batch, on the first rank."""
+        samples = f"--train.global_batch_size {self.layouts.replicas * self.samples}"
+        samples += f" --train.micro_batch_size {self.samples}"
+        sizes = f"--plan.image_side {self.picture.side} --plan.tokens {self.picture.tokens}"
+        again = " ".join(f"--model.recompute.{module} full" for module in self.recomputed)
+        more = f"{sizes} {samples} {LIMITS} {STATES[self.model]} {self.layouts.more} {again}"
+        return Case(self.model, self.layouts.vision, self.layouts.text, WORLD, 0, more)
+
+    @cached_property
+    def planned_bytes(self) -> int:
+        """What the plan says that the first rank takes."""
+        return int(Plan.of(load_config(self.case.flags), WORLD).memory[0].sum())
+
+    @cached_property
+    def flops(self) -> dict[str, int]:
+        """Model FLOPs of a micro-batch by module, over all replicas."""
+        job = JobSpec.of(load_config(self.case.flags), WORLD)
+        assumed, pictures = AssumedBatch.of(job), self.samples * self.layouts.replicas
+        text, vision = job.shapes.text, job.shapes.encoders["vision"]
+        sizes = assumed.sample.sizes["vision"] * pictures
+        return {
+            "vision": vision_flops(
+                vision.flop_shape(range(vision.layers), embeds=True),
+                [patches for size in sizes for patches in vision.sequences(size)],
+                [patches for size in sizes for patches in vision.windows(size)],
+            ),
+            TEXT: text_flops(
+                text.flop_shape(text.layers, head=True),
+                (assumed.sample.tokens,) * pictures,
+                assumed.sample.supervised * pictures,
+            ),
+        }
+
+
+def steps(usable: float, models: Iterable[str] = LAYOUTS) -> list[Step]:
+    """All of `models`; modules are recomputed where they would not fit into so many bytes otherwise."""
+    found = []
+    for model in models:
+        for picture in PICTURES:
+            for each in LAYOUTS[model]:
+                tried = [Step(model, each, picture, modules) for modules in RECOMPUTED]
+                found.append(next((s for s in tried if s.planned_bytes <= (1 - LEFT) * usable), tried[-1]))
+    return found

@@ -1,0 +1,109 @@
+"""The time of a step on a GPU, from what it asks for. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.roofline.devices import LAUNCH, Gpu
+
+DIRECTIONS = ("forward", "backward")
+MODULES = ("vision", "text")
+BETWEEN = ("boundary", "pipeline")
+ENDING = ("gradient sums", "update", "rest")
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Seconds of a phase: of the device (the longer of its streams), and of the host that launches `kernels`.
+    `by_kind`: of the stream that computes, by kind of kernel.
+    """
+
+    device: float
+    kernels: int
+    by_kind: Mapping[str, float]
+
+    @property
+    def host(self) -> float:
+        """Seconds in which the kernels are launched."""
+        return self.kernels * LAUNCH
+
+    @property
+    def seconds(self) -> float:
+        """What it takes: whoever is slower."""
+        return max(self.device, self.host)
+
+
+def phase_times(costs: Sequence[Sequence[Any]], gpu: Gpu) -> dict[str, PhaseTime]:
+    """By phase, of `costs` as the worker writes them."""
+    streams: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: {"main": {}, "side": {}})
+    kernels: dict[str, int] = defaultdict(int)
+    for phase, stream, kind, found in costs:
+        streams[phase][stream][kind] = found["seconds"][gpu.name]
+        kernels[phase] += found["kernels"]
+    return {
+        phase: PhaseTime(max(sum(each.values()) for each in of.values()), kernels[phase], of["main"])
+        for phase, of in streams.items()
+    }
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a step. `phases`: of one of its `micro_batches`, and of the end of the step. `flops`: of the model, in a
+    micro-batch, by module, over `ranks` ranks. `patches`: of a micro-batch.
+    """
+
+    phases: Mapping[str, PhaseTime]
+    micro_batches: int
+    flops: Mapping[str, int]
+    patches: int
+    ranks: int
+    gpu: Gpu
+
+    def _seconds(self, *phases: str) -> float:
+        return sum(self.phases[phase].seconds for phase in phases if phase in self.phases)
+
+    def module(self, name: str) -> float:
+        """Seconds of a module in a micro-batch, forward and backward."""
+        return self._seconds(*(f"{name} {direction}" for direction in DIRECTIONS))
+
+    @property
+    def micro_batch(self) -> float:
+        """Seconds."""
+        return sum(map(self.module, MODULES)) + self._seconds(*BETWEEN)
+
+    @property
+    def end(self) -> float:
+        """Seconds of the sums of gradients, the update and what else there is once in a step."""
+        return self._seconds(*ENDING)
+
+    @property
+    def step(self) -> float:
+        """Seconds."""
+        return self.micro_batches * self.micro_batch + self.end
+
+    @property
+    def patches_per_second(self) -> float:
+        """Over all ranks."""
+        return self.micro_batches * self.patches / self.step
+
+    def mfu(self, flops: int, seconds: float) -> float:
+        """Share of the peak of all ranks."""
+        return flops / (seconds * self.ranks * self.gpu.peak)
+
+    @property
+    def mfu_of_modules(self) -> dict[str, float]:
+        """Each by itself."""
+        return {name: self.mfu(self.flops[name], self.module(name)) for name in MODULES}
+
+    @property
+    def mfu_of_micro_batch(self) -> float:
+        """Without the end of the step, which long steps hardly see."""
+        return self.mfu(sum(self.flops.values()), self.micro_batch)
+
+    @property
+    def mfu_of_step(self) -> float:
+        """Of the whole step."""
+        return self.mfu(self.micro_batches * sum(self.flops.values()), self.step)

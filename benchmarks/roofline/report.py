@@ -1,0 +1,126 @@
+"""Tables of predicted steps, and what they leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.report import table
+from benchmarks.roofline.cases import PICTURES, TEXT_TOKENS, WORLD, Picture, Step
+from benchmarks.roofline.devices import ATTENTION, COLLECTIVE, LAUNCH, LINKS, MEMORY, PRODUCTS, Gpu
+from benchmarks.roofline.prediction import MODULES, Prediction
+
+COLUMNS = (
+    "layout | micro-batches × samples | recomputed | peak, GiB | vision, ms | text, ms | boundary, ms | end, ms "
+    "| waits for the host, ms | MFU vision | MFU text | MFU micro-batch | MFU step | patches/s | published"
+)
+Found = Sequence[tuple[Step, Prediction, float]]
+"""Steps, what is predicted of them, and the peak of their memory in bytes."""
+
+
+def text_of(found: Found, gpu: Gpu) -> str:
+    """The whole page."""
+    models = list(dict.fromkeys(step.model for step, *_ in found))
+    parts = [
+        f"# Roofline of {WORLD} × {gpu.name}",
+        f"`python -m benchmarks.roofline --gpu {gpu.name}`: one rank of each layout is run on a GPU that computes "
+        "nothing (`tests/fake_cuda`), and what each kernel asks for is divided by what the GPU reaches. Nothing here "
+        "was measured.",
+        _assumed(gpu),
+    ]
+    for model in models:
+        of_model = [each for each in found if each[0].model == model]
+        parts.append(f"## Qwen2.5-VL-{model.upper()}")
+        parts += [_of_picture(picture, of_model) for picture in PICTURES]
+        parts += ["### `sp|tp` over the best of the others", _ratios(of_model)]
+    return "\n\n".join(parts)
+
+
+def numbers_of(found: Found) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [
+        {
+            "model": step.model,
+            "layouts": str(step.layouts),
+            "kind": step.layouts.kind,
+            "patches": step.picture.patches,
+            "tokens_of_a_sample": step.picture.length,
+            "samples": step.samples,
+            "micro_batches": p.micro_batches,
+            "recomputed": step.recomputed,
+            "peak_bytes": peak,
+            "phases": {
+                name: {"device_s": t.device, "host_s": t.host, "kernels": t.kernels, "by_kind_s": t.by_kind}
+                for name, t in sorted(p.phases.items())
+            },
+            "micro_batch_s": p.micro_batch,
+            "step_s": p.step,
+            "mfu": {**p.mfu_of_modules, "micro_batch": p.mfu_of_micro_batch, "step": p.mfu_of_step},
+            "patches_per_s": p.patches_per_second,
+        }
+        for step, p, peak in found
+    ]
+
+
+def _assumed(gpu: Gpu) -> str:
+    return f"""\
+Assumed of the device: {PRODUCTS * gpu.peak / 1e12:.0f} of {gpu.peak / 1e12:.0f} TFLOP/s in matrix products,
+{gpu.attention * gpu.peak / 1e12:.0f} in attention (FlashAttention-2 reaches {ATTENTION:.0%} of an H100: arXiv
+2407.08608),
+{MEMORY * gpu.memory / 1e12:.2f} of {gpu.memory / 1e12:.2f} TB/s of memory, {LINKS * gpu.links / 1e9:.0f} of
+{gpu.links / 1e9:.0f} GB/s of links, {COLLECTIVE * 1e6:.0f} µs for a collective besides its bytes; of the host
+{LAUNCH * 1e6:.0f} µs for a kernel. The second number of each pair is the data sheet's. A kernel takes as long as what
+it is slowest at, kernels of one stream follow each other, and a phase takes as long as the slower of device and host.
+MFU is of the data sheet's peak, and counts no recomputation.
+
+Left out: caches (each kernel reads and writes all it names), the overlap of collectives with kernels of the same
+stream, waiting for slower ranks (all are as the first), that small matrix products and attention in small windows reach
+less than large ones, that some kernels are several launches (`_foreach`, AdamW), the host's work besides launching, the
+loader. Functions that a GPU compiles run here as the kernels they are made of. A sample has one picture and
+{TEXT_TOKENS} tokens where nothing else is said: the published table (Ray, Qwen2.5-VL-32B on 8 H100) does not state its
+texts."""
+
+
+def _of_picture(picture: Picture, found: Found) -> str:
+    rows = [_row(*each) for each in found if each[0].picture == picture]
+    return f"### {picture}\n\n{table(COLUMNS, rows)}"
+
+
+def _row(step: Step, p: Prediction, peak: float) -> str:
+    memory = f"{peak / 2**30:.1f}" + ("" if peak <= p.gpu.usable else " (does not fit)")
+    waits = sum(max(0.0, t.host - t.device) for t in p.phases.values())
+    published = dict(step.picture.published).get(step.layouts.kind) if step.model == "32b" else None
+    boundary = p.micro_batch - sum(map(p.module, MODULES))
+    cells = (
+        f"`{step.layouts}`".replace("|", "\\|"),
+        f"{p.micro_batches} × {step.samples}",
+        " and ".join(step.recomputed),
+        memory,
+        *(f"{1e3 * p.module(name):.0f}" for name in MODULES),
+        f"{1e3 * boundary:.1f}",
+        f"{1e3 * p.end:.0f}",
+        f"{1e3 * waits:.0f}",
+        *(f"{p.mfu_of_modules[name]:.0%}" for name in MODULES),
+        f"{p.mfu_of_micro_batch:.0%}",
+        f"{p.mfu_of_step:.0%}",
+        f"{p.patches_per_second:,.0f}",
+        f"{published:,}" if published else "",
+    )
+    return " | ".join(cells)
+
+
+def _ratios(found: Found) -> str:
+    rows = []
+    for picture in PICTURES:
+        best = _best({kind: [p for s, p, peak in found if (s.picture, s.layouts.kind) == (picture, kind)]
+                      for kind in ("sp|tp", "uniform tp", "ZeRO-3")})  # fmt: skip
+        published = dict(picture.published)
+        over = (f"{published['sp|tp'] / published['uniform tp']:.2f}",) if published else ("",)
+        ours = best["sp|tp"]
+        rows.append(" | ".join([str(picture), *(f"{ours / best[k]:.2f}" for k in ("uniform tp", "ZeRO-3")), *over]))
+    return table("step | over uniform tp | over ZeRO-3 | published over uniform tp (32B)", rows)
+
+
+def _best(found: Mapping[str, Sequence[Prediction]]) -> dict[str, float]:
+    """The most patches per second of each kind of layout."""
+    return {kind: max(p.patches_per_second for p in of_kind) for kind, of_kind in found.items()}
