@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Self
 from unittest import mock
@@ -152,7 +152,7 @@ class LiveActivations:
         self.hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
         self.copying = mock.patch.object(activations, "Copy", partial(_CountedCopy, self))
         run.interpreter.watch = _Sampler(run.platform, self)  # pyright: ignore[reportAttributeAccessIssue]
-        run.interpreter.run = lambda schedule, load: self._execute(run, schedule, load)
+        run.interpreter.run = partial(self._execute, run)
 
     def __enter__(self) -> Self:
         self.hooks.__enter__()
@@ -163,8 +163,10 @@ class LiveActivations:
         self.copying.stop()
         self.hooks.__exit__(*error)
 
-    def _execute(self, run: Trainer, schedule: Any, load: Any) -> Tensor:
-        self.execution = StepExecution(run.interpreter, schedule, load)
+    def _execute(
+        self, run: Trainer, schedule: Any, load: Any, after_backward: Callable[[str], None] | None = None
+    ) -> Tensor:
+        self.execution = StepExecution(run.interpreter, schedule, load, after_backward or (lambda _: None))
         return self.execution.run()
 
     def _pack(self, tensor: Tensor) -> Any:
