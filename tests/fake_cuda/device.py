@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.models.common.layers import swiglu
 
 GPU = torch.device("cuda", 0)
 NAME = "NVIDIA H100 80GB HBM3"
@@ -42,6 +43,10 @@ NO_KERNELS = frozenset(
     "unsafe_split unsqueeze view view_as_real".split()
 )
 """Ops that look at memory, or make room in it."""
+
+
+COMPILED = {swiglu.forward: 1, swiglu.backward: 2}
+"""Functions that are compiled on a GPU, and how many kernels each is then."""
 
 
 @dataclass(eq=False)
@@ -73,7 +78,7 @@ class FakeGpu:
     """See above. `usage`: since it was made, or started again. To be used once; the guard has to be loaded."""
 
     def __init__(self) -> None:
-        self.usage, self.phase, self.beside = Usage(), "", False
+        self.usage, self.phase, self.beside, self.inside = Usage(), "", False, False
         self._known, self._sizes = _Memories(), dict[int, int]()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = contextlib.ExitStack()
@@ -96,6 +101,22 @@ class FakeGpu:
             yield
         finally:
             self.phase = before
+
+    def compiled(self, function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        """In place of `torch.compile`: counts the kernels that it makes, which need memory for the result alone."""
+
+        def run(*args: Any) -> Any:
+            self.inside = True
+            try:
+                out = function(*args)
+            finally:
+                self.inside = False
+            self.usage.kernels[self.phase][f"compiled {function.__name__}"] += COMPILED[function]
+            for tensor in tree_leaves(out):
+                self.holds(tensor)
+            return out
+
+        return run
 
     def waits_for(self, what: str) -> None:
         """The host waits for the device, because of `what`."""
@@ -236,6 +257,8 @@ class _Dispatch(TorchDispatchMode):
             self.gpu.usage.mixed[f"{_place()}: {func}"] += 1
 
     def _account(self, packet: Any, out: Any) -> None:
+        if self.gpu.inside:
+            return
         if packet.__name__ not in NO_KERNELS:
             self.gpu.usage.kernels[self.gpu.phase][packet.__name__] += 1
         for tensor in tree_leaves(out):
@@ -345,6 +368,7 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
             "set_rng_state": lambda *_, **__: None,
             "manual_seed": lambda *_: None,
         },
+        torch: {"compile": gpu.compiled},
         Tensor: {"record_stream": lambda *_: None},
         # Its states are of a generator on the device, of which there is none. Nothing here draws anything.
         generators: {

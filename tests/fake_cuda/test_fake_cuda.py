@@ -2,16 +2,19 @@
 it would wait for, what it would mix up, what it would need, and what it would launch.
 
 What the fake device cannot show: time, values, memory of the driver and of NCCL, fragmentation. Functions that a GPU
-compiles (bias, activation and gate of an MLP) run here as the ops they are made of: more kernels, and more workspace.
+compiles count as the kernels that the compiler makes of them (`device.COMPILED`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.fake_cuda import guard, runs
+from tests.fake_cuda import device, guard, runs
 from tests.fake_cuda.cases import CASES, LONG, Case
 from tests.support.matrix import long
 
@@ -78,6 +81,28 @@ def test_kernels_are_those_recorded(case: Case, found: runs.Found) -> None:
     if record["versions"] != runs.VERSIONS:
         pytest.skip(f"recorded with {record['versions']}, this is {runs.VERSIONS}")
     assert runs.kernels_of(found.cases[str(case)]) == record["kernels"][str(case)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("function", device.COMPILED, ids=lambda function: function.__name__)
+def test_compiled_functions_are_as_many_kernels_as_are_counted(function: Callable[..., Tensor]) -> None:
+    """By the compiler's back end for CPUs, which joins loops as that for GPUs does. One graph serves all numbers of
+    tokens, but for one and none.
+    """
+    from torch._dynamo.utils import counters
+    from torch._inductor import metrics
+
+    torch._dynamo.reset()
+    compiled, given = torch.compile(function, dynamic=True), [torch.randn(16, 1, 24), torch.randn(16, 1, 48)]
+    given = given[-function.__code__.co_argcount :]
+    metrics.reset()
+    torch.testing.assert_close(compiled(*given), function(*given))
+    assert metrics.generated_kernel_count == device.COMPILED[function]
+    counters.clear()
+    for tokens in range(2, 16):
+        some = [x[:tokens].clone() for x in given]
+        torch.testing.assert_close(compiled(*some), function(*some))
+    assert counters["stats"]["unique_graphs"] == 0
 
 
 def test_the_record_has_the_cases_there_are() -> None:

@@ -38,6 +38,7 @@ from megatron_hetero.distributed.module_groups import ModuleGroups
 from megatron_hetero.distributed.platform import on_device
 from megatron_hetero.models.common.exchange import gather_keys, ulysses_gather_heads, ulysses_scatter_heads
 from megatron_hetero.models.common.kernels import HALF, Kernel, kernel_for
+from megatron_hetero.models.common.layers.rotary import rotate, rotated_heads, split_heads
 from megatron_hetero.models.common.recompute.remake import not_keeping, remake
 from megatron_hetero.models.common.segments import PackedSegments
 
@@ -63,17 +64,6 @@ class AttentionPlan:
 def rotary_frequencies(theta: float, dim: int, device: torch.device) -> Tensor:
     """theta^(-2i / dim) for i below dim / 2, fp32. Computed on the host as `transformers` does, and moved once."""
     return on_device(1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), device)
-
-
-def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:
-    """Rotary embedding with a table of cosines and sines per token, computed in fp32.
-
-    Source: Su et al. 2021, arXiv 2104.09864, in the half-split form of GPT-NeoX.
-    """
-    cos, sin = table_2nD[0].unsqueeze(-2), table_2nD[1].unsqueeze(-2)
-    x = x_nHD.float()
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x_nHD.dtype)
 
 
 class TorchAttention(torch.nn.Module):
@@ -184,8 +174,8 @@ class PackedSelfAttention(SelfAttention):
                 out = self._attend(q, k, v, plan.windows)
             else:
                 out = attend_across(self._attend, q, k, v, plan, self.sp_group, self.context_group)
-        padding = (0, 0, 0, self._padded_length(hidden_states) - len(q))
-        padded = (remake if self.selective else _made)(lambda x: F.pad(x, padding).unsqueeze(1), out)
+        padding = self._padded_length(hidden_states) - len(q)
+        padded = (remake if self.selective and padding else _made)(partial(_padded, padding), out)
         with not_keeping(padded):
             return self.linear_proj(padded)
 
@@ -193,13 +183,11 @@ class PackedSelfAttention(SelfAttention):
         """The projection [S, 1, groups, heads of a group * D] to queries, keys and values [n, heads, D] without
         padding, normed where the model does so, and rotated.
         """
-        dim, tokens = self.hidden_size_per_attention_head, table_2nD.shape[1]
-        q, k, v = mixed.split((mixed.shape[-1] - 2 * dim, dim, dim), dim=-1)
-        q = q.reshape(*q.shape[:2], -1, dim)
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-        q, k = (rotate(x.squeeze(1)[:tokens], table_2nD) for x in (q, k))
-        v = v.squeeze(1)[:tokens]
+        dim = self.hidden_size_per_attention_head
+        if self.q_layernorm is None or self.k_layernorm is None:
+            return rotated_heads(mixed, table_2nD, dim)
+        q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, table_2nD.shape[1], dim))
+        q, k = (rotate(norm(x.contiguous()), table_2nD) for norm, x in ((self.q_layernorm, q), (self.k_layernorm, k)))
         # A view of the projection would keep all of it for the backward pass.
         return q, k, v if self.exchanges else v.contiguous()
 
@@ -213,6 +201,10 @@ class PackedSelfAttention(SelfAttention):
         return self.core_attention(  # pyright: ignore[reportCallIssue]
             q, k, v, None, attn_mask_type=self.attn_mask_type, packed_seq_params=segments
         ).flatten(1)  # fmt: skip
+
+
+def _padded(padding: int, out: Tensor) -> Tensor:
+    return (F.pad(out, (0, 0, 0, padding)) if padding else out).unsqueeze(1)
 
 
 def _made(make: Callable[..., Any], *inputs: Tensor) -> Any:

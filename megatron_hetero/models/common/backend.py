@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -23,45 +22,24 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.common.attention import PackedSelfAttention, TorchAttention
 from megatron_hetero.models.common.kernels import cuda_capability
+from megatron_hetero.models.common.layers.linear import ColumnLinear, RowLinear
+from megatron_hetero.models.common.layers.norms import LayerNorm, RMSNorm
 from megatron_hetero.models.common.optional import FLASH_ATTN, TRANSFORMER_ENGINE, Found, find, notices, unusable
 from megatron_hetero.models.common.recompute.mlp import frugal_mlp
 from megatron_hetero.models.common.recompute.policy import EVERYTHING_KEPT, Recompute
 from megatron_hetero.models.common.recompute.remake import remake
 
 
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in fp32, that knows sequence
-    parallelism.
-
-    Megatron's own `WrappedTorchNorm` refuses sequence-parallel activations; all that they need is the mark on the
-    weight.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of `x`."""
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
-
-class LayerNorm(torch.nn.LayerNorm):
-    """Layer norm with a bias (Ba et al. 2016, arXiv 1607.06450) that knows sequence parallelism as `RMSNorm` does."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
-        super().__init__(hidden_size, eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        for parameter in (self.weight, self.bias):
-            parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-
-
 class TorchSpecProvider(LocalSpecProvider):
-    """Megatron's own linears with our attention and norms: runs on any device."""
+    """Our linears, attention and norms: runs on any device."""
+
+    def column_parallel_linear(self) -> type:
+        """Our `ColumnLinear`."""
+        return ColumnLinear
+
+    def row_parallel_linear(self) -> type:
+        """Our `RowLinear`."""
+        return RowLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         """Our `RMSNorm` or `LayerNorm`."""
@@ -160,6 +138,18 @@ class StageLayer(TransformerLayer):
         return out, None
 
 
+def _adding(*_: bool) -> Callable[..., Tensor]:
+    """What Megatron's layers add a part to their residual with: without dropout, and so without a compiled function."""
+    return _added
+
+
+def _added(part: tuple[Tensor, Tensor | None], residual: Tensor, _: float) -> Tensor:
+    out, bias = part
+    if out._is_view():  # Autograd lets nobody write into what a function passes on as it was given.
+        return residual + (out if bias is None else out + bias)
+    return (out if bias is None else out.add_(bias)).add_(residual)
+
+
 def layer_spec(
     provider: BackendSpecProvider,
     mask: AttnMaskType,
@@ -192,10 +182,10 @@ def layer_spec(
                     k_layernorm=of_heads,  # pyright: ignore[reportArgumentType]
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            self_attn_bda=_adding,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
-            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            mlp_bda=_adding,  # pyright: ignore[reportArgumentType]
         ),
     )
 
@@ -228,7 +218,6 @@ def transformer_config(
         gated_linear_unit=gated_linear_unit,
         activation_func=activation_func,
         bias_activation_fusion=platform.is_cuda and gated_linear_unit and activation_func is F.silu,
-        bias_dropout_fusion=platform.is_cuda,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         calculate_per_token_loss=True,

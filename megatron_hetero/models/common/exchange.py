@@ -39,7 +39,7 @@ def ulysses_scatter_heads(
     k_nHD, v_nHD = (_repeat_heads(x, members) for x in (k_nHD, v_nHD))
     widths = [x.shape[1] // members for x in (q_nHD, k_nHD, v_nHD)]
     # One buffer, ordered by receiver: [m, n, (q | k | v heads of that receiver), D]
-    packed = torch.cat([x.unflatten(1, (members, -1)) for x in (q_nHD, k_nHD, v_nHD)], dim=2).transpose(0, 1)
+    packed = torch.cat([x.unflatten(1, (members, -1)).transpose(0, 1) for x in (q_nHD, k_nHD, v_nHD)], dim=2)
     mine = len(q_nHD)
     rows = packed.flatten(0, 1).flatten(1)  # [m * n, heads * D], also where n is 0
     received = _all_to_all(rows, [mine] * members, list(lengths), group)

@@ -73,7 +73,6 @@ class _HeadLoss(torch.autograd.Function):
             losses, grad = _cross_entropy_(logits, targets[tokens], shard)
             loss += losses.sum()
             del logits
-            grad = grad.to(hidden.dtype) if of_hidden is not None or of_weight is not None else grad
             if of_hidden is not None:
                 torch.mm(grad, weight, out=of_hidden[tokens])
             if of_weight is not None:
@@ -109,23 +108,23 @@ class _SumOfProducts:
 
 
 def _cross_entropy_(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Cross entropy of each token, fp32 [tokens], and its gradients, fp32 of the shape of `logits`, which it may take
-    the place of.
+    """Cross entropy of each token, fp32 [tokens], computed in fp32, and its gradients, which take the place of
+    `logits`.
     """
-    logits = logits.float()
     logits[:, shard.valid :] = -torch.inf
-    highest = logits.amax(dim=-1)
+    highest = logits.amax(dim=-1).float()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=shard.group)
-    logits.sub_(highest[:, None])
+    wide = logits.sub_(highest[:, None]) if logits.dtype == torch.float32 else logits - highest[:, None]
     local = targets - shard.first
     mine = (local >= 0) & (local < shard.valid)
     local = local.clamp_(0, logits.shape[1] - 1)[:, None]
-    target_logit = torch.where(mine, logits.gather(1, local).squeeze(1), 0.0)
-    exponentials = logits.exp_()
+    target_logit = torch.where(mine, wide.gather(1, local).squeeze(1), 0.0)
+    exponentials = wide.exp_()
     sums = torch.stack([exponentials.sum(dim=-1), target_logit])
     dist.all_reduce(sums, group=shard.group)
-    gradient = exponentials.div_(sums[0][:, None]).scatter_add_(1, local, -mine[:, None].float())
-    return sums[0].log() - sums[1], gradient
+    # Before they are divided, and so before they are rounded to fewer bits, as likely targets have almost 1.
+    exponentials.scatter_add_(1, local, -torch.where(mine, sums[0], 0.0)[:, None])
+    return sums[0].log() - sums[1], torch.div(exponentials, sums[0][:, None], out=logits)
 
 
 def vocab_parallel_hits(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:

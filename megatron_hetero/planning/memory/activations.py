@@ -4,18 +4,17 @@ What autograd saves is listed for the layers in `models/` on plain PyTorch with 
 or only weights, need gradients, less is saved. For a layer on `l` tokens between its parts and `s` within them (`l` is
 s / tp with sequence-parallel activations), of width h:
 
-    two norms      each: input in fp32 [l, h], its scale fp32 [l, 1], the normed [l, h], the output [l, h]; a layer
-                   norm its input as it is, mean and scale, and the output
-    head norms     of queries and keys, each: input in fp32, its scale for each head, the normed
+    two norms      each: input [l, h], its scale fp32 [l, 1] (a layer norm also the mean), the output [l, h]
+    head norms     of queries and keys, each: input, its scale for each head in fp32
     attention      queries, keys and values; under sp what was exchanged, under cp what was gathered, instead; the
-                   output, a number for each query in fp32, and the padded output
+                   output, a number for each query in fp32, and the output where it is padded, or exchanged
     MLP            gate and up [s, 2 ffn], their product [s, ffn]. Without a gate what goes into the activation
                    [s, ffn], and what comes out of it [s, ffn]
 
 Layers that are made again as a whole keep their input [l, h]; one at a time keeps all of the above during its backward
 pass. What others make again inside (`models.common.recompute`) they do not keep:
 
-    selective      norms: all but their input as it is. Attention: what pads its output; where heads are normed, what
+    selective      norms: all but their input. Attention: what pads its output; where heads are normed, what
                    that keeps, and queries, keys and values where nothing is exchanged: what the projection gave is kept
                    instead. MLP: all but gate and up, or what goes into the activation
     chunk          all of the MLP, where its tokens are more than one chunk; its input is kept
@@ -27,8 +26,6 @@ received, which the interpreter holds.
 The transient memory of actions (their workspace) peaks where a layer's MLP goes backward (gradients of
 gate and up [s, 2 ffn] and of their product [s, ffn]), and in the loss, which forms gradients at once (logits of a chunk
 of tokens as the head gives them and once more in fp32 [chunk, vocabulary / tp], and the input of the head [s, h]).
-
-Transformer Engine saves less: no copies in fp32 for norms.
 """
 
 from __future__ import annotations
@@ -78,37 +75,32 @@ class LayerShape:
 class StageBytes:
     """What a stage keeps of one micro-batch on one rank.
 
-    `saved`: by autograd, from forward to backward. `entered`, `left`: hidden states that came in and go out, as far as
-    autograd does not hold them anyway. `rows`: of one output of an encoder. `message`: hidden states between stages.
-    `again`: what layers that are made again as a whole, or come back from the host, add for the time of their backward
-    pass, when what follows them has been let go already.
+    `saved`: by autograd, from forward to backward, what came in among it. `left`: hidden states that go out. `rows`: of
+    one output of an encoder. `message`: hidden states between stages. `again`: what layers that are made again as a
+    whole, or come back from the host, add for the time of their backward pass, when what follows them has been let go
+    already.
 
     `passing`: what layers on their way to the host add in a forward, before what follows them; `host`: what is there.
 
-    `forward`, `backward`: workspace at the end of a forward, and on top of `again` in a backward. `gathered`: of one
-    tensor that is gathered over tp.
+    `forward`, `backward`: workspace at the end of a forward, and on top of `again` in a backward.
     """
 
     saved: int
-    entered: int
     left: int
     rows: int
     message: int
     again: int
     forward: int
     backward: int
-    gathered: int
     passing: int = 0
     host: int = 0
 
 
 def norm_bytes(shape: LayerShape, local: int) -> int:
     """A norm with the product that follows it."""
-    if not shape.kind.rms_norm:
-        kept = (shape.itemsize * shape.hidden + 2 * FP32) * local * shape.passes.inputs
-        return kept + shape.itemsize * local * shape.hidden * shape.passes.weights
-    wide = (FP32 * local * shape.hidden + FP32 * local) * shape.passes.inputs
-    return wide + 2 * shape.itemsize * local * shape.hidden * shape.passes.weights
+    of_row = shape.itemsize * shape.hidden
+    kept = (of_row + FP32 * (1 if shape.kind.rms_norm else 2)) * shape.passes.inputs
+    return local * (kept + of_row * shape.passes.weights)
 
 
 def mlp_bytes(shape: LayerShape, padded: int) -> int:
@@ -138,14 +130,14 @@ def attention_bytes(
 
 
 def _padded_output(shape: LayerShape, shard: SequenceShard, spans: Spans, windowed: bool, recompute: Recompute) -> int:
-    """What the projection after attention takes; or, where that is made again, the output, if attention itself keeps
-    another: before it was exchanged, or in parts.
+    """What the projection after attention takes, if attention itself keeps another: before it was padded, or exchanged,
+    or in parts. Where what pads it is made again, the output, likewise.
     """
-    of_token = shape.itemsize * shape.heads * shape.head_dim
-    if not recompute.selective:
+    of_token, pads = shape.itemsize * shape.heads * shape.head_dim, shard.padded > shard.tokens
+    if pads and not recompute.selective:
         return of_token * shard.padded * shape.passes.weights
     exchanged, in_parts = shape.sp > 1 and not windowed, _bucketed(shape) and len(set(spans)) > 1
-    return of_token * shard.tokens * (exchanged or in_parts)
+    return of_token * shard.tokens * (exchanged or in_parts) * (pads or shape.passes.weights)
 
 
 def _bucketed(shape: LayerShape) -> bool:
@@ -200,8 +192,7 @@ def _head_norm_bytes(shape: LayerShape, shard: SequenceShard, recompute: Recompu
         return 0
     if recompute.selective:
         return shape.itemsize * shard.padded * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    heads = (shape.heads + shape.kv_heads) * shard.padded
-    return heads * (FP32 * shape.head_dim + FP32 + shape.itemsize * shape.head_dim * shape.passes.weights)
+    return (shape.heads + shape.kv_heads) * shard.tokens * (shape.itemsize * shape.head_dim + FP32)
 
 
 def _layers(
@@ -220,8 +211,6 @@ def _layers(
     whole, hidden = recompute.whole_layers(len(windowed)), shape.itemsize * shard.local * shape.hidden
     sizes = OffloadSizes.of(shape.gpu)
     each = {kind: layer_bytes(shape, shard, windowed=kind, recompute=recompute) for kind in set(windowed)}
-    # In fp32 the input that is kept is the first norm's.
-    own = hidden if shape.itemsize == FP32 or not shape.kind.rms_norm else 0
     found = []
     for number, kind in enumerate(windowed):
         again = number < whole and shape.passes.inputs
@@ -229,7 +218,7 @@ def _layers(
         parts = [hidden] if again else _parts(shape, shard, kind, recompute)
         stays = min(saved, sum(part for part in parts if part < sizes.least) + held * (number == 0))
         saved += mergers[number] if mergers else 0
-        found.append(LayerBytes(saved, stays, (each[kind] - own) * again))
+        found.append(LayerBytes(saved, stays, (each[kind] - hidden) * again))
     together = layers_bytes(found, sizes if offload else None)
     table = 2 * FP32 * shard.tokens * shape.head_dim * shape.passes.inputs
     return replace(together, kept=together.kept + table)
@@ -240,7 +229,7 @@ def _parts(shape: LayerShape, shard: SequenceShard, windowed: bool, recompute: R
     hidden, queries = shape.itemsize * shard.local * shape.hidden, sum(q for q, _ in shard.spans(windowed))
     of_heads = shape.itemsize * shape.head_dim * queries
     found = [shape.heads * of_heads] * 3 + [shape.kv_heads * of_heads] * 2 + [FP32 * shape.heads * queries]
-    found += [hidden] * 2 if recompute.selective else [hidden, hidden, hidden, FP32 * shard.local] * 2
+    found += [hidden] * 2 if recompute.selective else [hidden, hidden, FP32 * shard.local] * 2
     if not recompute.chunks(shard.padded):
         found += [shape.itemsize * shard.padded * shape.ffn * n for n in (1, 1 + shape.kind.gated)]
     return found
@@ -256,11 +245,6 @@ def _layer_workspace(shape: LayerShape, shard: SequenceShard, recompute: Recompu
     if chunked:
         return gradients + mlp_bytes(replace(shape, passes=TRAINED), tokens)
     return gradients + shape.itemsize * tokens * shape.ffn * recompute.selective
-
-
-def _gathered(shape: LayerShape, shard: SequenceShard) -> int:
-    """Megatron gathers the input of products that are split over tp into one buffer."""
-    return shape.itemsize * shard.padded * shape.hidden if shard.local < shard.padded else 0
 
 
 def text_stage(
@@ -279,8 +263,7 @@ def text_stage(
     are.
     """
     layer, message = text_layer(shape, layout, itemsize, passes, gpu), itemsize * shard.local * shape.hidden
-    kept = itemsize == FP32 or _keeps_input(recompute, stage)
-    held = 0 if stage.is_first or not kept else message
+    held = 0 if stage.is_first else message  # The first layer keeps it, in any case.
     layers = _layers(layer, shard, [False] * len(stage.layers), recompute, offload, held=held)
     saved = layers.kept
     if stage.is_first:
@@ -289,19 +272,13 @@ def text_stage(
     if stage.is_last:
         after = norm_bytes(layer, shard.local) - itemsize * shard.local * shape.hidden * passes.weights
         after += _head_bytes(shape, layout, shard.supervised, itemsize, passes)
-    entered = 0 if stage.is_first or kept else message
     left = 0 if stage.is_last else message
     again, workspace = max(0, layers.again - after), _layer_workspace(layer, shard, recompute)
     loss = _loss_workspace(shape, layout, shard, itemsize, passes) if stage.is_last else 0
     return StageBytes(
-        saved + after, entered, left, 0, message, again, max(loss, workspace), workspace,
-        _gathered(layer, shard), max(0, layers.passing - after), layers.host,
+        saved + after, left, 0, message, again, max(loss, workspace), workspace,
+        max(0, layers.passing - after), layers.host,
     )  # fmt: skip
-
-
-def _keeps_input(recompute: Recompute, stage: Stage) -> bool:
-    """Whether the first layer keeps its input as it is, to make something again."""
-    return recompute.selective or recompute.whole_layers(len(stage.layers)) > 0
 
 
 def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
@@ -348,12 +325,11 @@ def encoder_stage(
     encoder, projector = trains
     layer = encoder_layer(shape, layout, itemsize, Passes(encoder, encoder), gpu)
     message = itemsize * shard.local * shape.hidden
-    kept = itemsize == FP32 or not shape.layer_kind.rms_norm or _keeps_input(recompute, stage)
-    held = 0 if stage.is_first or not kept else message
+    held = 0 if stage.is_first else message
     of_merger = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector))
     merging = {layer for output, layer in shape.outputs.items() if output != ROWS} & set(stage.layers)
-    # A layer norm keeps its input as it is, which the merger before it has kept already.
-    shared = 0 if shape.layer_kind.rms_norm or not encoder else message
+    # A layer's norm keeps its input, which the merger before it has kept already.
+    shared = message if encoder else 0
     mergers = [of_merger * (i in merging) - shared * (i - 1 in merging) for i in stage.layers]
     windowed = [i not in shape.full_layers for i in stage.layers]
     layers = _layers(layer, shard, windowed, recompute, offload, held=held, mergers=mergers)
@@ -361,11 +337,10 @@ def encoder_stage(
     if stage.is_first and encoder:
         saved += itemsize * shard.local * shape.patch_elements
     after = of_merger if stage.is_last else 0
-    entered = 0 if stage.is_first or kept or not encoder else message
     left, rows = 0 if stage.is_last else message, itemsize * shard.local // shape.unit * shape.out_hidden
     again, workspace = max(0, layers.again - after), _layer_workspace(layer, shard, recompute)
     return StageBytes(
-        saved + after, entered, left, rows, message, again, workspace, workspace, _gathered(layer, shard),
+        saved + after, left, rows, message, again, workspace, workspace,
         max(0, layers.passing - after), layers.host,
     )  # fmt: skip
 

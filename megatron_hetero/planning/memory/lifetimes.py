@@ -50,8 +50,7 @@ def peak_activations(schedule: Schedule, role: Role, of_rank: RankBytes) -> tupl
     ledger = _Ledger(schedule, role, of_rank)
     for action in role.actions:
         ledger.execute(action)
-    gathered = max((stage.gathered for stage in of_rank.stages.values()), default=0)
-    return ledger.peak, ledger.busiest - ledger.peak + gathered, ledger.host_peak
+    return ledger.peak, ledger.busiest - ledger.peak, ledger.host_peak
 
 
 class _Ledger:
@@ -119,7 +118,7 @@ class _Ledger:
         self._end(("arriving", action.kind, *key))
         module = self.schedule.module[action.module]
         keeps = module.backward and (action.kind == "R" or not module.recomputes)
-        self._make(("kept", *key), (stage.saved + stage.entered) * keeps)
+        self._make(("kept", *key), stage.saved * keeps)
         self._make("passing", stage.passing * keeps)
         self._end("passing")
         self._move(stage.host * keeps)

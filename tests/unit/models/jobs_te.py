@@ -68,7 +68,8 @@ def _passes(model: Any, x: Tensor, c: Tensor, table: Tensor, plan: AttentionPlan
     """The output, the gradient of the input and those of the weights."""
     x = x.clone().requires_grad_()
     out, bias = model(x, rotary_pos_emb=table, packed_seq_params=plan)
-    (out if bias is None else out + bias).backward(c)
+    out = out if bias is None else out + bias
+    out.backward(c)
     return [out.detach(), *(p.grad for p in (x, *model.parameters()))]
 
 

@@ -11,6 +11,7 @@ from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
+from megatron_hetero.models.common.layers.swiglu import swiglu
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.common.recompute.remake import not_keeping, remake
 
@@ -59,31 +60,12 @@ def _product(mlp: MLP, wide: Tensor, bias: Tensor | None = None) -> Tensor:
     is configured here.
     """
     config = mlp.config
-    if config.bias_activation_fusion:
+    if bias is not None and config.bias_activation_fusion:
         return bias_swiglu_impl(wide, bias, config.activation_func_fp8_input_store, False)
     wide = wide if bias is None else wide + bias
     if not config.gated_linear_unit:
         return config.activation_func(wide)
     if config.activation_func is F.silu:
-        return _SwiGLU.apply(wide)
+        return swiglu(wide)
     gate, up = torch.chunk(wide, 2, dim=-1)
     return config.activation_func(gate) * up
-
-
-class _SwiGLU(torch.autograd.Function):
-    """SiLU of the gate times up (Shazeer 2020, arXiv 2002.05202), of which the input is all that is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, wide: Tensor) -> Tensor:
-        ctx.save_for_backward(wide)
-        gate, up = wide.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (wide,) = ctx.saved_tensors
-        (gate, up), made = wide.chunk(2, dim=-1), torch.empty_like(wide)
-        of_gate, of_up = made.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=of_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
-        return made

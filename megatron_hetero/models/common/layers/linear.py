@@ -1,0 +1,120 @@
+"""Megatron's linear layers, of which the matrix product adds the bias, and adds the gradient of the weight to that of
+earlier micro-batches.
+
+Where weights are split over tp by column and activations by token, the input is gathered before the product, once more
+in the backward pass, and its gradient reduced beside the product that gives the weight's. All as in Megatron-Core
+(`LinearWithGradAccumulationAndAsyncCommunication`, tensor_parallel/layers.py at core_v0.16.1; Korthikanti et al. 2022,
+arXiv 2205.05198), which adds the bias in a pass of its own, and accumulates with kernels of apex or Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Sharing = Literal["split", "whole", "none"]
+"""How a tp group has the input of a layer that is split by column: each rank some tokens; each all of them, so that
+parts of their gradient are to be added; or there is nothing to exchange.
+"""
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """Split by column. It adds its bias in any case, and so leaves none to its caller."""
+
+    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """[S, 1, in] ([S / tp, 1, in] with sequence-parallel activations) to [S, 1, out / tp]."""
+        sharing = "split" if self.sequence_parallel else "whole" if self.allreduce_dgrad else "none"
+        return _linear(self, input_, self.bias, sharing), None
+
+
+class RowLinear(RowParallelLinear):
+    """Split by row. Without tp it adds its bias in any case, and so leaves none to its caller."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """[S, 1, in / tp] to [S, 1, out] ([S / tp, 1, out] with sequence-parallel activations)."""
+        if self.input_size_per_partition < self.input_size:  # The bias is added once, after the sum over tp.
+            return super().forward(input_)
+        return _linear(self, input_, self.bias), None
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _linear(self, input)
+
+
+def _linear(layer: Any, x: Tensor, bias: Tensor | None = None, sharing: Sharing = "none") -> Tensor:
+    return _Linear.apply(x, layer.weight, bias, sharing, layer.tp_group)  # pyright: ignore[reportReturnType]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sharing: Sharing, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        # The parameter itself, which has more than values. It is no part of the graph.
+        ctx.parameter, ctx.sharing, ctx.group = weight, sharing, group
+        whole, _ = _gathered(x, group) if sharing == "split" else (x, None)
+        # Not a view, so that what comes can be added in place.
+        out = whole.new_empty(*whole.shape[:-1], len(weight))
+        rows, product = whole.flatten(0, -2), out.flatten(0, -2)
+        if bias is None:
+            torch.mm(rows, weight.t(), out=product)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=product)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = gathering = reducing = None
+        # The order in which the device is asked: each exchange is under way while a product is computed.
+        if ctx.needs_input_grad[1] and ctx.sharing == "split":
+            x, gathering = _gathered(x, ctx.group, async_op=True)
+        if ctx.needs_input_grad[0]:
+            of_x = grad @ weight
+        if gathering is not None:
+            gathering.wait()
+        if of_x is not None and ctx.sharing != "none":
+            of_x, reducing = _reduced(of_x, ctx.group, ctx.sharing)
+        rows = grad.flatten(0, -2)
+        if ctx.needs_input_grad[1]:
+            of_weight = _gradient(ctx.parameter, rows.t(), x.flatten(0, -2))
+        of_bias = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
+        if reducing is not None:
+            reducing.wait()
+        return of_x, of_weight, of_bias, None, None
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
+    out = x.new_empty(len(x) * group.size(), *x.shape[1:])
+    return out, dist.all_gather_into_tensor(out, x.contiguous(), group=group, async_op=async_op)
+
+
+def _reduced(grad: Tensor, group: dist.ProcessGroup, sharing: Sharing) -> tuple[Tensor, dist.Work | None]:
+    """The sum over `group`, or this rank's share of it, once the work is done."""
+    if sharing == "whole":
+        return grad, dist.all_reduce(grad, group=group, async_op=True)
+    own = grad.new_empty(len(grad) // group.size(), *grad.shape[1:])
+    return own, dist.reduce_scatter_tensor(own, grad, group=group, async_op=True)
+
+
+def _gradient(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right` for autograd; or what it is to pass on where the product is added to `main_grad` at once, which
+    Megatron's `DistributedDataParallel` is told of and does not look at.
+    """
+    total: Tensor | None = getattr(parameter, "main_grad", None)
+    if total is None or not hasattr(parameter, "grad_added_to_main_grad"):
+        return left @ right
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda and total.dtype == torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:  # PyTorch has no such product on a CPU.
+        return left @ right
+    parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.empty_like(parameter)

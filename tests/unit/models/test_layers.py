@@ -1,0 +1,130 @@
+"""What layers are made of, against what it is by definition and in `transformers`, with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm, rotate_half
+
+from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.models.common.layers import swiglu as gates
+from megatron_hetero.models.common.layers.linear import _gradient
+from megatron_hetero.models.common.layers.norms import LayerNorm, RMSNorm
+from megatron_hetero.models.common.layers.rotary import rotate, rotated_heads
+from megatron_hetero.models.common.layers.swiglu import swiglu
+
+Platform(CPU, "gloo").prepare_megatron()
+HALF_ULP = 2**-8
+"""Of bfloat16, relative."""
+
+
+def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """The result, and the gradients of the inputs for one of it that is the same each time."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def norm_of(kind: Any, width: int, dtype: torch.dtype) -> Any:
+    config: Any = SimpleNamespace(params_dtype=dtype, sequence_parallel=True)
+    norm = kind(config, width, eps=1e-6)
+    with torch.no_grad():
+        norm.weight.normal_()
+    return norm
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 9), st.integers(1, 33), st.sampled_from([(), (1,), (3,)]))
+def test_an_rms_norm_is_that_of_transformers(rows: int, width: int, between: tuple[int, ...]) -> None:
+    norm, theirs = norm_of(RMSNorm, width, torch.float32), Qwen2_5_VLRMSNorm(width, eps=1e-6)
+    theirs.load_state_dict(norm.state_dict())
+    x = torch.randn(rows, *between, width)
+    results = [[*with_gradients(each, x), each.weight.grad] for each in (norm, theirs)]
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_in_bfloat16_norms_are_computed_in_fp32_and_rounded_once() -> None:
+    norm, wide = norm_of(RMSNorm, 64, torch.bfloat16), norm_of(RMSNorm, 64, torch.float32)
+    wide.load_state_dict(norm.state_dict())
+    x = torch.randn(50, 1, 64).bfloat16()
+    out, of_x = with_gradients(norm, x)
+    exact, exact_of_x = with_gradients(wide, x.float())
+    assert out.dtype == of_x.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), exact, rtol=HALF_ULP, atol=0)
+    # The gradient of the output has been rounded, too.
+    assert (of_x.float() - exact_of_x).norm() < 2 * HALF_ULP * exact_of_x.norm()
+
+
+@pytest.mark.parametrize("kind, dtype, numbers", [(RMSNorm, torch.bfloat16, 1), (LayerNorm, torch.float32, 2)])
+def test_a_norm_keeps_its_input_and_a_number_or_two_for_each_row(kind: Any, dtype: torch.dtype, numbers: int) -> None:
+    norm, x, kept = norm_of(kind, 64, dtype), torch.randn(50, 1, 64).to(dtype).requires_grad_(), []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.extend([] if isinstance(tensor, torch.nn.Parameter) else [tensor])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        norm(x)
+    assert sum(tensor.nbytes for tensor in kept) == x.nbytes + numbers * 4 * len(x)
+
+
+def turned(x: Tensor, table: Tensor) -> Tensor:
+    """By definition."""
+    return x * table[0][:, None] + rotate_half(x) * table[1][:, None]
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 7), st.integers(0, 3), st.integers(1, 3), st.integers(1, 3))
+def test_heads_are_split_and_rotated(tokens: int, padding: int, groups: int, queries: int) -> None:
+    """Of any table: the adjoint needs no two halves that are alike."""
+    dim = 4
+    mixed, table = torch.randn(tokens + padding, 1, groups, (queries + 2) * dim), torch.randn(2, tokens, dim)
+
+    def joined(mixed: Tensor) -> Tensor:
+        return torch.cat(rotated_heads(mixed, table, dim), dim=1)
+
+    def by_definition(mixed: Tensor) -> Tensor:
+        q, k, v = mixed.squeeze(1)[:tokens].unflatten(-1, (queries + 2, dim)).split((queries, 1, 1), dim=2)
+        return torch.cat((turned(q.flatten(1, 2), table), turned(k.flatten(1, 2), table), v.flatten(1, 2)), dim=1)
+
+    torch.testing.assert_close(with_gradients(joined, mixed), with_gradients(by_definition, mixed))
+
+
+def test_a_rotation_is_rounded_once() -> None:
+    x, angles = torch.randn(9, 2, 8).bfloat16(), torch.randn(9, 8)
+    table = torch.stack((angles.cos(), angles.sin()))
+    assert torch.equal(rotate(x, table), turned(x.double(), table.double()).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_are_those_of_their_definition(dtype: torch.dtype) -> None:
+    wide = torch.randn(7, 1, 24).to(dtype)
+    exact = with_gradients(lambda x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1], wide)
+    torch.testing.assert_close(with_gradients(swiglu, wide), exact)
+    grad = torch.randn(7, 1, 12).to(dtype)
+    torch.testing.assert_close(gates.backward(grad, wide), gates.backward_in_place(grad, wide))
+
+
+@pytest.mark.parametrize("total", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_is_added_at_once_where_there_is_a_product_for_it(total: torch.dtype) -> None:
+    """In fp32, of products in bfloat16, there is none on a CPU."""
+    parameter: Any = torch.nn.Parameter(torch.randn(3, 5).bfloat16())
+    left, right = torch.randn(3, 7).bfloat16(), torch.randn(7, 5).bfloat16()
+    assert torch.equal(_gradient(parameter, left, right), left @ right), "without Megatron's wrapper"
+    parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones(3, 5, dtype=total), False
+    got = _gradient(parameter, left, right)
+    assert parameter.grad_added_to_main_grad is (total == torch.bfloat16)
+    if parameter.grad_added_to_main_grad:
+        torch.testing.assert_close(parameter.main_grad, torch.ones(3, 5, dtype=total) + left @ right)
+        assert got.shape == parameter.shape and got.dtype == parameter.dtype, "for autograd to pass on"
+    else:
+        assert torch.equal(got, left @ right)
