@@ -24,13 +24,14 @@ class TensorSlice:
     """Rows (and columns) [start, stop) of the stored tensor `name`, placed from row `at` of the parameter on.
 
     Stored tensors of more than two dims count as matrices: all dims but the first are columns. `columns` None means
-    all.
+    all. `padding`: zeros behind it in the parameter; columns where it has `columns`, else rows.
     """
 
     name: str
     rows: Interval
     at: int = 0
     columns: Interval | None = None
+    padding: int = 0
 
     @property
     def rectangle(self) -> tuple[str, Interval, Interval | None]:
@@ -85,9 +86,9 @@ def stack(*parts: tuple[str, Interval]) -> tuple[TensorSlice, ...]:
     return tuple(slices)
 
 
-def share(size: int, tp_rank: int, tp: int) -> tuple[Interval, int]:
-    """The part [start, stop) of `size` that rank `tp_rank` of `tp` holds, and its length with padding."""
-    length = -(-size // tp)
+def share(size: int, tp_rank: int, tp: int, multiple: int = 1) -> tuple[Interval, int]:
+    """The part [start, stop) of `size` that rank `tp_rank` of `tp` holds, and its length with padding, a `multiple`."""
+    length = -(-size // (tp * multiple)) * multiple
     start = min(size, length * tp_rank)
     return (start, min(size, start + length)), length
 

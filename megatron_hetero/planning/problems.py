@@ -14,6 +14,7 @@ from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.assumed import assumed_sample
+from megatron_hetero.models.common.weights.slices import split_length
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.fitting import Attempt, find_fitting
@@ -341,11 +342,10 @@ def _padding(plan: Plan) -> Iterator[PlanProblem]:
     for name, shape in plan.shapes.encoders.items():
         widths.append((name, "MLP width", shape.ffn, plan.layouts[name].tp))
     for name, what, size, degree in widths:
-        padded = -(-size // degree) * degree
-        if padded - size > MOST_PADDING * size:
+        whole = degree * split_length(size, degree)
+        if whole - split_length(size, 1) > MOST_PADDING * size:
             yield PlanProblem(
-                f"the {what} of {name}, {size:,}, is padded to {padded:,} for tp:{degree}, "
-                f"{padded / size - 1:.1%} more",
+                f"the {what} of {name}, {size:,}, is padded to {whole:,} for tp:{degree}, {whole / size - 1:.1%} more",
                 f"choose a tp of {name} that divides it",
             )
 

@@ -228,10 +228,3 @@ def transformer_config(
         masked_softmax_fusion=False,
         **shape,
     )
-
-
-def padded(size: int, tp: int) -> int:
-    """`size` rounded up to a multiple of tp, so that it can be split. What pads is zero and keeps a gradient of
-    zero.
-    """
-    return -(-size // tp) * tp

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_hetero.hf.weight_map import TensorSlice, WeightMap, share
+from megatron_hetero.hf.weight_map import TensorSlice, WeightMap
 from megatron_hetero.models.common.weights import text
-from megatron_hetero.models.common.weights.slices import columns, gate_and_up, whole
+from megatron_hetero.models.common.weights.slices import gate_and_up, split_columns, whole
 from megatron_hetero.models.common.weights.vision import (
     KINDS,
     attention_map,
@@ -74,7 +74,7 @@ def _layer_map(stored: str, v: VisionShape, tp_rank: int, tp: int) -> dict[str, 
         "pre_mlp_layernorm.weight": whole(stored + "norm2.weight", v.hidden),
         **attention_map(stored, v, tp_rank, tp),
         "mlp.linear_fc2.bias": whole(stored + "mlp.down_proj.bias", v.hidden),
-        "mlp.linear_fc2.weight": columns(stored + "mlp.down_proj.weight", v.hidden, share(v.ffn, tp_rank, tp)[0]),
+        "mlp.linear_fc2.weight": split_columns(stored + "mlp.down_proj.weight", v.hidden, v.ffn, tp_rank, tp),
     }
     for kind in KINDS:
         result[f"mlp.linear_fc1.{kind}"] = gate_and_up(stored + "mlp.", kind, v.ffn, tp_rank, tp)

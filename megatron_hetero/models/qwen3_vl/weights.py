@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_hetero.hf.weight_map import TensorSlice, WeightMap, share, stack
+from megatron_hetero.hf.weight_map import TensorSlice, WeightMap
 from megatron_hetero.models.common.weights import text
-from megatron_hetero.models.common.weights.slices import columns, whole
+from megatron_hetero.models.common.weights.slices import split_columns, split_rows, whole
 from megatron_hetero.models.common.weights.vision import (
     KINDS,
     attention_map,
@@ -107,13 +107,12 @@ def _merger_map(
 
 
 def _layer_map(stored: str, v: VisionShape, tp_rank: int, tp: int) -> dict[str, tuple[TensorSlice, ...]]:
-    part, _ = share(v.ffn, tp_rank, tp)
     return {
         **_norm_map("input_layernorm", stored + "norm1", v.hidden),
         **_norm_map("pre_mlp_layernorm", stored + "norm2", v.hidden),
         **attention_map(stored, v, tp_rank, tp),
-        "mlp.linear_fc1.weight": stack((stored + "mlp.linear_fc1.weight", part)),
-        "mlp.linear_fc1.bias": stack((stored + "mlp.linear_fc1.bias", part)),
-        "mlp.linear_fc2.weight": columns(stored + "mlp.linear_fc2.weight", v.hidden, part),
+        "mlp.linear_fc1.weight": split_rows(stored + "mlp.linear_fc1.weight", v.ffn, tp_rank, tp),
+        "mlp.linear_fc1.bias": split_rows(stored + "mlp.linear_fc1.bias", v.ffn, tp_rank, tp),
+        "mlp.linear_fc2.weight": split_columns(stored + "mlp.linear_fc2.weight", v.hidden, v.ffn, tp_rank, tp),
         "mlp.linear_fc2.bias": whole(stored + "mlp.linear_fc2.bias", v.hidden),
     }

@@ -41,6 +41,7 @@ from megatron_hetero.models.common.flops import TRAINED, Passes
 from megatron_hetero.models.common.language_shape import tokens_at_a_time
 from megatron_hetero.models.common.offload.policy import OffloadSizes
 from megatron_hetero.models.common.recompute.policy import EVERYTHING_KEPT, Recompute
+from megatron_hetero.models.common.weights.slices import split_length
 from megatron_hetero.models.family import EncoderShape, LayerKind, TextShape
 from megatron_hetero.names import ROWS
 from megatron_hetero.planning.memory.layers import LayerBytes, LayersBytes, layers_bytes
@@ -285,8 +286,8 @@ def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes, 
     """A layer of the text module on one rank."""
     groups = shape.kv_heads * shape.kv_copies(layout.tp) // layout.tp
     return LayerShape(
-        shape.hidden, shape.heads // layout.tp, groups, shape.head_dim, -(-shape.ffn // layout.tp), layout.sp,
-        layout.cp, True, itemsize, passes, shape.layer_kind, gpu,
+        shape.hidden, shape.heads // layout.tp, groups, shape.head_dim, split_length(shape.ffn, layout.tp),
+        layout.sp, layout.cp, True, itemsize, passes, shape.layer_kind, gpu,
     )  # fmt: skip
 
 
@@ -297,7 +298,7 @@ def _head_bytes(shape: TextShape, layout: Layout, supervised: int, itemsize: int
 
 
 def _head_gradient_bytes(shape: TextShape, layout: Layout, itemsize: int, passes: Passes) -> int:
-    return itemsize * -(-shape.vocab // layout.tp) * shape.hidden * passes.weights
+    return itemsize * split_length(shape.vocab, layout.tp) * shape.hidden * passes.weights
 
 
 def _loss_workspace(shape: TextShape, layout: Layout, shard: SequenceShard, itemsize: int, passes: Passes) -> int:
@@ -305,7 +306,7 @@ def _loss_workspace(shape: TextShape, layout: Layout, shard: SequenceShard, item
     gradient as the head takes it next to what the gradients of its weights are added up from; and the hidden states of
     the whole shard and of supervised tokens.
     """
-    columns = -(-shape.vocab // layout.tp)
+    columns = split_length(shape.vocab, layout.tp)
     chunk, gradient = tokens_at_a_time(columns), _head_gradient_bytes(shape, layout, itemsize, passes)
     narrow, many = itemsize < FP32, shard.supervised > chunk
     logits = min(chunk, shard.supervised) * columns
@@ -349,8 +350,8 @@ def encoder_layer(shape: EncoderShape, layout: Layout, itemsize: int, passes: Pa
     """A layer of an encoder on one rank."""
     heads = shape.heads // layout.tp
     return LayerShape(
-        shape.hidden, heads, heads, shape.head_dim, -(-shape.ffn // layout.tp), layout.sp, layout.cp, False, itemsize,
-        passes, shape.layer_kind, gpu,
+        shape.hidden, heads, heads, shape.head_dim, split_length(shape.ffn, layout.tp), layout.sp, layout.cp, False,
+        itemsize, passes, shape.layer_kind, gpu,
     )  # fmt: skip
 
 

@@ -81,18 +81,23 @@ def parameters_of(
     stored, found = stored_shapes(shapes), []
     for stage in stages:
         tied = tied_parameter(module, shapes, stage)
-        # The first tp rank's part is never smaller than others', which pad theirs.
         slices = weight_map(module, shapes, 0, tp, stage)
         for name in sorted(slices, key=_place):
             elements = sum(_elements(tensor_slice, stored[tensor_slice.name]) for tensor_slice in slices[name])
-            rows = sum(tensor_slice.rows[1] - tensor_slice.rows[0] for tensor_slice in slices[name])
+            rows = sum(map(_rows, slices[name]))
             found.append(Parameter(name, rows, elements, group_of(module, name) not in freeze, name == tied))
     return tuple(found)
 
 
 def _elements(tensor_slice: TensorSlice, shape: tuple[int, ...]) -> int:
-    width = math.prod(shape[1:]) if tensor_slice.columns is None else tensor_slice.columns[1] - tensor_slice.columns[0]
-    return (tensor_slice.rows[1] - tensor_slice.rows[0]) * width
+    columns = tensor_slice.columns
+    width = math.prod(shape[1:]) if columns is None else columns[1] - columns[0] + tensor_slice.padding
+    return _rows(tensor_slice) * width
+
+
+def _rows(tensor_slice: TensorSlice) -> int:
+    padding = tensor_slice.padding if tensor_slice.columns is None else 0
+    return tensor_slice.rows[1] - tensor_slice.rows[0] + padding
 
 
 def _place(name: str) -> tuple[int, int, int]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_hetero.hf.weight_map import TensorSlice, WeightMap, extract_slice, held, load_slices, share, stack
+from megatron_hetero.models.common.weights.slices import split_columns, split_length, split_rows
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.qwen3_vl import shapes as qwen3_vl
 from megatron_hetero.models.shapes import ModelShapes
@@ -181,6 +182,18 @@ def test_query_heads_lie_with_their_key_and_value_heads(case: tuple[ModelShapes,
 )
 def test_shares(size: int, tp: int, expected: list[tuple[int, int]]) -> None:
     assert [share(size, rank, tp)[0] for rank in range(tp)] == expected
+
+
+@given(st.integers(1, 200), st.integers(1, 9))
+def test_what_a_rank_has_of_a_split_width_is_aligned(size: int, tp: int) -> None:
+    rows, columns = zip(
+        *((split_rows("a", size, r, tp)[0], split_columns("a", 3, size, r, tp)[0]) for r in range(tp)), strict=True
+    )
+    assert [i for part in rows for i in range(*part.rows)] == list(range(size))
+    assert [part.columns for part in columns] == [part.rows for part in rows]
+    lengths = {part.rows[1] - part.rows[0] + part.padding for part in rows}
+    assert lengths == {split_length(size, tp)} and split_length(size, tp) % 8 == 0
+    assert tp * split_length(size, tp) - size < 8 * tp
 
 
 def test_stack_extract_and_padding() -> None:

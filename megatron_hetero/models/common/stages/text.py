@@ -28,13 +28,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.models.common.backend import layer_spec, padded, transformer_config
+from megatron_hetero.models.common.backend import layer_spec, transformer_config
 from megatron_hetero.models.common.inputs import TextInput
 from megatron_hetero.models.common.loss import VocabularyShard, head_loss
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.common.stages.block import Between, Gathered, run_layers
 from megatron_hetero.models.common.stages.rotary import multimodal_table
+from megatron_hetero.models.common.weights.slices import split_length
 from megatron_hetero.models.family import TextShape
 from megatron_hetero.names import ROWS
 from megatron_hetero.sharding.stages import Stage
@@ -100,7 +101,7 @@ class TextModel(GPTModel):
             num_attention_heads=shape.heads,
             kv_channels=shape.head_dim,
             num_query_groups=shape.kv_heads * shape.kv_copies(tp),
-            ffn_hidden_size=padded(shape.ffn, tp),
+            ffn_hidden_size=tp * split_length(shape.ffn, tp),
             layernorm_epsilon=shape.norm_eps,
             add_bias_linear=False,
             add_qkv_bias=self.qkv_bias,
@@ -115,7 +116,7 @@ class TextModel(GPTModel):
         super().__init__(
             config,
             ModuleSpec(module=TransformerBlock, submodules=block),  # pyright: ignore[reportArgumentType]
-            vocab_size=padded(shape.vocab, tp),
+            vocab_size=tp * split_length(shape.vocab, tp),
             max_sequence_length=shape.max_positions,
             pre_process=stage.is_first,
             post_process=stage.is_last,

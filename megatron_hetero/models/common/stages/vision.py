@@ -28,13 +28,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.models.common.backend import layer_spec, padded, transformer_config
+from megatron_hetero.models.common.backend import layer_spec, transformer_config
 from megatron_hetero.models.common.inputs import EncoderInput
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.common.stages.block import Between, Gathered, run_layers
 from megatron_hetero.models.common.stages.merger import PatchMerger
 from megatron_hetero.models.common.stages.rotary import axial_table
+from megatron_hetero.models.common.weights.slices import split_length
 from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.names import HIDDEN, ROWS
 from megatron_hetero.sharding.items import padded_patches
@@ -97,7 +98,7 @@ class VisionModel(MegatronModule):
             num_layers=shape.layers,
             hidden_size=shape.hidden,
             num_attention_heads=shape.heads,
-            ffn_hidden_size=padded(shape.ffn, tp),
+            ffn_hidden_size=tp * split_length(shape.ffn, tp),
             layernorm_epsilon=shape.norm_eps,
             add_bias_linear=True,
             tensor_model_parallel_size=tp,

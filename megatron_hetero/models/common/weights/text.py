@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_hetero.hf.weight_map import Interval, TensorSlice, WeightMap, share, stack
+from megatron_hetero.hf.weight_map import Interval, TensorSlice, WeightMap, stack
 from megatron_hetero.models.common.parameters import EMBEDDING, HEAD
-from megatron_hetero.models.common.weights.slices import columns, gate_and_up, head, whole
+from megatron_hetero.models.common.weights.slices import columns, gate_and_up, head, split_columns, split_rows, whole
 from megatron_hetero.models.family import TensorShapes, TextShape
 from megatron_hetero.sharding.stages import LAYERS, Stage
 
@@ -41,10 +41,9 @@ def _layer_shapes(t: TextShape, *, qkv_bias: bool, head_norms: bool) -> TensorSh
 
 def text_map(t: TextShape, tp_rank: int, tp: int, stage: Stage, *, qkv_bias: bool, head_norms: bool) -> WeightMap:
     """The map of what `stage` of the language model holds on one rank of a tensor-parallel group of `tp`."""
-    vocabulary, _ = share(t.vocab, tp_rank, tp)
     embedding, result = "model.embed_tokens.weight", {}
     if stage.is_first:
-        result[EMBEDDING] = stack((embedding, vocabulary))
+        result[EMBEDDING] = split_rows(embedding, t.vocab, tp_rank, tp)
     for i in stage.layers:
         own, stored = f"{LAYERS}{i}.", f"model.layers.{i}."
         layer = _layer_map(stored, t, tp_rank, tp, qkv_bias=qkv_bias, head_norms=head_norms)
@@ -52,7 +51,7 @@ def text_map(t: TextShape, tp_rank: int, tp: int, stage: Stage, *, qkv_bias: boo
     if stage.is_last:
         result["decoder.final_layernorm.weight"] = whole("model.norm.weight", t.hidden)
         if not (t.tied and stage.is_first):
-            result[HEAD] = stack((embedding if t.tied else "lm_head.weight", vocabulary))
+            result[HEAD] = split_rows(embedding if t.tied else "lm_head.weight", t.vocab, tp_rank, tp)
     return result
 
 
@@ -67,7 +66,7 @@ def _layer_map(
             stored + "self_attn.o_proj.weight", t.hidden, (tp_rank * queries, (tp_rank + 1) * queries)
         ),
         "mlp.linear_fc1.weight": gate_and_up(stored + "mlp.", "weight", t.ffn, tp_rank, tp),
-        "mlp.linear_fc2.weight": columns(stored + "mlp.down_proj.weight", t.hidden, share(t.ffn, tp_rank, tp)[0]),
+        "mlp.linear_fc2.weight": split_columns(stored + "mlp.down_proj.weight", t.hidden, t.ffn, tp_rank, tp),
     }
     for kind in ("weight", "bias")[: 1 + qkv_bias]:
         result[f"self_attention.linear_qkv.{kind}"] = stack(*_query_groups(stored, kind, t, tp_rank, tp))
