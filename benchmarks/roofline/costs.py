@@ -78,17 +78,27 @@ class CountingGpu(FakeGpu):
     def ran(self, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
         """Count a kernel. What runs outside of any phase is the building of the model."""
         if self.phase:
-            ask = ask_of(func.overloadpacket, args, kwargs, out)
-            self.costs[self.phase, "side" if self.beside else "main", ask.kind].add(ask)
+            self._add(ask_of(func.overloadpacket, args, kwargs, out))
+
+    def ran_compiled(self, kernels: int, args: Any, out: Any) -> None:
+        """Count kernels that read all arguments, and write a part of the result each."""
+        if self.phase:
+            for _ in range(kernels):
+                self._add(Ask("memory", memory=_bytes(args) + _bytes(out) / kernels))
+
+    def _add(self, ask: Ask) -> None:
+        self.costs[self.phase, "side" if self.beside else "main", ask.kind].add(ask)
 
 
 def ask_of(packet: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Ask:
     """What one call of `packet` takes."""
     name = packet.__name__
+    kwargs = {key: value for key, value in kwargs.items() if key != "out"}  # Which `out` is, too.
     if packet in ATTENTION:
         return Ask("attention", _attention(packet, args), _moved(args, kwargs, out))
     if packet in OF_MATRICES:
-        return Ask("product", flop_registry[packet](*args, **kwargs, out_val=out), _moved(args, kwargs, out))
+        factors = [x for x in args if isinstance(x, Tensor)]  # And not the dtype of the result.
+        return Ask("product", flop_registry[packet](*factors, out_val=out), _moved(args, kwargs, out))
     if name in _WIRE:
         return Ask("wire", wire=_WIRE[name](args))
     if name in CHOOSING:

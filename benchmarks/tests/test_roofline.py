@@ -27,6 +27,12 @@ def test_what_a_kernel_asks_for() -> None:
         assert ask_of(aten.mm, (a, b), {}, on_gpu(64, 16)) == Ask(
             "product", flops=2 * 64 * 32 * 16, memory=2 * (64 * 32 + 32 * 16 + 64 * 16)
         )
+        # The gradient of a weight, added in fp32.
+        total = on_gpu(64, 16, dtype=torch.float32)
+        given = (total, a, b, torch.float32), {"out": total}
+        assert ask_of(aten.addmm, *given, total) == Ask(
+            "product", flops=2 * 64 * 32 * 16, memory=2 * (64 * 32 + 32 * 16) + 2 * 4 * 64 * 16
+        )
         # Written once; a row that is expanded is read once.
         assert ask_of(aten.add, (a, on_gpu(32).expand(64, 32)), {}, on_gpu(64, 32)).memory == 2 * (2 * 64 * 32 + 32)
         assert ask_of(aten.add_, (a, a), {}, a).memory == 3 * a.nbytes

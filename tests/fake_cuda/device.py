@@ -112,6 +112,7 @@ class FakeGpu:
             finally:
                 self.inside = False
             self.usage.kernels[self.phase][f"compiled {function.__name__}"] += COMPILED[function]
+            self.ran_compiled(COMPILED[function], args, out)
             for tensor in tree_leaves(out):
                 self.holds(tensor)
             return out
@@ -137,6 +138,9 @@ class FakeGpu:
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Called after each kernel: for those who count more than their number."""
+
+    def ran_compiled(self, kernels: int, args: Any, out: Any) -> None:
+        """Likewise, after those of a compiled function."""
 
     def holds(self, tensor: Tensor) -> None:
         """Count the memory of a tensor while it lives."""
@@ -213,7 +217,7 @@ class _Dispatch(TorchDispatchMode):
         self._check(func, args, kwargs, inputs, on_gpu)
         out = func(*args, **kwargs)
         self._account(packet, out)
-        if packet.__name__ not in NO_KERNELS:
+        if packet.__name__ not in NO_KERNELS and not self.gpu.inside:
             self.gpu.ran(func, args, kwargs, out)
         return out
 
