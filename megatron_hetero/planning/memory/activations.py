@@ -99,8 +99,10 @@ class StageBytes:
 
 def norm_bytes(shape: LayerShape, local: int) -> int:
     """A norm with the product that follows it."""
-    of_row = shape.itemsize * shape.hidden
-    kept = (of_row + FP32 * (1 if shape.kind.rms_norm else 2)) * shape.passes.inputs
+    of_row, needed = shape.itemsize * shape.hidden, shape.passes.inputs or shape.passes.weights
+    # The layer norm of a CPU keeps mean and scale in the type of its input.
+    scales = FP32 if shape.kind.rms_norm else 2 * (FP32 if shape.gpu else shape.itemsize)
+    kept = (of_row + scales) * needed
     return local * (kept + of_row * shape.passes.weights)
 
 
@@ -327,7 +329,7 @@ def encoder_stage(
     layer = encoder_layer(shape, layout, itemsize, Passes(encoder, encoder), gpu)
     message = itemsize * shard.local * shape.hidden
     held = 0 if stage.is_first else message
-    of_merger = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector))
+    of_merger = _merger_bytes(shape, layout, shard, itemsize, Passes(encoder, projector), gpu)
     merging = {layer for output, layer in shape.outputs.items() if output != ROWS} & set(stage.layers)
     # A layer's norm keeps its input, which the merger before it has kept already.
     shared = message if encoder else 0
@@ -335,8 +337,10 @@ def encoder_stage(
     windowed = [i not in shape.full_layers for i in stage.layers]
     layers = _layers(layer, shard, windowed, recompute, offload, held=held, mergers=mergers)
     saved = layers.kept
-    if stage.is_first and encoder:
-        saved += itemsize * shard.local * shape.patch_elements
+    if stage.is_first:
+        saved += itemsize * shard.local * shape.patch_elements * encoder
+    else:
+        saved += message * (not encoder)  # No layer keeps it, but the interpreter does, as it keeps all inputs.
     after = of_merger if stage.is_last else 0
     left, rows = 0 if stage.is_last else message, itemsize * shard.local // shape.unit * shape.out_hidden
     again, workspace = max(0, layers.again - after), _layer_workspace(layer, shard, recompute)
@@ -355,10 +359,12 @@ def encoder_layer(shape: EncoderShape, layout: Layout, itemsize: int, passes: Pa
     )  # fmt: skip
 
 
-def _merger_bytes(shape: EncoderShape, layout: Layout, shard: SequenceShard, itemsize: int, passes: Passes) -> int:
+def _merger_bytes(
+    shape: EncoderShape, layout: Layout, shard: SequenceShard, itemsize: int, passes: Passes, gpu: bool
+) -> int:
     """Norm, what goes into gelu, and what comes out of it."""
     if not (passes.inputs or passes.weights):
         return 0
-    layer = encoder_layer(shape, layout, itemsize, passes, True)
+    layer = encoder_layer(shape, layout, itemsize, passes, gpu)
     inner = itemsize * shard.padded // shape.unit * -(-shape.hidden * shape.unit // layout.tp)
     return norm_bytes(layer, shard.local) + inner * (1 + passes.weights)

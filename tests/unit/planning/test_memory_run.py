@@ -161,8 +161,7 @@ def test_plan_is_what_a_step_takes(
         assert {kind: planned[kind] for kind in exact} == {kind: found[kind] for kind in exact}, f"rank {rank}"
         stays = [each.stays for (name, at), each in plan.gathered.items() if rank in plan.layouts[name].stage(at).ranks]
         assert max(stays, default=0) <= found["gathered"] <= planned["workspace"], f"rank {rank}"
-        close = 0.05 if "activations true" in case.more else 0.1
-        assert planned["activations"] == pytest.approx(found["activations"], rel=close), f"rank {rank}"
+        assert planned["activations"] == pytest.approx(found["activations"], rel=0.05), f"rank {rank}"
         assert found["planned"] == found["parameters"]
         assert plan.host_states[rank] == found["host"]
         assert plan.host_activations[rank] == pytest.approx(found["host activations"], rel=0.05), f"rank {rank}"
