@@ -1,5 +1,8 @@
 """What a step asks of a device by phase: kernels, operations, bytes of memory and on the wire. Counted as they are
 dispatched to a GPU that computes nothing (`tests.fake_cuda`).
+
+Of collectives on the stream that computes, its `wire` is the time for which it waits for them, and the stream "links"
+has what they take.
 """
 
 from __future__ import annotations
@@ -7,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.roofline.devices import COLLECTIVE, GPUS, LINKS, MEMORY, PRODUCTS, Gpu
+from benchmarks.roofline.timeline import Timeline, works_noted
 from tests.fake_cuda.device import FakeGpu
+from tests.fake_cuda.rank import SUMS
 
 aten = torch.ops.aten
 OF_MATRICES = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
@@ -69,11 +74,20 @@ class Costs:
 
 
 class CountingGpu(FakeGpu):
-    """A fake device that adds up what it is asked for: `costs` by phase of a step, stream ("main", "side") and kind."""
+    """A fake device that adds up what it is asked for: `costs` by phase of a step, stream ("main", "side", "links") and
+    kind.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.costs: dict[tuple[str, str, str], Costs] = defaultdict(Costs)
+        self._timelines = {name: Timeline() for name in GPUS}
+        self._ends: dict[str, float] | None = None  # by GPU, when the collective that was issued last ends
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._stack.enter_context(works_noted(self._issued, self._wait))
+        return self
 
     def ran(self, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
         """Count a kernel. What runs outside of any phase is the building of the model."""
@@ -87,7 +101,28 @@ class CountingGpu(FakeGpu):
                 self._add(Ask("memory", memory=_bytes(args) + _bytes(out) / kernels))
 
     def _add(self, ask: Ask) -> None:
-        self.costs[self.phase, "side" if self.beside else "main", ask.kind].add(ask)
+        assert self._ends is None, "a method that issues collectives is missing in COLLECTIVES"
+        if self.beside:  # What its own stream carries is in order.
+            self._ends = {} if ask.kind == "wire" else None
+            self.costs[self.phase, "side", ask.kind].add(ask)
+            return
+        self.costs[self.phase, "links" if ask.kind == "wire" else "main", ask.kind].add(ask)
+        for name, timeline in self._timelines.items():
+            seconds = ask.seconds(GPUS[name])
+            if ask.kind == "wire":
+                self._ends = self._ends or {}
+                self._ends[name] = timeline.issue(seconds, SUMS if self.phase == SUMS else "")
+            else:
+                timeline.compute(seconds)
+
+    def _issued(self) -> dict[str, float]:
+        ends, self._ends = self._ends or {}, None
+        return ends
+
+    def _wait(self, ends: Mapping[str, float]) -> None:
+        for name, end in ends.items():
+            idle = self._timelines[name].wait(end)
+            self.costs[self.phase, "main", "wire"].seconds[name] += idle
 
 
 def ask_of(packet: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Ask:

@@ -11,6 +11,8 @@ PRODUCTS, MEMORY, LINKS, ATTENTION = 0.69, 0.78, 0.82, 0.35
 that move memory 2.6 of 3.35 TB/s, collectives in a node 370 of 450 GB/s a direction. FlashAttention-2 reaches 35 % of
 an H100 (Shah et al. 2024, arXiv 2407.08608).
 """
+FLASH_3 = {"forward": 1.75, "backward": 1.6}
+"""How many times as fast FlashAttention-3 is on Hopper: 1.5 to 2 and 1.5 to 1.75 (the same paper)."""
 LAUNCH, COLLECTIVE = 5e-6, 10e-6
 """Assumed: seconds of the host for a kernel that PyTorch launches from Python, forward or backward; seconds that a
 collective takes besides moving its bytes.
@@ -30,6 +32,11 @@ class Gpu:
     links: float
     attention: float
     usable: float
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether FlashAttention-3 runs on it."""
+        return self.name in ("h100", "h200")
 
 
 def _gpu(name: GpuName, peak: float, memory: float, links: float, attention: float = ATTENTION) -> Gpu:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.roofline.devices import LAUNCH, Gpu
@@ -18,12 +18,19 @@ ENDING = ("gradient sums", "update", "rest")
 @dataclass(frozen=True)
 class PhaseTime:
     """Seconds of a phase: of the device (the longer of its streams), and of the host that launches `kernels`.
-    `by_kind`: of the stream that computes, by kind of kernel.
+    `by_kind`: of the stream that computes, by kind of kernel; "wire" is what it waits for the `links`.
     """
 
     device: float
     kernels: int
     by_kind: Mapping[str, float]
+    links: float = 0.0
+
+    def with_attention(self, times: float) -> PhaseTime:
+        """Where attention is so many times as fast."""
+        saved = self.by_kind.get("attention", 0.0) * (1 - 1 / times)
+        by_kind = {kind: seconds - saved * (kind == "attention") for kind, seconds in self.by_kind.items()}
+        return replace(self, device=self.device - saved, by_kind=by_kind)
 
     @property
     def host(self) -> float:
@@ -38,15 +45,17 @@ class PhaseTime:
 
 def phase_times(costs: Sequence[Sequence[Any]], gpu: Gpu) -> dict[str, PhaseTime]:
     """By phase, of `costs` as the worker writes them."""
-    streams: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: {"main": {}, "side": {}})
+    streams: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: {"main": {}, "side": {}, "links": {}})
     kernels: dict[str, int] = defaultdict(int)
     for phase, stream, kind, found in costs:
         streams[phase][stream][kind] = found["seconds"][gpu.name]
         kernels[phase] += found["kernels"]
-    return {
-        phase: PhaseTime(max(sum(each.values()) for each in of.values()), kernels[phase], of["main"])
-        for phase, of in streams.items()
-    }
+
+    def of_phase(phase: str, of: Mapping[str, Mapping[str, float]]) -> PhaseTime:
+        main, side, links = (sum(of[stream].values()) for stream in ("main", "side", "links"))
+        return PhaseTime(max(main, side), kernels[phase], of["main"], links)
+
+    return {phase: of_phase(phase, of) for phase, of in streams.items()}
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,11 @@ class Prediction:
     patches: int
     ranks: int
     gpu: Gpu
+
+    def with_attention(self, forward: float, backward: float) -> Prediction:
+        """Where attention is so many times as fast in either direction."""
+        times = {phase: backward if phase.endswith("backward") else forward for phase in self.phases}
+        return replace(self, phases={name: t.with_attention(times[name]) for name, t in self.phases.items()})
 
     def _seconds(self, *phases: str) -> float:
         return sum(self.phases[phase].seconds for phase in phases if phase in self.phases)

@@ -7,12 +7,13 @@ from typing import Any
 
 from benchmarks.report import table
 from benchmarks.roofline.cases import PICTURES, TEXT_TOKENS, WORLD, Picture, Step
-from benchmarks.roofline.devices import ATTENTION, COLLECTIVE, LAUNCH, LINKS, MEMORY, PRODUCTS, Gpu
+from benchmarks.roofline.devices import ATTENTION, COLLECTIVE, FLASH_3, LAUNCH, LINKS, MEMORY, PRODUCTS, Gpu
 from benchmarks.roofline.prediction import MODULES, Prediction
 
 COLUMNS = (
     "layout | micro-batches × samples | recomputed | peak, GiB | vision, ms | text, ms | boundary, ms | end, ms "
-    "| waits for the host, ms | MFU vision | MFU text | MFU micro-batch | MFU step | patches/s | published"
+    "| waits for the host, ms | MFU vision | MFU text | MFU micro-batch | with FlashAttention-3 "
+    "| MFU step | patches/s | published"
 )
 Found = Sequence[tuple[Step, Prediction, float]]
 """Steps, what is predicted of them, and the peak of their memory in bytes."""
@@ -50,7 +51,13 @@ def numbers_of(found: Found) -> list[dict[str, Any]]:
             "recomputed": step.recomputed,
             "peak_bytes": peak,
             "phases": {
-                name: {"device_s": t.device, "host_s": t.host, "kernels": t.kernels, "by_kind_s": t.by_kind}
+                name: {
+                    "device_s": t.device,
+                    "host_s": t.host,
+                    "links_s": t.links,
+                    "kernels": t.kernels,
+                    "by_kind_s": t.by_kind,
+                }
                 for name, t in sorted(p.phases.items())
             },
             "micro_batch_s": p.micro_batch,
@@ -66,19 +73,21 @@ def _assumed(gpu: Gpu) -> str:
     return f"""\
 Assumed of the device: {PRODUCTS * gpu.peak / 1e12:.0f} of {gpu.peak / 1e12:.0f} TFLOP/s in matrix products,
 {gpu.attention * gpu.peak / 1e12:.0f} in attention (FlashAttention-2 reaches {ATTENTION:.0%} of an H100: arXiv
-2407.08608),
+2407.08608; FlashAttention-3 {FLASH_3["forward"]} times that forward and {FLASH_3["backward"]} times backward: middle of
+its ranges),
 {MEMORY * gpu.memory / 1e12:.2f} of {gpu.memory / 1e12:.2f} TB/s of memory, {LINKS * gpu.links / 1e9:.0f} of
 {gpu.links / 1e9:.0f} GB/s of links, {COLLECTIVE * 1e6:.0f} µs for a collective besides its bytes; of the host
 {LAUNCH * 1e6:.0f} µs for a kernel. The second number of each pair is the data sheet's. A kernel takes as long as what
 it is slowest at, kernels of one stream follow each other, and a phase takes as long as the slower of device and host.
+Collectives run beside kernels from where they are issued, one after another, until the program waits for them.
 MFU is of the data sheet's peak, and counts no recomputation.
 
-Left out: caches (each kernel reads and writes all it names), the overlap of collectives with kernels of the same
-stream, waiting for slower ranks (all are as the first), that small matrix products and attention in small windows reach
-less than large ones, that some kernels are several launches (`_foreach`, AdamW), the host's work besides launching, the
-loader. Functions that a GPU compiles run here as the kernels they are made of. A sample has one picture and
-{TEXT_TOKENS} tokens where nothing else is said: the published table (Ray, Qwen2.5-VL-32B on 8 H100) does not state its
-texts."""
+Left out: caches (each kernel reads and writes all it names), that kernels are slower while collectives run (NCCL takes
+some of the multiprocessors), waiting for slower ranks (all are as the first), that small matrix products and attention
+in small windows reach less than large ones, that some kernels are several launches (`_foreach`, AdamW), the host's work
+besides launching, the loader. Functions that a GPU compiles run here as the kernels they are made of. A sample has one
+picture and {TEXT_TOKENS} tokens where nothing else is said: the published table (Ray, Qwen2.5-VL-32B on 8 H100) does
+not state its texts."""
 
 
 def _of_picture(picture: Picture, found: Found) -> str:
@@ -102,6 +111,7 @@ def _row(step: Step, p: Prediction, peak: float) -> str:
         f"{1e3 * waits:.0f}",
         *(f"{p.mfu_of_modules[name]:.0%}" for name in MODULES),
         f"{p.mfu_of_micro_batch:.0%}",
+        f"{p.with_attention(**FLASH_3).mfu_of_micro_batch:.0%}" if p.gpu.is_hopper else "",
         f"{p.mfu_of_step:.0%}",
         f"{p.patches_per_second:,.0f}",
         f"{published:,}" if published else "",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,9 +15,11 @@ from benchmarks.roofline.costs import Ask, ask_of
 from benchmarks.roofline.devices import COLLECTIVE, GPUS, LAUNCH
 from benchmarks.roofline.prediction import MODULES, PhaseTime, Prediction, phase_times
 from benchmarks.roofline.report import numbers_of, text_of
+from benchmarks.roofline.timeline import Timeline
 from tests.fake_cuda import guard
 
 aten, H100 = torch.ops.aten, GPUS["h100"]
+ROOT = command.ROOT
 
 
 def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -90,6 +95,48 @@ def test_a_step_is_its_micro_batches_and_its_end() -> None:
     assert found.mfu_of_modules == pytest.approx({"vision": 0.5, "text": 0.25})
     assert found.mfu_of_micro_batch == pytest.approx(30 / 8 / 12.5)
     assert found.mfu_of_step == pytest.approx(2 * 30 / 8 / 27.5)
+
+
+def test_faster_attention_saves_its_own_time_alone() -> None:
+    phase = PhaseTime(5.0, 0, {"attention": 2.0, "product": 3.0})
+    phases = {"text forward": phase, "text backward": phase}
+    found = Prediction(phases, 1, {}, 1, 8, H100).with_attention(forward=2.0, backward=4.0).phases
+    assert [found[name].device for name in phases] == [4.0, 3.5]
+    assert found["text backward"].by_kind == {"attention": 0.5, "product": 3.0}
+
+
+def test_collectives_run_beside_kernels_until_they_are_waited_for() -> None:
+    gpu = Timeline()
+    gpu.compute(1.0)
+    first, second = gpu.issue(2.0, ""), gpu.issue(1.0, "")
+    gpu.compute(1.5)
+    assert gpu.issue(4.0, "another") == 2.5 + 4.0
+    assert [gpu.wait(first), gpu.wait(second), gpu.wait(first), gpu.now] == [0.5, 1.0, 0.0, 4.0]
+
+
+def test_what_the_program_waits_for_is_what_it_issued() -> None:
+    """In a process of its own, for the default group is of the backend `fake`."""
+    program = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from benchmarks.roofline.timeline import works_noted
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+numbers, waited, x = iter(range(100)), [], torch.ones(4)
+with works_noted(lambda: next(numbers), waited.append):
+    late = dist.all_reduce(x, async_op=True)
+    dist.all_gather_into_tensor(x.new_empty(16), x)
+    dist.reduce_scatter_tensor(x.new_empty(1), x)
+    dist.all_to_all_single(x.new_empty(4), x)
+    sent = dist.isend(x, 1)
+    late.wait()
+    sent.wait()
+    late.wait()
+    dist.broadcast(x, 0)
+    dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)])[0].wait()
+print(waited)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ran.stdout == "[1, 2, 3, 0, 4, 5, 6]\n"
 
 
 def test_micro_batches_hold_the_published_batch() -> None:

@@ -24,7 +24,15 @@ from megatron_hetero.models.common.attention import PackedSelfAttention, TorchAt
 from megatron_hetero.models.common.kernels import cuda_capability
 from megatron_hetero.models.common.layers.linear import ColumnLinear, RowLinear
 from megatron_hetero.models.common.layers.norms import LayerNorm, RMSNorm
-from megatron_hetero.models.common.optional import FLASH_ATTN, TRANSFORMER_ENGINE, Found, find, notices, unusable
+from megatron_hetero.models.common.optional import (
+    FLASH_ATTN,
+    FLASH_ATTN_3,
+    TRANSFORMER_ENGINE,
+    Found,
+    find,
+    notices,
+    unusable,
+)
 from megatron_hetero.models.common.recompute.mlp import frugal_mlp
 from megatron_hetero.models.common.recompute.policy import EVERYTHING_KEPT, Recompute
 from megatron_hetero.models.common.recompute.remake import remake
@@ -86,7 +94,7 @@ def backend_notices(choice: str, platform: Platform) -> list[str]:
     """A line for each optional package that is installed on this CUDA machine and yet not used, with the reason."""
     if not platform.is_cuda:
         return []
-    packages = [FLASH_ATTN] + [TRANSFORMER_ENGINE] * (choice != "torch")
+    packages = [FLASH_ATTN, FLASH_ATTN_3] + [TRANSFORMER_ENGINE] * (choice != "torch")
     return notices([(package, find(package)) for package in packages])
 
 

@@ -3,14 +3,16 @@
 Shape suffixes: n tokens of queries, K of keys, H heads of this rank, h of them for keys and values (a divisor of H),
 D elements per head.
 
-    flash_attn   one launch for all segments, by the package flash-attn
-    torch_flash  one launch for all segments, by the flash kernel that PyTorch brings
-    bucketed     one call of PyTorch's fused attention for all segments of one shape, on any device and in any precision
+    flash_attn_3  one launch for all segments, by FlashAttention-3, which is for Hopper
+    flash_attn    one launch for all segments, by the package flash-attn
+    torch_flash   one launch for all segments, by the flash kernel that PyTorch brings
+    bucketed      one call of PyTorch's fused attention for all segments of one shape, on any device and in any
+                  precision
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache, partial
 from typing import Any, Literal, Protocol
 
@@ -18,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hetero.models.common.optional import FLASH_ATTN, find, unusable
+from megatron_hetero.models.common.optional import FLASH_ATTN, FLASH_ATTN_3, find, unusable
 from megatron_hetero.models.common.segments import PackedSegments, ShapeBucket
 
 HALF = (torch.bfloat16, torch.float16)
@@ -27,8 +29,10 @@ HALF = (torch.bfloat16, torch.float16)
 FLASH_CAPABILITY = (8, 0)
 FLASH_HEAD_DIM = 256
 FLASH_HEAD_MULTIPLE = 8
+HOPPER = 9
 
-KernelName = Literal["flash_attn", "torch_flash", "bucketed"]
+KernelName = Literal["flash_attn_3", "flash_attn", "torch_flash", "bucketed"]
+PACKAGES = {"flash_attn_3": FLASH_ATTN_3, "flash_attn": FLASH_ATTN}
 
 
 class Kernel(Protocol):
@@ -50,13 +54,18 @@ class Kernel(Protocol):
 
 
 def choose_kernel(
-    device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], has_flash_attn: bool
+    device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], installed: Collection[str]
 ) -> KernelName:
-    """Which kernel runs on a type of `device`, of the CUDA `capability` where it is a GPU."""
+    """Which kernel runs on a type of `device`, of the CUDA `capability` where it is a GPU.
+
+    `installed`: the names of those `PACKAGES` that are.
+    """
     fits = device == "cuda" and dtype in HALF and head_dim <= FLASH_HEAD_DIM and capability >= FLASH_CAPABILITY
     if not fits:
         return "bucketed"
-    return "flash_attn" if has_flash_attn else "torch_flash"
+    if "flash_attn_3" in installed and capability[0] == HOPPER:
+        return "flash_attn_3"
+    return "flash_attn" if "flash_attn" in installed else "torch_flash"
 
 
 @lru_cache
@@ -64,8 +73,12 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kerne
     """The kernel for tensors on this device."""
     if device.type != "cuda":
         return bucketed
-    has_flash_attn = not unusable(FLASH_ATTN, find(FLASH_ATTN))
-    name = choose_kernel(device.type, dtype, head_dim, cuda_capability(device), has_flash_attn)
+    installed = [name for name, package in PACKAGES.items() if not unusable(package, find(package))]
+    name = choose_kernel(device.type, dtype, head_dim, cuda_capability(device), installed)
+    if name == "flash_attn_3":
+        from flash_attn_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+        return partial(flash_attn_3, function=flash_attn_varlen_func)
     if name == "flash_attn":
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
@@ -100,10 +113,8 @@ def torch_flash(
     """
     op = op or torch.ops.aten._flash_attention_forward
     dim = q_nHD.shape[2]
-    padding = -dim % FLASH_HEAD_MULTIPLE
-    inputs = [F.pad(x, (0, padding)) if padding else x for x in (q_nHD, k_KhD, v_KhD)]
     out, *_ = op(
-        *inputs,
+        *map(_padded, (q_nHD, k_KhD, v_KhD)),
         segments.cu_seqlens_q,
         segments.cu_seqlens_kv,
         segments.max_seqlen_q,
@@ -113,7 +124,40 @@ def torch_flash(
         False,  # return_debug_mask
         scale=dim**-0.5 if scale is None else scale,
     )
-    return out[..., :dim] if padding else out
+    return out if out.shape[-1] == dim else out[..., :dim]
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Heads as wide as a kernel wants them."""
+    padding = -x.shape[-1] % FLASH_HEAD_MULTIPLE
+    return F.pad(x, (0, padding)) if padding else x
+
+
+def flash_attn_3(
+    q_nHD: Tensor,
+    k_KhD: Tensor,
+    v_KhD: Tensor,
+    segments: PackedSegments,
+    *,
+    causal: bool,
+    scale: float | None,
+    function: Callable[..., Any],
+) -> Tensor:
+    """By `function`, the `flash_attn_varlen_func` of FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608;
+    hopper/flash_attn_interface.py). Earlier betas of 3.0.0 return the logarithm of the softmax's sum besides.
+    """
+    dim = q_nHD.shape[2]
+    found = function(
+        *map(_padded, (q_nHD, k_KhD, v_KhD)),
+        cu_seqlens_q=segments.cu_seqlens_q,
+        cu_seqlens_k=segments.cu_seqlens_kv,
+        max_seqlen_q=segments.max_seqlen_q,
+        max_seqlen_k=segments.max_seqlen_kv,
+        softmax_scale=dim**-0.5 if scale is None else scale,
+        causal=causal,
+    )
+    out = found[0] if isinstance(found, tuple) else found
+    return out if out.shape[-1] == dim else out[..., :dim]
 
 
 def flash_attn(

@@ -37,12 +37,19 @@ TRANSFORMER_ENGINE = OptionalPackage(
     ("transformer_engine.pytorch:Linear", "transformer_engine.pytorch.fp8:fp8_autocast"),
 )
 FLASH_ATTN = OptionalPackage(
-    # Causal attention is aligned at the last query and key from 2.1 on (flash-attn's README, "Changelog"). Version 3 is
-    # another package, and version 4 shares the name `flash_attn` without having the function.
+    # Causal attention is aligned at the last query and key from 2.1 on (flash-attn's README, "Changelog"). Version 4
+    # shares the name `flash_attn` without having the function.
     "flash-attn",
     "flash_attn",
     ">=2.1,<3",
     ("flash_attn:flash_attn_varlen_func",),
+)
+FLASH_ATTN_3 = OptionalPackage(
+    # All versions so far are betas of 3.0.0 (hopper/__init__.py in flash-attention's repository).
+    "flash_attn_3",
+    "flash_attn_interface",
+    ">=3.0.0b1,<4",
+    ("flash_attn_interface:flash_attn_varlen_func",),
 )
 
 
@@ -69,8 +76,12 @@ def find(package: OptionalPackage) -> Found:
 
 
 def _version(package: OptionalPackage) -> str:
+    """Or "?" where nothing says."""
     version = getattr(importlib.import_module(package.module), "__version__", None)
-    return version or importlib.metadata.version(package.name.partition("[")[0])
+    try:
+        return version or importlib.metadata.version(package.name.partition("[")[0])
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
 
 
 def unusable(package: OptionalPackage, found: Found) -> str:

@@ -14,6 +14,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.models.common.backend import TorchSpecProvider, backend_notices, spec_provider
 from megatron_hetero.models.common.optional import (
     FLASH_ATTN,
+    FLASH_ATTN_3,
     TRANSFORMER_ENGINE,
     Found,
     OptionalPackage,
@@ -35,8 +36,9 @@ GPU = Platform(torch.device("cuda", 0), "nccl")
             ["1.13.0", "2.8.0", "2.9.0.dev0", "2.12.0", "?"],
         ),
         (FLASH_ATTN, ["2.1.0", "2.5.9.post1", "2.8.3", "2.8.4+cu13torch2.11"], ["1.0.9", "2.0.9", "3.0.0", "4.0.0b5"]),
+        (FLASH_ATTN_3, ["3.0.0b1", "3.0.0b1+cu128", "3.0.0"], ["2.8.3", "4.0.0", "?"]),
     ],
-    ids=["Transformer Engine", "flash-attn"],
+    ids=["Transformer Engine", "flash-attn", "FlashAttention-3"],
 )
 def test_versions(package: OptionalPackage, usable: list[str], not_usable: list[str]) -> None:
     for version in usable:
@@ -113,7 +115,7 @@ def test_setup_and_documentation_name_these_versions() -> None:
         package.name + package.versions for package in (TRANSFORMER_ENGINE, FLASH_ATTN)
     ]
     page = (ROOT / "docs/installation.md").read_text()
-    for package in (TRANSFORMER_ENGINE, FLASH_ATTN):
+    for package in (TRANSFORMER_ENGINE, FLASH_ATTN, FLASH_ATTN_3):
         assert f"`{package.versions}`" in page
 
 
