@@ -153,7 +153,9 @@ class JobSpec:
         _require_layers(config, stages)
         _require_equal_copies(config, shapes, layouts)
         _require_shared(config, layouts)
-        return cls(config, folders, shapes, layouts, batch, stages)
+        job = cls(config, folders, shapes, layouts, batch, stages)
+        _require_exchanges(job)
+        return job
 
     @property
     def budget(self) -> Budget | None:
@@ -321,6 +323,20 @@ def _require_shared(config: Config, layouts: Mapping[str, Layout]) -> None:
                 expected="1",
                 because="no two of its ranks hold the same weights: dp, sp and cp are 1",
                 fix="remove it, or give the module dp, sp or cp",
+            )
+
+
+def _require_exchanges(job: JobSpec) -> None:
+    """Check that MLPs whose exchanges are to overlap have some. Raises `UserError`."""
+    for name, parts in job.config.model.tp_overlap.items():
+        if parts > 1 and not job.sequence_parallel[name]:
+            split = "tp 1" if job.layouts[name].tp == 1 else f"model.sequence_parallel.{name} false"
+            raise UserError.at(
+                f"model.tp_overlap.{name} (--model.tp_overlap.{name})",
+                found=f"{parts} with {split}",
+                expected="1",
+                because="its MLP exchanges no tokens",
+                fix="remove it",
             )
 
 

@@ -77,6 +77,7 @@ def check(config: Config) -> None:
     _check_numbers(config)
     _check_model(config.model)
     _check_recomputation(config.model)
+    _check_overlap(config.model)
     _check_data(config.data, config.eval)
     _check_checkpoint(config.checkpoint)
     _check_profile(config.train)
@@ -136,6 +137,20 @@ def _check_recomputation(model: ModelConfig) -> None:
     for name, tokens in model.chunk.items():
         if tokens < 0:
             raise _wrong(f"model.chunk.{name}", tokens, "≥ 0", "", "use 0 for all tokens at once, or remove it")
+
+
+def _check_overlap(model: ModelConfig) -> None:
+    for name, parts in model.tp_overlap.items():
+        if parts < 1:
+            raise _wrong(f"model.tp_overlap.{name}", parts, "≥ 1", "", "use 1 for one exchange, or remove it")
+        if parts > 1 and model.chunk.get(name, 0):
+            raise _wrong(
+                f"model.tp_overlap.{name}",
+                parts,
+                "1",
+                f"model.chunk.{name} exchanges each chunk by itself",
+                f"remove it or model.chunk.{name}",
+            )
 
 
 def _check_encoder(where: str, name: str, encoder: EncoderConfig) -> None:

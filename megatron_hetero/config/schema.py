@@ -73,6 +73,12 @@ class ModelConfig:
         "matrix product. 0: all at once.",
         "0",
     )
+    tp_overlap: Mapping[str, int] = option(
+        {},
+        "Parts in which the MLP of a module exchanges sequence-parallel activations over tp: that of one part runs "
+        "beside the matrix product of another. 1: all at once.",
+        "1",
+    )
     sequence_parallel: Mapping[str, bool] = option(
         {}, "Megatron sequence parallelism of a module: activations split along the sequence over its tp ranks.", "true"
     )
@@ -473,6 +479,7 @@ def require_modules(config: Config, modules: Iterable[str]) -> None:
         "parallel_layers": config.parallel_layers,
         "model.recompute": config.model.recompute,
         "model.chunk": config.model.chunk,
+        "model.tp_overlap": config.model.tp_overlap,
         "model.sequence_parallel": config.model.sequence_parallel,
         "precision": config.precision,
         "offload": config.offload,

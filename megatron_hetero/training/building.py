@@ -14,10 +14,12 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.module import TrainedModule, build_module
 from megatron_hetero.engine.optimizer import ModuleOptimizer, build_optimizer
+from megatron_hetero.errors import UserError
 from megatron_hetero.execution.runtime import Interpreter, ModuleOnRank
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.backend import spec_provider
+from megatron_hetero.models.common.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.names import TEXT
@@ -96,7 +98,7 @@ def _build_parts(
 def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> tuple[TrainedModule, ...]:
     config = job.config
     provider = spec_provider(config.model.backend, topology.platform)
-    return tuple(
+    modules = tuple(
         build_module(
             name,
             job.shapes,
@@ -116,6 +118,21 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
         for name, layout in topology.layouts.items()
         if topology.rank in layout
     )
+    for module in modules:
+        _overlap_exchanges(module, config.model.tp_overlap.get(module.name, 1))
+    return modules
+
+
+def _overlap_exchanges(module: TrainedModule, parts: int) -> None:
+    """Raises `UserError` for layers that exchange by themselves."""
+    if parts == 1:
+        return
+    try:
+        for chunk in module.chunks:
+            overlap_exchanges(chunk, parts)
+    except TypeError as error:
+        where = f"model.tp_overlap.{module.name} (--model.tp_overlap.{module.name})"
+        raise UserError.at(where, problem=str(error), fix="use --model.backend torch, or remove it") from None
 
 
 def _build_optimizer(

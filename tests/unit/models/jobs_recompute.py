@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import CPU, Platform
@@ -13,5 +14,6 @@ def train(flags: list[str], steps: int) -> tuple[list[tuple[float, float]], dict
     """Loss and gradient norm of each step on the data that a plan assumes, and this rank's weights after them."""
     trainer = drawn_trainer(load_config(flags), Platform(CPU, "gloo"))
     metrics = [trainer.train_step(step, assumed_step(trainer)) for step in range(1, steps + 1)]
-    weights = {f"{m.name} {name}": p.detach().float() for m in trainer.modules for name, p in m.parameters.items()}
+    parameters = {f"{m.name} {name}": p.detach() for m in trainer.modules for name, p in m.parameters.items()}
+    weights = {name: (p.to_local() if isinstance(p, DTensor) else p).float() for name, p in parameters.items()}
     return [(found.loss, found.grad_norm) for found in metrics], weights

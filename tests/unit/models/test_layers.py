@@ -16,7 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm
 
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.models.common.layers import swiglu as gates
-from megatron_hetero.models.common.layers.linear import _gradient
+from megatron_hetero.models.common.layers.linear import gradient_of_weight
 from megatron_hetero.models.common.layers.norms import LayerNorm, RMSNorm
 from megatron_hetero.models.common.layers.rotary import rotate, rotated_heads
 from megatron_hetero.models.common.layers.swiglu import swiglu
@@ -119,9 +119,9 @@ def test_a_gradient_is_added_at_once_where_there_is_a_product_for_it(total: torc
     """In fp32, of products in bfloat16, there is none on a CPU."""
     parameter: Any = torch.nn.Parameter(torch.randn(3, 5).bfloat16())
     left, right = torch.rand(3, 7).bfloat16(), torch.rand(7, 5).bfloat16()
-    assert torch.equal(_gradient(parameter, left, right), left @ right), "without Megatron's wrapper"
+    assert torch.equal(gradient_of_weight(parameter, left, right), left @ right), "without Megatron's wrapper"
     parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones(3, 5, dtype=total), False
-    got = _gradient(parameter, left, right)
+    got = gradient_of_weight(parameter, left, right)
     assert parameter.grad_added_to_main_grad is (total == torch.bfloat16)
     if parameter.grad_added_to_main_grad:
         torch.testing.assert_close(parameter.main_grad, torch.ones(3, 5, dtype=total) + left @ right)

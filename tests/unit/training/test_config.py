@@ -294,6 +294,8 @@ IN_FLAGS = [
     ("--model.recompute.text 1.5", ["model.recompute.text", "an integer"]),
     ("--model.chunk.text -8", ["model.chunk.text", "≥ 0", "0 for all tokens"]),
     ("--model.chunk.text many", ["model.chunk.text", "an integer"]),
+    ("--model.tp_overlap.text 0", ["model.tp_overlap.text", "≥ 1", "1 for one exchange"]),
+    ("--model.tp_overlap.text 2 --model.chunk.text 8", ["model.tp_overlap.text", "Remove it or model.chunk.text"]),
 ]
 
 HELD_OUT = "--eval.datasets demo --export.hf_dir z"

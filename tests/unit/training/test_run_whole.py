@@ -51,6 +51,8 @@ def test_batches_that_do_not_divide(batch: int, text: str, micro: int, message: 
     ("--boundary.transport fp8", "boundary.transport"),
     ("--parallel.audio dp:4", "audio"),
     ("--model.recompute.visoin full", "vision"),
+    ("--model.tp_overlap.visoin 2", "vision"),
+    ("--model.tp_overlap.text 2", "exchanges no tokens"),
 ])  # fmt: skip
 def test_what_cannot_run_is_refused_before_any_group_is_made(flags: str, message: str, make_flags: MakeFlags) -> None:
     with pytest.raises(UserError, match=message):

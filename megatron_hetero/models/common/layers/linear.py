@@ -83,7 +83,7 @@ class _Linear(torch.autograd.Function):
             of_x, reducing = _reduced(of_x, ctx.group, ctx.sharing)
         rows = grad.flatten(0, -2)
         if ctx.needs_input_grad[1]:
-            of_weight = _gradient(ctx.parameter, rows.t(), x.flatten(0, -2))
+            of_weight = gradient_of_weight(ctx.parameter, rows.t(), x.flatten(0, -2))
         of_bias = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
         if reducing is not None:
             reducing.wait()
@@ -103,7 +103,7 @@ def _reduced(grad: Tensor, group: dist.ProcessGroup, sharing: Sharing) -> tuple[
     return own, dist.reduce_scatter_tensor(own, grad, group=group, async_op=True)
 
 
-def _gradient(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def gradient_of_weight(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` for autograd; or what it is to pass on where the product is added to `main_grad` at once, which
     Megatron's `DistributedDataParallel` is told of and does not look at.
     """

@@ -11,6 +11,7 @@ from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
+from megatron_hetero.models.common.layers.overlapped import first_in_parts, parts_of, second_in_parts
 from megatron_hetero.models.common.layers.swiglu import swiglu
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.common.recompute.remake import not_keeping, remake
@@ -43,12 +44,15 @@ def frugal_mlp(mlp: MLP, recompute: Recompute, hidden: Tensor, **_: Any) -> tupl
 
 
 def _at_once(mlp: MLP, recompute: Recompute, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    parts = parts_of(mlp, len(hidden))
     with not_keeping(hidden):
-        wide, bias = mlp.linear_fc1(hidden)
+        wide, bias = (
+            mlp.linear_fc1(hidden) if len(parts) == 1 else (first_in_parts(mlp.linear_fc1, hidden, parts), None)
+        )
     make, inputs = partial(_product, mlp), (wide,) if bias is None else (wide, bias)
     product = remake(make, *inputs) if recompute.selective else make(*inputs)
     with not_keeping(product):
-        return mlp.linear_fc2(product)
+        return mlp.linear_fc2(product) if len(parts) == 1 else second_in_parts(mlp.linear_fc2, product, parts)
 
 
 def _product_of_input(mlp: MLP, piece: Tensor) -> Tensor:

@@ -1,0 +1,104 @@
+"""MLPs that exchange their tokens in parts: layers by themselves, and whole steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_hetero.models.common.layers.overlapped import first_in_parts, overlap_exchanges, parts_of, second_in_parts
+from tests.support.folders import ModelChoice, write_model
+from tests.support.matrix import thinned
+from tests.support.pool import Pool, world
+from tests.support.ranks import on_ranks
+from tests.unit.models import jobs_recompute
+from tests.unit.models.test_recompute import assert_equal, flags_of
+
+Pools = Callable[[int], Pool]
+PARTS = [3, 0, 4, 1]
+
+
+def shared(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@on_ranks(3)
+def test_two_layers_in_parts(biased: bool) -> None:
+    """Against the same two products on one rank: outputs, and gradients of the input, of weights and of the bias."""
+    group, rank, tokens, hidden, ffn = world(), dist.get_rank(), sum(PARTS), 5, 12
+    x, first, second = shared(3 * tokens, 1, hidden, seed=0), shared(ffn, hidden, seed=1), shared(hidden, ffn, seed=2)
+    bias, cotangent = shared(ffn, seed=3), shared(3 * tokens, 1, hidden, seed=4)
+    whole = [each.clone().requires_grad_() for each in (x, first, bias, second)]
+    expected = (whole[0] @ whole[1].t() + whole[2] * biased).relu() @ whole[3].t()
+    expected.backward(cotangent)
+
+    def own(t: Tensor, dim: int = 0) -> Tensor:
+        return t.detach().chunk(3, dim=dim)[rank].clone()
+
+    mine = [nn.Parameter(each) for each in (own(x), own(first), own(bias), own(second, 1))]
+    column: Any = SimpleNamespace(weight=mine[1], bias=mine[2] if biased else None, tp_group=group)
+    row: Any = SimpleNamespace(weight=mine[3], bias=None, tp_group=group, skip_bias_add=True)
+    out, left = second_in_parts(row, first_in_parts(column, mine[0], PARTS).relu(), PARTS)
+    out.backward(own(cotangent))
+    assert left is None
+    torch.testing.assert_close(out, own(expected))
+    for at in (0, 1, 2, 3):
+        if at != 2 or biased:
+            torch.testing.assert_close(mine[at].grad, own(gradient_of(whole[at]), dim=int(at == 3)))
+
+
+def test_parts_are_even_and_no_more_than_tokens() -> None:
+    mlp: Any = SimpleNamespace(exchanged_in_parts=4)
+    assert [parts_of(mlp, tokens) for tokens in (10, 3, 1, 0)] == [[3, 3, 2, 2], [1, 1, 1], [1], [0]]
+    assert parts_of(SimpleNamespace(), 10) == [10]  # pyright: ignore[reportArgumentType]
+
+
+def test_layers_that_are_not_ours_are_refused() -> None:
+    from megatron.core.transformer.mlp import MLP
+
+    mlp = MLP.__new__(MLP)
+    nn.Module.__init__(mlp)
+    mlp.linear_fc1, mlp.linear_fc2 = nn.Linear(1, 1), nn.Linear(1, 1)
+    with pytest.raises(TypeError, match="an MLP of Linear exchanges by itself"):
+        overlap_exchanges(nn.Sequential(mlp), 2)
+
+
+STEPS = [
+    ("qwen2_5_vl", "tp:2", "tp:2", 2, "--model.tp_overlap.vision 3 --model.tp_overlap.text 2"),
+    ("qwen3_vl", "tp:2", "tp:2", 2, "--model.tp_overlap.vision 2 --model.tp_overlap.text 4"),
+    ("qwen2_5_vl", "sp:2", "tp:2", 2, "--model.tp_overlap.text 3 --model.recompute.text selective"),
+    ("qwen2_5_vl", "dp:2", "tp:2", 2, "--model.tp_overlap.text 3 --model.recompute.text full --model.freeze text"),
+    ("qwen3_vl", "tp:2,dp:2", "tp:2,pp:2", 4, "--model.tp_overlap.vision 2 --zero.vision 3 --model.tp_overlap.text 2"),
+    ("qwen3_vl", "dp:4", "tp:2,cp:2", 4, "--model.tp_overlap.text 2 --offload.text.activations true"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    choice = {"text_layers": 2, "vision_layers": 2, "full_layers": (1,), "deepstack": (0,)}
+    families = ("qwen2_5_vl", "qwen3_vl")
+    return {f: write_model(tmp_path_factory.mktemp(f), ModelChoice(family=f, **choice)) for f in families}
+
+
+@pytest.mark.parametrize("family, vision, text, ranks, more", thinned(STEPS, 3))
+def test_steps(
+    family: str, vision: str, text: str, ranks: int, more: str, models: dict[str, Path], pools: Pools
+) -> None:
+    more += " --model.dtype float32 --optimizer.name sgd"
+    flags = flags_of(models[family], vision, text, more)
+    without = [f for i, f in enumerate(flags) if "tp_overlap" not in f and "tp_overlap" not in flags[i - 1]]
+    assert len(without) < len(flags)
+    found, expected = (pools(ranks).run(jobs_recompute.train, each, 2) for each in (flags, without))
+    assert_equal(found, expected, exactly=False)
