@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_hetero.config.schema import load_config
@@ -69,19 +69,28 @@ PICTURES = (
 
 @dataclass(frozen=True)
 class Layouts:
-    """Of both modules, over eight ranks. `kind`: as the published table calls it. `replicas`: of the text module."""
+    """Of both modules, over eight ranks. `kind`: as the published table calls it. `replicas`: of the text module.
+    `label`: what the flags `more` do.
+    """
 
     kind: str
     vision: str
     text: str
     replicas: int
+    label: str = ""
     more: str = ""
 
     def __str__(self) -> str:
-        return f"{self.vision}|{self.text}" + (" ZeRO-3" if self.more else "")
+        return f"{self.vision}|{self.text} {self.label}".strip()
+
+    @property
+    def overlapped(self) -> Layouts:
+        """The same, where MLPs exchange tokens over tp beside their products."""
+        flags = [f"--model.tp_overlap.{name} 4" for name in ("vision", "text") if "tp" in getattr(self, name)]
+        return replace(self, label="tp_overlap 4", more=" ".join(flags))
 
 
-ZERO3 = Layouts("ZeRO-3", "dp:8", "dp:8", 8, "--zero.vision 3 --zero.text 3")
+ZERO3 = Layouts("ZeRO-3", "dp:8", "dp:8", 8, "ZeRO-3", "--zero.vision 3 --zero.text 3")
 LAYOUTS = {
     "7b": (
         Layouts("sp|tp", "sp:8", "tp:4,dp:2", 2),
@@ -152,12 +161,17 @@ class Step:
         }
 
 
+def overlapped(model: str, picture: Picture) -> list[Layouts]:
+    """More layouts of the longest packs, where products take longer than launches."""
+    return [each.overlapped for each in LAYOUTS[model] if each is not ZERO3 and picture is PICTURES[0]]
+
+
 def steps(usable: float, models: Iterable[str] = LAYOUTS) -> list[Step]:
     """All of `models`; modules are recomputed where they would not fit into so many bytes otherwise."""
     found = []
     for model in models:
         for picture in PICTURES:
-            for each in LAYOUTS[model]:
+            for each in [*LAYOUTS[model], *overlapped(model, picture)]:
                 tried = [Step(model, each, picture, modules) for modules in RECOMPUTED]
                 found.append(next((s for s in tried if s.planned_bytes <= (1 - LEFT) * usable), tried[-1]))
     return found
