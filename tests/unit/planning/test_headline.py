@@ -15,7 +15,7 @@ MODEL = "qwen2_5_vl_32b"
 ROW = re.compile(r"\| ([\d,]+) \| (\d+)x\d+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|")
 TEXT = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
 ROWS = [match.groups() for match in ROW.finditer(TEXT)]
-HALVES = "--precision.vision.gradients bfloat16 --precision.text.gradients bfloat16"
+HALVES = "--precision.vision.gradients bfloat16 --precision.text.gradients bfloat16 --model.recompute.text full"
 
 
 def gigabytes(more: str) -> float:
