@@ -68,6 +68,7 @@ _SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sp|tp whole": ("Ours", ("sp:{n}", "tp:{n}", *_WHOLE)),
     "tp|tp": ("Ours", ("tp:{n}", "tp:{n}")),
     "tp|tp whole": ("Ours", ("tp:{n}", "tp:{n}", *_WHOLE)),
+    "dp|dp": ("Ours", ("dp:{n}", "dp:{n}")),
     "sp|tp zero": ("Ours", ("sp:{n}", "tp:{n}", "--zero.vision", "3")),
     "sp|dp zero": ("Ours", ("sp:{n}", "dp:{n}", *_ZERO)),
     "dp|dp zero": ("Ours", ("dp:{n}", "dp:{n}", *_ZERO)),
