@@ -146,6 +146,7 @@ def test_copies_stay_equal(
     assert any(("embed_tokens" if model == "deep" else "k_proj") in name for name in shared)
 
 
+@pytest.mark.long
 def test_pieces_make_no_difference(folders: Path, tmp_path: Path, pools: Pools) -> None:
     """Updates, checkpoints and resumes in pieces of 512 elements, of which each parameter has many."""
     found = {}

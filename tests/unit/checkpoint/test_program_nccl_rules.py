@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs
 from tests.unit.checkpoint.jobs_checkpoint import flags
@@ -25,11 +26,14 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "vision, text, ranks, more",
-    [
-        ("sp:2", "pp:2", 2, "--checkpoint.async true"),
-        ("dp:1@0", "pp:2@1-2", 3, "--checkpoint.async true --schedule.virtual_stages 2"),
-        ("sp:2@0-1", "tp:2@1-2", 3, ""),
-    ],
+    thinned(
+        [
+            ("sp:2", "pp:2", 2, "--checkpoint.async true"),
+            ("dp:1@0", "pp:2@1-2", 3, "--checkpoint.async true --schedule.virtual_stages 2"),
+            ("sp:2@0-1", "tp:2@1-2", 3, ""),
+        ],
+        3,
+    ),
     ids=["colocated", "disjoint", "mixed"],
 )
 def test_from_start_to_export(

@@ -39,6 +39,7 @@ from megatron_hetero.outputs.checkpoints import MANIFEST
 from megatron_hetero.outputs.export_mark import MARK
 from megatron_hetero.outputs.exports import lock_of
 from tests.support.folders import ModelChoice, write_model
+from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.support.shapes import shapes_of_folder
 from tests.unit.checkpoint import jobs_checkpoint as jobs
@@ -226,12 +227,12 @@ def test_a_head_that_is_stored_twice_is_kept_once(folders: Path, tmp_path: Path,
 # ---------------------------------------------------------------------------------------- a run begins from it
 
 
-@pytest.mark.parametrize("vision, text, more", [
+@pytest.mark.parametrize("vision, text, more", thinned([
     ("sp:2", "tp:2", ""),
     ("dp:1@0", "tp:1@1", "--model.dtype bfloat16"),
     ("tp:2", "pp:2", f"{TWO} --train.seed 5 --optimizer.name sgd --optimizer.weight_decay 0"),
     ("pp:2", "pp:2", f"--model.hf_path FOLDERS/qwen3 {SPLIT}"),
-])  # fmt: skip
+], 2))  # fmt: skip
 def test_a_run_from_an_import_is_one_from_the_folder(
     vision: str, text: str, more: str, more_folders: Path, tmp_path: Path, pools: Pools, untouched: Untouched
 ) -> None:
@@ -614,6 +615,7 @@ print(*(after - before for after in there_and_back(sys.argv[3], sys.argv[2] + "-
 """
 
 
+@pytest.mark.long
 def test_memory_is_that_of_a_shard(folders: Path, tmp_path: Path) -> None:
     """A model of 200 MB takes less than 50 MB beyond what a very small one takes."""
     model = shutil.copytree(folders / "tied", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))

@@ -22,6 +22,7 @@ from megatron_hetero.planning.changes import CHANGES, Change, smaller_micro_batc
 from megatron_hetero.planning.estimate import Plan
 from megatron_hetero.planning.fitting import SHOWN, Attempt, find_fitting
 from megatron_hetero.planning.problems import problems_of
+from tests.support.matrix import thinned
 from tests.unit.planning.conftest import MakePlan
 
 PlanFlags = Callable[[str], list[str]]
@@ -89,7 +90,7 @@ def _suggested(attempt: Attempt, argv: list[str]) -> Plan:
 
 
 @given(case=st.sampled_from(CASES), share=st.floats(0.3, 0.99))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_suggested_is_taken_and_fits(plan_flags: PlanFlags, case: Case, share: float) -> None:
     argv = plan_flags(case.flags)
     plan = Plan.of(load_config(argv), case.ranks)
@@ -106,7 +107,7 @@ def test_what_is_suggested_is_taken_and_fits(plan_flags: PlanFlags, case: Case, 
         assert _suggested(found.closest, argv).totals.max() == found.closest.needed
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 2), ids=str)
 def test_one_setting_is_preferred_to_two(case: Case, plan_flags: PlanFlags) -> None:
     plan = Plan.of(load_config(plan_flags(case.flags)), case.ranks)
     alone = [a for entry in CHANGES for c in entry(plan) if (a := fitting.planned(plan, c))]

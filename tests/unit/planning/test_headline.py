@@ -15,12 +15,14 @@ MODEL = "qwen2_5_vl_32b"
 ROW = re.compile(r"\| ([\d,]+) \| (\d+)x\d+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|")
 TEXT = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
 ROWS = [match.groups() for match in ROW.finditer(TEXT)]
-HALVES = "--precision.vision.gradients bfloat16 --precision.text.gradients bfloat16 --model.recompute.text full"
-ONE = "--train.tokens_per_micro_batch none"
+MORE = (
+    "--precision.vision.gradients bfloat16 --precision.text.gradients bfloat16 --model.recompute.text full "
+    "--train.tokens_per_micro_batch none"
+)
 
 
 def gigabytes(more: str) -> float:
-    flags = f"--config {ROOT}/examples/{MODEL}.yaml --model.hf_path {ROOT}/examples/models/{MODEL} {HALVES} {ONE} {more}"
+    flags = f"--config {ROOT}/examples/{MODEL}.yaml --model.hf_path {ROOT}/examples/models/{MODEL} {MORE} {more}"
     plan = Plan.of(load_config(flags.split()), 8)
     assert [layout.degrees_text for layout in plan.layouts.values()] == ["sp:8", "tp:8"]
     return plan.totals.max() / 1e9

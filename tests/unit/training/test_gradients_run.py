@@ -127,7 +127,7 @@ def test_sums_over_ranks_begin_behind_the_last_backward_pass(
 # ---------------------------------------------------------------------------------------------- freezing
 
 
-@pytest.mark.parametrize("vision, text", thinned(LAYOUTS[::2], 3))
+@pytest.mark.parametrize("vision, text", thinned(LAYOUTS[::2], 5))
 def test_frozen_parts_stay_and_the_others_do_not_notice(
     vision: str, text: str, make_flags: MakeFlags, pools: Pools
 ) -> None:
@@ -164,7 +164,7 @@ def steps_of_oracle(model: Path, data: Path, steps: list[list[int]]) -> list[tup
 PICTURES = [(0, 1), (0, 0, 2, 0), (0,)]
 
 
-@pytest.mark.parametrize("layouts, pictures", thinned(product([*LAYOUTS, ("dp:4", "dp:4")], PICTURES), 4), ids=str)
+@pytest.mark.parametrize("layouts, pictures", thinned(product([*LAYOUTS, ("dp:4", "dp:4")], PICTURES), 5), ids=str)
 def test_micro_batches_without_images(
     layouts: tuple[str, str], pictures: tuple[int, ...], make_flags: MakeFlags, pools: Pools, small_model: Path,
     tmp_path: Path,
