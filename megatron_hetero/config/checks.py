@@ -77,6 +77,7 @@ def check(config: Config) -> None:
     _check_numbers(config)
     _check_model(config.model)
     _check_recomputation(config.model)
+    _check_compile(config.model)
     _check_data(config.data, config.eval)
     _check_checkpoint(config.checkpoint)
     _check_profile(config.train)
@@ -136,6 +137,12 @@ def _check_recomputation(model: ModelConfig) -> None:
     for name, tokens in model.chunk.items():
         if tokens < 0:
             raise _wrong(f"model.chunk.{name}", tokens, "≥ 0", "", "use 0 for all tokens at once, or remove it")
+
+
+def _check_compile(model: ModelConfig) -> None:
+    if model.compile != "none" and model.backend == "te":
+        why, do = "Transformer Engine brings kernels of its own", "remove it, or set model.backend to torch"
+        raise _wrong("model.compile", model.compile, "none with model.backend te", why, do)
 
 
 def _check_encoder(where: str, name: str, encoder: EncoderConfig) -> None:
