@@ -78,6 +78,7 @@ def check(config: Config) -> None:
     _check_model(config.model)
     _check_recomputation(config.model)
     _check_overlap(config.model)
+    _check_compile(config.model)
     _check_data(config.data, config.eval)
     _check_checkpoint(config.checkpoint)
     _check_profile(config.train)
@@ -151,6 +152,12 @@ def _check_overlap(model: ModelConfig) -> None:
                 f"model.chunk.{name} exchanges each chunk by itself",
                 f"remove it or model.chunk.{name}",
             )
+
+
+def _check_compile(model: ModelConfig) -> None:
+    if model.compile != "none" and model.backend == "te":
+        why, do = "Transformer Engine brings kernels of its own", "remove it, or set model.backend to torch"
+        raise _wrong("model.compile", model.compile, "none with model.backend te", why, do)
 
 
 def _check_encoder(where: str, name: str, encoder: EncoderConfig) -> None:

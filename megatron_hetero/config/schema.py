@@ -83,8 +83,20 @@ class ModelConfig:
         {}, "Megatron sequence parallelism of a module: activations split along the sequence over its tp ranks.", "true"
     )
     backend: Literal["auto", "torch", "te"] = option(
-        "auto", "Layer implementation: PyTorch, Transformer Engine, or auto (Transformer Engine if installed)."
+        "auto",
+        "Layer implementation: PyTorch, Transformer Engine, or auto (Transformer Engine if installed and model.compile "
+        "is none).",
     )
+    compile: Literal["none", "layers"] = option(
+        "none",
+        "Compile what layers compute between matrix products, attention and communication (torch.compile), for any "
+        "number of tokens.",
+    )
+
+    @property
+    def layer_backend(self) -> str:
+        """`backend`, where it chooses among what is installed only if that goes with `compile`."""
+        return "torch" if self.backend == "auto" and self.compile != "none" else self.backend
 
     @property
     def encoder_names(self) -> tuple[str, ...]:

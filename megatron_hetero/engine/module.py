@@ -111,11 +111,12 @@ def build_module(
     gradients: torch.dtype,
     weights: WeightSource,
     offload: ActivationOffload | None = None,
+    compile_layers: bool = False,
 ) -> TrainedModule:
     """Build this rank's part of `name`: in its layout the stages that it holds, their weights read, what is to be
     frozen frozen, and with buffers of `gradients`, that dtype. `every`: the pipeline stages of the module. `sharded`:
     whether its optimizer will be. `zero`: the ZeRO stage. `offload`: where activations go, if they do not stay on the
-    device.
+    device. `compile_layers`: see `layer_spec`.
     """
     groups, tp = topology.collection(name), topology.layouts[name].tp
     stages = stages_of_rank(every, groups.pp.rank(), topology.layouts[name].pp)
@@ -130,6 +131,7 @@ def build_module(
         sequence_parallel=sequence_parallel,
         recompute=recompute,
         offload=offload,
+        compile_layers=compile_layers,
     )
     of_stages = [[weight_map(name, shapes, rank, tp, stage) for stage in stages] for rank in range(tp)]
     maps = tuple({each: slices for of in of_rank for each, slices in of.items()} for of_rank in of_stages)

@@ -326,7 +326,7 @@ class _Memory:
         if name == TEXT:
             return text_stage(
                 self.assumed.shapes.text, layout, stage, shard, itemsize, text_passes(config), recompute, self.gpu,
-                offload=offload,
+                offload=offload, compiled=config.model.compile == "layers",
             )  # fmt: skip
         shape, trains = self.assumed.shapes.encoders[name], encoder_trains(config, name)
         return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute, self.gpu, offload=offload)

@@ -19,6 +19,7 @@ from megatron_hetero.execution.runtime import Interpreter, ModuleOnRank
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.backend import spec_provider
+from megatron_hetero.models.common.layers.compiled import require_compiler
 from megatron_hetero.models.common.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
@@ -97,7 +98,9 @@ def _build_parts(
 
 def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> tuple[TrainedModule, ...]:
     config = job.config
-    provider = spec_provider(config.model.backend, topology.platform)
+    if compile_layers := config.model.compile == "layers":
+        require_compiler(topology.platform.device)
+    provider = spec_provider(config.model.layer_backend, topology.platform)
     modules = tuple(
         build_module(
             name,
@@ -114,6 +117,7 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
             gradients=getattr(torch, config.precision_of(name).gradients),
             weights=weights[name],
             offload=ActivationOffload(topology.platform) if config.offload_of(name).activations else None,
+            compile_layers=compile_layers,
         )
         for name, layout in topology.layouts.items()
         if topology.rank in layout

@@ -42,7 +42,7 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
         _prepare_traces(config.log.dir / "nccl")
     steps = build_step_trainer(job, platform, inputs.weights, watchdog=watchdog)
     topology, data = steps.topology, config.data
-    for notice in backend_notices(config.model.backend, platform) if topology.rank == REPORTER else ():
+    for notice in backend_notices(config.model.layer_backend, platform) if topology.rank == REPORTER else ():
         print(notice, flush=True)
     state = TrainState(steps.modules, steps.optimizers, topology, stored_shapes(steps.shapes), working=watchdog.working)
     with watchdog.waiting(lambda: "the state to resume from, with all other ranks,"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.engine.gradients import scale_gradients
@@ -46,6 +47,20 @@ def gradients(flags: list[str]) -> dict[str, Any]:
         "norm": summary.norm / batch.supervised,
         "gradients": stored(run, TrainedModule.whole_gradient),
     }
+
+
+def graphs(flags: list[str]) -> tuple[list[int], int]:
+    """How many graphs have been compiled, of none before, after each of its steps, and of how many different numbers of
+    tokens micro-batches were.
+    """
+    run, made, lengths = _build(flags), list[int](), set[int]()
+    torch._dynamo.reset()
+    counters.clear()
+    for step, batch, _ in run.batches():
+        run.train_step(step, batch)
+        made.append(counters["stats"]["unique_graphs"])
+        lengths |= {len(micro.pack.input_ids) for micro in batch.micro_batches if micro.pack is not None}
+    return made, len(lengths)
 
 
 def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float, float]]:

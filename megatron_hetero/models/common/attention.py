@@ -38,6 +38,8 @@ from megatron_hetero.distributed.module_groups import ModuleGroups
 from megatron_hetero.distributed.platform import on_device
 from megatron_hetero.models.common.exchange import gather_keys, ulysses_gather_heads, ulysses_scatter_heads
 from megatron_hetero.models.common.kernels import HALF, Kernel, kernel_for
+from megatron_hetero.models.common.layers import compiled
+from megatron_hetero.models.common.layers.compiled import Norm
 from megatron_hetero.models.common.layers.rotary import rotate, rotated_heads, split_heads
 from megatron_hetero.models.common.recompute.remake import not_keeping, remake
 from megatron_hetero.models.common.segments import PackedSegments
@@ -117,7 +119,8 @@ class PackedSelfAttention(SelfAttention):
     """Megatron's self-attention with the `forward` described at the head of this file.
 
     `windowed`: attend inside `AttentionPlan.windows` of this member's own shard, without communication. `selective`:
-    what pads the output is not kept, nor norms of heads and what rotates them.
+    what pads the output is not kept, nor norms of heads and what rotates them. `compile_layers`: what makes heads of
+    the projection is compiled.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class PackedSelfAttention(SelfAttention):
         pg_collection: ModuleGroups | None = None,
         windowed: bool = False,
         selective: bool = False,
+        compile_layers: bool = False,
     ):
         assert pg_collection is not None, "Megatron passes the groups of its layer specification"
         sp, context = pg_collection.sp, pg_collection.context
@@ -147,6 +151,7 @@ class PackedSelfAttention(SelfAttention):
             pg_collection=_without_context(pg_collection),
         )
         self.windowed, self.exchanges, self.selective = windowed, exchanges, selective
+        self.compile_layers = compile_layers
         self.sp_group, self.context_group = sp, context
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -184,6 +189,9 @@ class PackedSelfAttention(SelfAttention):
         padding, normed where the model does so, and rotated.
         """
         dim = self.hidden_size_per_attention_head
+        norms = None if self.q_layernorm is None else (Norm.of(self.q_layernorm), Norm.of(self.k_layernorm))
+        if self.compile_layers:
+            return compiled.heads(mixed, table_2nD, dim, norms)
         if self.q_layernorm is None or self.k_layernorm is None:
             return rotated_heads(mixed, table_2nD, dim)
         q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, table_2nD.shape[1], dim))

@@ -22,6 +22,8 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.common.attention import PackedSelfAttention, TorchAttention
 from megatron_hetero.models.common.kernels import cuda_capability
+from megatron_hetero.models.common.layers import compiled
+from megatron_hetero.models.common.layers.compiled import Norm
 from megatron_hetero.models.common.layers.linear import ColumnLinear, RowLinear
 from megatron_hetero.models.common.layers.norms import LayerNorm, RMSNorm
 from megatron_hetero.models.common.optional import (
@@ -124,26 +126,50 @@ class StageLayer(TransformerLayer):
         layer_number: int = 1,
         before: int = 0,
         recompute: Recompute = EVERYTHING_KEPT,
+        compile_layers: bool = False,
         **options: Any,
     ):
         super().__init__(*args, layer_number=layer_number + before, **options)
-        self.remade = layer_number <= recompute.whole_layers(layer_number)
+        self.remade, self.selective = layer_number <= recompute.whole_layers(layer_number), recompute.selective
         if recompute.selective:
             norms: list[Any] = [self.input_layernorm, self.pre_mlp_layernorm]
             for norm in norms:
                 norm.forward = partial(remake, norm.forward)
         mlp: Any = self.mlp  # Made as Megatron's own class, which alone it gives its groups to.
-        mlp.forward = partial(frugal_mlp, mlp, recompute)
+        mlp.forward = partial(frugal_mlp, mlp, recompute, compile_layers=compile_layers)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, hidden_states: Tensor, **options: Any) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As Megatron's layer; of one that is made again as a whole only the input is kept. Here, and not around the
         layer, so that a wrapper gathers its weights once for both.
         """
-        run: Any = partial(super().forward, *args, **options)
+        run: Any = partial(self._once, **options)
         if not (self.remade and self.training):
             return run(hidden_states=hidden_states)
         out: Any = tensor_parallel.checkpoint(lambda hidden: run(hidden_states=hidden)[0], False, hidden_states)
         return out, None
+
+    def _once(self, **options: Any) -> tuple[Any, Any]:
+        return super().forward(**options)
+
+
+class CompiledLayer(StageLayer):
+    """A layer whose norms are those of `megatron_hetero.models.common.layers.compiled`."""
+
+    def _once(self, *, hidden_states: Tensor, **options: Any) -> tuple[Any, Any]:
+        attention: Any = self.self_attention
+        mlp: Any = self.mlp
+        part, bias = attention(self._normed(self.input_layernorm, hidden_states), **options)
+        if self.selective:
+            hidden = _added((part, bias), hidden_states)
+            normed = self._normed(self.pre_mlp_layernorm, hidden)
+        else:
+            norm = Norm.of(self.pre_mlp_layernorm)
+            hidden, normed = compiled.added_and_normed(part, bias, hidden_states, norm)
+        return _added(mlp(normed), hidden), None
+
+    def _normed(self, norm: Any, hidden: Tensor) -> Tensor:
+        make = partial(compiled.normed, norm=Norm.of(norm))
+        return remake(make, hidden) if self.selective else make(hidden)
 
 
 def _adding(*_: bool) -> Callable[..., Tensor]:
@@ -151,7 +177,7 @@ def _adding(*_: bool) -> Callable[..., Tensor]:
     return _added
 
 
-def _added(part: tuple[Tensor, Tensor | None], residual: Tensor, _: float) -> Tensor:
+def _added(part: tuple[Tensor, Tensor | None], residual: Tensor, _: float = 0.0) -> Tensor:
     out, bias = part
     if out._is_view():  # Autograd lets nobody write into what a function passes on as it was given.
         return residual + (out if bias is None else out + bias)
@@ -167,21 +193,28 @@ def layer_spec(
     rms_norm: bool = True,
     head_norms: bool = False,
     recompute: Recompute = EVERYTHING_KEPT,
+    compile_layers: bool = False,
 ) -> ModuleSpec:
     """One pre-norm transformer layer: norm, packed self-attention, norm, MLP. `before`, `recompute`: see `StageLayer`.
     `rms_norm`: else layer norm. `head_norms`: queries and keys are normed head by head, before the rotary embedding.
+    `compile_layers`: what lies between matrix products and attention is compiled.
     """
     norm = provider.layer_norm(rms_norm=rms_norm)
     of_heads = provider.layer_norm(rms_norm=rms_norm, for_qk=True) if head_norms else None
     column, row = provider.column_parallel_linear(), provider.row_parallel_linear()
     return ModuleSpec(
-        module=StageLayer,
-        params={"before": before, "recompute": recompute},
+        module=CompiledLayer if compile_layers else StageLayer,
+        params={"before": before, "recompute": recompute, "compile_layers": compile_layers},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=PackedSelfAttention,
-                params={"attn_mask_type": mask, "windowed": windowed, "selective": recompute.selective},
+                params={
+                    "attn_mask_type": mask,
+                    "windowed": windowed,
+                    "selective": recompute.selective,
+                    "compile_layers": compile_layers,
+                },
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=column,
                     core_attention=provider.core_attention(),

@@ -55,7 +55,8 @@ FP32 = 4
 class LayerShape:
     """A transformer layer on one rank of its tp group; widths in elements. `itemsize`: bytes of an element.
 
-    `gpu`: whether a GPU computes it, where attention takes segments in any order (in half precision).
+    `gpu`: whether a GPU computes it, where attention takes segments in any order (in half precision). `compiled`:
+    whether what makes heads is.
     """
 
     hidden: int
@@ -70,6 +71,7 @@ class LayerShape:
     passes: Passes
     kind: LayerKind
     gpu: bool = True
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,12 +192,14 @@ def _kept_mlp_bytes(shape: LayerShape, padded: int, recompute: Recompute) -> int
 
 
 def _head_norm_bytes(shape: LayerShape, shard: SequenceShard, recompute: Recompute) -> int:
-    """Or what the projection gave, from which they are made again."""
+    """Or what the projection gave, from which they are made again; which compiled ones keep, too."""
     if not shape.kind.head_norms:
         return 0
+    projected = shape.itemsize * shard.padded * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     if recompute.selective:
-        return shape.itemsize * shard.padded * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    return (shape.heads + shape.kv_heads) * shard.tokens * (shape.itemsize * shape.head_dim + FP32)
+        return projected
+    normed = (shape.heads + shape.kv_heads) * shard.tokens
+    return normed * FP32 + (projected if shape.compiled else normed * shape.itemsize * shape.head_dim)
 
 
 def _layers(
@@ -261,11 +265,13 @@ def text_stage(
     gpu: bool,
     *,
     offload: bool = False,
+    compiled: bool = False,
 ) -> StageBytes:
     """A stage of the text module. The rows that its first stage takes are not in it. `offload`: whether activations
-    are.
+    are; `compiled`: whether layers are.
     """
-    layer, message = text_layer(shape, layout, itemsize, passes, gpu), itemsize * shard.local * shape.hidden
+    layer = replace(text_layer(shape, layout, itemsize, passes, gpu), compiled=compiled)
+    message = itemsize * shard.local * shape.hidden
     held = 0 if stage.is_first else message  # The first layer keeps it, in any case.
     layers = _layers(layer, shard, [False] * len(stage.layers), recompute, offload, held=held)
     saved = layers.kept

@@ -79,6 +79,7 @@ STEPS = [
     ("qwen2_5_vl", "tp:2", "tp:2", 2, "--model.tp_overlap.vision 3 --model.tp_overlap.text 2"),
     ("qwen3_vl", "tp:2", "tp:2", 2, "--model.tp_overlap.vision 2 --model.tp_overlap.text 4"),
     ("qwen2_5_vl", "sp:2", "tp:2", 2, "--model.tp_overlap.text 3 --model.recompute.text selective"),
+    ("qwen2_5_vl", "sp:2", "tp:2", 2, "--model.tp_overlap.text 3 --model.compile layers"),
     ("qwen2_5_vl", "dp:2", "tp:2", 2, "--model.tp_overlap.text 3 --model.recompute.text full --model.freeze text"),
     ("qwen3_vl", "tp:2,dp:2", "tp:2,pp:2", 4, "--model.tp_overlap.vision 2 --zero.vision 3 --model.tp_overlap.text 2"),
     ("qwen3_vl", "dp:4", "tp:2,cp:2", 4, "--model.tp_overlap.text 2 --offload.text.activations true"),

@@ -12,7 +12,7 @@ import pytest
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.planning.estimate import KINDS, Plan
 from tests.support.folders import ModelChoice, write_data, write_model
-from tests.support.matrix import thinned
+from tests.support.matrix import long, thinned
 from tests.support.pool import Pool
 from tests.unit.planning import jobs_plan as jobs
 
@@ -119,6 +119,11 @@ CASES = [
     Case("tp:2", "pp:2", 2, f"{BF16} --offload.text.activations true {SPLIT} --model.freeze text"),
     Case("sp:2", "tp:2", 2, f"{BF16} {OFFLOAD} --model.chunk.vision 8 --model.chunk.text 8"),
 ]
+COMPILED = [
+    Case("sp:2", "tp:2", 2, f"{BF16} --model.compile layers"),
+    Case("dp:2", "dp:2", 2, "--model.compile layers", family="qwen3_vl"),
+    Case("sp:2", "tp:2", 2, f"--model.compile layers {SELECTIVE}", family="qwen3_vl"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +153,7 @@ def flags_of(case: Case, folder: Path) -> list[str]:
     return [*common.split(), *dtype.split(), *case.more.split()]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 3), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 3) + long(COMPILED), ids=str)
 def test_plan_is_what_a_step_takes(
     case: Case, folders: dict[tuple[str, bool], Path], pools: Callable[[int], Pool]
 ) -> None:

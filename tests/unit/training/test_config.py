@@ -317,6 +317,10 @@ WITHOUT_EFFECT = [
     ("--model.recompute.vision full --model.freeze vision projector", ["model.recompute.vision", "no backward pass"]),
     ("--model.recompute.vision selective --model.freeze vision projector", ["model.recompute.vision", "no backward"]),
     ("--model.recompute.vision 2 --model.freeze vision projector", ["model.recompute.vision", "no backward pass"]),
+    (
+        "--model.compile layers --model.backend te",
+        ["model.compile", "Transformer Engine", "set model.backend to torch"],
+    ),
     ("--optimizer.min_lr 1e-6 --optimizer.warmup_iters 100", ["optimizer.min_lr", "all 100 steps are warm-up"]),
     ("--checkpoint.resume never", ["checkpoint.resume", "without checkpoint.dir"]),
     ("--checkpoint.allow_changes train.seed", ["checkpoint.allow_changes", "without checkpoint.dir"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,19 @@ from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
+from megatron_hetero.models.common.layers.compiled import activated
 from megatron_hetero.models.common.layers.overlapped import first_in_parts, parts_of, second_in_parts
 from megatron_hetero.models.common.layers.swiglu import swiglu
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.common.recompute.remake import not_keeping, remake
 
+Make = Callable[..., Tensor]
+"""What the activation gives, of the first product of an MLP and the bias that it has not added, if any."""
 
-def frugal_mlp(mlp: MLP, recompute: Recompute, hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+
+def frugal_mlp(
+    mlp: MLP, recompute: Recompute, hidden: Tensor, *, compile_layers: bool = False, **_: Any
+) -> tuple[Tensor, Tensor | None]:
     """What `mlp` makes of `hidden` [S, 1, hidden] ([S / tp, 1, hidden] with sequence-parallel activations): of the same
     shape, and the bias that the layer adds. `recompute`:
 
@@ -28,35 +35,41 @@ def frugal_mlp(mlp: MLP, recompute: Recompute, hidden: Tensor, **_: Any) -> tupl
 
     With activations that are split over tp, each rank gives an equal share of each chunk. All ranks of a tp group have
     equally many tokens, split or not, and so equally many chunks; over other axes an MLP exchanges nothing.
+    `compile_layers`: the activation is compiled.
     """
     tp: Any = mlp.tp_group
     shards = tp.size() if mlp.config.sequence_parallel else 1
+    make = partial(_compiled if compile_layers else _product, mlp)
     if not recompute.chunks(len(hidden) * shards):
-        return _at_once(mlp, recompute, hidden)
+        return _at_once(mlp, recompute, make, hidden)
     outs, bias = [], None
     for piece in hidden.split(max(1, recompute.chunk // shards)):
         with not_keeping(hidden):
-            product = remake(partial(_product_of_input, mlp), piece)
+            product = remake(partial(_product_of_input, mlp, make), piece)
         with not_keeping(product):
             out, bias = mlp.linear_fc2(product)
         outs.append(out)
     return torch.cat(outs), bias
 
 
-def _at_once(mlp: MLP, recompute: Recompute, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+def _at_once(mlp: MLP, recompute: Recompute, make: Make, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
     parts = parts_of(mlp, len(hidden))
+    whole = len(parts) == 1
     with not_keeping(hidden):
-        wide, bias = (
-            mlp.linear_fc1(hidden) if len(parts) == 1 else (first_in_parts(mlp.linear_fc1, hidden, parts), None)
-        )
-    make, inputs = partial(_product, mlp), (wide,) if bias is None else (wide, bias)
+        wide, bias = mlp.linear_fc1(hidden) if whole else (first_in_parts(mlp.linear_fc1, hidden, parts), None)
+    inputs = (wide,) if bias is None else (wide, bias)
     product = remake(make, *inputs) if recompute.selective else make(*inputs)
     with not_keeping(product):
-        return mlp.linear_fc2(product) if len(parts) == 1 else second_in_parts(mlp.linear_fc2, product, parts)
+        return mlp.linear_fc2(product) if whole else second_in_parts(mlp.linear_fc2, product, parts)
 
 
-def _product_of_input(mlp: MLP, piece: Tensor) -> Tensor:
-    return _product(mlp, *mlp.linear_fc1(piece))
+def _product_of_input(mlp: MLP, make: Make, piece: Tensor) -> Tensor:
+    return make(*mlp.linear_fc1(piece))
+
+
+def _compiled(mlp: MLP, wide: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `_product`."""
+    return activated(wide, bias, mlp.config.activation_func, has_gate=mlp.config.gated_linear_unit)
 
 
 def _product(mlp: MLP, wide: Tensor, bias: Tensor | None = None) -> Tensor:

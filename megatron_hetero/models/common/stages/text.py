@@ -89,6 +89,7 @@ class TextModel(GPTModel):
         recompute: Recompute,
         stage: Stage | None = None,
         offload: ActivationOffload | None = None,
+        compile_layers: bool = False,
     ):
         tp = groups.tp.size()
         stage = stage or Stage.whole(shape.layers)
@@ -109,7 +110,12 @@ class TextModel(GPTModel):
             sequence_parallel=sequence_parallel and tp > 1,
         )
         spec = layer_spec(
-            provider, AttnMaskType.causal, before=stage.first, head_norms=self.head_norms, recompute=recompute
+            provider,
+            AttnMaskType.causal,
+            before=stage.first,
+            head_norms=self.head_norms,
+            recompute=recompute,
+            compile_layers=compile_layers,
         )
         norm: Any = provider.layer_norm(rms_norm=True)
         block = TransformerBlockSubmodules([spec] * len(stage.layers), norm)

@@ -87,6 +87,7 @@ class VisionModel(MegatronModule):
         recompute: Recompute,
         stage: Stage | None = None,
         offload: ActivationOffload | None = None,
+        compile_layers: bool = False,
     ):
         tp, kind, stage = groups.tp.size(), self.architecture, stage or Stage.whole(shape.layers)
         config = transformer_config(
@@ -111,7 +112,7 @@ class VisionModel(MegatronModule):
             self.patch_embed = _patch_embedding(config, shape, platform, bias=kind.embedding_bias)
         self.decoder = TransformerBlock(
             config,
-            _block_spec(shape, provider, stage, recompute, rms_norm=kind.rms_norm),
+            _block_spec(shape, provider, stage, recompute, rms_norm=kind.rms_norm, compile_layers=compile_layers),
             post_layer_norm=False,
             pg_collection=groups,
         )
@@ -185,7 +186,13 @@ def _patch_embedding(
 
 
 def _block_spec(
-    shape: VisionShape, provider: BackendSpecProvider, stage: Stage, recompute: Recompute, *, rms_norm: bool
+    shape: VisionShape,
+    provider: BackendSpecProvider,
+    stage: Stage,
+    recompute: Recompute,
+    *,
+    rms_norm: bool,
+    compile_layers: bool,
 ) -> TransformerBlockSubmodules:
     full, windowed = (
         layer_spec(
@@ -195,6 +202,7 @@ def _block_spec(
             before=stage.first,
             rms_norm=rms_norm,
             recompute=recompute,
+            compile_layers=compile_layers,
         )
         for windowed in (False, True)
     )

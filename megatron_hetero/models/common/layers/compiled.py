@@ -1,0 +1,144 @@
+"""What a layer computes between matrix products, attention and communication, compiled: each stretch between two of
+those becomes few kernels (Ansel et al. 2024, "PyTorch 2", ASPLOS).
+
+    norm | product | heads | attention | product | add, norm | product | gate | product
+
+Products and attention stay as they are: kernels of libraries, with exchanges between ranks and gradients added to
+`main_grad` that no compiler sees. What is compiled are functions of tensors alone, of any number of tokens, and so
+compiled once for each width and dtype, whichever layers call them: once where gradients are wanted, once where not.
+
+Shape suffixes: n tokens without padding, S tokens with padding, G groups of heads of this rank, H heads, D elements per
+head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_hetero.errors import UserError
+
+Activation = Callable[[Tensor], Tensor]
+_DENSE = torch.contiguous_format
+MOST_GRAPHS = 64
+"""Of one function: encoders and text module, widths that tp leaves, normed heads, each with and without gradients."""
+
+
+class Norm(NamedTuple):
+    """What a norm is: a layer norm where it has a bias, else a root-mean-square norm."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    @classmethod
+    def of(cls, module: Any) -> Norm:
+        """One of `megatron_hetero.models.common.layers.norms`."""
+        return cls(module.weight, getattr(module, "bias", None), module.eps)
+
+
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    """`x` [S, 1, hidden], normed."""
+    return _run(_normed, x, *norm)
+
+
+def added_and_normed(part: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """`residual` and a part of a layer with the bias that it has not added, [S, 1, hidden], and their sum normed."""
+    return _run(_added_and_normed, part, bias, residual, *norm)
+
+
+def activated(wide: Tensor, bias: Tensor | None, activation: Activation, *, has_gate: bool) -> Tensor:
+    """The activation of `wide` [S, 1, ffn]; where it has a gate, [S, 1, 2 ffn], that of the gate times what passes it,
+    [S, 1, ffn].
+    """
+    return _run(_activated, wide, bias, activation, has_gate)
+
+
+def heads(mixed: Tensor, table_2nD: Tensor, dim: int, norms: tuple[Norm, Norm] | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, see `rotary.rotated_heads`. `norms`: of the heads of queries and of keys, if any."""
+    cosines, sines = table_2nD.unbind()
+    return _run(_heads, mixed, cosines, sines, dim, *(norms or (None, None)))
+
+
+def require_compiler(device: torch.device) -> None:
+    """Compile something small. Raises `UserError` where PyTorch cannot."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+    try:
+        _run(_activated, torch.ones(2, 1, 1, device=device), None, F.silu, False)
+    except Exception as problem:  # Of the compiler's own, of tools that it starts, of files that it writes.
+        needs = "Triton and a C compiler" if device.type == "cuda" else "a C++ compiler"
+        raise UserError.at(
+            "model.compile (--model.compile)",
+            problem=f"PyTorch cannot compile for {device.type}: {str(problem).strip().splitlines()[0]}",
+            fix=f"install {needs} on every host, or use --model.compile none",
+        ) from problem
+
+
+def _run(function: Callable[..., Any], *inputs: Any) -> Any:
+    """`function(*inputs)`, compiled for any number of tokens, which is the first dim of all tensors but parameters.
+    Compilers treat 0 and 1 as cases of their own, which are not worth one.
+    """
+    tensors = [x for x in inputs if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter)]
+    if any(len(x) < 2 for x in tensors):
+        return function(*inputs)
+    for x in tensors:
+        torch._dynamo.mark_dynamic(x, 0)
+    return _compiled(function)(*inputs)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For any number of tokens, and nothing else: widths that are known make better kernels."""
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+# ------------------------------------------------------------------------------ as the compiler sees them, in fp32
+
+
+def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    wide = x.float()
+    if bias is not None:
+        out = F.layer_norm(wide, weight.shape, weight.float(), bias.float(), eps)
+    else:
+        out = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight
+    return out.to(x.dtype)
+
+
+def _added_and_normed(
+    part: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    out = residual + (part if bias is None else part + bias)
+    return out, _normed(out, weight, norm_bias, eps)
+
+
+def _activated(wide: Tensor, bias: Tensor | None, activation: Activation, has_gate: bool) -> Tensor:
+    wide = wide if bias is None else wide + bias
+    if not has_gate:
+        return activation(wide)
+    gate, up = wide.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+def _heads(
+    mixed: Tensor, cosines_nD: Tensor, sines_nD: Tensor, dim: int, q_norm: Norm | None, k_norm: Norm | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, groups, width = len(cosines_nD), mixed.shape[-2], mixed.shape[-1] // dim
+    q, k, v = mixed[:tokens].view(tokens, groups, width, dim).split((width - 2, 1, 1), dim=2)
+    if q_norm is not None and k_norm is not None:
+        q, k = _normed(q, *q_norm), _normed(k, *k_norm)
+    # A view of the projection would keep all of it for the backward pass.
+    made = _turned(q, cosines_nD, sines_nD), _turned(k, cosines_nD, sines_nD), v.clone(memory_format=_DENSE)
+    q, k, v = (x.flatten(1, 2) for x in made)
+    return q, k, v
+
+
+def _turned(x: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
+    """Halves (a, b) of `x` [n, G, H, D] to (a cos - b sin, b cos + a sin)."""
+    a, b = x.float().chunk(2, dim=-1)
+    (cos_a, cos_b), (sin_a, sin_b) = (part[:, None, None].chunk(2, dim=-1) for part in (cosines_nD, sines_nD))
+    return torch.cat((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=-1).to(x.dtype)

@@ -1,0 +1,76 @@
+"""Compiled layers (`model.compile layers`) equal plain `transformers` in one process, whatever the layout; and they are
+compiled once, whatever the lengths of samples and the sizes of pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.parity import jobs
+from tests.parity.cases import (
+    FRUGAL,
+    RECOMPUTE,
+    RECOMPUTED,
+    WHOLE,
+    Ask,
+    Case,
+    flags_of,
+    gradients_equal,
+    three_steps_equal,
+)
+from tests.support.matrix import long
+from tests.support.pool import Pool
+
+
+def compiled(*flags: str) -> tuple[str, ...]:
+    """Flags that say so, and what else is set."""
+    return ("--model.compile", "layers", *flags)
+
+
+WAVES_OF_TWO = ("--schedule.waves", "2")
+OFFLOADED = ("--offload.vision.activations", "true", "--offload.text.activations", "true")
+CASES = [
+    Case("dp:1", "dp:1", 1, flags=compiled(), micro=2),
+    Case("sp:2", "tp:2", 2, flags=compiled(*WHOLE), model="tied"),
+    Case("sp:4", "tp:2,dp:2", 4, flags=compiled(), model="one-kv-head", micro=2),
+    Case("tp:2,cp:2", "sp:2,cp:2", 4, flags=compiled(), micro=2),
+    Case("tp:4", "tp:4", 4, flags=compiled(*RECOMPUTE)),
+    Case("dp:2", "dp:2", 2, flags=compiled(*FRUGAL), micro=2),
+    Case("sp:4", "pp:2,dp:2", 4, flags=compiled(*WAVES_OF_TWO), model="deep-tied"),
+    Case("sp:2@0-1", "tp:2@2-3", 4, flags=compiled()),
+    Case("sp:2", "pp:2", 2, flags=compiled(*RECOMPUTED), model="deep"),
+    Case("sp:2", "tp:2", 2, flags=compiled(), model="qwen3", micro=2),
+    Case("sp:2,tp:2", "cp:2,tp:2", 4, flags=compiled(*FRUGAL), model="qwen3-one-kv-head"),
+    Case("dp:2@0-1", "pp:2@1-2", 3, flags=compiled(*WAVES_OF_TWO), model="qwen3-tied"),
+    Case("sp:2", "dp:2", 2, flags=compiled("--zero.vision", "3", "--zero.text", "3"), micro=2),
+    Case("dp:2", "dp:2", 2, flags=compiled("--zero.vision", "2", "--zero.text", "3", *OFFLOADED), model="qwen3"),
+    Case("sp:2", "tp:2", 2, flags=compiled(*OFFLOADED), micro=2),
+    Case("dp:2", "dp:2", 2, flags=compiled(), pictures=(0, 0, 3, 0)),
+]
+
+
+@pytest.mark.parametrize("case", long(CASES), ids=str)
+def test_gradients(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+    gradients_equal(case, expected(case), pools(case.ranks))
+
+
+@pytest.mark.parametrize("case", long(CASES[2:8:3]), ids=str)
+def test_three_steps(case: Case, expected: Ask, pools: Callable[[int], Pool]) -> None:
+    three_steps_equal(case, "adamw", expected(case), pools(case.ranks))
+
+
+FUNCTIONS = 4
+"""That a layer compiles: norm, heads, addition and norm, activation."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["untied", "qwen3"])
+def test_each_function_is_compiled_once_for_all_layers_of_a_module(
+    model: str, expected: Ask, pools: Callable[[int], Pool]
+) -> None:
+    case = Case("dp:1", "dp:1", 1, model=model, flags=compiled("--train.iters", "3"))
+    [(made, lengths)] = pools(1).run(jobs.graphs, flags_of(case, expected(case).folder))
+    assert lengths > 3
+    assert made == [2 * FUNCTIONS] * 3, "no length and no size of a picture is compiled again"

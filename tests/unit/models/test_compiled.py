@@ -1,0 +1,86 @@
+"""What layers compile: as the compiler sees it, it is what layers compute otherwise, with its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.config import cpp
+
+from megatron_hetero.distributed.platform import CPU
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.common.layers import compiled
+from megatron_hetero.models.common.layers.compiled import Norm, require_compiler
+from megatron_hetero.models.common.layers.norms import LayerNorm, RMSNorm
+from megatron_hetero.models.common.layers.rotary import rotate, rotated_heads, split_heads
+from megatron_hetero.models.common.layers.swiglu import swiglu
+from tests.unit.models.test_layers import norm_of, with_gradients
+
+
+def alike(function: Callable[..., Tensor], other: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Both give the same, and so do their gradients."""
+    torch.testing.assert_close(with_gradients(function, *inputs), with_gradients(other, *inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_norms_and_residuals(kind: Any) -> None:
+    norm, inputs = norm_of(kind, 24, torch.float32), [torch.randn(7, 1, 24) for _ in range(2)]
+    alike(lambda x: compiled._normed(x, *Norm.of(norm)), norm, inputs[0])
+
+    def added_and_normed(part: Tensor, residual: Tensor) -> Tensor:
+        return torch.cat(compiled._added_and_normed(part, norm.weight, residual, *Norm.of(norm)))
+
+    def one_by_one(part: Tensor, residual: Tensor) -> Tensor:
+        return torch.cat((residual + part + norm.weight, norm(residual + part + norm.weight)))
+
+    alike(added_and_normed, one_by_one, *inputs)
+
+
+@pytest.mark.parametrize("tokens", [0, 7, 9])
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads(tokens: int, normed: bool) -> None:
+    dim, norms = 8, [norm_of(RMSNorm, 8, torch.float32) for _ in range(2)]
+    mixed, table = torch.randn(9, 1, 2, 5 * dim), torch.randn(2, tokens, dim)
+
+    def heads(mixed: Tensor) -> Tensor:
+        q_norm, k_norm = (Norm.of(norm) if normed else None for norm in norms)
+        return torch.cat(compiled._heads(mixed, table[0], table[1], dim, q_norm, k_norm), dim=1)
+
+    def one_by_one(mixed: Tensor) -> Tensor:
+        if not normed:
+            return torch.cat(rotated_heads(mixed, table, dim), dim=1)
+        q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, tokens, dim))
+        return torch.cat([*(rotate(norm(x), table) for norm, x in zip(norms, (q, k), strict=True)), v], dim=1)
+
+    alike(heads, one_by_one, mixed)
+
+
+def test_activations() -> None:
+    wide, bias = torch.randn(7, 1, 24), torch.randn(24)
+    alike(lambda x: compiled._activated(x, None, F.silu, True), swiglu, wide)
+    alike(lambda x: compiled._activated(x, bias, F.gelu, False), lambda x: F.gelu(x + bias), wide)
+
+
+def test_a_function_is_compiled_once_for_any_number_of_tokens() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    for tokens in (6, 3, 0, 1, 2, 77, 4096):
+        x = torch.randn(tokens, 1, 1)
+        torch.testing.assert_close(compiled.activated(x, None, F.silu, has_gate=False), F.silu(x))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpp, "cxx", ("/no/compiler",))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    with pytest.raises(
+        UserError, match=r"model.compile.*No working C\+\+ compiler .*. Install a C\+\+ compiler on every"
+    ):
+        require_compiler(CPU)
