@@ -19,6 +19,7 @@ from weakref import finalize
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+from torch.utils._triton import has_triton
 
 from megatron_hetero.distributed.communicators import group_of
 from megatron_hetero.environment.cuda import prepare_environment
@@ -64,6 +65,11 @@ class Platform:
     def is_cuda(self) -> bool:
         """Whether tensors live on a GPU."""
         return self.device.type == "cuda"
+
+    @property
+    def compiles(self) -> bool:
+        """Whether `torch.compile` makes kernels for the device that are worth the wait: those of a GPU."""
+        return self.is_cuda and has_triton()
 
     @property
     def device_name(self) -> str:

@@ -9,7 +9,8 @@ Every rank has back-propagated the *sum* of its own tokens' losses. For each mod
   3. an embedding that the last pipeline stage holds a copy of, for the head that is tied to it, is summed over the two.
      Last, so that the two sums are of the same bits, and stay so whatever the order in which 2 adds up;
   4. squares are added up over all modules and ranks, each element of each parameter counted once;
-  5. all gradients are scaled by 1/N and by the clipping factor, the same on every rank.
+  5. all gradients are scaled by 1/N and by the clipping factor, the same on every rank: as the update reads them where
+     it is one pass, else by `scale_gradients`.
 
 1 and 2 may begin for one module while others still compute (`start_sums`).
 """

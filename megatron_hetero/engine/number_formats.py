@@ -28,6 +28,8 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from megatron_hetero.engine.noise import BITS, Noise
+
 BLOCK = 256
 """Elements of a block with one scale."""
 PIECE = 1 << 23
@@ -63,16 +65,17 @@ class Spread:
         return self.tensors[0].dtype
 
     @cached_property
-    def _ends(self) -> tuple[int, ...]:
+    def ends(self) -> tuple[int, ...]:
+        """Where each of them ends."""
         return tuple(accumulate(map(len, self.tensors)))
 
     def views(self, start: int, stop: int) -> list[Tensor]:
         """Numbers [start, stop), as they lie."""
-        found, place = list[Tensor](), bisect_right(self._ends, start)
+        found, place = list[Tensor](), bisect_right(self.ends, start)
         while start < stop:
-            begin = self._ends[place] - len(self.tensors[place])
+            begin = self.ends[place] - len(self.tensors[place])
             found.append(self.tensors[place][start - begin : stop - begin])
-            start, place = min(stop, self._ends[place]), place + 1
+            start, place = min(stop, self.ends[place]), place + 1
         return found
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -110,8 +113,8 @@ class Stored(Protocol):
         """Numbers [start, stop), fp32 on the device; a view where they are kept so, in one tensor."""
         ...
 
-    def write(self, start: int, values: Tensor, random: torch.Generator | None = None) -> None:
-        """Keep `values`, fp32, from `start` on. What has to be rounded is rounded stochastically by `random`, and to
+    def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:
+        """Keep `values`, fp32, from `start` on. What has to be rounded is rounded stochastically with `noise`, and to
         the nearest without.
         """
         ...
@@ -139,12 +142,12 @@ class Plain:
     def read(self, start: int, stop: int) -> Tensor:  # noqa: D102
         return self.kept[start:stop].to(self.device, non_blocking=True).float()
 
-    def write(self, start: int, values: Tensor, random: torch.Generator | None = None) -> None:  # noqa: D102
+    def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:  # noqa: D102
         target = self.kept[start : start + len(values)]
         if _same_memory(target, values):
             return  # A view of it, updated in place.
-        if random is not None and self.kept.dtype == torch.bfloat16:
-            values = upper_half(rounded_stochastically(values, random))
+        if noise is not None and self.kept.dtype == torch.bfloat16:
+            values = upper_half(rounded_stochastically(values, noise))
         target.copy_(values, non_blocking=True)
 
     def part(self, start: int, stop: int) -> Plain:  # noqa: D102
@@ -166,7 +169,7 @@ class Fp32Weights:
     def read(self, start: int, stop: int) -> Tensor:  # noqa: D102
         return self.weights.read(start, stop)
 
-    def write(self, start: int, values: Tensor, random: torch.Generator | None = None) -> None:  # noqa: D102
+    def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:  # noqa: D102
         self.weights.write(start, values)
 
     def part(self, start: int, stop: int) -> Fp32Weights:  # noqa: D102
@@ -191,7 +194,7 @@ class Fp32Master:
     def read(self, start: int, stop: int) -> Tensor:  # noqa: D102
         return self.master.read(start, stop)
 
-    def write(self, start: int, values: Tensor, random: torch.Generator | None = None) -> None:  # noqa: D102
+    def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:  # noqa: D102
         self.master.write(start, values)
         size = max(PIECE, -(-len(values) // _SHARE))
         for first in range(0, len(values), size):
@@ -218,7 +221,7 @@ class SplitMaster:
         weights = self.weights.read(start, stop)
         return joined(weights, self.lower[start:stop].to(weights.device, non_blocking=True))
 
-    def write(self, start: int, values: Tensor, random: torch.Generator | None = None) -> None:  # noqa: D102
+    def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:  # noqa: D102
         self.weights.write(start, upper_half(rounded(values)))
         self.lower[start : start + len(values)].copy_(values.view(torch.int16)[::2], non_blocking=True)
 
@@ -241,8 +244,8 @@ class RoundedMaster:
     def read(self, start: int, stop: int) -> Tensor:  # noqa: D102
         return self.weights.read(start, stop).float()
 
-    def write(self, start: int, values: Tensor, random: torch.Generator | None = None) -> None:  # noqa: D102
-        bits = rounded(values) if random is None else rounded_stochastically(values, random)
+    def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:  # noqa: D102
+        bits = rounded(values) if noise is None else rounded_stochastically(values, noise)
         self.weights.write(start, upper_half(bits))
 
     def part(self, start: int, stop: int) -> RoundedMaster:  # noqa: D102
@@ -276,7 +279,7 @@ class Blocks8:
         found *= _without_gaps(scales[skipped:], lengths, skipped)
         return found.square_() if self.squares else found
 
-    def write(self, start: int, values: Tensor, random: torch.Generator | None = None) -> None:  # noqa: D102
+    def write(self, start: int, values: Tensor, noise: Noise | None = None) -> None:  # noqa: D102
         skipped, lengths, (first, last) = self._cut(start, start + len(values))
         assert skipped == 0, "whole blocks have one scale"
         known = levels(not self.squares, self.device)
@@ -288,7 +291,7 @@ class Blocks8:
         low, high = known[above - 1], known[above]
         part = (shares - low) / (high - low)
         # Not the nearest where rounding is stochastic: the lower with the probability that keeps the mean.
-        limit = 0.5 if random is None else torch.rand(part.shape, generator=random, device=part.device)
+        limit = 0.5 if noise is None else noise.bits(len(part), part.device) * 2.0**-BITS
         codes = above - (part <= limit).int()
         if self.squares:
             codes = torch.where(shares > 0, codes.clamp(min=1), codes)  # A divisor: never 0 where it was not.
@@ -401,10 +404,9 @@ def rounded(values: Tensor) -> Tensor:
     return values.view(torch.int32).clamp(max=_NAN).add_(_HALF)
 
 
-def rounded_stochastically(values: Tensor, random: torch.Generator) -> Tensor:
+def rounded_stochastically(values: Tensor, noise: Noise) -> Tensor:
     """As `rounded`, up with the probability that keeps the mean."""
-    bits = torch.randint(0, 2 * _HALF, values.shape, generator=random, device=values.device, dtype=torch.int32)
-    return bits.add_(values.view(torch.int32).clamp(max=_NAN))
+    return noise.bits(len(values), values.device).add_(values.view(torch.int32).clamp(max=_NAN))
 
 
 def upper_half(bits: Tensor) -> Tensor:

@@ -1,22 +1,24 @@
 """The optimizer of a module, with the learning rates of our parameter groups.
 
-AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101; PyTorch's kernel): each rank of the module's data- and
+AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101): each rank of the module's data- and
 context-parallel group updates an equal share of Megatron's buffer, of which it alone keeps master weights and moments
 (ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054). Biases and all other one-dimensional parameters (norms) are
 exempt from weight decay. SGD is plain: w -= lr * g, replicated.
 
-Numbers kept in less than fp32, or in host memory, are unpacked some at a time: a module is never in fp32 as a whole.
-What is not a matter of single parameters is done to all numbers of a batch at once.
+On a GPU that compiles, an update is one pass over what is kept (`fused_update`). Elsewhere, and with moments of 8
+bits, it is PyTorch's kernel, and numbers kept in less than fp32, or in host memory, are unpacked some at a time: a
+module is never in fp32 as a whole. What is not a matter of single parameters is done to all numbers of a batch at once.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from hashlib import blake2b
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +26,13 @@ from torch.optim.adamw import adamw
 
 from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.config.schema import FP32, OptimizerConfig, PrecisionConfig
-from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.distributed.platform import Platform, on_device
+from megatron_hetero.engine.fused_batches import Batch, Brought, batches_of, ends_on, is_fused, numbers_of
+from megatron_hetero.engine.fused_update import CallRates, SegmentRates, update_
+from megatron_hetero.engine.gradients import scale_gradients
 from megatron_hetero.engine.learning_rate import learning_rate
 from megatron_hetero.engine.module import TrainedModule
+from megatron_hetero.engine.noise import Noise
 from megatron_hetero.engine.number_formats import PIECE, Fp32Master, Fp32Weights, Plain, Stored
 from megatron_hetero.engine.optimizer_state import OptimizerShard, OptimizerState, build_state
 from megatron_hetero.models.weights import group_of
@@ -85,19 +91,23 @@ class ModuleOptimizer:
 
     @property
     def updates(self) -> Tensor:
-        """How often each of them was updated, fp32 [shards]."""
+        """How often each of them was updated, fp32 [shards] on the host."""
         return self.state.updates
 
     @torch.no_grad()
-    def update(self, step: int, total: int) -> None:
-        """Update with the gradients as they are, at the rates of `step` (from 1) of `total`; then every rank has all
-        weights. Collective over the ranks that hold the same weights.
+    def update(self, step: int, total: int, scale: float = 1.0) -> None:
+        """Update with the gradients times `scale`, at the rates of `step` (from 1) of `total`; then every rank has all
+        weights. Collective over the ranks that hold the same weights. Gradients are undefined afterwards.
         """
-        streams = self.streams if self.streamed else ()
-        for place, pieces in enumerate(self._batches):
-            with self._on(streams[place % len(streams)] if streams else None):
-                self._update(pieces, step, total)
-        for stream in streams:
+        if self.platform.compiles and is_fused(self.state):
+            self._update_fused(step, total, scale)
+        else:
+            if scale != 1.0:
+                scale_gradients([self.module], scale)
+            for place, pieces in enumerate(self._batches):
+                with self._on(place):
+                    self._update(pieces, step, total)
+        for stream in self._used_streams:
             torch.cuda.current_stream().wait_stream(stream)
         self.updates.add_(1)
         self.share_weights()
@@ -115,11 +125,44 @@ class ModuleOptimizer:
             master.write(start, master.read(start, stop))
         self.share_weights()
 
+    def _update_fused(self, step: int, total: int, scale: float) -> None:
+        device, (beta1, beta2) = self.platform.device, self.config.betas
+        own = {
+            name: self._segment(rates, step, total, count)
+            for (name, rates), count in zip(self.rates.items(), (self.updates + 1).tolist(), strict=True)
+        }
+        segments = [batch.segments(own) for batch in self._fused_batches]
+        calls = [
+            CallRates(
+                scale, 1 - beta1, 1 - beta2, self.config.eps, self._noise(batch.names[0], batch.start, step), rates
+            )
+            for batch, (rates, _) in zip(self._fused_batches, segments, strict=True)
+        ]
+        numbers, ends = numbers_of(calls, device), [ends_on(device, each) for _, each in segments]
+        for place, batch in enumerate(self._fused_batches):
+            with self._on(place):
+                brought = Brought.of(self.state, batch)
+                _compiled(update_)(*brought.arguments(), numbers[place], ends[place])
+                brought.put_back()
+
+    def _segment(self, rates: Rates, step: int, total: int, count: float) -> SegmentRates:
+        """Those of a parameter at its update number `count`."""
+        rate = rate_of(rates.peak, rates.minimum, step, self.config, total)
+        if not self.state.moments:
+            return SegmentRates(rate)
+        first, second = (1 - beta**count for beta in self.config.betas)
+        return SegmentRates(rate / first, second**-0.5, 1 - rate * rates.weight_decay)
+
+    @cached_property
+    def _fused_batches(self) -> tuple[Batch, ...]:
+        return tuple(batches_of(self.state, self.module.tied, self._share, streamed=self.streamed))
+
     def _update(self, pieces: Sequence[_Piece], step: int, total: int) -> None:
         master, moments = _Unpacked.of(self.state.master, pieces), self._moments(pieces)
         gradients = self._gradients(pieces)
         # Copies: a parameter in several pieces is counted once.
-        counts = torch.stack([self.shards[p.name].updates for p in pieces]).unbind() if moments else ()
+        stacked = torch.stack([self.shards[p.name].updates for p in pieces])
+        counts = on_device(stacked, self.platform.device).unbind() if moments else ()
         for rates, places in self._by_rates(pieces).items():
 
             def chosen(of_pieces: Sequence[Tensor], places: list[int] = places) -> list[Tensor]:
@@ -146,9 +189,12 @@ class ModuleOptimizer:
                 eps=self.config.eps,
                 maximize=False,
             )
-        random = None if self._is_plain else self._random(pieces[0], step)
-        for unpacked in (master, *moments):
-            unpacked.pack(random)
+        noise = None
+        if not self._is_plain:
+            noise = self._noise(pieces[0].name, pieces[0].start, step)
+        for number, moment in enumerate(moments):
+            moment.pack(noise and noise.draw(number))
+        master.pack(noise and noise.draw(2))
 
     def _moments(self, pieces: Sequence[_Piece]) -> list[_Unpacked]:
         names = OPTIMIZERS[self.config.name].moments
@@ -164,9 +210,13 @@ class ModuleOptimizer:
     @cached_property
     def _batches(self) -> tuple[tuple[_Piece, ...], ...]:
         """The pieces that are updated together."""
+        return tuple(_together(self.shards, math.inf if self._is_plain else self._share, self.module.tied))
+
+    @property
+    def _share(self) -> int:
+        """Elements that are unpacked, or brought together, at a time."""
         size = sum(shard.stop - shard.start for shard in self.shards.values())
-        most = math.inf if self._is_plain else max(PIECE, -(-size // _SHARE))
-        return tuple(_together(self.shards, most, self.module.tied))
+        return max(PIECE, -(-size // _SHARE))
 
     @cached_property
     def _is_plain(self) -> bool:
@@ -186,23 +236,34 @@ class ModuleOptimizer:
             found.setdefault(self.rates[piece.name], []).append(place)
         return found
 
-    def _random(self, first: _Piece, step: int) -> torch.Generator:
-        """What a batch is rounded with, by its first piece: the same on all ranks that hold it, and after a resume."""
-        # Copies of a tied weight have other names on other stages.
-        shard, name = self.shards[first.name], "tied" if first.name == self.module.tied else first.name
-        text = f"{self.seed}/{self.module.name}/{name}/{shard.start + first.start - shard.at}/{step}"
-        digest = blake2b(text.encode(), digest_size=8).digest()
-        return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+    def _noise(self, first: str, start: int, step: int) -> Noise:
+        """What elements of the states from `start` on, the first of them of parameter `first`, are rounded with: the
+        same on all ranks that hold them, after a resume, and however many are updated at a time.
+        """
+        name, shard = next(iter(self.shards.items()))
+        if first == self.module.tied:
+            # Its copies have other names, and other places, on other stages.
+            name, shard = "tied", self.shards[first]
+            start += shard.start - shard.at
+        return Noise.of(f"{self.seed}/{self.module.name}/{name}/{shard.start}/{step}").at(start)
 
-    @cached_property
-    def _generator(self) -> torch.Generator:
-        return self.platform.generator()
+    @property
+    def _used_streams(self) -> Sequence[torch.cuda.Stream]:
+        return self.streams if self.streamed else ()
 
-    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        if stream is None:
+    def _on(self, place: int) -> AbstractContextManager[object]:
+        """Inside, a batch is updated in the stream of its place."""
+        if not (streams := self._used_streams):
             return nullcontext()
+        stream = streams[place % len(streams)]
         stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(stream)
+
+
+@cache
+def _compiled(function: Any) -> Any:
+    """For any number of elements."""
+    return torch.compile(function, dynamic=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,10 +286,10 @@ class _Unpacked:
         whole = stored.read(start, stop)
         return cls(stored, start, whole, whole.split(_sizes(pieces)))
 
-    def pack(self, random: torch.Generator | None) -> None:
-        """Keep the numbers, rounded by `random`."""
+    def pack(self, noise: Noise | None) -> None:
+        """Keep the numbers, rounded with `noise`."""
         if self.whole is not None:
-            self.stored.write(self.start, self.whole, random)
+            self.stored.write(self.start, self.whole, noise)
 
 
 def _sizes(pieces: Sequence[_Piece]) -> list[int]:
@@ -278,6 +339,8 @@ def build_optimizer(
     """
     if not module.trained:
         return None
+    if platform.is_cuda and not platform.compiles:
+        warnings.warn("updates take several passes over memory: PyTorch finds no Triton. Install it", stacklevel=2)
     state = build_state(module, OPTIMIZERS[config.name], precision, on_host=on_host, platform=platform)
     rates = {name: _rates(module, name, config) for name in state.shards}
     return ModuleOptimizer(module, state, rates, config, seed, platform, on_host, streams)

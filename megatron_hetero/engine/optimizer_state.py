@@ -43,7 +43,7 @@ class OptimizerShard:
         gradient: a view of the gradient buffer, [stop - start].
         master: the weights that are updated.
         moments: by their names in the state of PyTorch's optimizer.
-        updates: how often they were updated, fp32 [].
+        updates: how often they were updated, fp32 [] on the host.
     """
 
     start: int
@@ -68,7 +68,7 @@ class OptimizerState:
         gradients: of all shards, one after the other.
         master: likewise.
         moments: likewise, by their names in the state of PyTorch's optimizer.
-        updates: how often each was updated, fp32 [shards]; theirs are views of it.
+        updates: how often each was updated, fp32 [shards] on the host; theirs are views of it.
         shards: by the names of their parameters.
     """
 
@@ -93,7 +93,7 @@ def build_state(
     make = _Make(tuple(map(len, weights)), platform, on_host)
     master = make.master(weights, precision)
     moments = {name: make.moment(precision.moments, squares=name == SECOND_MOMENT) for name in kind.moments}
-    updates = torch.zeros(len(names), device=platform.device)
+    updates = torch.zeros(len(names))
     ends = accumulate(make.sizes)
     shards = {
         name: OptimizerShard(

@@ -19,7 +19,7 @@ from megatron_hetero.batch.to_device import to_device
 from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.distributed.platform import Platform, on_device
 from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.engine.gradients import GradientSummary, clip_factor, reduce_gradients, scale_gradients, start_sums
+from megatron_hetero.engine.gradients import GradientSummary, clip_factor, reduce_gradients, start_sums
 from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.engine.optimizer import ModuleOptimizer, rate_of
 from megatron_hetero.errors import NotFiniteError, SharedError
@@ -95,9 +95,8 @@ class StepTrainer(OfJob):
             laps = self.watch.read()
             norm = summary.norm / batch.supervised
             factor = clip_factor(norm, self.config.optimizer.clip_grad) / batch.supervised
-            scale_gradients(self.modules, factor)
             with self.watched(f"the update of step {step}"):
-                rate = self._update(step)
+                rate = self._update(step, factor)
                 end = self._end_of_step(batch, laps, stop)
         return self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited, end)
 
@@ -144,12 +143,14 @@ class StepTrainer(OfJob):
         at = layout.coordinate(rank)
         return at.tp == 0 and at.pp == layout.pp - 1
 
-    def _update(self, step: int) -> float:
-        """Step all optimizers. Returns the learning rate of `optimizer.lr` (parts may have rates of their own)."""
+    def _update(self, step: int, scale: float = 1.0) -> float:
+        """Step all optimizers, with gradients times `scale`. Returns the learning rate of `optimizer.lr` (parts may
+        have rates of their own).
+        """
         config, total = self.config.optimizer, self.config.train.iters
         for optimizer in self.optimizers:
             if optimizer is not None:
-                optimizer.update(step, total)
+                optimizer.update(step, total, scale)
         return rate_of(config.lr, config.min_lr, step, config, total)
 
     def _refuse_faults(self, step: int, summary: GradientSummary) -> None:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.engine.fused_update import update_
 from megatron_hetero.models.common.layers import swiglu
 
 GPU = torch.device("cuda", 0)
@@ -45,7 +46,7 @@ NO_KERNELS = frozenset(
 """Ops that look at memory, or make room in it."""
 
 
-COMPILED = {swiglu.forward: 1, swiglu.backward: 2}
+COMPILED = {swiglu.forward: 1, swiglu.backward: 2, update_: 1}
 """Functions that are compiled on a GPU, and how many kernels each is then."""
 
 
@@ -79,6 +80,7 @@ class FakeGpu:
 
     def __init__(self) -> None:
         self.usage, self.phase, self.beside, self.inside = Usage(), "", False, False
+        self.written = list[Tensor]()
         self._known, self._sizes = _Memories(), dict[int, int]()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = contextlib.ExitStack()
@@ -112,9 +114,11 @@ class FakeGpu:
             finally:
                 self.inside = False
             self.usage.kernels[self.phase][f"compiled {function.__name__}"] += COMPILED[function]
-            self.ran_compiled(COMPILED[function], args, out)
+            self.ran_compiled(COMPILED[function], args, [out, *self.written])
+            self.written.clear()
             for tensor in tree_leaves(out):
-                self.holds(tensor)
+                if isinstance(tensor, Tensor):
+                    self.holds(tensor)
             return out
 
         return run
@@ -140,7 +144,7 @@ class FakeGpu:
         """Called after each kernel: for those who count more than their number."""
 
     def ran_compiled(self, kernels: int, args: Any, out: Any) -> None:
-        """Likewise, after those of a compiled function."""
+        """Likewise, after those of a compiled function; `out`: also what it has written in place."""
 
     def holds(self, tensor: Tensor) -> None:
         """Count the memory of a tensor while it lives."""
@@ -216,6 +220,8 @@ class _Dispatch(TorchDispatchMode):
             return read[0]
         self._check(func, args, kwargs, inputs, on_gpu)
         out = func(*args, **kwargs)
+        if self.gpu.inside and packet is aten.copy_:
+            self.gpu.written.append(out)
         self._account(packet, out)
         if packet.__name__ not in NO_KERNELS and not self.gpu.inside:
             self.gpu.ran(func, args, kwargs, out)
@@ -383,6 +389,7 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
         # Registered with the driver, and drawn by it: there is none.
         Platform: {
             "generator": lambda _: torch.Generator(),
+            "compiles": True,
             "host_zeros": lambda _, count, dtype: torch.zeros(count, dtype=dtype).pin_memory(),
         },
         # Objects travel as bytes, which the backend `fake` does not bring.

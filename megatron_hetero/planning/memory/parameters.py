@@ -6,15 +6,14 @@ What Megatron does, and is followed here to the byte:
     (the distributed optimizer) each begins at a multiple of 64 elements and each bucket ends at a multiple of 128 and
     of the ranks that share it. There is one bucket, and one more where head and embedding are tied over stages.
   * Gradients are in a buffer of as many elements.
-  * AdamW: rank i of n keeps, for the i-th of n equal parts of each bucket, two moments, master weights where the
-    weights are bfloat16, and a step counter of four bytes for each parameter that has elements there. With moments of
-    8 bits each 256 of these elements have a scale.
+  * AdamW: rank i of n keeps, for the i-th of n equal parts of each bucket, two moments, and master weights where the
+    weights are bfloat16. With moments of 8 bits each 256 of the elements of a parameter there have a scale.
   * SGD: master weights of all trained parameters where the weights are bfloat16, and nothing else.
   * ZeRO 2 and 3 (FSDP2): there is no buffer of parameters. Rank i of n keeps the i-th of n parts of the rows of each
     parameter, as many rows as on the first rank, as weights and, where it trains, as gradients; and the optimizer's
     states of its own rows. Weights that are gathered are in `gathered`.
 
-Dtypes are those of `precision.MODULE`. With `offload.MODULE.states` only the counters are on the device.
+Dtypes are those of `precision.MODULE`. With `offload.MODULE.states` no states are on the device.
 """
 
 from __future__ import annotations
@@ -192,18 +191,17 @@ def parameter_bytes(
         held, weights = _held(buckets, ranks), buffer + frozen
     else:
         sizes = np.array([p.elements for p in parameters if p.trains], np.int64)
-        held = _Held(*(np.full(ranks, n, np.int64) for n in (sizes.sum(), len(sizes), (-(-sizes // BLOCK)).sum())))
+        held = _Held(*(np.full(ranks, n, np.int64) for n in (sizes.sum(), (-(-sizes // BLOCK)).sum())))
     moments = len(optimizer.moments)
     states = held.elements * moments * _MOMENT[precision.moments]
     states += held.blocks * 4 * moments * (precision.moments == "8bit")
     states += held.elements * _MASTER[precision.master] * (itemsize < 4)
-    counters = 4 * held.shards * bool(moments)
     return ParameterBytes(
         trained + frozen,
         trained,
         weights * itemsize,
         gradient_itemsize(itemsize, precision) * buffer,
-        counters if on_host else counters + states,
+        np.zeros_like(states) if on_host else states,
         states if on_host else np.zeros_like(states),
     )
 
@@ -227,12 +225,9 @@ def _share(parameter: Parameter, ranks: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """Of each rank's parts of the buckets: elements of parameters, of how many parameters, and blocks of the elements
-    of each; int64 [ranks].
-    """
+    """Of each rank's parts of the buckets: elements of parameters, and blocks of these; int64 [ranks]."""
 
     elements: np.ndarray
-    shards: np.ndarray
     blocks: np.ndarray
 
 
@@ -240,11 +235,11 @@ def _held_rows(parameters: Sequence[Parameter], ranks: int) -> _Held:
     trained = [p for p in parameters if p.trains]
     shares, sizes = (np.array([of(p) for p in trained], np.int64) for of in (partial(_share, ranks=ranks), _size))
     held = np.clip(sizes - np.arange(ranks)[:, None] * shares, 0, shares)
-    return _Held(held.sum(axis=1), (held > 0).sum(axis=1), (-(-held // BLOCK)).sum(axis=1))
+    return _Held(held.sum(axis=1), (-(-held // BLOCK)).sum(axis=1))
 
 
 def _held(buckets: Sequence[ParameterBucket], ranks: int) -> _Held:
-    held = _Held(*np.zeros((3, ranks), np.int64))
+    held = _Held(*np.zeros((2, ranks), np.int64))
     for bucket in buckets:
         share = bucket.size // ranks
         starts, ends = np.array(bucket.bounds, np.int64).T
@@ -256,7 +251,6 @@ def _held(buckets: Sequence[ParameterBucket], ranks: int) -> _Held:
         rank = begins[within] // share
         for total, values in (
             (held.elements, sizes[within]),
-            (held.shards, np.ones_like(rank)),
             (held.blocks, -(-sizes[within] // BLOCK)),
         ):
             np.add.at(total, rank, values)

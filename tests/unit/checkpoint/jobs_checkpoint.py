@@ -90,6 +90,28 @@ def train(flags: list[str], copy: Path | None = None, until: int | None = None) 
     }
 
 
+@contextmanager
+def fused(*, compiled: bool) -> Iterator[None]:
+    """Inside, updates are those of GPUs, which compile them; here they need not be `compiled`."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Platform, "compiles", True))
+        if not compiled:
+            stack.enter_context(mock.patch.object(optimizer, "_compiled", lambda function: function))
+        yield
+
+
+def train_fused(flags: list[str], compiled: bool = False, until: int | None = None) -> dict[str, Any]:
+    """As `train`."""
+    with fused(compiled=compiled):
+        return train(flags, None, until)
+
+
+def copies_fused(flags: list[str]) -> dict[tuple[str, ...], np.ndarray]:
+    """As `copies`."""
+    with fused(compiled=False):
+        return copies(flags)
+
+
 def copies(flags: list[str]) -> dict[tuple[str, ...], np.ndarray]:
     """Train; of the text module what this rank holds of each stored tensor, by its name and rows and columns."""
     run = build(flags)

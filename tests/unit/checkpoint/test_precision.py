@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +67,42 @@ def test_split_masters_train_as_fp32_masters(
     assert all(np.array_equal(second["weights"][name], value) for name, value in expected["weights"].items())
 
 
+FUSED = {
+    "no masters, offloaded": ("plain", "sp:2", "tp:2", f"{of('none', 'bfloat16')} --offload.text.states true"),
+    "fp32": ("plain", "dp:2", "tp:2", ""),
+    "split, bf16 moments and gradients": ("deep", "dp:2", "pp:2", SETTINGS["split, bf16 moments and gradients"]),
+    "ZeRO": ("plain", "dp:2", "dp:2", f"--zero.vision 2 --zero.text 3 {of('split')} --optimizer.lr_projector 0.001"),
+}
+
+
+@pytest.mark.parametrize("name", thinned(FUSED, 5))
+def test_updates_in_one_pass_train_alike(name: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
+    """As GPUs make them; and resume exactly."""
+    model, vision, text, setting = FUSED[name]
+    more = f"{BF16} --train.iters 6 --checkpoint.interval 100 {setting}"
+    steps, once, cut = (flags(folders, tmp_path / run, vision, text, more, model) for run in ("steps", "once", "cut"))
+    expected, found = pools(2).run(jobs.train, steps)[0], pools(2).run(jobs.train_fused, once)[0]
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=2e-3)
+    for parameter, value in found["weights"].items():
+        np.testing.assert_allclose(value, expected["weights"][parameter], rtol=2**-6, atol=2e-3)
+    first = pools(2).run(jobs.train_fused, cut, False, 3)[0]
+    assert first["losses"] + pools(2).run(jobs.train_fused, cut)[0]["losses"] == found["losses"]
+    same(*(tmp_path / run / "checkpoints/step-00000006" for run in ("once", "cut")), but="")
+
+
+@pytest.mark.parametrize("compiled", [False, *long([True])])
+def test_split_masters_are_those_in_fp32_in_one_pass_too(
+    compiled: bool, folders: Path, tmp_path: Path, pools: Pools
+) -> None:
+    found = []
+    for name, setting in (("fp32", ""), ("split", SPLIT)):
+        more = f"{BF16} --train.iters 20 --checkpoint.interval 100 {setting}"
+        line = flags(folders, tmp_path / name, "sp:2", "tp:2", more)
+        found.append(pools(2).run(jobs.train_fused, line, compiled)[0])
+    assert found[0]["losses"] == found[1]["losses"]
+    same(*(tmp_path / name / "checkpoints/step-00000020" for name in ("fp32", "split")), but="")
+
+
 @pytest.mark.parametrize("name", thinned(SETTINGS, 3))
 def test_a_resume_is_exact(name: str, folders: Path, tmp_path: Path, pools: Pools) -> None:
     more = f"{BF16} --train.iters 8 --checkpoint.interval 100 {SETTINGS[name]}"
@@ -121,19 +158,27 @@ def test_every_setting_resumes_every_other(folders: Path, tmp_path: Path, pools:
 
 
 @pytest.mark.parametrize(
-    "moments, model, vision, text",
+    "job, moments, model, vision, text",
     [
-        ("8bit", "deep", "dp:4", "tp:2,pp:2"),  # The embedding is on both stages.
-        ("bfloat16", "deep", "dp:4", "tp:2,pp:2"),
-        ("bfloat16", "plain", "sp:4", "tp:4"),  # Each head of keys and values is on two ranks.
+        (jobs.copies, "8bit", "deep", "dp:4", "tp:2,pp:2"),  # The embedding is on both stages.
+        (jobs.copies, "bfloat16", "deep", "dp:4", "tp:2,pp:2"),
+        (jobs.copies_fused, "bfloat16", "deep", "dp:4", "tp:2,pp:2"),
+        (jobs.copies_fused, "bfloat16", "plain", "sp:4", "tp:4"),  # Each head of keys and values is on two ranks.
     ],
 )
 def test_copies_stay_equal(
-    moments: str, model: str, vision: str, text: str, folders: Path, tmp_path: Path, pools: Pools
+    job: Callable[..., Any],
+    moments: str,
+    model: str,
+    vision: str,
+    text: str,
+    folders: Path,
+    tmp_path: Path,
+    pools: Pools,
 ) -> None:
     """What is rounded stochastically is rounded alike on all ranks that hold it."""
     more = f"{BF16} --train.iters 5 --checkpoint.interval 100 {of('none', moments)}"
-    ranks = pools(4).run(jobs.copies, flags(folders, tmp_path, vision, text, more, model))
+    ranks = pools(4).run(job, flags(folders, tmp_path, vision, text, more, model))
     seen: dict[tuple[str, ...], np.ndarray] = {}
     shared = set()
     for held in ranks:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.engine.noise import Noise
 from megatron_hetero.engine.number_formats import (
     BLOCK,
     Blocks8,
@@ -25,6 +26,7 @@ from megatron_hetero.engine.number_formats import (
 )
 
 CPU = torch.device("cpu")
+NOISE = Noise.of("a test")
 PLATFORMS = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 FINITE = st.integers(0, 2**32 - 1).filter(lambda bits: bits >> 23 & 0xFF != 0xFF)
 
@@ -69,8 +71,8 @@ def test_nan_and_infinity_stay_what_they_are(bits: int) -> None:
     """NaN as GPUs and CPUs make it."""
     values = floats([bits] * BLOCK)
     for stored in (*masters(BLOCK), stored_in("weights", BLOCK), stored_in("bfloat16", BLOCK)):
-        for random in (None, torch.Generator().manual_seed(0)):
-            stored.write(0, values, random)
+        for noise in (None, NOISE):
+            stored.write(0, values, noise)
             assert torch.equal(stored.read(0, BLOCK).isnan(), values.isnan())
     for master in masters(BLOCK):
         master.write(0, values)
@@ -116,7 +118,7 @@ def test_states_in_host_memory_are_those_of_the_device(platform: Platform) -> No
     for host, here in zip(*pairs, strict=True):
         for stored in (host, here):
             for start in (0, 1024):
-                stored.write(start, values[start : start + 1024], platform.generator().manual_seed(start))
+                stored.write(start, values[start : start + 1024], NOISE.at(start))
         assert torch.equal(host.read(0, size), here.read(0, size))
     platform.synchronize()
 
@@ -133,9 +135,9 @@ def stored_in(kind: str, size: int) -> Stored:
 @pytest.mark.parametrize("kind", ["weights", "bfloat16", "8bit", "squares"])
 def test_what_is_rounded_is_right_on_average(kind: str) -> None:
     values = torch.rand(2 * BLOCK + 9, generator=torch.Generator().manual_seed(0)) + 0.1
-    stored, random, total = stored_in(kind, len(values)), torch.Generator().manual_seed(1), torch.zeros(len(values))
-    for _ in range(1000):
-        stored.write(0, values, random)
+    stored, total = stored_in(kind, len(values)), torch.zeros(len(values))
+    for step in range(1000):
+        stored.write(0, values, Noise.of(f"{step}"))
         total += stored.read(0, len(values))
     largest = 2**-8 if kind in ("weights", "bfloat16") else 0.08
     worst = ((total / 1000 - values) / values).abs().max().item()
@@ -148,7 +150,7 @@ def test_what_is_rounded_is_right_on_average(kind: str) -> None:
 def test_what_was_kept_is_kept_again_as_it_is(kind: str) -> None:
     values = drawn(1000).clamp(-1e15, 1e15)
     stored, other = stored_in(kind, 1000), stored_in(kind, 1000)
-    stored.write(0, values.abs() if kind == "squares" else values, torch.Generator().manual_seed(1))
+    stored.write(0, values.abs() if kind == "squares" else values, NOISE)
     other.write(0, stored.read(0, 1000))
     assert torch.equal(other.read(0, 1000), stored.read(0, 1000))
     for tensor, again in zip(stored.tensors, other.tensors, strict=True):
@@ -161,7 +163,7 @@ def test_a_second_moment_that_is_not_zero_stays_so() -> None:
     values = torch.full((BLOCK,), 1e-30)
     values[0], values[1] = 1.0, 0.0
     stored = stored_in("squares", BLOCK)
-    stored.write(0, values, torch.Generator().manual_seed(0))
+    stored.write(0, values, NOISE)
     read = stored.read(0, BLOCK)
     assert read[0] == 1.0 and read[1] == 0.0 and (read[2:] > 0).all()
 

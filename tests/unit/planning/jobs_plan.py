@@ -97,8 +97,7 @@ def _optimizer_bytes(optimizer: Any, *, on_host: bool) -> int:
     kept = optimizer.module.data_parallel.weights
     weights = {kept(name).untyped_storage().data_ptr() for name in optimizer.module.parameters}
     tensors = [t for stored in states for t in stored.tensors if t.untyped_storage().data_ptr() not in weights]
-    counts = [optimizer.updates] if any(s.moments for s in optimizer.shards.values()) else []
-    return _bytes([*(tensors if optimizer.streamed == on_host else ()), *(() if on_host else counts)])
+    return _bytes(tensors) if optimizer.streamed == on_host else 0
 
 
 class _CountedBuffers(BufferPool):
