@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_hetero.batch.readers.processes import ReaderProcesses
+from megatron_hetero.batch.readers.reader import Reader, SampleReader
 from megatron_hetero.config.schema import Config
 from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.job import JobSpec
 from megatron_hetero.processor.processor import Processor
 
 
@@ -33,3 +36,11 @@ def open_processor(config: Config) -> Processor:
         encoders=config.model.encoders,
         hf_path_vision=config.model.hf_path_vision,
     )
+
+
+def reader_of(job: JobSpec, processor: Processor) -> Reader:
+    """What reads samples for a job, in this process or in others."""
+    data, budget = job.config.data, job.budget
+    most_patches = None if budget is None else budget.patches
+    here = SampleReader(processor, job.shapes.encoders, data.max_seq_length, data.too_long, most_patches)
+    return ReaderProcesses(here, data.workers) if data.worker_type == "process" else here

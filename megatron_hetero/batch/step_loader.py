@@ -1,6 +1,7 @@
 """Reads, tokenises, plans and decodes the next step while the current one runs.
 
-Per step and rank, on one background thread with a pool of `data.workers` threads below it:
+Per step and rank, on one background thread with a pool of `data.workers` threads below it, which may leave the work of
+1, 3 and 5 to as many processes (`readers.processes`):
 
   1. tokenise this rank's share of the step's samples: of those of its text replica, where these are known before
      lengths are, else of all;
@@ -27,19 +28,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.batch.dealing import Deal, Dealing
+from megatron_hetero.batch.readers.reader import Picture, Reader
 from megatron_hetero.batch.samples import SampleMetadata, pack_metadata
-from megatron_hetero.batch.step_plan import ImageSource, MicroBatchPlan, PackMetadata, PixelPlan, StepPlanner
+from megatron_hetero.batch.step_plan import MicroBatchPlan, PackMetadata, PixelPlan, StepPlanner
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.data.items import Size
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.packing import PackedBatch, check_length, check_patches, check_text, pack
+from megatron_hetero.data.packing import PackedBatch, pack
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.distributed.platform import CPU
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import SharedError, UserError
 from megatron_hetero.names import TEXT
-from megatron_hetero.processor.processor import Processor
 
 T = TypeVar("T")
 
@@ -86,12 +87,10 @@ class StepLoader:
     """
 
     mixture: Mixture
-    processor: Processor
+    reader: Reader
     topology: Topology
     planner: StepPlanner
     dealing: Dealing
-    max_seq_length: int
-    too_long: Any
     text_work: Callable[[int], float]
     what: str = "step"
 
@@ -209,20 +208,7 @@ class StepLoader:
         return sample
 
     def _tokenise(self, number: int) -> TokenizedSample | None:
-        record = self.mixture[number]
-        if not check_text(record, self.max_seq_length, self.too_long):
-            return None
-        sample = self.processor.tokenize(record)
-        if not check_length(sample, self.max_seq_length, self.too_long):
-            return None
-        budget = self.dealing.budget
-        most = None if budget is None else budget.patches
-        return sample if most is None or check_patches(sample, self._patches_of(sample), most, self.too_long) else None
-
-    def _patches_of(self, sample: TokenizedSample) -> int:
-        """The patches of a sample's images, of the encoder for which it has most."""
-        encoders = self.planner.encoders
-        return max(SampleMetadata.of(sample, list(encoders)).patches(encoders))
+        return self.reader.tokenise(self.mixture[number])
 
     def _decode(
         self,
@@ -237,23 +223,23 @@ class StepLoader:
         for m, (plan, packs) in enumerate(zip(plans, gathered, strict=True)):
             for i, name in enumerate(self.planner.encoders):
                 images = [pair for p in packs for pair in zip(p.sources[i], p.shape.images[i].sizes, strict=True)]
-                wanted += [(m, name, *images[k]) for k in (plan.pixels[name].decodes if name in plan.pixels else ())]
+                chosen = [images[k] for k in (plan.pixels[name].decodes if name in plan.pixels else ())]
+                wanted += [(m, name, Picture(self.mixture[at.sample], at.place, size)) for at, size in chosen]
         decoded: list[dict[str, list[np.ndarray]]] = [{} for _ in plans]
-        for (m, name, *_), patches in zip(wanted, run(self._patches, wanted), strict=True):
+        of_pictures = run(self.reader.patches, [picture for *_, picture in wanted])
+        for (m, name, _), patches in zip(wanted, of_pictures, strict=True):
             decoded[m].setdefault(name, []).append(patches)
         return decoded
-
-    def _patches(self, wanted: tuple[int, str, ImageSource, Size]) -> np.ndarray:
-        *_, source, size = wanted
-        return self.processor.patches(self.mixture[source.sample], source.place, size)
 
     def _share_out(self, encoder: str, plan: PixelPlan, decoded: list[np.ndarray]) -> torch.Tensor:
         """Patches of the images that this rank decoded to those that it embeds, with zeros for padding after them."""
         communicator = self._pixels[encoder]
         elements = communicator.width // self.planner.encoders[encoder].unit
         own = decoded[0] if len(decoded) == 1 else np.concatenate([np.zeros((0, elements), np.float32), *decoded])
-        units = torch.from_numpy(own).view(-1, communicator.width)
-        embedded = communicator.forward(load_plan(plan.exchange, CPU), units).view(-1, elements)
+        embedded = torch.from_numpy(own)
+        if not plan.exchange.forward.keeps_all:
+            units = embedded.view(-1, communicator.width)
+            embedded = communicator.forward(load_plan(plan.exchange, CPU), units).view(-1, elements)
         padded = torch.nn.functional.pad(embedded, (0, 0, 0, plan.padding)) if plan.padding else embedded
         return padded.pin_memory() if self.topology.platform.is_cuda else padded
 

@@ -80,6 +80,13 @@ class DirectionPlan:
         return next((e for e in self.exchanges if e.phase == phase), None)
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether the output is the input: no rank exchanges anything, and every row stays in its place."""
+        everything = np.arange(self.held)
+        kept = np.array_equal(self.kept_from, everything) and np.array_equal(self.kept_to, everything)
+        return kept and self.needed == self.held and not self.exchanges
+
+    @property
     def received_rows(self) -> int:
         """Rows received from other ranks."""
         return sum(int(e.receive_counts.sum()) for e in self.exchanges)

@@ -197,6 +197,9 @@ def _check_data(data: DataConfig, evaluation: EvalConfig) -> None:
     _check_registered("data.datasets", [SampledDataset.parse(text).name for text in data.datasets], data.registry)
     _check_registered("eval.datasets", evaluation.datasets, data.registry)
     _check_pixels("data", data.min_pixels, data.max_pixels)
+    if data.worker_type != "thread" and not data.workers:
+        why, do = "data.workers is 0, which loads in the training thread", "set data.workers, or remove it"
+        raise _unused("data.worker_type", data.worker_type, why, do)
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:

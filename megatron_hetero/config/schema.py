@@ -177,7 +177,11 @@ class DataConfig:
         "Assignment of images to encoder replicas: in order (off), or balanced by predicted compute (replica).",
     )
     workers: int = option(
-        2, "Background threads per rank that tokenize and decode the next step; 0 loads between steps."
+        2, "Background workers per rank that tokenize and decode the next step; 0 loads between steps."
+    )
+    worker_type: Literal["thread", "process"] = option(
+        "thread",
+        "What workers are: threads, which share Python's lock with training, or processes, with memory of their own.",
     )
 
 

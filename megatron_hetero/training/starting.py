@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_hetero.batch.dealing import dealing_of
+from megatron_hetero.batch.sources import reader_of
 from megatron_hetero.batch.step_loader import StepLoader
 from megatron_hetero.checkpoint.resume import resume, shared_record
 from megatron_hetero.checkpoint.saver import Saver
@@ -41,7 +42,7 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     if platform.is_cuda:  # Before the first collective.
         _prepare_traces(config.log.dir / "nccl")
     steps = build_step_trainer(job, platform, inputs.weights, watchdog=watchdog)
-    topology, data = steps.topology, config.data
+    topology = steps.topology
     for notice in backend_notices(config.model.layer_backend, platform) if topology.rank == REPORTER else ():
         print(notice, flush=True)
     state = TrainState(steps.modules, steps.optimizers, topology, stored_shapes(steps.shapes), working=watchdog.working)
@@ -55,8 +56,14 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     return Trainer(
         **{field.name: getattr(steps, field.name) for field in fields(steps)},
         loader=StepLoader(
-            *(inputs.mixture, inputs.processor, topology, steps.planner, dealing_of(job)),
-            *(data.max_seq_length, data.too_long, job.text_work),
+            *(
+                inputs.mixture,
+                reader_of(job, inputs.processor),
+                topology,
+                steps.planner,
+                dealing_of(job),
+                job.text_work,
+            ),
         ),
         held_out=inputs.held_out,
         writer=writer,

@@ -64,7 +64,10 @@ class Trainer(StepTrainer):
 
     def _require_samples(self, step: int, skipped: int) -> None:
         """Check that the samples `skipped` in a row up to `step` are not the whole mixture, or the whole run."""
-        longest, everything = self.loader.max_seq_length, self.config.train.iters * self.loader.dealing.step_samples
+        longest, everything = (
+            self.config.data.max_seq_length,
+            self.config.train.iters * self.loader.dealing.step_samples,
+        )
         if skipped >= min(len(self.loader.mixture), everything):
             raise SharedError.at(
                 f"data.max_seq_length (--data.max_seq_length), step {step}",

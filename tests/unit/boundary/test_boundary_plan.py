@@ -76,6 +76,23 @@ KNOWN = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "source, destination, kept",
+    [
+        ("0: 0-3; 1: 4-7", "0: 0-3; 1: 4-7", True),
+        ("0:; 1:", "0:; 1:", True),
+        ("0: 0-3; 1: 4-7", "0: 3,0-2; 1: 4-7", False),
+        ("0: 0-3", "0: 2,3", False),
+        ("0: 0-3; 1: 4-7", "0: 0-3; 1: 4-6", True),
+        ("0: 0-3; 1: 4-7,9", "0: 0-3; 1: 4-7; 2: 9", False),
+    ],
+)
+def test_rows_that_all_stay_in_place(source: str, destination: str, kept: bool) -> None:
+    """On rank 0, which may have to take part in what others exchange."""
+    plan = plan_boundary(Ownership.parse(source), Ownership.parse(destination), ROW_BYTES)
+    assert plan.rank(0).forward.keeps_all is kept
+
+
 @pytest.mark.parametrize("source, destination, forward, backward", KNOWN)
 def test_phases(source: str, destination: str, forward: str, backward: str) -> None:
     boundary = Boundary.parse(source, destination)

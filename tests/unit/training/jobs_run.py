@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -202,6 +204,25 @@ def error_of(flags: list[str]) -> tuple[int, str]:
     return done, ""
 
 
+def error_of_killed_worker(flags: list[str]) -> str:
+    """What a run says in which rank 1 loses the processes of its loader after the first step."""
+    run = build(flags)
+    try:
+        for number, _, _ in run.batches():
+            if number == 1 and run.topology.rank == 1:
+                _kill_readers()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _kill_readers() -> None:
+    for thread in Path("/proc/self/task").iterdir():
+        for pid in (thread / "children").read_text().split():
+            if b"readers.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(int(pid), signal.SIGKILL)
+
+
 # ----------------------------------------------------------------------------------------------- faults
 
 
@@ -369,7 +390,8 @@ def decoded(flags: list[str]) -> list[dict[str, Any]]:
     """Per step: which images this rank decoded, those that its encoder replica encodes, and how many there are."""
     run = build(flags)
     seen: list[tuple[str, int]] = []
-    reader, results = run.loader.processor.readers["vision"], []
+    samples: Any = run.loader.reader
+    reader, results = samples.processor.readers["vision"], []
     real = reader.patches
 
     def spy(record: Any, place: int, grid: Any) -> np.ndarray:

@@ -321,6 +321,7 @@ WITHOUT_EFFECT = [
         "--model.compile layers --model.backend te",
         ["model.compile", "Transformer Engine", "set model.backend to torch"],
     ),
+    ("--data.worker_type process --data.workers 0", ["data.worker_type", "data.workers is 0", "Set data.workers"]),
     ("--optimizer.min_lr 1e-6 --optimizer.warmup_iters 100", ["optimizer.min_lr", "all 100 steps are warm-up"]),
     ("--checkpoint.resume never", ["checkpoint.resume", "without checkpoint.dir"]),
     ("--checkpoint.allow_changes train.seed", ["checkpoint.allow_changes", "without checkpoint.dir"]),

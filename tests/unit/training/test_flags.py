@@ -14,7 +14,7 @@ model.encoders.NAME.token model.encoders.NAME.min_pixels model.encoders.NAME.max
 model.freeze model.recompute.MODULE model.chunk.MODULE model.tp_overlap.MODULE
 model.sequence_parallel.MODULE model.backend model.compile
 data.registry.NAME.annotations data.registry.NAME.images data.datasets data.shuffle data.max_seq_length data.too_long
-data.min_pixels data.max_pixels data.balance data.workers boundary.transport parallel_layers.MODULE
+data.min_pixels data.max_pixels data.balance data.workers data.worker_type boundary.transport parallel_layers.MODULE
 schedule.kind schedule.waves schedule.run_ahead schedule.virtual_stages schedule.overlap_grad_reduce
 schedule.timeout_s
 train.profile.start train.profile.steps train.iters train.global_batch_size train.micro_batch_size train.seed

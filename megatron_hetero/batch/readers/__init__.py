@@ -1,0 +1,1 @@
+"""What tokenizes records and decodes their pictures: in this process, or in others."""
