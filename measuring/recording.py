@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -162,11 +162,16 @@ def _partners(schedule: Schedule, rank: int, action: Action) -> tuple[tuple[int,
 
 
 def median_durations(steps: Sequence[Recorded]) -> dict[DurationKey, float]:
-    """Seconds of each work, over micro-batches, ranks and steps."""
+    """Seconds of each work: the median over ranks and steps of the mean over micro-batches, of which several may be one
+    call.
+    """
     found: dict[DurationKey, list[float]] = {}
-    for step in steps:
-        for span in (span for spans in step.values() for span in spans if span.action.op == "run"):
-            found.setdefault(_work(span.action), []).append(span.end - span.start)
+    for spans in (spans for step in steps for spans in step.values()):
+        of_rank: dict[DurationKey, list[float]] = {}
+        for span in (span for span in spans if span.action.op == "run"):
+            of_rank.setdefault(_work(span.action), []).append(span.end - span.start)
+        for key, seconds in of_rank.items():
+            found.setdefault(key, []).append(mean(seconds))
     return {key: median(seconds) for key, seconds in found.items()}
 
 

@@ -32,7 +32,7 @@ def run_flags(folder: Path, vision: str, text: str, samples: int) -> list[str]:
 
 
 class ScheduleBench:
-    """One rank of a run, with its only batch; each order names one of the schedules."""
+    """One rank of a run, with its only batch, planned for each schedule; each order names one of these."""
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class ScheduleBench:
         self.run = replace(run, watch=self.watch)
         layouts, micro_batches = run.topology.layouts, run.schedule.micro_batches
         self._schedules = {name: build_schedule(layouts, micro_batches, chosen) for name, chosen in settings.items()}
-        self.batch = run.loader.load(1, map)
+        loaders = {name: run.loader.with_schedule(schedule) for name, schedule in self._schedules.items()}
+        self._batches = {name: loader.load(1, map) for name, loader in loaders.items()}
 
     def schedule(self, name: str) -> Schedule:
         """What `name` stands for."""
@@ -58,14 +59,14 @@ class ScheduleBench:
 
     def loss(self, name: str) -> float:
         """The sum of token losses of the batch."""
-        return self._run(name).gradients(self.batch).loss_sum
+        return self._run(name).gradients(self._batches[name]).loss_sum
 
     def step(self, name: str) -> float:
         """Train once; seconds."""
         run = self._run(name)
         dist.barrier()
         start = time.perf_counter()
-        run.train_step(1, self.batch)
+        run.train_step(1, self._batches[name])
         return time.perf_counter() - start
 
     def record(self, name: str) -> list[tuple[str, float, float]]:

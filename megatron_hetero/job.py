@@ -226,6 +226,11 @@ class JobSpec:
         frozen = [name for name in self.config.model.encoder_names if self.config.model.is_frozen(name)]
         return self._checked_schedule(micro_batches, frozen)
 
+    def together(self, micro_batches: int, *, evaluation: bool = False) -> dict[str, tuple[range, ...]]:
+        """By encoder, so many micro-batches in runs of those that may be one call of it."""
+        schedule = self.evaluation_schedule(micro_batches) if evaluation else self.schedule_of(micro_batches)
+        return {name: schedule.together(name) for name in self.shapes.encoders}
+
     def evaluation_schedule(self, micro_batches: int) -> Schedule:
         """Of so many micro-batches that are evaluated: that of a step without any backward pass. Raises `UserError`."""
         return self._checked_schedule(micro_batches, list(self.layouts))

@@ -7,7 +7,7 @@ Per step and rank, on one background thread with a pool of `data.workers` thread
      lengths are, else of all;
   2. exchange the samples' integers (and any error) among all ranks, once, on the host;
   3. deal the samples to text replicas and micro-batches, tokenise the others of this rank's replica, and pack them;
-  4. plan each micro-batch: who decodes and encodes what, which rows go where;
+  4. plan all micro-batches: who decodes and encodes what, in which calls, which rows go where;
   5. decode this rank's share of its encoder replica's images, each once in the replica;
   6. exchange any error among all ranks, and send each rank of the replica the patches that it embeds.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -41,6 +41,7 @@ from megatron_hetero.distributed.platform import CPU
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import SharedError, UserError
 from megatron_hetero.names import TEXT
+from megatron_hetero.schedule.program import Schedule
 
 T = TypeVar("T")
 
@@ -50,8 +51,9 @@ class MicroBatch:
     """One micro-batch on the host: this rank's pack, its plan, and the pixels of the patches that it embeds.
 
     `pack`: None on ranks outside the text module. `samples`: the numbers in the stream of its samples, in turn; none
-    outside the text module. `pixels`: by encoder, fp32 [patches of this rank, padding included, elements of a patch];
-    not of encoders for which nobody has an image, nor outside an encoder's first stage.
+    outside the text module. `pixels`: by encoder, fp32 [patches of this rank, padding included, elements of a patch],
+    of the first micro-batch of a call those of all; not of encoders for which nobody has an image, nor outside an
+    encoder's first stage.
     """
 
     pack: PackedBatch | None
@@ -65,9 +67,9 @@ class StepBatch:
     """One step on the host.
 
     Over all replicas: `supervised` and `tokens`, `sizes`, by encoder those of its images, `sample_lengths`, the
-    tokens of each sample, `encoder_loads`, for each micro-batch and encoder the predicted forward flops of each
-    replica, `text_loads`, for each micro-batch those of each replica of the text module, and `skipped`, how many
-    samples were left out as too long.
+    tokens of each sample, `encoder_loads`, for each call of an encoder the predicted forward flops of each replica,
+    `text_loads`, for each micro-batch those of each replica of the text module, and `skipped`, how many samples were
+    left out as too long.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -93,6 +95,11 @@ class StepLoader:
     dealing: Dealing
     text_work: Callable[[int], float]
     what: str = "step"
+
+    def with_schedule(self, schedule: Schedule) -> StepLoader:
+        """The same for steps of another schedule, of as many micro-batches as that has."""
+        together = {name: schedule.together(name) for name in self.planner.encoders}
+        return replace(self, planner=self.planner.with_calls(lambda _: together))
 
     def steps(self, first: int, last: int, workers: int) -> Iterable[StepBatch]:
         """The batches of steps `first` to `last`. With `workers` of 0 everything runs in the calling thread.
@@ -120,7 +127,7 @@ class StepLoader:
         deal = self.dealing.deal(step, samples)
         encoders = self.planner.encoders
         gathered = [[pack_metadata(numbers, samples, len(encoders)) for numbers in of_round] for of_round in deal]
-        plans = [self.planner.plan([pack.shape for pack in packs], m) for m, packs in enumerate(gathered)]
+        plans = self.planner.plan_step([[pack.shape for pack in packs] for packs in gathered])
         mine, error = _attempt(lambda: (self._packs(deal, read, samples, run), self._decode(plans, gathered, run)))
         digests = [_digests(plan, of_round) for plan, of_round in zip(plans, deal, strict=True)]
         _require_one_plan(f"{self.what} {step}", self._exchange(step, digests, error))
@@ -217,13 +224,15 @@ class StepLoader:
         run: Callable[..., Iterable[Any]],
     ) -> list[dict[str, list[np.ndarray]]]:
         """For each micro-batch, by encoder, the patches of the images that this rank decodes, fp32 [patches,
-        elements].
+        elements]: for the first of a call those of all.
         """
-        wanted = []
-        for m, (plan, packs) in enumerate(zip(plans, gathered, strict=True)):
-            for i, name in enumerate(self.planner.encoders):
+        numbers, wanted = {name: i for i, name in enumerate(self.planner.encoders)}, []
+        for m, plan in enumerate(plans):
+            for name, pixels in plan.pixels.items():
+                i, call = numbers[name], plan.calls.get(name, range(m, m + 1))
+                packs = [pack for of_one in call for pack in gathered[of_one]]
                 images = [pair for p in packs for pair in zip(p.sources[i], p.shape.images[i].sizes, strict=True)]
-                chosen = [images[k] for k in (plan.pixels[name].decodes if name in plan.pixels else ())]
+                chosen = [images[k] for k in pixels.decodes]
                 wanted += [(m, name, Picture(self.mixture[at.sample], at.place, size)) for at, size in chosen]
         decoded: list[dict[str, list[np.ndarray]]] = [{} for _ in plans]
         of_pictures = run(self.reader.patches, [picture for *_, picture in wanted])

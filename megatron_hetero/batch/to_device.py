@@ -33,7 +33,8 @@ def to_device(
         inputs[name] = _vision_input(share, pixels, platform)
     if plan.text is not None and batch.pack is not None:
         inputs[TEXT] = _text_input(batch.pack, plan.text, platform, outputs)
-    return DeviceMicroBatch(inputs, {edge: load_plan(part, platform.device) for edge, part in plan.boundaries.items()})
+    boundaries = {edge: load_plan(part, platform.device) for edge, part in plan.boundaries.items()}
+    return DeviceMicroBatch(inputs, boundaries, plan.calls)
 
 
 def _vision_input(share: EncoderShare, pixels: Tensor | None, platform: Platform) -> EncoderInput:

@@ -21,6 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -150,6 +151,19 @@ class Ownership:
         return Ownership(
             self.groups[first:last], self.ids[low:high], self.starts[first : last + 1] - low, self.gradient
         )
+
+    def cut(self, ends: Sequence[int]) -> list[Ownership]:
+        """The rows from each of `ends`, which ascend, to the next, numbered from 0. Every group holds those of its own,
+        in their stored order.
+        """
+        if len(ends) == 2 and (ends[0], ends[1]) == (0, len(self.ids)):
+            return [self]
+        return [self._between(first, last) for first, last in pairwise(ends)]
+
+    def _between(self, first: int, last: int) -> Ownership:
+        kept = (self.ids >= first) & (self.ids < last)
+        starts = np.concatenate([[0], np.cumsum(kept)])[self.starts]
+        return Ownership(self.groups, self.ids[kept] - first, starts, self.gradient)
 
     @classmethod
     def parse(cls, text: str) -> Ownership:

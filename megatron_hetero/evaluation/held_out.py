@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,7 +38,9 @@ class HeldOut:
     def of(cls, name: str, samples: Mixture, run: Trainer) -> HeldOut:
         """One epoch of `samples`, in batches of at most the training batch size."""
         dealing = run.loader.dealing.once(len(samples))
-        return cls(name, replace(run.loader, mixture=samples, dealing=dealing, what=f"evaluation of {name}, batch"))
+        planner = run.loader.planner.with_calls(partial(run.job.together, evaluation=True))
+        what = f"evaluation of {name}, batch"
+        return cls(name, replace(run.loader, mixture=samples, dealing=dealing, planner=planner, what=what))
 
     def batches(self, workers: int) -> Iterator[StepBatch]:
         """All samples, each once."""

@@ -28,6 +28,10 @@ the sum over this rank's part of the micro-batch.
 Inputs are leaves of the model's own graph, which ends with its output. Models may communicate inside their module, in
 one order on all ranks of a stage. If a schedule recomputes, an encoder is called twice per micro-batch and draws the
 same random numbers both times.
+
+An encoder without pipeline stages that runs in waves may compute several micro-batches in one call, if `load` gives
+their inputs as one (`DeviceMicroBatch.calls`): it returns the rows of all, [held of the first, then of the next, ...,
+width], by each name. Nothing else changes; rows cross, and their gradients come back, micro-batch by micro-batch.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
+from megatron_hetero.schedule.program import Schedule
 
 LOSS = "loss"
 """The name of the sum of losses; further names are in `megatron_hetero.names`."""
@@ -135,10 +140,15 @@ class DeviceMicroBatch:
 
     `inputs`: the input of each module; without modules that have no work on any rank (an encoder in a micro-batch
     without images). `boundaries`: by edge, the plan of its rows; without edges along which none cross.
+
+    `calls`: by module, the micro-batches that one call of it computes, where these are several. The input of the first
+    is that of all, the others have none. Only of encoders in waves, and of micro-batches that the schedule has
+    `together`.
     """
 
     inputs: Mapping[str, Any]
     boundaries: Mapping[Edge, LoadedPlan]
+    calls: Mapping[str, range] = field(default_factory=dict)
 
 
 def require_known(micro_batch: int, batch: DeviceMicroBatch, modules: Collection[str], edges: Collection[Edge]) -> None:
@@ -153,6 +163,24 @@ def require_known(micro_batch: int, batch: DeviceMicroBatch, modules: Collection
                 expected=f"some of {', '.join(f'`{each}`' for each in known)}",
                 fix="name modules as in the layouts, and edges by `Edge(source, target)`",
             )
+
+
+def require_together(micro_batch: int, batch: DeviceMicroBatch, schedule: Schedule) -> None:
+    """Check that the calls which begin with a micro-batch are of such as the schedule has together. Raises `UserError`:
+    rows of others would be sent before they are made, or their gradients be waited for.
+    """
+    for module, call in batch.calls.items():
+        known = schedule.together(module) if module in schedule.module else ()
+        if call and call[0] == micro_batch and any(set(call) <= set(run) for run in known):
+            continue
+        runs = ", ".join(f"{run[0]}-{run[-1]}" for run in known if micro_batch in run)
+        raise UserError.at(
+            f"micro-batch {micro_batch}: `calls` of its `DeviceMicroBatch`",
+            found=f"{call} of `{module}`",
+            expected=f"a range that begins with it, within {runs or 'the micro-batches of a module in waves'}",
+            because="these are encoded in one turn, and their gradients come back in one",
+            fix=f"leave `{module}` out, or take micro-batches of one run of `schedule.together({module!r})`",
+        )
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Module
 
 Span = Literal["run", "wave", "step"]
-"""How long gathered weights stay: for one run of a stage; for all micro-batches of a wave, once forward and once
-backward; or for all runs of a step.
+"""How long gathered weights stay: for one run of a stage, which may be that of several micro-batches; for all runs of a
+wave, once forward and once backward; or for all runs of a step.
 """
 
 

@@ -123,9 +123,9 @@ class Interpreter(RankResources):
 
         Raises:
             UserError: a model's output has the wrong shape or dtype, or a plan is of another rank or batch, or the
-                schedule has other edges than the topology, or a micro-batch has modules or edges that it has not, or
-                gradients of rows are not what their plan says. On the ranks that see it: the others wait, until the
-                launcher or the watchdog ends them.
+                schedule has other edges than the topology, or a micro-batch has modules, edges or calls that it has
+                not, or gradients of rows are not what their plan says. On the ranks that see it: the others wait, until
+                the launcher or the watchdog ends them.
         """
         _require_same_edges(self, schedule)
         return StepExecution(self, schedule, load, after_backward or (lambda _: None)).run()

@@ -7,6 +7,10 @@ where they arrive, so that every rank takes part whether or not it holds a row.
 To overlap communication, tokens are embedded before rows are waited for, and the gradients of rows leave as soon as
 they are known, during the text module's backward. A micro-batch is moved to the device when an action first needs it,
 and dropped after the last one.
+
+Where one call of an encoder computes several micro-batches, its forward is that of the first and its backward that of
+the last; at the others there is nothing to do, as in a micro-batch without images. All of them are in one turn of the
+encoder, between whose actions nothing happens that the call needs or holds up.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +30,7 @@ from megatron_hetero.boundary.communicator import Crossing
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.distributed.communicators import Link
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.contract import LOSS, DeviceMicroBatch, StageOutput, require_known
+from megatron_hetero.execution.contract import LOSS, DeviceMicroBatch, StageOutput, require_known, require_together
 from megatron_hetero.execution.gathering import stays_gathered
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.rows import ReceivedRows, grad_of, wrong_outputs
@@ -59,6 +64,8 @@ class StepExecution:
         self.position = 0
         self.loss = torch.zeros((), dtype=torch.float32, device=resources.device)
         self.batches: dict[int, DeviceMicroBatch] = {}
+        self.calls: dict[tuple[str, int], range] = {}  # by module and micro-batch, where they are of several
+        self.called: dict[ActivationKey, dict[str, Tensor]] = {}  # outputs of these, by their last micro-batch
         self.inputs: dict[ActivationKey, Tensor] = {}  # leaves: hidden states that a stage received
         self.outputs: dict[ActivationKey, dict[str, Tensor]] = {}  # by name
         self.hidden_shapes: dict[ActivationKey, torch.Size] = {}  # of outputs
@@ -126,7 +133,15 @@ class StepExecution:
         if micro_batch not in self.batches:
             self.batches[micro_batch] = self.load(micro_batch)
             require_known(micro_batch, self.batches[micro_batch], self.schedule.module, self.schedule.edges)
+            require_together(micro_batch, self.batches[micro_batch], self.schedule)
+            for module, call in self.batches[micro_batch].calls.items():
+                self.calls.update(((module, m), call) for m in call)
         return self.batches[micro_batch]
+
+    def _call(self, action: Action) -> range:
+        """The micro-batches that are computed together with that of an action."""
+        m = action.micro_batch
+        return self.calls.get((action.module, m), range(m, m + 1))
 
     def _module_input(self, action: Action) -> Any:
         """The input of an action's module; None if the module is absent from the micro-batch."""
@@ -138,10 +153,12 @@ class StepExecution:
     # ------------------------------------------------------------------------------------------------ work
 
     def _run(self, action: Action) -> None:
-        if self._module_input(action) is None:
+        has_input, call = self._module_input(action) is not None, self._call(action)
+        runs = action.micro_batch == call[-1] if action.kind == "B" and len(call) > 1 else has_input
+        if not runs:
             return
         if (gathered := self.resources.modules[action.module].gathered.get(_activation_key(action)[1])) is not None:
-            gathered.before_run(action in self.stays_gathered[action.module])
+            gathered.before_run(replace(action, micro_batch=call[-1]) in self.stays_gathered[action.module])
         if action.kind == "B":
             self._backward(action)
         else:
@@ -168,7 +185,9 @@ class StepExecution:
                 self.loss += outputs[LOSS].detach()
             if not keeps:  # an evaluation, or a forward that will be recomputed
                 del outputs[LOSS]
-        if outputs:
+        if len(call := self._call(action)) > 1:
+            self._keep_parts(action, outputs, call, keeps=keeps)
+        elif outputs:
             self.outputs[key] = outputs
         if HIDDEN in outputs:
             self.hidden_shapes[key] = outputs[HIDDEN].shape
@@ -177,9 +196,7 @@ class StepExecution:
     def _named(self, action: Action, output: StageOutput) -> dict[str, Tensor]:
         """What a stage returned, by name, checked."""
         is_last = action.stage == self.schedule.module[action.module].stages - 1
-        crossing = (name for edge in self._leaving(action) for name in self.resources.outputs[edge])
-        named: list[str] = [*([] if is_last else [HIDDEN]), *crossing]
-        expected = list(dict.fromkeys(named)) or [LOSS]
+        expected = [*([] if is_last else [HIDDEN]), *self._crossing_names(action)] or [LOSS]
         # A module that feeds others may have a loss of its own.
         may_have = [LOSS] if is_last and expected != [LOSS] else []
         problem = wrong_outputs(output, expected, may_have)
@@ -187,6 +204,25 @@ class StepExecution:
         outputs = {expected[0]: output} if isinstance(output, Tensor) else dict(output)
         self._require_result(action, outputs)
         return outputs
+
+    def _keep_parts(self, action: Action, outputs: Mapping[str, Tensor], call: range, *, keeps: bool) -> None:
+        """Part the rows that a call returned into those of its micro-batches, without copies. What has a graph
+        (`keeps`) stays whole, too, until the backward of the last of them.
+        """
+        module, stage, _ = _activation_key(action)
+        if keeps:
+            self.called[module, stage, call[-1]] = dict(outputs)
+        first = 0
+        for m in call:
+            if plans := [plan for plan in map(self._batch(m).boundaries.get, self._leaving(action)) if plan]:
+                rows = slice(first, first + plans[0].forward.held)
+                crossing = self._crossing_names(action)
+                self.outputs[module, stage, m] = {name: outputs[name].detach()[rows] for name in crossing}
+                first = rows.stop
+
+    def _crossing_names(self, action: Action) -> list[str]:
+        """The outputs of the stage of an action that cross along some edge."""
+        return list(dict.fromkeys(name for edge in self._leaving(action) for name in self.resources.outputs[edge]))
 
     def _leaving(self, action: Action) -> tuple[Edge, ...]:
         """The edges that leave the stage of an action."""
@@ -246,11 +282,12 @@ class StepExecution:
             self.embedded[module, micro_batch] = first.embed(self._batch(micro_batch).inputs[module])
 
     def _backward(self, action: Action) -> None:
-        key = _activation_key(action)
-        outputs, grads = self.outputs.pop(key, {}), {HIDDEN: self.received.pop(("B", key), None), LOSS: None}
+        key, call = _activation_key(action), self._call(action)
+        outputs = (self.outputs if len(call) == 1 else self.called).pop(key, {})
+        grads = {HIDDEN: self.received.pop(("B", key), None), LOSS: None}
         self._return_rows_early(action)
         for edge in self._leaving(action):
-            if (arrived := self.row_grads.pop((edge, action.micro_batch), None)) is not None:
+            if (arrived := self._row_grads_of(edge, call)) is not None:
                 names = self.resources.outputs[edge]
                 for name, grad in zip(names, arrived.chunk(len(names), dim=1), strict=True):
                     # Rows that several modules take have gradients from each.
@@ -259,6 +296,11 @@ class StepExecution:
         names = [name for name, output in outputs.items() if output.requires_grad and name in grads]
         if names:
             torch.autograd.backward([outputs[name] for name in names], [grads[name] for name in names])
+
+    def _row_grads_of(self, edge: Edge, call: range) -> Tensor | None:
+        """The gradients that came back along an edge, of the rows of a call; None where none cross."""
+        arrived = [self.row_grads.pop((edge, m)) for m in call if (edge, m) in self.row_grads]
+        return torch.cat(arrived) if len(arrived) > 1 else next(iter(arrived), None)
 
     # ------------------------------------------------------------------------------------------- pipelines
 
@@ -428,9 +470,10 @@ class StepExecution:
             found = f"a loss of shape {tuple(outputs[LOSS].shape)}"
             self._require(outputs[LOSS].dim() == 0, action, found, "a scalar, the sum of losses")
         for edge in self._leaving(action):
-            if (plan := self._batch(action.micro_batch).boundaries.get(edge)) is None:
+            plans = (self._batch(m).boundaries.get(edge) for m in self._call(action))
+            if not (held := [plan.forward.held for plan in plans if plan is not None]):
                 continue
-            expected = (plan.forward.held, self.resources.width_of(edge))
+            expected = (sum(held), self.resources.width_of(edge))
             for name in self.resources.outputs[edge]:
                 found = f"{name} of shape {tuple(outputs[name].shape)}"
                 holds = f"{expected}, what this rank holds in the plan"

@@ -20,6 +20,7 @@ from megatron_hetero.models.assumed import AssumedSample, assumed_sample, length
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.balance import assign, assign_in_order
+from megatron_hetero.sharding.calls import cut_calls
 from megatron_hetero.sharding.encoder_shards import EncoderShards
 from megatron_hetero.sharding.token_shards import TokenShards
 
@@ -31,7 +32,8 @@ MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 22, 1 << 23
 class AssumedBatch:
     """A micro-batch of such samples. All micro-batches of a step are alike, and so are all replicas of the text module.
 
-    `sharded`: by module, whether activations are split along the sequence over tp.
+    `sharded`: by module, whether activations are split along the sequence over tp. `calls`: by encoder, the
+    micro-batches of a step, in runs that it encodes in one call.
     """
 
     sample: AssumedSample
@@ -40,6 +42,7 @@ class AssumedBatch:
     batch: BatchShape
     sharded: Mapping[str, bool]
     balance: str
+    calls: Mapping[str, tuple[range, ...]]
 
     @classmethod
     def of(cls, job: JobSpec) -> AssumedBatch:
@@ -48,17 +51,21 @@ class AssumedBatch:
         plan = job.config.plan if job.budget is None else _filling(job.config.plan, shapes, batch, job.budget)
         _require_size(plan, shapes, batch, micro_batch_setting(job.config))
         sample, balance = assumed_sample(plan, shapes), job.config.data.balance
-        return cls(sample, shapes, job.layouts, batch, job.sequence_parallel, balance)
+        return cls(sample, shapes, job.layouts, batch, job.sequence_parallel, balance, _calls(job, sample))
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sample of a pack."""
         return (self.sample.tokens,) * self.batch.samples
 
-    def assigned(self, encoder: str) -> list[list[int]]:
-        """The images of a micro-batch that each replica of the encoder gets."""
+    def sizes_of_calls(self, encoder: str) -> tuple[int, ...]:
+        """The different numbers of micro-batches of a call, the largest first."""
+        return tuple(sorted({len(call) for call in self.calls[encoder]}, reverse=True))
+
+    def assigned(self, encoder: str, micro_batches: int = 1) -> list[list[int]]:
+        """The images of a call of so many micro-batches that each replica of the encoder gets."""
         sizes, dp = self.sample.sizes[encoder], self.layouts[encoder].dp
-        count = len(sizes) * self.batch.samples * self.batch.replicas
+        count = len(sizes) * self.batch.samples * self.batch.replicas * micro_batches
         if self.balance != "replica":
             return assign_in_order(count, dp)
         cost = self.shapes.encoders[encoder].cost(sizes[0]) if sizes else 0.0
@@ -74,19 +81,32 @@ class AssumedBatch:
         starts = np.arange(self.batch.samples)[:, None] * self.sample.tokens
         return (starts + self.sample.positions(encoder)).ravel()
 
-    def encoder_shards(self, encoder: str, coordinate: int) -> EncoderShards:
-        """The images of a micro-batch as a stage of the encoder holds them."""
+    def encoder_shards(self, encoder: str, coordinate: int, micro_batches: int = 1) -> EncoderShards:
+        """The images of a call of so many micro-batches as a stage of the encoder holds them."""
         layout, sizes = self.layouts[encoder], self.sample.sizes[encoder]
-        assigned = tuple(map(tuple, self.assigned(encoder)))
-        everything = sizes * (self.batch.samples * self.batch.replicas)
+        assigned = tuple(map(tuple, self.assigned(encoder, micro_batches)))
+        everything = sizes * (self.batch.samples * self.batch.replicas * micro_batches)
         stage = layout.stage(coordinate)
         return EncoderShards(self.shapes.encoders[encoder], stage, self.sharded[encoder], everything, assigned)
 
-    def sides(self, edge: Edge) -> tuple[Ownership, Ownership]:
-        """Who holds the rows that cross along an edge, and who needs them."""
+    def sides(self, edge: Edge, micro_batches: int = 1) -> list[tuple[Ownership, Ownership]]:
+        """Who holds the rows that cross along an edge, and who needs them, for each of the micro-batches of a call."""
         encoder, text = edge.source, self.layouts[TEXT]
         needed = self.token_shards(text.stage(edge.target_coordinate(text))).ownership(encoder)
-        return self.encoder_shards(encoder, edge.source_coordinate(self.layouts[encoder])).ownership(), needed
+        shards = self.encoder_shards(encoder, edge.source_coordinate(self.layouts[encoder]), micro_batches)
+        ends = [len(needed.ids) * m for m in range(micro_batches + 1)]
+        return [(held, needed) for held in shards.ownership().cut(ends)]
+
+
+def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
+    """Of all encoders."""
+    batch, together = job.batch, job.together(job.batch.micro_batches)
+    found = {}
+    for name, shape in job.shapes.encoders.items():
+        patches = shape.unit * sample.rows[name] * len(sample.sizes[name]) * batch.samples * batch.replicas
+        layout = job.layouts[name]
+        found[name] = cut_calls([patches] * batch.micro_batches, together[name], layout.size // layout.pp)
+    return found
 
 
 def _filling(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, budget: Budget) -> PlanConfig:

@@ -4,16 +4,19 @@ model's `config.json`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.communicators import CommunicatorKind, communicators
-from megatron_hetero.execution.gathering import shares_weights, span_of
+from megatron_hetero.execution.gathering import shares_weights
 from megatron_hetero.job import JobSpec, OfJob
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
@@ -22,7 +25,7 @@ from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.planning.memory.activations import StageBytes, encoder_stage, text_stage
 from megatron_hetero.planning.memory.allowance import ALLOWANCES, allowance_bytes
-from megatron_hetero.planning.memory.gathered import GatheredBytes, gathered_bytes
+from megatron_hetero.planning.memory.gathered import GatheredBytes, gathered_bytes, planned_span
 from megatron_hetero.planning.memory.lifetimes import RankBytes, peak_activations
 from megatron_hetero.planning.memory.parameters import (
     Parameter,
@@ -31,7 +34,7 @@ from megatron_hetero.planning.memory.parameters import (
     parameter_bytes,
     parameters_of,
 )
-from megatron_hetero.planning.memory.staging import CrossingLoans, loans_of, peak_staging
+from megatron_hetero.planning.memory.staging import loan_sizes, loans_of, peak_staging
 from megatron_hetero.planning.shards import ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.planning.work import durations, encoder_trains, text_passes, with_copies
@@ -43,31 +46,51 @@ KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "b
 """Kinds of memory, in the order of the columns of `Plan.memory`."""
 _Place = tuple[str, int]
 """A module and a coordinate of its pipeline."""
+_Call = tuple[str, int]
+"""A module and the number of micro-batches that it computes in one call."""
 PLANNED_TURNS = 1 << 13
 """Of all stages in a step, as many as are simulated in some seconds. Memory is that of a batch as large as that."""
 
 
 @dataclass(frozen=True, eq=False)
 class Boundary:
-    """An edge in a micro-batch: `traffic` by direction, the backward one only where there is one. `outputs`: of the
-    encoder, that cross there side by side; `row_bytes`: of a row of all of them on the wire.
+    """An edge in a step: `crossings`, the different ones, by direction, the backward one only where there is one; and
+    `numbers`, which of them that of each micro-batch is. Those of a call differ: each rank holds other rows of it.
+    `outputs`: of the encoder, that cross there side by side; `row_bytes`: of a row of all of them on the wire.
     """
 
     edge: Edge
     outputs: int
-    traffic: Mapping[str, DirectionTraffic]
+    crossings: tuple[Mapping[str, DirectionTraffic], ...]
+    numbers: tuple[int, ...]
     row_bytes: int
     point_to_point: bool
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """Forward, and backward where there is one."""
+        return tuple(self.crossings[0])
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """That take part, int64."""
+        return self.crossings[0]["forward"].ranks
+
+    def of_step(self, direction: str, count: Callable[[DirectionTraffic], Any]) -> Any:
+        """The sum over the micro-batches of a step of what `count` finds in a crossing."""
+        times = Counter(self.numbers).items()
+        return sum(number * count(self.crossings[which][direction]) for which, number in times)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan(OfJob):
     """What `config` means for `world_size` ranks.
 
-    `stages`: the pipeline stages of each module. `parameters`, `gathered`: by module and pipeline coordinate. `memory`:
-    bytes, int64 [ranks, kinds], see `KINDS`. `host_activations`: bytes in host memory, int64 [ranks]. `work`:
-    operations of a rank, by module, kind and stage, or those that it could do while it copies. `simulation`: the
-    schedule with these in place of seconds. `gpu`: whether the ranks are GPUs.
+    `stages`: the pipeline stages of each module. `parameters`, `gathered`: by module and pipeline coordinate. `shards`:
+    by module, of an encoder those of its largest call. `memory`: bytes, int64 [ranks, kinds], see `KINDS`.
+    `host_activations`: bytes in host memory, int64 [ranks]. `work`: operations of a rank in a micro-batch, by module,
+    kind and stage, or those that it could do while it copies. `simulation`: the schedule with these in place of
+    seconds. `gpu`: whether the ranks are GPUs.
     """
 
     job: JobSpec
@@ -94,11 +117,13 @@ class Plan(OfJob):
         schedule, assumed = job.schedule, AssumedBatch.of(job)
         held = _held(job)
         parameters = {place: _kept(job, place[0], of) for place, of in held.items()}
-        gathered = {place: _gathered(job, place[0], of) for place, of in held.items()}
-        shards = {TEXT: text_shards(assumed), **{name: encoder_shards(assumed, name) for name in job.shapes.encoders}}
+        gathered = {place: _gathered(job, assumed, place[0], of) for place, of in held.items()}
+        calls = {(TEXT, 1): text_shards(assumed), **_encoder_calls(assumed)}
+        shards = {TEXT: calls[TEXT, 1]}
+        shards |= {name: calls[name, assumed.sizes_of_calls(name)[0]] for name in job.shapes.encoders}
         boundaries = tuple(_boundary(job, assumed, edge) for edge in job.edges if shards[edge.source].used)
-        images = {name: max(map(len, assumed.assigned(name))) for name in job.shapes.encoders}
-        sizes = _Memory(job, assumed, parameters, gathered, boundaries, shards, gpu)
+        images = {name: _mean_images(assumed, name) for name in job.shapes.encoders}
+        sizes = _Memory(job, assumed, parameters, gathered, boundaries, calls, gpu)
         memory, on_host = sizes.table(world_size)
         work = with_copies(durations(config, assumed, job.stages, images), sizes.copied, schedule)
         found = simulate(schedule, work)
@@ -196,7 +221,7 @@ def _kept(job: JobSpec, name: str, held: Sequence[Parameter]) -> ParameterBytes:
     )
 
 
-def _gathered(job: JobSpec, name: str, held: Sequence[Parameter]) -> GatheredBytes:
+def _gathered(job: JobSpec, assumed: AssumedBatch, name: str, held: Sequence[Parameter]) -> GatheredBytes:
     config, layout, itemsize = job.config, job.layouts[name], job.dtype.itemsize
     zero = config.zero_of(name)
     if not shares_weights(zero, layout.ways("tokens", "samples"), any(parameter.trains for parameter in held)):
@@ -205,16 +230,34 @@ def _gathered(job: JobSpec, name: str, held: Sequence[Parameter]) -> GatheredByt
     exchanged = gradient_itemsize(itemsize, config.precision_of(name))
     # Chunks are added up in the dtype of the sum.
     whole = exchanged if config.model.chunk.get(name, 0) else itemsize
-    return gathered_bytes(held, itemsize, whole + exchanged, span_of(job.schedule.module[name], zero), is_head=is_head)
+    span = planned_span(job.schedule, name, zero, assumed.calls.get(name, ()))
+    return gathered_bytes(held, itemsize, whole + exchanged, span, is_head=is_head)
+
+
+def _encoder_calls(assumed: AssumedBatch) -> dict[_Call, ModuleShards]:
+    """The shards of all encoders in calls of each number of micro-batches that occurs."""
+    names = assumed.shapes.encoders
+    return {(name, n): encoder_shards(assumed, name, n) for name in names for n in assumed.sizes_of_calls(name)}
+
+
+def _mean_images(assumed: AssumedBatch, encoder: str) -> float:
+    """Images of the replica that has most of them in a call, for each micro-batch of a step."""
+    calls = assumed.calls[encoder]
+    most = {n: max(map(len, assumed.assigned(encoder, n))) for n in assumed.sizes_of_calls(encoder)}
+    return sum(most[len(call)] for call in calls) / sum(map(len, calls))
 
 
 def _boundary(job: JobSpec, assumed: AssumedBatch, edge: Edge) -> Boundary:
-    outputs = len(job.edges[edge])
-    plan = plan_boundary(*assumed.sides(edge), job.row_bytes * outputs)
-    traffic = traffic_of(plan)
-    if not job.schedule.module[edge.source].backward:
-        del traffic["backward"]
-    return Boundary(edge, outputs, traffic, plan.row_bytes, plan.point_to_point)
+    outputs, returns = len(job.edges[edge]), job.schedule.module[edge.source].backward
+    first, crossings, numbers = dict[int, int](), [], []
+    for call in assumed.calls[edge.source]:
+        if len(call) not in first:
+            first[len(call)] = len(crossings)
+            crossings += [plan_boundary(*s, job.row_bytes * outputs) for s in assumed.sides(edge, len(call))]
+        numbers += range(first[len(call)], first[len(call)] + len(call))
+    traffic = ({d: t for d, t in traffic_of(plan).items() if returns or d == "forward"} for plan in crossings)
+    one = crossings[0]
+    return Boundary(edge, outputs, tuple(traffic), tuple(numbers), one.row_bytes, one.point_to_point)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,18 +269,21 @@ class _Memory:
     parameters: Mapping[_Place, ParameterBytes]
     gathered: Mapping[_Place, GatheredBytes]
     boundaries: Sequence[Boundary]
-    shards: Mapping[str, ModuleShards]
+    shards: Mapping[_Call, ModuleShards]
     gpu: bool
 
     @property
     def copied(self) -> dict[tuple[str, int], int]:
-        """Bytes that a micro-batch's activations take on the host, of the rank that has most, by module and stage."""
+        """Bytes that a micro-batch's activations take on the host, of the rank that has most, by module and stage; of
+        an encoder, those of its largest call for each of its micro-batches.
+        """
         found = {}
         for name, stages in self.job.stages.items():
             if self.job.config.offload_of(name).activations:
+                size = max(n for module, n in self.shards if module == name)
                 for number in range(len(stages)):
-                    of_shards = (self._stage(name, number, shard).host for shard in self.shards[name].shards)
-                    found[name, number] = max(of_shards, default=0)
+                    of_shards = (self._stage(name, number, shard).host for shard in self.shards[name, size].shards)
+                    found[name, number] = max(of_shards, default=0) // size
         return found
 
     def table(self, world_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -269,55 +315,69 @@ class _Memory:
     def _staging(self, world_size: int) -> np.ndarray:
         """Bytes that communicators borrow on each rank."""
         found = np.zeros(world_size, np.int64)
-        rounded = self.job.transport != self.job.dtype
         role_of = self.job.schedule.role_index
         for boundary in self.boundaries:
-            loans = {d: loans_of(t, boundary.row_bytes, rounded) for d, t in boundary.traffic.items()}
-            backward = loans.get("backward") or [None] * len(loans["forward"])
-            crossing = [[a for a in role.actions if a.op in ("start", "finish") and a.edge == boundary.edge]
-                        for role in self.job.schedule.roles]  # fmt: skip
-            known: dict[tuple[int, CrossingLoans, CrossingLoans | None], int] = {}
-            ranks = boundary.traffic["forward"].ranks.tolist()
-            for rank, there, back in zip(ranks, loans["forward"], backward, strict=True):
-                key = role_of[rank], there, back
-                if key not in known:
-                    known[key] = peak_staging(crossing[key[0]], there, back)
-                found[rank] += known[key]
+            parts = [c[d] for d in boundary.directions for c in boundary.crossings]
+            sizes = [loan_sizes(part, boundary.row_bytes) for part in parts]
+            roles = np.array([[role_of[rank]] for rank in boundary.ranks.tolist()])
+            kinds, which = np.unique(np.hstack([roles, *sizes]), axis=0, return_inverse=True)
+            ends = np.cumsum([1, *(table.shape[1] for table in sizes)]).tolist()
+            peaks = [self._peak_staging(boundary, kind, ends) for kind in kinds.tolist()]
+            found[boundary.ranks] += np.array(peaks)[which.ravel()]
         return found
 
-    def _activations(self, role: Role, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        """Peak bytes of activations, workspace, and activations on the host, of a role's ranks, int64 [ranks, 3]."""
-        names = dict.fromkeys(name for name, _ in role.held_stages)
-        ranks = np.array(role.ranks)
-        columns = [self._shard_numbers(name, ranks) for name in names]
-        sides = [self.job.schedule.crosses(role, boundary.edge) for boundary in self.boundaries]
-        columns += [side[ranks] for pair in rows for side in pair]
+    def _peak_staging(self, boundary: Boundary, kind: list[int], ends: Sequence[int]) -> int:
+        """Of a rank. `kind`: its role, and its `loan_sizes` of each direction and crossing, which end at `ends`."""
+        sizes, loans = iter([kind[first:last] for first, last in pairwise(ends)]), {}
+        rounded = self.job.transport != self.job.dtype
+        for letter, direction in zip("FB", boundary.directions, strict=False):
+            different = [loans_of(crossing[direction], next(sizes), rounded) for crossing in boundary.crossings]
+            loans[letter] = [different[number] for number in boundary.numbers]
+        actions = self.job.schedule.roles[kind[0]].actions
+        crossing = (a for a in actions if a.op in ("start", "finish") and a.edge == boundary.edge)
+        return peak_staging(crossing, loans)
+
+    def _activations(self, role: Role, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Peak bytes of activations, workspace, and activations on the host, of a role's ranks, int64 [ranks, 3].
+        `rows`: of each boundary, see `_by_rank`.
+        """
+        names = {name for name, _ in role.held_stages}
+        held, ranks = [call for call in self.shards if call[0] in names], np.array(role.ranks)
+        columns = [self._shard_numbers(call, ranks) for call in held]
+        columns += [side[ranks] for of_boundary in rows for crossing in of_boundary for side in crossing]
         kinds, which = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
         found = []
         for kind in kinds.tolist():
-            numbers = dict(zip(names, kind, strict=False))
-            of_rank = self._rank_bytes(role, numbers, kind[len(names) :], sides)
+            numbers = dict(zip(held, kind, strict=False))
+            of_rank = self._rank_bytes(role, numbers, kind[len(held) :])
             found.append(peak_activations(self.job.schedule, role, of_rank))
         return np.array(found)[which.ravel()]
 
-    def _shard_numbers(self, name: str, ranks: np.ndarray) -> np.ndarray:
-        places = np.searchsorted(np.array(self.assumed.layouts[name].ranks), ranks)
-        return self.shards[name].of_rank[places]
+    def _shard_numbers(self, call: _Call, ranks: np.ndarray) -> np.ndarray:
+        places = np.searchsorted(np.array(self.assumed.layouts[call[0]].ranks), ranks)
+        return self.shards[call].of_rank[places]
 
-    def _rank_bytes(
-        self, role: Role, numbers: Mapping[str, int], rows: Sequence[int], sides: Sequence[tuple[bool, bool]]
-    ) -> RankBytes:
-        """`rows`: held and needed of each boundary in turn."""
-        width = self.assumed.shapes.text.hidden * self.job.dtype.itemsize
-        edges = [(boundary.edge, boundary.outputs) for boundary in self.boundaries]
-        held = {e: n * k * width for (e, k), n, (on, _) in zip(edges, rows[::2], sides, strict=True) if on}
-        needed = {e: n * k * width for (e, k), n, (_, on) in zip(edges, rows[1::2], sides, strict=True) if on}
+    def _rank_bytes(self, role: Role, numbers: Mapping[_Call, int], rows: Sequence[int]) -> RankBytes:
+        """`rows`: held and needed in each crossing of each boundary in turn."""
+        width, left = self.assumed.shapes.text.hidden * self.job.dtype.itemsize, iter(rows)
+        held, needed = dict[Edge, list[int]](), dict[Edge, list[int]]()
+        for boundary in self.boundaries:
+            of_row = boundary.outputs * width
+            crossings = [(next(left) * of_row, next(left) * of_row) for _ in boundary.crossings]
+            leaves, enters = self.job.schedule.crosses(role, boundary.edge)
+            if leaves:
+                held[boundary.edge] = [crossings[which][0] for which in boundary.numbers]
+            if enters:
+                needed[boundary.edge] = [crossings[which][1] for which in boundary.numbers]
         stages = {
-            (name, stage): self._stage(name, stage, self.shards[name].shards[numbers[name]])
+            (name, stage, call[1]): self._stage(name, stage, self.shards[call].shards[number])
             for name, stage in role.held_stages
-            if self.shards[name].used
+            for call, number in numbers.items()
+            if call[0] == name and self.shards[call].used
         }
-        return RankBytes(stages, held, needed, dict(edges), self.job.transport != self.job.dtype)
+        outputs = {boundary.edge: boundary.outputs for boundary in self.boundaries}
+        rounded = self.job.transport != self.job.dtype
+        return RankBytes(stages, held, needed, outputs, self.assumed.calls, rounded)
 
     def _stage(self, name: str, number: int, shard: SequenceShard) -> StageBytes:
         itemsize, stage, layout = self.job.dtype.itemsize, self.job.stages[name][number], self.assumed.layouts[name]
@@ -332,9 +392,10 @@ class _Memory:
         return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute, self.gpu, offload=offload)
 
 
-def _by_rank(boundary: Boundary, world_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that each rank of the world holds, and needs."""
-    forward = boundary.traffic["forward"]
-    found = np.zeros((2, world_size), np.int64)
-    found[0, forward.ranks], found[1, forward.ranks] = forward.held, forward.needed
-    return found[0], found[1]
+def _by_rank(boundary: Boundary, world_size: int) -> np.ndarray:
+    """Rows that each rank of the world holds, and needs, int64 [crossings, 2, ranks]."""
+    found = np.zeros((len(boundary.crossings), 2, world_size), np.int64)
+    for number, crossing in enumerate(boundary.crossings):
+        forward = crossing["forward"]
+        found[number, 0, forward.ranks], found[number, 1, forward.ranks] = forward.held, forward.needed
+    return found

@@ -8,7 +8,6 @@ from math import ceil, lcm
 
 import numpy as np
 
-from megatron_hetero.execution.gathering import span_of
 from megatron_hetero.job import micro_batch_setting
 from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.grammar import format_ranks
@@ -18,6 +17,7 @@ from megatron_hetero.models.common.weights.slices import split_length
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.fitting import Attempt, find_fitting
+from megatron_hetero.planning.memory.gathered import planned_span
 from megatron_hetero.planning.work import encoder_trains
 from megatron_hetero.schedule.program import Role
 
@@ -117,7 +117,12 @@ def _costs(attempt: Attempt) -> str:
 
 def _against_gathered(plan: Plan) -> str:
     """Where all weights of a module are gathered at once; nothing where none are."""
-    held = [name for name, zero in plan.config.zero.items() if span_of(plan.schedule.module[name], zero) != "run"]
+    calls = plan.assumed.calls
+    held = [
+        name
+        for name, zero in plan.config.zero.items()
+        if planned_span(plan.schedule, name, zero, calls.get(name, ())) != "run"
+    ]
     if zero2 := [name for name in held if plan.config.zero[name] == 2]:
         return f"set {' and '.join(f'--zero.{name} 3' for name in zero2)}, or raise tp or pp of these modules"
     return "set --schedule.waves 1, so that weights are gathered layer by layer" if held else ""
@@ -172,12 +177,14 @@ def _assumption(plan: Plan) -> Iterator[PlanProblem]:
 
 def _idle_replicas(plan: Plan) -> Iterator[PlanProblem]:
     for name in plan.shapes.encoders:
-        assigned, layout = plan.assumed.assigned(name), plan.layouts[name]
+        size = plan.assumed.sizes_of_calls(name)[0]
+        assigned, layout = plan.assumed.assigned(name, size), plan.layouts[name]
         images, idle = sum(map(len, assigned)), sum(not mine for mine in assigned)
         setting = micro_batch_setting(plan.config)
         if images and idle:
+            what = "a micro-batch" if size == 1 else f"{size} micro-batches"
             yield PlanProblem(
-                f"{idle:,} of the {layout.dp:,} replicas of {name} have no image in a micro-batch of {images:,}",
+                f"{idle:,} of the {layout.dp:,} replicas of {name} have no image in {what} of {images:,}",
                 f"raise {setting}, or give {name} less dp and more {_more_axis(plan, name, layout)}",
             )
 

@@ -122,13 +122,15 @@ def _boundaries(plan: Plan) -> Table:
         "operations of a rank", left=2,
     )  # fmt: skip
     for boundary in plan.boundaries:
-        for direction, traffic in boundary.traffic.items():
-            steps, unit = plan.batch.micro_batches, boundary.row_bytes * plan.batch.micro_batches
+        for direction in boundary.directions:
+            steps, unit = plan.batch.micro_batches, boundary.row_bytes
+            received = boundary.of_step(direction, lambda traffic: traffic.received)
+            sent = boundary.of_step(direction, lambda traffic: traffic.sent)
             ends = boundary.edge.ends if direction == "forward" else boundary.edge.ends[::-1]
             table.add_row(
-                *ends, f"{_rows(plan, boundary) * steps:,}", size_text(int(traffic.received.sum()) * unit),
-                size_text(int(traffic.received.max(initial=0)) * unit),
-                size_text(int(traffic.sent.max(initial=0)) * unit), _operations(boundary, direction, steps),
+                *ends, f"{_rows(plan, boundary) * steps:,}", size_text(int(received.sum()) * unit),
+                size_text(int(received.max(initial=0)) * unit),
+                size_text(int(sent.max(initial=0)) * unit), _operations(boundary, direction),
             )  # fmt: skip
     return table
 
@@ -140,11 +142,10 @@ def _rows(plan: Plan, boundary: Boundary) -> int:
     return of_sample * plan.batch.samples * plan.batch.replicas
 
 
-def _operations(boundary: Boundary, direction: str, steps: int) -> str:
-    traffic = boundary.traffic[direction]
+def _operations(boundary: Boundary, direction: str) -> str:
     if boundary.point_to_point:
-        return f"{traffic.pairs * steps:,} messages in all"
-    count = len(traffic.stages) * steps
+        return f"{boundary.of_step(direction, lambda traffic: traffic.pairs):,} messages in all"
+    count = boundary.of_step(direction, lambda traffic: len(traffic.stages))
     return f"{count:,} collective{'s' * (count != 1)}"
 
 

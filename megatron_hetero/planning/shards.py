@@ -1,4 +1,5 @@
-"""What each rank's layers work on in an assumed micro-batch: a few different shards, and which rank has which. Pure.
+"""What each rank's layers work on in an assumed micro-batch, or call of an encoder: a few different shards, and which
+rank has which. Pure.
 
 All replicas of the text module work on packs that are alike, and so do all encoder replicas with as many images, so
 that shards are computed for one of each.
@@ -23,7 +24,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """What one rank of a module works on in one micro-batch; lengths in tokens (patches for an encoder).
+    """What one rank of a module works on in one micro-batch or call; lengths in tokens (patches for an encoder).
 
     `tokens`: of its shard, which its tp group shares; `padded`: with padding; `local`: those that it holds between
     layers, a part of `padded` with sequence-parallel activations. `member`: tokens of its cp member, over all of its sp
@@ -81,9 +82,10 @@ def text_shards(assumed: AssumedBatch) -> ModuleShards:
     return _numbered([found], layout, np.zeros(layout.dp, np.int64))
 
 
-def encoder_shards(assumed: AssumedBatch, encoder: str) -> ModuleShards:
-    """The shards of an encoder; none where the assumed samples have no images."""
-    layout, images = assumed.layouts[encoder], np.array([len(i) for i in assumed.assigned(encoder)])
+def encoder_shards(assumed: AssumedBatch, encoder: str, micro_batches: int) -> ModuleShards:
+    """The shards of an encoder in a call of so many micro-batches; none where the assumed samples have no images."""
+    layout, assigned = assumed.layouts[encoder], assumed.assigned(encoder, micro_batches)
+    images = np.array([len(of_replica) for of_replica in assigned])
     if not images.any():
         return ModuleShards((), np.full(layout.size, -1))
     kinds = np.unique(images)

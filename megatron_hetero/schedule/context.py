@@ -45,21 +45,17 @@ class BuildContext:
         """Micro-batches that encoders may be ahead by."""
         return self.settings.run_ahead or 0
 
-    @cached_property
-    def waves(self) -> list[range]:
+    @property
+    def waves(self) -> tuple[range, ...]:
         """The micro-batches of each wave."""
-        size = self.settings.waves if self.sharing and self.settings.waves else self.batches
-        return [range(first, min(first + size, self.batches)) for first in range(0, self.batches, size)]
+        return self.schedule.waves
 
     @cached_property
     def turns(self) -> list[tuple[Sequence[int], Sequence[int]]]:
         """For each turn of the encoders that share ranks with the text module, after the first encoding: the
         micro-batches whose gradients return, and those that are encoded.
         """
-        in_flight = self.schedule.in_flight_between_waves
-        ends = [max(0, wave[0] - in_flight) for wave in self.waves[1:]] + [self.batches]
-        returned = [range(*pair) for pair in pairwise([0, *ends])]
-        return list(zip(returned, [*self.waves[1:], range(0)], strict=True))
+        return list(zip(self.schedule.returned, [*self.waves[1:], range(0)], strict=True))
 
     @cached_property
     def pace(self) -> list[Work]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from megatron_hetero.layout.edge import Edge
@@ -201,6 +202,33 @@ class Schedule:
         """
         style = self.module[edge.source].style
         return style == "ahead" or (style != "graph" and self.text.layout.pp == 1)
+
+    @cached_property
+    def waves(self) -> tuple[range, ...]:
+        """The micro-batches that encoders which take turns with the text module encode in each turn."""
+        size = max((e.window for e in self.encoders if e.style == "waves"), default=0) or self.micro_batches
+        return tuple(
+            range(first, min(first + size, self.micro_batches)) for first in range(0, self.micro_batches, size)
+        )
+
+    @cached_property
+    def returned(self) -> tuple[range, ...]:
+        """The micro-batches whose gradients come back to them in each turn: before each wave but the first, those that
+        the first text stage has run backward by then; at the end the others.
+        """
+        ends = [max(0, wave[0] - self.in_flight_between_waves) for wave in self.waves[1:]] + [self.micro_batches]
+        return tuple(range(*pair) for pair in pairwise([0, *ends]))
+
+    def together(self, name: str) -> tuple[range, ...]:
+        """All micro-batches, in runs of those that a module may compute in one call: they are encoded in one turn, and
+        their gradients come back in one. Single ones for whatever does not run in waves, and for an encoder with
+        pipeline stages, which compute several micro-batches at a time already.
+        """
+        module = self.module[name]
+        if module.style != "waves" or module.stages > 1:
+            return tuple(range(m, m + 1) for m in range(self.micro_batches))
+        runs = [*self.waves, *(self.returned if module.backward else ())]
+        return tuple(range(*pair) for pair in pairwise(sorted({0, *(run.stop for run in runs)})))
 
     @property
     def in_flight_between_waves(self) -> int:

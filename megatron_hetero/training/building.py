@@ -71,6 +71,7 @@ def build_step_trainer(
         job.row_bytes,
         config.data.balance,
         job.edges,
+        job.together,
     )
     watch, profiled = Stopwatch(platform), config.train.profile
     return StepTrainer(

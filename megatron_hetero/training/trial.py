@@ -49,7 +49,7 @@ def assumed_step(trainer: StepTrainer) -> StepBatch:
     planner, layouts = trainer.planner, trainer.topology.layouts
     assumed = AssumedBatch.of(trainer.job)
     shape, batch = _pack_shape(assumed), assumed.batch
-    plans = [planner.plan([shape] * batch.replicas, m) for m in range(batch.micro_batches)]
+    plans = planner.plan_step([[shape] * batch.replicas] * batch.micro_batches)
     pack = _pack(assumed) if planner.rank in layouts[TEXT] else None
     samples = batch.step_samples
     return StepBatch(

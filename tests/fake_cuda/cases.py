@@ -60,6 +60,8 @@ HOST = "--offload.vision.states true"
 OFFLOADED = "--offload.text.activations true --offload.vision.activations true"
 LONG_SAMPLE = "--plan.image_side 3584 --plan.tokens 114688 --data.max_seq_length 131072 --data.max_pixels 13000000"
 """A picture of 65,536 patches, and 131,072 tokens in all."""
+SMALL_PICTURES = "--schedule.waves 4 --train.global_batch_size 8 --plan.image_side 224 --plan.tokens 256"
+"""Of 256 patches, four micro-batches in one call."""
 CASES = (
     Case("7b", "sp:8", "tp:4,dp:2", 8),
     Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} --model.recompute.vision full --train.global_batch_size 4"),
@@ -84,8 +86,9 @@ CASES = (
     Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"--zero.vision 2 --zero.text 3 {RECOMPUTED} --train.global_batch_size 4"),
     Case("7b", "sp:8", "dp:8", 8, 3, "--zero.vision 3 --zero.text 3 --train.global_batch_size 8"),
     Case("7b", "sp:8", "tp:4,dp:2", 8, 0, f"{RECOMPUTED} {OFFLOADED}"),
+    Case("7b", "sp:8", "tp:4,dp:2", 8, 0, SMALL_PICTURES),
 )
-LONG = tuple(CASES[number] for number in (8, 9, 16, 21))
+LONG = tuple(CASES[number] for number in (8, 9, 16, 21, 23))
 """For `make matrix`: what these have, others have beside something else. Of 32B there is one stage of four, and modules
-that are apart are those of 7B and 8B.
+that are apart are those of 7B and 8B. Calls of several micro-batches are those of stages.
 """

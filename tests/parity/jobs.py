@@ -67,9 +67,10 @@ def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float
     """Loss and gradient norm of one step under the configured schedule, then under others."""
     run = _build([*flags, "--optimizer.name", "sgd"])
     layouts, micro_batches = run.topology.layouts, run.schedule.micro_batches
-    batch, found = run.loader.load(1, map), []
+    found = []
     rebuilt = [build_schedule(layouts, micro_batches, settings, edges=run.schedule.edges) for settings in others]
     for schedule in [run.schedule, *rebuilt]:
+        batch = run.loader.with_schedule(schedule).load(1, map)
         summary = replace(run, schedule=schedule).gradients(batch)
         found.append((summary.loss_sum / batch.supervised, summary.norm / batch.supervised))
     return found

@@ -5,7 +5,7 @@ As FSDP2 does it, with the units of `engine.fully_sharded`: an embedding, each l
 
     weights        of a unit that runs, and of its neighbour, which is fetched ahead; once more of one unit, as they
                    arrive. What is left of a stage stays from its forward to its backward pass, and so does an embedding
-                   that is the head, too. With ZeRO 2, and with waves of several micro-batches, everything stays
+                   that is the head, too. With ZeRO 2, and with waves of several calls, everything stays
     gradients      of a unit: whole, and once more in the dtype that they are accumulated in, as they are sent
 """
 
@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron_hetero.execution.gathering import Span
+from megatron_hetero.execution.gathering import Span, span_of
 from megatron_hetero.models.common.parameters import EMBEDDING
 from megatron_hetero.planning.memory.parameters import Parameter
+from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.sharding.stages import LAYERS
 
 _EMBEDDING = EMBEDDING.partition(".")[0]
@@ -30,6 +31,16 @@ class GatheredBytes:
 
     stays: int = 0
     running: int = 0
+
+
+def planned_span(schedule: Schedule, name: str, zero: int, calls: Sequence[range]) -> Span:
+    """How long a module's gathered weights stay. `calls`: of an encoder, its micro-batches in runs that are one call
+    each; where it has one in each of its turns, nothing is left that they could stay for.
+    """
+    span = span_of(schedule.module[name], zero)
+    turns = [turn for turn in (*schedule.waves, *schedule.returned) if turn]
+    once = all(any(call[0] <= turn[0] and turn[-1] <= call[-1] for call in calls) for turn in turns)
+    return "run" if span == "wave" and once else span
 
 
 def gathered_bytes(

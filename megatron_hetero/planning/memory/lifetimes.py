@@ -14,11 +14,14 @@ The interpreter's rules (`execution.step`), in bytes:
                that rows enter, gradients of rows, until they have left (`finish B`)
     start B    room for gradients of rows, on the encoder's side, which its backward ends; on the text module's, where
                several outputs cross, a copy of them until they have left
+
+Where a call of an encoder computes several micro-batches, its forward is that of the first and its backward that of the
+last, which puts their gradients together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_hetero.layout.edge import Edge
@@ -29,17 +32,19 @@ from megatron_hetero.schedule.program import Module, Role, Schedule, StageId
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What one rank makes of one micro-batch: `stages`, by module and stage; by edge, the bytes of the rows that it
-    holds once it has encoded (`held`), and that it needs (`needed`). What is missing has nothing to do. `outputs`: how
-    many cross along each edge.
+    """What one rank makes of micro-batches: `stages`, by module, stage and the number of micro-batches in a call; by
+    edge, for each micro-batch, the bytes of the rows that it holds once it has encoded (`held`), and that it needs
+    (`needed`). What is missing has nothing to do. `outputs`: how many cross along each edge. `calls`: by encoder, the
+    micro-batches in runs that are one call each.
 
     `late`: whether rows that arrive are made when they are waited for, since the wire has a type of its own.
     """
 
-    stages: Mapping[tuple[str, int], StageBytes]
-    held: Mapping[Edge, int]
-    needed: Mapping[Edge, int]
+    stages: Mapping[tuple[str, int, int], StageBytes]
+    held: Mapping[Edge, Sequence[int]]
+    needed: Mapping[Edge, Sequence[int]]
     outputs: Mapping[Edge, int]
+    calls: Mapping[str, Sequence[range]]
     late: bool = False
 
 
@@ -58,6 +63,7 @@ class _Ledger:
 
     def __init__(self, schedule: Schedule, role: Role, of_rank: RankBytes):
         self.schedule, self.role, self.of_rank = schedule, role, of_rank
+        self.calls = {(name, m): call for name, calls in of_rank.calls.items() for call in calls for m in call}
         self.live: dict[object, int] = {}
         self.total = self.peak = self.busiest = 0
         self.on_host = self.host_peak = 0
@@ -90,16 +96,19 @@ class _Ledger:
 
     def _irecv(self, action: Action) -> None:
         assert action.stage is not None, "transfers and work have a stage"
-        if stage := self.of_rank.stages.get((action.module, action.stage)):
+        if stage := self.of_rank.stages.get((action.module, action.stage, 1)):
             self._make(("arriving", action.kind, action.module, action.stage, action.micro_batch), stage.message)
 
     def _run(self, action: Action) -> None:
         assert action.stage is not None, "transfers and work have a stage"
-        stage = self.of_rank.stages.get((action.module, action.stage))
-        if stage is None:
+        call = self._call(action)
+        stage = self.of_rank.stages.get((action.module, action.stage, len(call)))
+        if stage is None or action.micro_batch != call[-1 if action.kind == "B" else 0]:
             return
-        key = action.module, action.stage, action.micro_batch
+        key = action.module, action.stage, call[0]
         if action.kind == "B":
+            if len(call) > 1:
+                self._work(sum(self.of_rank.held[edge][m] for edge in self._leaving(action) for m in call))
             self._make(("again", *key), stage.again)
             self._work(stage.backward)
             for what in ("again", "kept", "left"):
@@ -107,11 +116,13 @@ class _Ledger:
             self._move(-stage.host)
             self._end(("arriving", "B", *key))
             for edge in self._leaving(action):
-                self._end(("encoded", edge, action.micro_batch))
-                self._end(("returned", edge, action.micro_batch))
+                self._end(("encoded", edge, call[0]))
+                for m in call:
+                    self._end(("returned", edge, m))
             for edge in self._entering(action):
                 if self.schedule.module[edge.source].backward:
-                    self._make(("leaving", edge, action.micro_batch), self.of_rank.needed[edge])
+                    needed = self.of_rank.needed[edge][action.micro_batch]
+                    self._make(("leaving", edge, action.micro_batch), needed)
             return
         if self._is_first_text(action):
             self._end(("embedded", action.micro_batch))
@@ -133,6 +144,10 @@ class _Ledger:
         if not keeps:
             self._end(("left", *key))
 
+    def _call(self, work: Action) -> range:
+        """The micro-batches that are computed together with that of `work`."""
+        return self.calls.get((work.module, work.micro_batch), range(work.micro_batch, work.micro_batch + 1))
+
     def _is_first_text(self, action: Action) -> bool:
         return action.module == self.schedule.text.name and action.stage == 0
 
@@ -147,42 +162,45 @@ class _Ledger:
     def _start(self, action: Action) -> None:
         (reads, holds), edge = self._sides(action), action.edge
         module, name, copied = self.schedule.module[action.module], (edge, action.micro_batch), self._is_wide(edge)
+        held, needed = (side[edge][action.micro_batch] if edge in side else 0
+                        for side in (self.of_rank.held, self.of_rank.needed))  # fmt: skip
         if action.kind == "F":
             if reads and not self.of_rank.late:
-                self._make(("rows", *name), self.of_rank.needed[edge])
+                self._make(("rows", *name), needed)
             if holds and copied:
-                self._work(self.of_rank.held[edge])
-                self._let_go(module, name)
-                self._make(("copied", "F", *name), self.of_rank.held[edge])
+                self._work(held)
+                self._let_go(module, action)
+                self._make(("copied", "F", *name), held)
             return
         if reads:
-            self._make(("copied", "B", *name), self.of_rank.needed[edge] * copied)
+            self._make(("copied", "B", *name), needed * copied)
             self._end(("rows", *name))
             if copied:
                 self._end(("leaving", *name))
         if holds and not self.of_rank.late:
-            self._make(("returned", *name), self.of_rank.held[edge])
+            self._make(("returned", *name), held)
 
     def _finish(self, action: Action) -> None:
         (reads, holds), name = self._sides(action), (action.edge, action.micro_batch)
-        text = self.of_rank.stages.get((self.schedule.text.name, 0))
+        text = self.of_rank.stages.get((self.schedule.text.name, 0, 1))
         self._end(("copied", action.kind, *name))
         if action.kind == "F":
             enters_first = self.schedule.stages_of(action.edge)[1] == 0
             if text is not None and enters_first and ("embedded", action.micro_batch) not in self.live:
                 self._make(("embedded", action.micro_batch), text.message)
             if reads and self.of_rank.late:
-                self._make(("rows", *name), self.of_rank.needed[action.edge])
-            self._let_go(self.schedule.module[action.module], name)
+                self._make(("rows", *name), self.of_rank.needed[action.edge][action.micro_batch])
+            self._let_go(self.schedule.module[action.module], action)
             return
         self._end(("leaving", *name))
         if holds and self.of_rank.late:
-            self._make(("returned", *name), self.of_rank.held[action.edge])
+            self._make(("returned", *name), self.of_rank.held[action.edge][action.micro_batch])
 
-    def _let_go(self, module: Module, name: tuple[Edge, int]) -> None:
-        """Rows that have left end where no backward pass needs them."""
-        if not module.backward or module.recomputes:
-            self._end(("encoded", *name))
+    def _let_go(self, module: Module, crossing: Action) -> None:
+        """Rows that have left end where no backward pass needs them, those of a call all at once."""
+        call = self._call(crossing)
+        if (not module.backward or module.recomputes) and crossing.micro_batch == call[-1]:
+            self._end(("encoded", crossing.edge, call[0]))
 
     def _is_wide(self, edge: Edge) -> bool:
         """Whether several outputs cross side by side."""

@@ -12,7 +12,7 @@ Where a rank takes part in no crossing, or rows are runs everywhere, there is no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,27 +33,26 @@ class CrossingLoans:
     gather: tuple[int, ...] | None
 
 
-def loans_of(direction: DirectionTraffic, row_bytes: int, rounded: bool) -> list[CrossingLoans]:
-    """What each rank of a direction borrows. `row_bytes`: on the wire. `rounded`: the wire has a type of its own.
+def loan_sizes(direction: DirectionTraffic, row_bytes: int) -> np.ndarray:
+    """The bytes that each rank of a direction borrows, int64 [ranks, loans], as `loans_of` takes them. `row_bytes`: on
+    the wire.
 
     Rows that are sums of parts, which nothing in this program sends, would need more.
     """
     assert direction.stage("reduce") is None, "no module holds its rows' gradients in parts"
-    whole = [direction.needed, direction.held]
-    staged: dict[str, list[np.ndarray]] = {
-        stage.stage: [stage.send.staged(), stage.receive.staged()] for stage in direction.stages
-    }
-    columns = [*whole, direction.kept.staged(), *staged.get("scatter", []), *staged.get("gather", [])]
-    table = (np.stack(columns, axis=1) * row_bytes).tolist()
-    return [_loans(row, rounded, "scatter" in staged, "gather" in staged) for row in table]
+    staged = {stage.stage: [stage.send.staged(), stage.receive.staged()] for stage in direction.stages}
+    columns = [direction.needed, direction.held, direction.kept.staged()]
+    columns += [*staged.get("scatter", []), *staged.get("gather", [])]
+    return np.stack(columns, axis=1) * row_bytes
 
 
-def _loans(row: list[int], rounded: bool, scatter: bool, gather: bool) -> CrossingLoans:
+def loans_of(direction: DirectionTraffic, sizes: Sequence[int], rounded: bool) -> CrossingLoans:
+    """What a rank borrows. `sizes`: its row of `loan_sizes`. `rounded`: the wire has a type of its own."""
     return CrossingLoans(
-        whole=tuple(row[:2]) if rounded else (),
-        scatter=tuple(row[3:5]) if scatter else None,
-        kept=row[2],
-        gather=tuple(row[-2:]) if gather else None,
+        whole=tuple(sizes[:2]) if rounded else (),
+        scatter=tuple(sizes[3:5]) if direction.stage("scatter") else None,
+        kept=sizes[2],
+        gather=tuple(sizes[-2:]) if direction.stage("gather") else None,
     )
 
 
@@ -80,15 +79,15 @@ class SimulatedBufferPool:
         return made
 
 
-def peak_staging(actions: Iterable[Action], forward: CrossingLoans, backward: CrossingLoans | None) -> int:
+def peak_staging(actions: Iterable[Action], loans: Mapping[str, Sequence[CrossingLoans]]) -> int:
     """The most bytes that the communicator of one boundary holds on a rank that executes `actions`, those of the
-    boundary alone, when every crossing borrows the same.
+    boundary alone. `loans`: by kind, F or B, those of each micro-batch's crossing; without a kind that does not cross.
     """
     pool, crossings = SimulatedBufferPool(), {}
     for action in actions:
-        key, loans = (action.kind, action.micro_batch), forward if action.kind == "F" else backward
-        if action.op == "start" and loans is not None:
-            crossings[key] = _crossing(pool, loans)
+        key = action.kind, action.micro_batch
+        if action.op == "start" and action.kind in loans:
+            crossings[key] = _crossing(pool, loans[action.kind][action.micro_batch])
             next(crossings[key], None)
         elif action.op == "finish" and key in crossings:
             for _ in crossings.pop(key):
@@ -97,7 +96,7 @@ def peak_staging(actions: Iterable[Action], forward: CrossingLoans, backward: Cr
 
 
 def _crossing(pool: SimulatedBufferPool, loans: CrossingLoans) -> Iterator[None]:
-    """A crossing, with a yield wherever an exchange is in flight."""
+    """A crossing, with a yield wherever an exchange is in flight, or once where there is none."""
     whole = [pool.take(size) for size in loans.whole]
     flight = _borrow(pool, loans.scatter or ())
     pool.free += _borrow(pool, (loans.kept,))
@@ -108,6 +107,8 @@ def _crossing(pool: SimulatedBufferPool, loans: CrossingLoans) -> Iterator[None]
         flight = _borrow(pool, loans.gather)
         yield
         pool.free += reversed(flight)
+    if loans.scatter is None and loans.gather is None:
+        yield
     pool.free += reversed(whole)
 
 

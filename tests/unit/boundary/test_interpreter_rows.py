@@ -17,6 +17,7 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank
 from megatron_hetero.execution.runtime import Interpreter
+from megatron_hetero.execution.step import StepExecution
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.builders import build_schedule
@@ -90,6 +91,67 @@ def test_rows_that_nobody_needs_are_padding(places: tuple[str, str]) -> None:
     """A class token, which has an id of its own in the plan: it does not cross, and has no gradient."""
     rows = 8 if places == COLOCATED else 4
     assert run(places, "invariant", False, ScheduleSettings(), padding=1) == (1 + 2) * rows * WIDTH
+
+
+class Called:
+    """An encoder of one weight, which makes two rows of each micro-batch that it is called with, and a decoder that
+    checks whose rows it gets. The second micro-batch has no rows.
+    """
+
+    def __init__(self, call: range, waves: int, forward_only: bool = False):
+        self.layouts = {
+            name: Layout.parse(text, 4) for name, text in zip(("encoder", "decoder"), COLOCATED, strict=True)
+        }
+        rank, self.call, self.weight = dist.get_rank(), call, torch.ones((), requires_grad=True)
+        source = Ownership.of({(r,): [2 * r, 2 * r + 1] for r in range(4)})
+        target = Ownership.of({(0, 1): range(4), (2, 3): range(4, 8)})
+        self.plan = load_plan(plan_boundary(source, target, 4 * WIDTH).rank(rank), CPU)
+        self.encoded: list[list[int]] = []
+        topology = Topology.build(self.layouts, platform(), edges=[EDGE])
+        models = {"encoder": ModuleOnRank({0: self._encode}), "decoder": ModuleOnRank({0: self._decode})}
+        interpreter = Interpreter.build(topology, models, width=WIDTH, dtype=torch.float32, timeout_s=0)
+        schedule = build_schedule(
+            self.layouts,
+            MICRO_BATCHES,
+            ScheduleSettings(waves=waves),
+            text="decoder",
+            forward_only=list(self.layouts) if forward_only else (),
+        )
+        self.execution = StepExecution(interpreter, schedule, self._load, lambda _: None)
+
+    def _load(self, m: int) -> DeviceMicroBatch:
+        inputs: dict[str, Any] = {"decoder": m}
+        if m == 0:
+            return DeviceMicroBatch(inputs | {"encoder": [0, 2]}, {EDGE: self.plan}, {"encoder": self.call})
+        return DeviceMicroBatch(inputs, {EDGE: self.plan} if m == 2 else {})
+
+    def _encode(self, numbers: list[int]) -> Tensor:
+        self.encoded.append(numbers)
+        return self.weight * torch.cat([torch.full((2, WIDTH), 1.0 + m) for m in numbers])
+
+    def _decode(self, m: int, rows: Tensor) -> Tensor:
+        assert rows.tolist() == [[1.0 + m] * WIDTH] * (0 if m == 1 else 4)
+        return rows.sum()
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@on_ranks(4)
+def test_a_call_of_several_micro_batches(forward_only: bool) -> None:
+    called = Called(range(3), 3, forward_only)
+    loss = called.execution.run()
+    assert called.encoded == [[0, 2]] and loss.item() == 4 * WIDTH * (1 + 3)
+    assert not (called.execution.outputs or called.execution.called or called.execution.row_grads)
+    if not forward_only:
+        assert called.weight.grad is not None
+        assert called.weight.grad.item() == 2 * WIDTH * (1 + 3)
+
+
+@on_ranks(4)
+def test_a_call_of_micro_batches_of_two_turns_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"`calls` .* found range\(0, 3\) of `encoder`, expected .* within 0-1, because"
+    ):
+        Called(range(3), 2).execution.run()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.boundary.ownership import Ownership
@@ -126,3 +126,14 @@ def test_rows_are_where_locate_says(ownership: Ownership) -> None:
     for row, group, index in zip(asked, *ownership.locate(asked), strict=True):
         assert (group < 0) == (row not in ownership.ids)
         assert group < 0 or ownership.rows[group][index] == row
+
+
+@settings(max_examples=40)
+@given(ownerships(), st.lists(st.integers(0, 80), max_size=3))
+def test_cut_rows_are_those_of_each_group_in_turn(ownership: Ownership, inner: list[int]) -> None:
+    ends = sorted([0, *inner, 1 + int(ownership.ids.max(initial=0))])
+    parts = ownership.cut(ends)
+    for number, rows in enumerate(ownership.rows):
+        for part, first, last in zip(parts, ends, ends[1:], strict=False):
+            assert part.rows[number].tolist() == [row - first for row in rows.tolist() if first <= row < last]
+    assert all((part.groups, part.gradient) == (ownership.groups, ownership.gradient) for part in parts)

@@ -192,6 +192,7 @@ class LiveActivations:
         for of_kind in (
             execution.inputs,
             *execution.outputs.values(),
+            *execution.called.values(),
             execution.received,
             execution.embedded,
             execution.row_grads,

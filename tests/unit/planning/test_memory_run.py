@@ -118,6 +118,15 @@ CASES = [
     Case("pp:2@0-1", "pp:2@2-3", 4, f"{BF16} {OFFLOAD} --schedule.run_ahead 2", tied=True, family="qwen3_vl"),
     Case("tp:2", "pp:2", 2, f"{BF16} --offload.text.activations true {SPLIT} --model.freeze text"),
     Case("sp:2", "tp:2", 2, f"{BF16} {OFFLOAD} --model.chunk.vision 8 --model.chunk.text 8"),
+    # Several micro-batches in one call of the encoder.
+    Case("sp:2", "tp:2", 2, f"{BF16} --schedule.waves 3"),
+    Case("dp:2", "cp:2", 2, "--schedule.waves 3 --plan.images 2", batch=8),
+    Case("sp:4", "pp:2,dp:2", 4, f"{BF16} --schedule.waves 4", batch=16),
+    Case("dp:2", "tp:2", 2, "--zero.vision 3 --schedule.waves 4", batch=8),
+    Case("sp:2", "pp:2", 2, f"--schedule.waves 4 {OFFLOAD}", batch=8),
+    Case("sp:2", "pp:2", 2, f"{BF16} --schedule.waves 4 {SPLIT}", batch=8, family="qwen3_vl"),
+    Case("sp:2", "pp:2", 2, f"{BF16} --schedule.waves 3 --model.freeze vision projector", batch=6),
+    Case("sp:2", "tp:2", 2, "--schedule.waves 4 --boundary.transport bfloat16", detail="dp:2"),
 ]
 COMPILED = [
     Case("sp:2", "tp:2", 2, f"{BF16} --model.compile layers"),
@@ -171,8 +180,9 @@ def test_plan_is_what_a_step_takes(
         assert plan.host_states[rank] == found["host"]
         assert plan.host_activations[rank] == pytest.approx(found["host activations"], rel=0.05), f"rank {rank}"
     for boundary in plan.boundaries:
-        for name, traffic in boundary.traffic.items():
-            steps, ranks = plan.batch.micro_batches, traffic.ranks.tolist()
-            rows = zip(ranks, (traffic.received * steps).tolist(), (traffic.sent * steps).tolist(), strict=True)
-            for rank, received, sent in rows:
-                assert measured[rank][name][str(boundary.edge)] == (received, sent, len(traffic.stages) * steps)
+        for name in boundary.directions:
+            counts = (lambda traffic: traffic.received, lambda traffic: traffic.sent)
+            received, sent = (boundary.of_step(name, count).tolist() for count in counts)
+            exchanges = boundary.of_step(name, lambda traffic: len(traffic.stages))
+            for rank, *rows in zip(boundary.ranks.tolist(), received, sent, strict=True):
+                assert measured[rank][name][str(boundary.edge)] == (*rows, exchanges)

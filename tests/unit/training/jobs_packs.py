@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.batch.step_plan import Balance, Images, MicroBatchPlan, PackShape, StepPlanner
+from megatron_hetero.batch.step_plan import Balance, Images, MicroBatchPlan, PackShape, StepPlanner, Together
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.images.size import ImageSize
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
@@ -62,9 +62,15 @@ def _pack(samples: list[list[ImageSize]], rng: np.random.Generator, batch: str) 
     return PackShape(tuple(lengths), (Images(tuple(map(len, samples)), grids, joined.tobytes()),))
 
 
-def planner(layouts: Mapping[str, Layout], sharded: Sharded, rank: int, balance: Balance = "replica") -> StepPlanner:
+def planner(
+    layouts: Mapping[str, Layout],
+    sharded: Sharded,
+    rank: int,
+    balance: Balance = "replica",
+    together: Together | None = None,
+) -> StepPlanner:
     """A planner of `rank` for rows of 24 bytes."""
-    return StepPlanner({"vision": SHAPE}, layouts, sharded, rank, 24, balance)
+    return StepPlanner({"vision": SHAPE}, layouts, sharded, rank, 24, balance, together=together)
 
 
 def first_rows(packs: list[PackShape]) -> list[int]:

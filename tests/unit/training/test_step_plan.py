@@ -5,6 +5,7 @@ read once, and every image position gets its row."""
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,10 +217,59 @@ def test_micro_batches_of_one_shape_are_planned_once() -> None:
         ours.plan(copies, turn=1),
         ours.plan(random_packs("ragged", layouts["text"], 4)),
     )
-    assert first.boundaries is again.boundaries and first.encoders is again.encoders and first.text is again.text
-    assert first.boundaries is not other.boundaries
+    assert first.boundaries[EDGE] is again.boundaries[EDGE] is not other.boundaries[EDGE]
+    assert first.encoders["vision"] is again.encoders["vision"] and first.text is again.text
     assert first.pixels["vision"] is ours.plan(copies, turn=4).pixels["vision"]  # four ranks share a replica's images
     assert first.pixels["vision"] is not again.pixels["vision"]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[list[PackShape]], dict[str, Layout], dict[str, bool]]:
+    """The packs of three micro-batches."""
+    packs, layouts, sharded, _ = draw(cases())
+    more = [random_packs(draw(st.sampled_from(BATCHES)), layouts["text"], draw(st.integers(0, 10**6))) for _ in "12"]
+    return [packs, *more], layouts, sharded
+
+
+@settings(max_examples=20)
+@given(steps())
+def test_a_call_encodes_several_micro_batches(step: tuple[Any, dict[str, Layout], dict[str, bool]]) -> None:
+    """Every rank holds the rows of one after the other, and what the text module needs does not change."""
+    packs, layouts, sharded = step
+    everything, first = [pack for of_one in packs for pack in of_one], 0
+    planners = [planner(layouts, sharded, rank, together=lambda n: {"vision": (range(n),)}) for rank in range(8)]
+    by_rank = [each.plan_step(packs) for each in planners]
+    units = (
+        embedded_units([plans[0] for plans in by_rank], everything, layouts["vision"]) if images_of(everything) else []
+    )
+    held = [np.concatenate([[0], np.cumsum([_held(plan) for plan in plans])]) for plans in by_rank]
+    for m, of_one in enumerate(packs):
+        rows = sum(len(pack.images[0].positions) for pack in of_one)
+        for rank, plans in enumerate(by_rank):
+            alone = planners[rank].plan(of_one)
+            assert plans[m].text is alone.text
+            assert set(plans[m].boundaries) == set(alone.boundaries) == ({EDGE} if rows else set())
+            if rows:
+                mine = units[rank][held[rank][m] : held[rank][m + 1]]
+                assert ((first <= mine) & (mine < first + rows)).all()
+                assert plans[m].boundaries[EDGE].forward.needed == alone.boundaries[EDGE].forward.needed
+            assert m == 0 or not (plans[m].encoders or plans[m].pixels or plans[m].calls)
+        first += rows
+    for rank, mine in enumerate(units):
+        assert held[rank][-1] == len(mine) and by_rank[rank][0].calls == {"vision": range(3)}
+
+
+def _held(plan: MicroBatchPlan) -> int:
+    return plan.boundaries[EDGE].forward.held if plan.boundaries else 0
+
+
+def test_small_pictures_of_a_wave_fall_to_all_replicas() -> None:
+    """One picture in each of eight micro-batches, and eight replicas."""
+    layouts = {name: Layout.parse(text, 8) for name, text in (("vision", "dp:8"), ("text", "tp:8"))}
+    packs = [random_packs("even", layouts["text"], m) for m in range(8)]
+    ours = planner(layouts, {"vision": True, "text": True}, 3, together=lambda n: {"vision": (range(n),)})
+    [loads] = [plan.loads["vision"] for plan in ours.plan_step(packs) if plan.loads]
+    assert len(loads) == 8 and min(loads) > 0
 
 
 def test_balance_decides_who_encodes() -> None:
