@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.roofline.devices import LAUNCH, Gpu
+from tests.fake_cuda.rank import within
 
 DIRECTIONS = ("forward", "backward")
 MODULES = ("vision", "text")
@@ -77,7 +78,16 @@ class Prediction:
     @property
     def end(self) -> float:
         """Seconds of the sums of gradients, the update and what else there is once in a step."""
-        return self._seconds(*ENDING)
+        return self._seconds(*ENDING) + sum(self._sums_within(f"{module} backward") for module in MODULES)
+
+    def _sums_within(self, backward: str) -> float:
+        """Seconds that sums of gradients take which begin within a backward pass, the last of a step: on the wire they
+        take what that does not hide.
+        """
+        if (sums := self.phases.get(within(backward))) is None:
+            return 0.0
+        wire = sums.by_kind.get("wire", 0.0)
+        return sums.device - wire + max(0.0, wire - self._seconds(backward))
 
     @property
     def step(self) -> float:

@@ -71,14 +71,16 @@ Assumed of the device: {PRODUCTS * gpu.peak / 1e12:.0f} of {gpu.peak / 1e12:.0f}
 {gpu.links / 1e9:.0f} GB/s of links, {COLLECTIVE * 1e6:.0f} µs for a collective besides its bytes; of the host
 {LAUNCH * 1e6:.0f} µs for a kernel. The second number of each pair is the data sheet's. A kernel takes as long as what
 it is slowest at, kernels of one stream follow each other, and a phase takes as long as the slower of device and host.
+The sums of gradients over ranks that begin within a module's last backward pass, all but that of its last bucket, take
+as long together with it as the slower of the two.
 MFU is of the data sheet's peak, and counts no recomputation.
 
-Left out: caches (each kernel reads and writes all it names), the overlap of collectives with kernels of the same
-stream, waiting for slower ranks (all are as the first), that small matrix products and attention in small windows reach
-less than large ones, that some kernels are several launches (`_foreach`, AdamW), the host's work besides launching, the
-loader. Functions that a GPU compiles run here as the kernels they are made of. A sample has one picture and
-{TEXT_TOKENS} tokens where nothing else is said: the published table (Ray, Qwen2.5-VL-32B on 8 H100) does not state its
-texts."""
+Left out: caches (each kernel reads and writes all it names), the overlap of other collectives with kernels of the same
+stream, waiting for slower ranks (all are as the first), that small matrix products and attention in small windows
+reach less than large ones, that some kernels are several launches (`_foreach`, AdamW), the host's work besides
+launching, the loader. Functions that a GPU compiles run here as the kernels they are made of. A sample has one picture
+and {TEXT_TOKENS} tokens where nothing else is said: the published table (Ray, Qwen2.5-VL-32B on 8 H100) does not state
+its texts."""
 
 
 def _of_picture(picture: Picture, found: Found) -> str:

@@ -13,6 +13,7 @@ from benchmarks.roofline.devices import COLLECTIVE, GPUS, LAUNCH
 from benchmarks.roofline.prediction import MODULES, PhaseTime, Prediction, phase_times
 from benchmarks.roofline.report import numbers_of, text_of
 from tests.fake_cuda import guard
+from tests.fake_cuda.rank import within
 
 aten, H100 = torch.ops.aten, GPUS["h100"]
 
@@ -90,6 +91,14 @@ def test_a_step_is_its_micro_batches_and_its_end() -> None:
     assert found.mfu_of_modules == pytest.approx({"vision": 0.5, "text": 0.25})
     assert found.mfu_of_micro_batch == pytest.approx(30 / 8 / 12.5)
     assert found.mfu_of_step == pytest.approx(2 * 30 / 8 / 27.5)
+
+
+def test_sums_within_a_backward_pass_take_what_it_does_not_hide() -> None:
+    kinds = {"text": {"wire": 5.0, "memory": 0.25}, "vision": {"wire": 1.0}}
+    phases = {f"{name} backward": PhaseTime(2.0, 0, {}) for name in kinds} | {"update": PhaseTime(1.0, 0, {})}
+    phases |= {within(f"{name} backward"): PhaseTime(sum(of.values()), 0, of) for name, of in kinds.items()}
+    found = Prediction(phases, micro_batches=3, flops={}, patches=1, ranks=8, gpu=H100)
+    assert (found.micro_batch, found.end, found.step) == (4.0, 1.0 + 3.25, 3 * 4.0 + 4.25)
 
 
 def test_micro_batches_hold_the_published_batch() -> None:

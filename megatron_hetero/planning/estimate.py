@@ -93,7 +93,7 @@ class Plan(OfJob):
         job.require_turns(PLANNED_TURNS)
         schedule, assumed = job.schedule, AssumedBatch.of(job)
         held = _held(job)
-        parameters = {place: _kept(job, place[0], of) for place, of in held.items()}
+        parameters = {place: _kept(job, place, of) for place, of in held.items()}
         gathered = {place: _gathered(job, place[0], of) for place, of in held.items()}
         shards = {TEXT: text_shards(assumed), **{name: encoder_shards(assumed, name) for name in job.shapes.encoders}}
         boundaries = tuple(_boundary(job, assumed, edge) for edge in job.edges if shards[edge.source].used)
@@ -183,8 +183,8 @@ def _held(job: JobSpec) -> dict[_Place, tuple[Parameter, ...]]:
     }
 
 
-def _kept(job: JobSpec, name: str, held: Sequence[Parameter]) -> ParameterBytes:
-    config = job.config
+def _kept(job: JobSpec, place: _Place, held: Sequence[Parameter]) -> ParameterBytes:
+    config, (name, at) = job.config, place
     return parameter_bytes(
         held,
         job.layouts[name].ways("tokens", "samples"),
@@ -193,6 +193,7 @@ def _kept(job: JobSpec, name: str, held: Sequence[Parameter]) -> ParameterBytes:
         config.precision_of(name),
         on_host=config.offload_of(name).states,
         zero=config.zero_of(name),
+        is_first=at == 0,
     )
 
 

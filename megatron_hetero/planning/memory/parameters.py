@@ -4,7 +4,8 @@ What Megatron does, and is followed here to the byte:
 
   * Trained parameters lie in one buffer, in the order in which gradients come: the reverse of the model's. With AdamW
     (the distributed optimizer) each begins at a multiple of 64 elements and each bucket ends at a multiple of 128 and
-    of the ranks that share it. There is one bucket, and one more where head and embedding are tied over stages.
+    of the ranks that share it. A bucket ends where it has as many elements as `bucket_elements` says, but only on the
+    first pipeline stage, and is of one parameter where head and embedding are tied over stages.
   * Gradients are in a buffer of as many elements.
   * AdamW: rank i of n keeps, for the i-th of n equal parts of each bucket, two moments, and master weights where the
     weights are bfloat16. With moments of 8 bits each 256 of the elements of a parameter there have a scale.
@@ -28,7 +29,7 @@ import numpy as np
 from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.config.schema import FP32, PrecisionConfig
 from megatron_hetero.engine.number_formats import BLOCK
-from megatron_hetero.execution.gathering import rows_of_share, shares_weights
+from megatron_hetero.execution.gathering import bucket_elements, rows_of_share, shares_weights
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of, stored_shapes, tied_parameter, weight_map
@@ -116,24 +117,27 @@ class ParameterBucket:
     size: int
 
 
-def buckets_of(parameters: Sequence[Parameter], ranks: int) -> tuple[ParameterBucket, ...]:
+def buckets_of(parameters: Sequence[Parameter], ranks: int, *, several: bool = True) -> tuple[ParameterBucket, ...]:
     """The buckets of the distributed optimizer for the trained parameters, over `ranks` data- and context-parallel
-    ranks.
+    ranks. `several`: whether there may be some, beside those of tied parameters.
     """
-    return tuple(_bucket(group, ranks) for group in _groups([p for p in reversed(parameters) if p.trains]))
+    trained = [p for p in reversed(parameters) if p.trains]
+    limit = bucket_elements(sum(map(_size, trained)), ranks) if several else math.inf
+    return tuple(_bucket(group, ranks) for group in _groups(trained, limit))
 
 
-def _groups(trained: Sequence[Parameter]) -> Iterator[list[Parameter]]:
+def _groups(trained: Sequence[Parameter], limit: float) -> Iterator[list[Parameter]]:
     """Tied parameters are alone in their bucket."""
-    group: list[Parameter] = []
+    group, end = list[Parameter](), 0
     for parameter in trained:
         if parameter.tied and group:
             yield group
-            group = []
+            group, end = [], 0
         group.append(parameter)
-        if parameter.tied:
+        end = _rounded(end, PARAMETER_ALIGNMENT) + parameter.elements
+        if parameter.tied or end >= limit:
             yield group
-            group = []
+            group, end = [], 0
     if group:
         yield group
 
@@ -176,9 +180,11 @@ def parameter_bytes(
     *,
     on_host: bool = False,
     zero: int = 1,
+    is_first: bool = True,
 ) -> ParameterBytes:
     """What `parameters` take on each of `ranks` data- and context-parallel ranks. `itemsize`: bytes of a weight.
-    `on_host`: whether states are in host memory. `zero`: the ZeRO stage.
+    `on_host`: whether states are in host memory. `zero`: the ZeRO stage. `is_first`: whether the ranks are the first in
+    their pipelines.
     """
     frozen, trained = (sum(p.elements for p in parameters if p.trains == trains) for trains in (False, True))
     weights, buffer = trained + frozen, trained
@@ -186,7 +192,7 @@ def parameter_bytes(
         held = _held_rows(parameters, ranks)
         weights, buffer = (sum(_share(p, ranks) for p in of) for of in (parameters, filter(_trains, parameters)))
     elif optimizer.sharded:
-        buckets = buckets_of(parameters, ranks)
+        buckets = buckets_of(parameters, ranks, several=is_first)
         buffer = sum(bucket.size for bucket in buckets)
         held, weights = _held(buckets, ranks), buffer + frozen
     else:

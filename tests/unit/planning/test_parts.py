@@ -10,6 +10,7 @@ import pytest
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.distributed.communicators import communicators
+from megatron_hetero.execution import gathering
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.offload.policy import OffloadSizes
@@ -29,8 +30,15 @@ def _parameters(tied: int | None = None, frozen: int | None = None) -> list[Para
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("tied", [None, 0, 4])
-def test_shares_of_the_optimizer_are_those_of_the_elements_in_each_part(ranks: int, tied: int | None) -> None:
+@pytest.mark.parametrize("limit, several", [(gathering.BUCKET, 0), (200, 1)])
+def test_shares_of_the_optimizer_are_those_of_the_elements_in_each_part(
+    ranks: int, tied: int | None, limit: int, several: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "BUCKET", limit)
     parameters = _parameters(tied, frozen=2)
+    # Of two that are not tied the first is closed behind 300 elements, where a tied one of 7 begins another anyway.
+    assert len(buckets_of(parameters, ranks)) == 1 + (tied is not None) + several * (tied != 0)
+    assert len(buckets_of(parameters, ranks, several=False)) == 1 + (tied is not None)
     found = parameter_bytes(parameters, ranks, 2, OPTIMIZERS["adamw"])
     expected = np.zeros(ranks, np.int64)
     for bucket in buckets_of(parameters, ranks):
