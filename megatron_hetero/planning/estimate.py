@@ -256,7 +256,18 @@ class _Memory:
             found = self._activations(role, rows)
             table[np.ix_(role.ranks, (3, 5))], on_host[list(role.ranks)] = found[:, :2], found[:, 2]
         table[:, 5] += self._gathered(world_size)
+        if self.gpu:  # When there are no activations.
+            table[:, 5] = np.maximum(table[:, 5], self._updates(world_size) - table[:, 3])
         return table, on_host
+
+    def _updates(self, world_size: int) -> np.ndarray:
+        """Bytes that ranks take while they update, one module after the other."""
+        found = np.zeros(world_size, np.int64)
+        for (name, at), held in self.parameters.items():
+            layout = self.assumed.layouts[name]
+            ranks = np.array(layout.stage(at).ranks)
+            found[ranks] = np.maximum(found[ranks], held.update[np.arange(len(ranks)) // layout.tp])
+        return found
 
     def _gathered(self, world_size: int) -> np.ndarray:
         """Bytes of weights that ranks gather: what modules keep so adds up, and they run one at a time."""

@@ -28,7 +28,7 @@ import numpy as np
 
 from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.config.schema import FP32, PrecisionConfig
-from megatron_hetero.engine.number_formats import BLOCK
+from megatron_hetero.engine.number_formats import BLOCK, batch_elements
 from megatron_hetero.execution.gathering import bucket_elements, rows_of_share, shares_weights
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.shapes import ModelShapes
@@ -38,6 +38,8 @@ from megatron_hetero.sharding.stages import LAYERS, Stage
 _MASTER = {"float32": 4, "split": 2, "none": 0}
 _MOMENT = {"float32": 4, "bfloat16": 2, "8bit": 1}
 _GRADIENT = {"float32": 4, "bfloat16": 2}
+UNPACKED = 48
+"""Bytes of an element while it is updated with moments of 8 bits."""
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
 """Elements; see Megatron's `_ParamAndGradBuffer`."""
 
@@ -160,7 +162,8 @@ class ParameterBytes:
     """Bytes of the ranks of one module that hold the same stages.
 
     `parameters`, `trained`: elements. `weights`, `gradients`: bytes. `optimizer`: bytes, int64, by the rank's place
-    among the data- and context-parallel ranks; `host`: of host memory, likewise.
+    among the data- and context-parallel ranks; `host`: of host memory, likewise; `update`: that a GPU takes besides
+    while it updates, likewise.
     """
 
     parameters: int
@@ -169,6 +172,7 @@ class ParameterBytes:
     gradients: int
     optimizer: np.ndarray
     host: np.ndarray
+    update: np.ndarray
 
 
 def parameter_bytes(
@@ -202,6 +206,8 @@ def parameter_bytes(
     states = held.elements * moments * _MOMENT[precision.moments]
     states += held.blocks * 4 * moments * (precision.moments == "8bit")
     states += held.elements * _MASTER[precision.master] * (itemsize < 4)
+    shares = shares_weights(zero, ranks, trained > 0)
+    update = _update_bytes(held.elements, moments, itemsize, precision, on_host=on_host, apart=shares)
     return ParameterBytes(
         trained + frozen,
         trained,
@@ -209,7 +215,22 @@ def parameter_bytes(
         gradient_itemsize(itemsize, precision) * buffer,
         np.zeros_like(states) if on_host else states,
         states if on_host else np.zeros_like(states),
+        update,
     )
+
+
+def _update_bytes(
+    elements: np.ndarray, moments: int, itemsize: int, precision: PrecisionConfig, *, on_host: bool, apart: bool
+) -> np.ndarray:
+    """Of the batches that are brought together on the device, or unpacked there: two at once where states come from the
+    host. `apart`: whether weights and gradients lie in many places.
+    """
+    batch = np.array([min(n, batch_elements(n)) for n in elements.tolist()], np.int64)
+    if precision.moments == "8bit" and moments:
+        return batch * UNPACKED * (2 if on_host else 1)
+    states = moments * _MOMENT[precision.moments] + _MASTER[precision.master] * (itemsize < 4)
+    gathered = itemsize + gradient_itemsize(itemsize, precision) if apart else 0
+    return batch * (2 * (states + gathered) if on_host else gathered)
 
 
 def gradient_itemsize(itemsize: int, precision: PrecisionConfig) -> int:
