@@ -111,7 +111,7 @@ class CountingGpu(FakeGpu):
             seconds = ask.seconds(GPUS[name])
             if ask.kind == "wire":
                 self._ends = self._ends or {}
-                self._ends[name] = timeline.issue(seconds, SUMS if self.phase == SUMS else "")
+                self._ends[name] = timeline.issue(seconds, SUMS if SUMS in self.phase else "")
             else:
                 timeline.compute(seconds)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.roofline.devices import LAUNCH, Gpu
+from tests.fake_cuda.rank import within
 
 DIRECTIONS = ("forward", "backward")
 MODULES = ("vision", "text")
@@ -90,8 +91,10 @@ class Prediction:
 
     @property
     def end(self) -> float:
-        """Seconds of the sums of gradients, the update and what else there is once in a step."""
-        return self._seconds(*ENDING)
+        """Seconds of the sums of gradients, the update and what else there is once in a step. Sums begin within the
+        last backward passes, where nothing waits for them.
+        """
+        return self._seconds(*ENDING, *(within(f"{module} backward") for module in MODULES))
 
     @property
     def step(self) -> float:

@@ -17,6 +17,7 @@ from benchmarks.roofline.prediction import MODULES, PhaseTime, Prediction, phase
 from benchmarks.roofline.report import numbers_of, text_of
 from benchmarks.roofline.timeline import Timeline
 from tests.fake_cuda import guard
+from tests.fake_cuda.rank import within
 
 aten, H100 = torch.ops.aten, GPUS["h100"]
 ROOT = command.ROOT
@@ -137,6 +138,13 @@ print(waited)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert ran.stdout == "[1, 2, 3, 0, 4, 5, 6]\n"
+
+
+def test_sums_within_a_backward_pass_are_made_once_in_a_step() -> None:
+    phases = {"text backward": PhaseTime(2.0, 0, {}), "update": PhaseTime(1.0, 0, {})}
+    phases[within("text backward")] = PhaseTime(0.25, 0, {"memory": 0.25}, links=9.0)
+    found = Prediction(phases, micro_batches=3, flops={}, patches=1, ranks=8, gpu=H100)
+    assert (found.micro_batch, found.end, found.step) == (2.0, 1.25, 7.25)
 
 
 def test_micro_batches_hold_the_published_batch() -> None:

@@ -212,8 +212,8 @@ class ScheduleConfig:
     virtual_stages: int = option(1, "Virtual pipeline stages per pp rank of the text module (interleaved 1F1B).")
     overlap_grad_reduce: bool = option(
         True,
-        "Sum a module's gradients over ranks behind its last backward pass on a rank, while other modules compute; "
-        "otherwise at the end of the step.",
+        "Sum a module's gradients over ranks within its last backward pass on a rank, bucket by bucket; otherwise at "
+        "the end of the step.",
     )
     timeout_s: float = option(
         1800.0,

@@ -11,21 +11,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import starmap
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from typing_extensions import override
 
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.engine.bucket_sums import Bucket, BucketSums
 from megatron_hetero.execution.contract import GatheredStage
+from megatron_hetero.execution.gathering import bucket_elements
 
 Range = tuple[int, int]
 """Elements [start, stop) of a flattened parameter of this rank."""
@@ -88,9 +88,17 @@ class DataParallel(ABC):
         """Before a step."""
 
     @abstractmethod
-    def start_reducing(self) -> None:
+    def expect(self, parameters: Collection[torch.nn.Parameter]) -> None:
+        """The next backward pass is the last of the step that gives `parameters` gradients: their sums over the group
+        may begin within it.
+        """
+
+    @abstractmethod
+    def start_reducing(self) -> Tensor:
         """Begin to sum the gradients over the group, where backward passes have not: nothing waits for it. Collective;
         between it and `reduce` there is no other collective of the group.
+
+        Returns whether this rank's gradients were finite before, fp64 scalar.
         """
 
     @abstractmethod
@@ -112,15 +120,18 @@ class Replicated(DataParallel):
 
     `ddp`: Megatron's buffers; None where nothing trains. `platform`: where they are reduced. Not by Megatron, which
     overlaps the reductions of buckets with the backward pass only where each parameter gets a gradient in each step.
+    `sums`: of its buckets, likewise. `adds_up`: whether a backward pass gives parameters several gradients.
     """
 
     ddp: DistributedDataParallel | None
     platform: Platform
-    _reducing: list[dist.Work] = field(default_factory=list)
+    sums: BucketSums | None
+    adds_up: bool
 
     @classmethod
     def of(
         cls,
+        name: str,
         parameters: Mapping[str, torch.nn.Parameter],
         chunks: Sequence[Any],
         groups: ProcessGroupCollection,
@@ -128,18 +139,27 @@ class Replicated(DataParallel):
         *,
         sharded: bool,
         gradients: torch.dtype,
+        adds_up: bool,
     ) -> Replicated:
-        """With buffers of `gradients`, that dtype, for the models of a module's stages. `sharded`: with the distributed
-        optimizer.
+        """With buffers of `gradients`, that dtype, for the models of a module's stages. `name`: of the module.
+        `sharded`: with the distributed optimizer.
         """
-        if not any(p.requires_grad for p in parameters.values()):
-            return cls(parameters, groups, None, platform)
+        trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
+        if not trained:
+            return cls(parameters, groups, None, platform, None, adds_up)
         config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=gradients == torch.float32, use_distributed_optimizer=sharded, overlap_grad_reduce=False
+            grad_reduce_in_fp32=gradients == torch.float32,
+            use_distributed_optimizer=sharded,
+            overlap_grad_reduce=True,
+            bucket_size=bucket_elements(trained, groups.dp_cp.size()),
         )
         model = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
         ddp = DistributedDataParallel(chunks[0].config, config, model, pg_collection=groups)
-        return cls(parameters, groups, ddp, platform)
+        config.overlap_grad_reduce = False  # Which has made several buckets; Megatron's hooks need not sum them.
+        made = cls(parameters, groups, ddp, platform, None, adds_up)
+        every = [p for p in ddp.module.parameters() if p.requires_grad]
+        accumulators = list(zip(every, ddp.grad_accs, strict=True))
+        return replace(made, sums=BucketSums(name, made.summed_buckets(), groups.dp_cp, accumulators))
 
     @property
     @override
@@ -181,17 +201,21 @@ class Replicated(DataParallel):
     def buffers(self) -> Sequence[Tensor]:
         return [buffer.grad_data for buffer in self._ddp_buffers]
 
-    @property
-    def _buckets(self) -> Sequence[Tensor]:
-        return [bucket.grad_data for buffer in self._ddp_buffers for bucket in buffer.buckets]
+    def summed_buckets(self) -> list[Bucket]:
+        """In the order in which they are summed: about that in which gradients come."""
+        found = []
+        ranks, rank = self.groups.dp_cp.size(), self.groups.dp_cp.rank()
+        for bucket in (bucket for buffer in self._ddp_buffers for bucket in buffer.buckets):
+            gradients = bucket.grad_data
+            share = self.sharded and not self.platform.prefers_all_reduce
+            summed = gradients.view(ranks, -1)[rank] if share else gradients
+            found.append(Bucket(gradients, summed, tuple(bucket.params_list)))
+        return found
 
     @property
     @override
     def summed(self) -> Sequence[Tensor]:
-        if not self.sharded or self.platform.prefers_all_reduce:
-            return self._buckets
-        ranks, rank = self.groups.dp_cp.size(), self.groups.dp_cp.rank()
-        return [gradients.view(ranks, -1)[rank] for gradients in self._buckets]
+        return [] if self.sums is None else [bucket.summed for bucket in self.sums.buckets]
 
     @override
     def kept(self, name: str) -> Range:
@@ -208,28 +232,24 @@ class Replicated(DataParallel):
 
     @override
     def zero_gradients(self) -> None:
-        if self.ddp is not None:
+        if self.ddp is not None and self.sums is not None:
             self.ddp.zero_grad_buffer()
+            self.sums.begin_step()
 
     @override
-    def start_reducing(self) -> None:
-        assert not self._reducing, "gradients are reduced once a step"
-        self._reducing.extend(starmap(self._start, zip(self._buckets, self.summed, strict=True)))
+    def expect(self, parameters: Collection[torch.nn.Parameter]) -> None:
+        if self.sums is not None and not self.adds_up:
+            self.sums.expect(parameters)
 
-    def _start(self, gradients: Tensor, summed: Tensor) -> dist.Work:
-        group = self.groups.dp_cp
-        if summed is gradients:
-            work = dist.all_reduce(gradients, group=group, async_op=True)
-        else:
-            work = dist.reduce_scatter_tensor(summed, gradients, group=group, async_op=True)
-        assert work is not None, "this rank is in the group"
-        return work
+    @override
+    def start_reducing(self) -> Tensor:
+        assert self.sums is not None, "something trains"
+        return self.sums.start_rest()
 
     @override
     def reduce(self) -> None:
-        for work in self._reducing:
-            work.wait()
-        self._reducing.clear()
+        if self.sums is not None:
+            self.sums.wait()
 
     @override
     def share_weights(self) -> None:

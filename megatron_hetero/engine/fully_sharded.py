@@ -137,8 +137,14 @@ class FullySharded(DataParallel):
             buffer.zero_()
 
     @override
-    def start_reducing(self) -> None:
+    def expect(self, parameters: Collection[nn.Parameter]) -> None:
+        """Each backward pass reduces its own."""
+
+    @override
+    def start_reducing(self) -> Tensor:
         """Backward passes have done it."""
+        extremes = [end for buffer in self.buffers for end in torch.aminmax(buffer)]
+        return torch.stack(extremes).isfinite().all().double()
 
     @override
     def reduce(self) -> None:

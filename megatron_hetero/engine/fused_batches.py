@@ -2,7 +2,7 @@
 in.
 
 States and gradients are updated where they lie. What lies in host memory, or in very many places, is brought together
-some at a time: weights of bfloat16 with split masters and moments in bfloat16 are then 10 bytes an element.
+some at a time: split masters and moments in bfloat16 are then 6 bytes an element.
 """
 
 from __future__ import annotations

@@ -2,17 +2,18 @@
 
 Every rank has back-propagated the *sum* of its own tokens' losses. For each module:
 
-  1. slices of parameters that several tp ranks hold, and whose gradients are parts (parameters used on sequence-sharded
-     activations; norms of heads; replicated key/value heads), are summed over `tp`;
-  2. everything is summed over the module's data- and context-parallel ranks (with the distributed optimizer each rank
+  1. everything is summed over the module's data- and context-parallel ranks (with the distributed optimizer each rank
      uses its own share of the sums);
+  2. slices of parameters that several tp ranks hold, and whose gradients are parts (parameters used on sequence-sharded
+     activations; norms of heads; replicated key/value heads), are summed over `tp`, those of other shares with them,
+     which nobody uses;
   3. an embedding that the last pipeline stage holds a copy of, for the head that is tied to it, is summed over the two.
-     Last, so that the two sums are of the same bits, and stay so whatever the order in which 2 adds up;
+     Last, so that the two sums are of the same bits, and stay so whatever the order in which 1 adds up;
   4. squares are added up over all modules and ranks, each element of each parameter counted once;
   5. all gradients are scaled by 1/N and by the clipping factor, the same on every rank: as the update reads them where
      it is one pass, else by `scale_gradients`.
 
-1 and 2 may begin for one module while others still compute (`start_sums`).
+1 may begin while there is still something to compute (`start_sums`, `TrainedModule.expect`).
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def reduce_gradients(
     finite |= {name: start_sums(module) for name, module in trained.items() if name not in finite}
     for module in trained.values():
         module.data_parallel.reduce()
+        _sum_parts_over_tp(module)
     for module in trained.values():
         _sum_tied_over_stages(module)
     squares = {name: _squares(module) for name, module in trained.items()}
@@ -80,15 +82,13 @@ def reduce_gradients(
 
 
 def start_sums(module: TrainedModule) -> Tensor:
-    """Step 1, and the beginning of 2, of a module whose gradients are those of the step: nothing waits for the sums.
+    """The beginning of step 1, as far as it has not begun, of a module whose gradients are those of the step: nothing
+    waits for the sums.
 
     Returns whether the gradients of this rank were finite before, fp64 scalar. Collective over the ranks that have the
     same stages of the module.
     """
-    finite = _is_finite(module)
-    _sum_parts_over_tp(module)
-    module.data_parallel.start_reducing()
-    return finite
+    return module.data_parallel.start_reducing()
 
 
 def scale_gradients(modules: Iterable[TrainedModule], factor: float) -> None:
@@ -132,14 +132,8 @@ def _gather_rows(mine: Tensor, topology: Topology) -> Tensor:
     return table.view(topology.world_size, -1).cpu()
 
 
-def _is_finite(module: TrainedModule) -> Tensor:
-    # The extremes of a buffer are finite where all of it is; NaN counts as both. Many times as fast as a norm.
-    extremes = [end for buffer in module.data_parallel.buffers for end in torch.aminmax(buffer)]
-    return torch.stack(extremes).isfinite().all().double()
-
-
 # ---------------------------------------------------------------------------------------------------------
-# Step 1
+# Step 2
 # ---------------------------------------------------------------------------------------------------------
 
 

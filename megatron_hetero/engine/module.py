@@ -74,6 +74,14 @@ class TrainedModule:
             return torch.zeros(self.parameters[name].shape)
         return self.data_parallel.whole(name, self.data_parallel.accumulated(name)[0])
 
+    def expect(self, stage: int) -> None:
+        """The next backward pass of that pipeline stage is its last in the step: sums of gradients may begin within it.
+        Not those of a parameter that other stages of this rank have, too.
+        """
+        of_chunks = [set(chunk.parameters()) for chunk in self.chunks]
+        own = of_chunks.pop(stage // self.groups.pp.size())
+        self.data_parallel.expect([p for p in own.difference(*of_chunks) if p.requires_grad])
+
     @property
     def overlaps_sums(self) -> bool:
         """Whether its gradients are summed over ranks behind its last backward pass, and not within backward passes."""
@@ -149,7 +157,9 @@ def build_module(
             parts, groups, topology.platform, gradients, zero, adds_up=recompute.chunk > 0
         )
     else:
-        chunks, data_parallel = _replicated(parts, groups, topology.platform, gradients, sharded)
+        chunks, data_parallel = _replicated(
+            name, parts, groups, topology.platform, gradients, sharded, adds_up=recompute.chunk > 0
+        )
     return TrainedModule(
         name, stages, chunks, groups, maps, held(maps), data_parallel.parameters, data_parallel, parts.tied
     )
@@ -176,21 +186,30 @@ class _Parts:
 
 
 def _replicated(
-    parts: _Parts, groups: ProcessGroupCollection, platform: Platform, gradients: torch.dtype, sharded: bool
+    name: str,
+    parts: _Parts,
+    groups: ProcessGroupCollection,
+    platform: Platform,
+    gradients: torch.dtype,
+    sharded: bool,
+    *,
+    adds_up: bool,
 ) -> tuple[tuple[Any, ...], DataParallel]:
     chunks = []
     for stage, own_map in zip(parts.stages, parts.maps, strict=True):
         model = parts.make(stage=stage)
         load_parameters(model, own_map, parts.weights, stage, parts.copies)
-        for name, parameter in named_parameters(model, stage).items():
-            parameter.requires_grad_(name in parts.trained)
+        for of_stage, parameter in named_parameters(model, stage).items():
+            parameter.requires_grad_(of_stage in parts.trained)
         chunks.append(model)
     named = parts.named(chunks)
     if parts.tied is not None:
         # A bucket of its own: the distributed optimizer then cuts both copies alike, so that the ranks that hold the
         # same elements of both are those that differ in `pp` alone.
         named[parts.tied].shared_embedding = True  # pyright: ignore[reportAttributeAccessIssue]
-    return tuple(chunks), Replicated.of(named, chunks, groups, platform, sharded=sharded, gradients=gradients)
+    return tuple(chunks), Replicated.of(
+        *(name, named, chunks, groups, platform), sharded=sharded, gradients=gradients, adds_up=adds_up
+    )
 
 
 def _fully_sharded(

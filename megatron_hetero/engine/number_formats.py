@@ -35,6 +35,8 @@ BLOCK = 256
 PIECE = 1 << 23
 """Elements that are unpacked at a time: 32 MiB in fp32."""
 assert PIECE % BLOCK == 0, "pieces begin where blocks do"
+BATCHES = 32
+"""Numbers that are unpacked, or brought together, for updates are so in about so many batches, if these are small."""
 _SHARE = 8
 """Masters are rounded in at most about so many goes: their workspace is 1/24 of what they and their moments take."""
 _HALF = 1 << 15
@@ -374,6 +376,11 @@ def _without_gaps(padded: Tensor, lengths: Sequence[int], skipped: int = 0) -> T
     if not _has_gaps(lengths, skipped):
         return padded[: sum(lengths)]
     return torch.cat([padded[begin:end] for begin, end in _gaps(lengths, skipped)])
+
+
+def batch_elements(elements: int) -> int:
+    """How many of the elements that a rank updates of a module are unpacked, or brought together, at a time."""
+    return min(4 * PIECE, max(PIECE, -(-elements // BATCHES)))
 
 
 def unpacked(stored: Stored, start: int, stop: int) -> Tensor:

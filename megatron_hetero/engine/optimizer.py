@@ -33,13 +33,10 @@ from megatron_hetero.engine.gradients import scale_gradients
 from megatron_hetero.engine.learning_rate import learning_rate
 from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.engine.noise import Noise
-from megatron_hetero.engine.number_formats import PIECE, Fp32Master, Fp32Weights, Plain, Stored
+from megatron_hetero.engine.number_formats import PIECE, Fp32Master, Fp32Weights, Plain, Stored, batch_elements
 from megatron_hetero.engine.optimizer_state import OptimizerShard, OptimizerState, build_state
 from megatron_hetero.models.weights import group_of
 from megatron_hetero.names import TEXT, parts_of
-
-_SHARE = 32
-"""Numbers that are unpacked are so in at most about so many batches."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +213,7 @@ class ModuleOptimizer:
     def _share(self) -> int:
         """Elements that are unpacked, or brought together, at a time."""
         size = sum(shard.stop - shard.start for shard in self.shards.values())
-        return max(PIECE, -(-size // _SHARE))
+        return batch_elements(size)
 
     @cached_property
     def _is_plain(self) -> bool:

@@ -12,6 +12,8 @@ Span = Literal["run", "wave", "step"]
 """How long gathered weights stay: for one run of a stage, which may be that of several micro-batches; for all runs of a
 wave, once forward and once backward; or for all runs of a step.
 """
+BUCKET, BUCKETS = 40_000_000, 8
+"""Elements of a bucket of gradients, at least, and about the most buckets of a module on a rank."""
 
 
 def shares_weights(zero: int, ranks: int, trains: bool) -> bool:
@@ -24,6 +26,13 @@ def shares_weights(zero: int, ranks: int, trains: bool) -> bool:
 def rows_of_share(rows: int, ranks: int) -> int:
     """Rows of a parameter on the first of `ranks` that share it, which has the most."""
     return -(-rows // ranks)
+
+
+def bucket_elements(trained: int, ranks: int) -> int:
+    """Elements of parameters that a bucket of gradients is closed at. `trained`: of all parameters that train of a
+    module on a rank, where `ranks` share their sum. Megatron's size, and at most so many buckets.
+    """
+    return max(BUCKET, BUCKET // 40 * ranks, -(-trained // BUCKETS))
 
 
 def span_of(module: Module, zero: int) -> Span:

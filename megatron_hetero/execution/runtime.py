@@ -108,6 +108,7 @@ class Interpreter(RankResources):
         schedule: Schedule,
         load: Callable[[int], DeviceMicroBatch],
         after_backward: Callable[[str], None] | None = None,
+        before_last: Callable[[str, int], None] | None = None,
     ) -> Tensor:
         """Execute this rank's actions.
 
@@ -116,6 +117,8 @@ class Interpreter(RankResources):
             load: moves a micro-batch, numbered from 0, to the device; called when an action first needs it.
             after_backward: called with the name of a module behind its last backward pass on this rank, also where
                 there was nothing to compute: its gradients are those of the step.
+            before_last: called with module and stage before the last backward pass of the stage on this rank, where
+                there is something to compute.
 
         Returns:
             This rank's sum of losses, fp32 scalar; 0 on ranks without a stage that has one. Gradients accumulate in the
@@ -128,7 +131,8 @@ class Interpreter(RankResources):
                 the launcher or the watchdog ends them.
         """
         _require_same_edges(self, schedule)
-        return StepExecution(self, schedule, load, after_backward or (lambda _: None)).run()
+        nothing = lambda *_: None  # noqa: E731
+        return StepExecution(self, schedule, load, after_backward or nothing, before_last or nothing).run()
 
 
 def _by_edge(width: int | Mapping[Edge, int], topology: Topology) -> Mapping[Edge, int]:

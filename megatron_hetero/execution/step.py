@@ -55,11 +55,15 @@ class StepExecution:
         schedule: Schedule,
         load: Callable[[int], DeviceMicroBatch],
         after_backward: Callable[[str], None],
+        before_last: Callable[[str, int], None],
     ):
         self.resources, self.schedule, self.load, self.after_backward = resources, schedule, load, after_backward
+        self.before_last = before_last
         self.actions = schedule.actions_of(resources.rank)
         backward = ((i, action.module) for i, action in enumerate(self.actions) if _is_backward(action))
         self.last_backward = {module: i for i, module in backward}
+        of_stages = ((i, action) for i, action in enumerate(self.actions) if _is_backward(action))
+        self.last_of_stage = {(action.module, action.stage): i for i, action in of_stages}
         self.last_use = {action.micro_batch: i for i, action in enumerate(self.actions)}
         self.position = 0
         self.loss = torch.zeros((), dtype=torch.float32, device=resources.device)
@@ -160,6 +164,8 @@ class StepExecution:
         if (gathered := self.resources.modules[action.module].gathered.get(_activation_key(action)[1])) is not None:
             gathered.before_run(replace(action, micro_batch=call[-1]) in self.stays_gathered[action.module])
         if action.kind == "B":
+            if self.last_of_stage[action.module, action.stage] == self.position:
+                self.before_last(*_activation_key(action)[:2])
             self._backward(action)
         else:
             self._forward(action)

@@ -116,7 +116,7 @@ class Plan(OfJob):
         job.require_turns(PLANNED_TURNS)
         schedule, assumed = job.schedule, AssumedBatch.of(job)
         held = _held(job)
-        parameters = {place: _kept(job, place[0], of) for place, of in held.items()}
+        parameters = {place: _kept(job, place, of) for place, of in held.items()}
         gathered = {place: _gathered(job, assumed, place[0], of) for place, of in held.items()}
         calls = {(TEXT, 1): text_shards(assumed), **_encoder_calls(assumed)}
         shards = {TEXT: calls[TEXT, 1]}
@@ -208,8 +208,8 @@ def _held(job: JobSpec) -> dict[_Place, tuple[Parameter, ...]]:
     }
 
 
-def _kept(job: JobSpec, name: str, held: Sequence[Parameter]) -> ParameterBytes:
-    config = job.config
+def _kept(job: JobSpec, place: _Place, held: Sequence[Parameter]) -> ParameterBytes:
+    config, (name, at) = job.config, place
     return parameter_bytes(
         held,
         job.layouts[name].ways("tokens", "samples"),
@@ -218,6 +218,7 @@ def _kept(job: JobSpec, name: str, held: Sequence[Parameter]) -> ParameterBytes:
         config.precision_of(name),
         on_host=config.offload_of(name).states,
         zero=config.zero_of(name),
+        is_first=at == 0,
     )
 
 
@@ -301,7 +302,18 @@ class _Memory:
             found = self._activations(role, rows)
             table[np.ix_(role.ranks, (3, 5))], on_host[list(role.ranks)] = found[:, :2], found[:, 2]
         table[:, 5] += self._gathered(world_size)
+        if self.gpu:  # When there are no activations.
+            table[:, 5] = np.maximum(table[:, 5], self._updates(world_size) - table[:, 3])
         return table, on_host
+
+    def _updates(self, world_size: int) -> np.ndarray:
+        """Bytes that ranks take while they update, one module after the other."""
+        found = np.zeros(world_size, np.int64)
+        for (name, at), held in self.parameters.items():
+            layout = self.assumed.layouts[name]
+            ranks = np.array(layout.stage(at).ranks)
+            found[ranks] = np.maximum(found[ranks], held.update[np.arange(len(ranks)) // layout.tp])
+        return found
 
     def _gathered(self, world_size: int) -> np.ndarray:
         """Bytes of weights that ranks gather: what modules keep so adds up, and they run one at a time."""

@@ -119,13 +119,18 @@ class StepTrainer(OfJob):
 
         def start(name: str) -> None:
             if name in early:
-                with self.watched(SUMS), torch.profiler.record_function(f"{name} gradient sums"):
+                with self.watched(SUMS):
                     started[name] = start_sums(early[name])
+
+        def expect(name: str, stage: int) -> None:
+            if name in early:
+                early[name].expect(stage)
 
         loss_sum = self.interpreter.run(
             self._schedule_of(batch),
             lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs),
             start,
+            expect,
         )
         with self.watched(SUMS):
             return reduce_gradients(self.modules, loss_sum, self.counts_loss, self.topology, started)

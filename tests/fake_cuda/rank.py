@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -13,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.engine.bucket_sums import BucketSums
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.training.step_trainer import StepTrainer
@@ -52,6 +54,27 @@ def _phase(action: Action) -> str:
     return "boundary" if action.op in ("start", "finish") else "pipeline"
 
 
+@contextlib.contextmanager
+def _sums_apart(gpu: FakeGpu) -> Iterator[None]:
+    """Inside, sums of gradients count by themselves, also those that begin in the midst of a backward pass: as `within`
+    it, but for the last, which begins at its end.
+    """
+    real = BucketSums._start
+
+    def start(sums: BucketSums, place: int) -> None:
+        inside = gpu.phase.endswith("backward") and place < len(sums.buckets) - 1
+        with gpu.during(within(gpu.phase) if inside else SUMS):
+            real(sums, place)
+
+    with mock.patch.object(BucketSums, "_start", start):
+        yield
+
+
+def within(phase: str) -> str:
+    """The phase of sums that begin within another."""
+    return f"{SUMS} within {phase}"
+
+
 def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
     """What one step of the case's rank asks of `gpu`, which is in use, and what the plan says that it takes; see
     `_report`.
@@ -66,7 +89,7 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
         trainer.interpreter.watch = trainer.interpreter.watchdog = phases
         batch = assumed_step(trainer)
         usage.start_again()
-        with gpu.during(REST):
+        with gpu.during(REST), _sums_apart(gpu):
             trainer.train_step(1, batch)
         planned = dict(zip(KINDS, plan.memory[case.rank].tolist(), strict=True))
         return (

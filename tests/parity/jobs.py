@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch._dynamo.utils import counters
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.engine.gradients import scale_gradients
 from megatron_hetero.engine.module import TrainedModule
+from megatron_hetero.execution import gathering
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.training.starting import build_trainer
@@ -74,6 +76,12 @@ def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float
         summary = replace(run, schedule=schedule).gradients(batch)
         found.append((summary.loss_sum / batch.supervised, summary.norm / batch.supervised))
     return found
+
+
+def losses_in_buckets(flags: list[str]) -> tuple[float, float]:
+    """Loss and gradient norm of one step with small buckets of gradients: sums begin amid backward passes."""
+    with mock.patch.object(gathering, "BUCKET", 1000):
+        return losses(flags, [])[0]
 
 
 def _build(flags: list[str]) -> Trainer:

@@ -90,7 +90,9 @@ def _run(
                 pool, made = Pool(ranks, folder, rules=True, one_connection=options.one_connection), made + 1
             begun = time.monotonic()
             try:
-                found = pool.run(jobs.losses, drawn.command(folders[len(drawn.layouts) - 1]), [], timeout_s=600)[0][0]
+                found = pool.run(jobs.losses_in_buckets, drawn.command(folders[len(drawn.layouts) - 1]), timeout_s=600)[
+                    0
+                ]
             except (AssertionError, TimeoutError) as error:
                 print(f"\n{drawn}: after {time.monotonic() - begun:.0f} s\n{error}\n", file=sys.stderr, flush=True)
                 found = None

@@ -4,7 +4,8 @@ What Megatron does, and is followed here to the byte:
 
   * Trained parameters lie in one buffer, in the order in which gradients come: the reverse of the model's. With AdamW
     (the distributed optimizer) each begins at a multiple of 64 elements and each bucket ends at a multiple of 128 and
-    of the ranks that share it. There is one bucket, and one more where head and embedding are tied over stages.
+    of the ranks that share it. A bucket ends where it has as many elements as `bucket_elements` says, but only on the
+    first pipeline stage, and is of one parameter where head and embedding are tied over stages.
   * Gradients are in a buffer of as many elements.
   * AdamW: rank i of n keeps, for the i-th of n equal parts of each bucket, two moments, and master weights where the
     weights are bfloat16. With moments of 8 bits each 256 of the elements of a parameter there have a scale.
@@ -27,8 +28,8 @@ import numpy as np
 
 from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.config.schema import FP32, PrecisionConfig
-from megatron_hetero.engine.number_formats import BLOCK
-from megatron_hetero.execution.gathering import rows_of_share, shares_weights
+from megatron_hetero.engine.number_formats import BLOCK, batch_elements
+from megatron_hetero.execution.gathering import bucket_elements, rows_of_share, shares_weights
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of, stored_shapes, tied_parameter, weight_map
@@ -37,6 +38,8 @@ from megatron_hetero.sharding.stages import LAYERS, Stage
 _MASTER = {"float32": 4, "split": 2, "none": 0}
 _MOMENT = {"float32": 4, "bfloat16": 2, "8bit": 1}
 _GRADIENT = {"float32": 4, "bfloat16": 2}
+UNPACKED = 48
+"""Bytes of an element while it is updated with moments of 8 bits."""
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
 """Elements; see Megatron's `_ParamAndGradBuffer`."""
 
@@ -116,24 +119,27 @@ class ParameterBucket:
     size: int
 
 
-def buckets_of(parameters: Sequence[Parameter], ranks: int) -> tuple[ParameterBucket, ...]:
+def buckets_of(parameters: Sequence[Parameter], ranks: int, *, several: bool = True) -> tuple[ParameterBucket, ...]:
     """The buckets of the distributed optimizer for the trained parameters, over `ranks` data- and context-parallel
-    ranks.
+    ranks. `several`: whether there may be some, beside those of tied parameters.
     """
-    return tuple(_bucket(group, ranks) for group in _groups([p for p in reversed(parameters) if p.trains]))
+    trained = [p for p in reversed(parameters) if p.trains]
+    limit = bucket_elements(sum(map(_size, trained)), ranks) if several else math.inf
+    return tuple(_bucket(group, ranks) for group in _groups(trained, limit))
 
 
-def _groups(trained: Sequence[Parameter]) -> Iterator[list[Parameter]]:
+def _groups(trained: Sequence[Parameter], limit: float) -> Iterator[list[Parameter]]:
     """Tied parameters are alone in their bucket."""
-    group: list[Parameter] = []
+    group, end = list[Parameter](), 0
     for parameter in trained:
         if parameter.tied and group:
             yield group
-            group = []
+            group, end = [], 0
         group.append(parameter)
-        if parameter.tied:
+        end = _rounded(end, PARAMETER_ALIGNMENT) + parameter.elements
+        if parameter.tied or end >= limit:
             yield group
-            group = []
+            group, end = [], 0
     if group:
         yield group
 
@@ -156,7 +162,8 @@ class ParameterBytes:
     """Bytes of the ranks of one module that hold the same stages.
 
     `parameters`, `trained`: elements. `weights`, `gradients`: bytes. `optimizer`: bytes, int64, by the rank's place
-    among the data- and context-parallel ranks; `host`: of host memory, likewise.
+    among the data- and context-parallel ranks; `host`: of host memory, likewise; `update`: that a GPU takes besides
+    while it updates, likewise.
     """
 
     parameters: int
@@ -165,6 +172,7 @@ class ParameterBytes:
     gradients: int
     optimizer: np.ndarray
     host: np.ndarray
+    update: np.ndarray
 
 
 def parameter_bytes(
@@ -176,9 +184,11 @@ def parameter_bytes(
     *,
     on_host: bool = False,
     zero: int = 1,
+    is_first: bool = True,
 ) -> ParameterBytes:
     """What `parameters` take on each of `ranks` data- and context-parallel ranks. `itemsize`: bytes of a weight.
-    `on_host`: whether states are in host memory. `zero`: the ZeRO stage.
+    `on_host`: whether states are in host memory. `zero`: the ZeRO stage. `is_first`: whether the ranks are the first in
+    their pipelines.
     """
     frozen, trained = (sum(p.elements for p in parameters if p.trains == trains) for trains in (False, True))
     weights, buffer = trained + frozen, trained
@@ -186,7 +196,7 @@ def parameter_bytes(
         held = _held_rows(parameters, ranks)
         weights, buffer = (sum(_share(p, ranks) for p in of) for of in (parameters, filter(_trains, parameters)))
     elif optimizer.sharded:
-        buckets = buckets_of(parameters, ranks)
+        buckets = buckets_of(parameters, ranks, several=is_first)
         buffer = sum(bucket.size for bucket in buckets)
         held, weights = _held(buckets, ranks), buffer + frozen
     else:
@@ -196,6 +206,8 @@ def parameter_bytes(
     states = held.elements * moments * _MOMENT[precision.moments]
     states += held.blocks * 4 * moments * (precision.moments == "8bit")
     states += held.elements * _MASTER[precision.master] * (itemsize < 4)
+    shares = shares_weights(zero, ranks, trained > 0)
+    update = _update_bytes(held.elements, moments, itemsize, precision, on_host=on_host, apart=shares)
     return ParameterBytes(
         trained + frozen,
         trained,
@@ -203,7 +215,22 @@ def parameter_bytes(
         gradient_itemsize(itemsize, precision) * buffer,
         np.zeros_like(states) if on_host else states,
         states if on_host else np.zeros_like(states),
+        update,
     )
+
+
+def _update_bytes(
+    elements: np.ndarray, moments: int, itemsize: int, precision: PrecisionConfig, *, on_host: bool, apart: bool
+) -> np.ndarray:
+    """Of the batches that are brought together on the device, or unpacked there: two at once where states come from the
+    host. `apart`: whether weights and gradients lie in many places.
+    """
+    batch = np.array([min(n, batch_elements(n)) for n in elements.tolist()], np.int64)
+    if precision.moments == "8bit" and moments:
+        return batch * UNPACKED * (2 if on_host else 1)
+    states = moments * _MOMENT[precision.moments] + _MASTER[precision.master] * (itemsize < 4)
+    gathered = itemsize + gradient_itemsize(itemsize, precision) if apart else 0
+    return batch * (2 * (states + gathered) if on_host else gathered)
 
 
 def gradient_itemsize(itemsize: int, precision: PrecisionConfig) -> int:

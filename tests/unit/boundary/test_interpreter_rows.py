@@ -117,7 +117,7 @@ class Called:
             text="decoder",
             forward_only=list(self.layouts) if forward_only else (),
         )
-        self.execution = StepExecution(interpreter, schedule, self._load, lambda _: None)
+        self.execution = StepExecution(interpreter, schedule, self._load, lambda _: None, lambda *_: None)
 
     def _load(self, m: int) -> DeviceMicroBatch:
         inputs: dict[str, Any] = {"decoder": m}

@@ -17,6 +17,7 @@ from megatron_hetero.boundary.buffers import BufferPool
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.fsdp import fsdp_groups
 from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.execution import gathering
 from megatron_hetero.execution.step import StepExecution
 from megatron_hetero.models.common.offload import activations
 from megatron_hetero.planning.memory.parameters import parameters_of
@@ -25,11 +26,15 @@ from megatron_hetero.training.trainer import Trainer
 from megatron_hetero.training.trial import assumed_step
 from megatron_hetero.watch.stopwatch import Stopwatch
 
+BUCKET = 20_000
+"""Elements of a bucket of gradients."""
+
 
 def measure(flags: list[str]) -> dict[str, Any]:
     """Bytes by kind that one real step takes on this rank, rows that it sends and receives, and its parameters."""
     config = load_config(flags)
-    run = build_trainer(config, Platform(CPU, "gloo"))
+    with mock.patch.object(gathering, "BUCKET", BUCKET):
+        run = build_trainer(config, Platform(CPU, "gloo"))
     run.writer.close()  # Workers outlive their runs: those of another pool could not write to the same log.dir.
     step = assumed_step(run)
     live = LiveActivations(run)
@@ -163,9 +168,16 @@ class LiveActivations:
         self.hooks.__exit__(*error)
 
     def _execute(
-        self, run: Trainer, schedule: Any, load: Any, after_backward: Callable[[str], None] | None = None
+        self,
+        run: Trainer,
+        schedule: Any,
+        load: Any,
+        after_backward: Callable[[str], None] | None = None,
+        before_last: Callable[[str, int], None] | None = None,
     ) -> Tensor:
-        self.execution = StepExecution(run.interpreter, schedule, load, after_backward or (lambda _: None))
+        self.execution = StepExecution(
+            run.interpreter, schedule, load, after_backward or (lambda _: None), before_last or (lambda *_: None)
+        )
         return self.execution.run()
 
     def _pack(self, tensor: Tensor) -> Any:

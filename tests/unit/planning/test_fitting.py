@@ -153,7 +153,7 @@ def test_where_nothing_is_enough_the_plan_says_by_how_much_and_which_ranks_are(m
     [problem] = [p for p in problems_of(plan) if "memory_gb" in p.found]
     assert "23.7 GB of l4, is not enough" in problem.found
     assert re.fullmatch(
-        rf"no one or two settings that were tried are enough: the closest are --\S+ true --\S+ full, with {GB} "
+        rf"no one or two settings that were tried are enough: the closest are --\S+ true(?: --\S+ full)?, with {GB} "
         r"\([\d.]+ GB too much\)\. 2 ranks are enough: --world-size 2 .*--vision-parallel dp:2 .*\([\d.]+ GB and .*\)",
         problem.fix,
     ), problem.fix
@@ -167,7 +167,7 @@ def test_where_no_number_of_ranks_is_enough_there_is_advice(make_plan: MakePlan)
 def test_layouts_of_some_ranks_grow_where_they_are(make_plan: MakePlan) -> None:
     flags = f"--train.global_batch_size 16 --plan.tokens 128 {LEAN} {OFFLOADED}"
     plan = make_plan(3, "dp:1@0", "pp:2@1-2", flags)
-    larger = find_fitting(plan, round(0.75 * plan.totals.max())).larger
+    larger = find_fitting(plan, round(0.85 * plan.totals.max())).larger
     assert larger is not None and larger.plan.world_size == 6
     assert larger.plan.layouts["vision"].ranks == (0, 1) and larger.plan.layouts["text"].ranks == (2, 3, 4, 5)
 

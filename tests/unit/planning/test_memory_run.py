@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.execution import gathering
 from megatron_hetero.planning.estimate import KINDS, Plan
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import long, thinned
@@ -164,8 +165,13 @@ def flags_of(case: Case, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("case", thinned(CASES, 3) + long(COMPILED), ids=str)
 def test_plan_is_what_a_step_takes(
-    case: Case, folders: dict[tuple[str, bool], Path], pools: Callable[[int], Pool]
+    case: Case,
+    folders: dict[tuple[str, bool], Path],
+    pools: Callable[[int], Pool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With small buckets, so that a module has several."""
+    monkeypatch.setattr(gathering, "BUCKET", jobs.BUCKET)
     flags = flags_of(case, folders[case.family, case.tied])
     measured = pools(case.ranks).run(jobs.measure, flags)
     plan = Plan.of(load_config(flags), case.ranks, gpu=False)

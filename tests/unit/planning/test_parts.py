@@ -9,7 +9,9 @@ import pytest
 
 from megatron_hetero.boundary.plan import plan_boundary
 from megatron_hetero.config.optimizers import OPTIMIZERS
+from megatron_hetero.config.schema import PrecisionConfig
 from megatron_hetero.distributed.communicators import communicators
+from megatron_hetero.execution import gathering
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.offload.policy import OffloadSizes
@@ -29,8 +31,15 @@ def _parameters(tied: int | None = None, frozen: int | None = None) -> list[Para
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("tied", [None, 0, 4])
-def test_shares_of_the_optimizer_are_those_of_the_elements_in_each_part(ranks: int, tied: int | None) -> None:
+@pytest.mark.parametrize("limit, several", [(gathering.BUCKET, 0), (200, 1)])
+def test_shares_of_the_optimizer_are_those_of_the_elements_in_each_part(
+    ranks: int, tied: int | None, limit: int, several: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "BUCKET", limit)
     parameters = _parameters(tied, frozen=2)
+    # Of two that are not tied the first is closed behind 300 elements, where a tied one of 7 begins another anyway.
+    assert len(buckets_of(parameters, ranks)) == 1 + (tied is not None) + several * (tied != 0)
+    assert len(buckets_of(parameters, ranks, several=False)) == 1 + (tied is not None)
     found = parameter_bytes(parameters, ranks, 2, OPTIMIZERS["adamw"])
     expected = np.zeros(ranks, np.int64)
     for bucket in buckets_of(parameters, ranks):
@@ -45,6 +54,21 @@ def test_shares_of_the_optimizer_are_those_of_the_elements_in_each_part(ranks: i
     assert found.optimizer.tolist() == expected.tolist()
     assert found.trained == sum(SIZES) - SIZES[2] and found.parameters == sum(SIZES)
     assert found.gradients == 4 * sum(b.size for b in buckets_of(parameters, ranks))
+
+
+def test_updates_on_a_gpu_take_what_they_bring_together() -> None:
+    elements = 1 << 30
+    parameters = [Parameter("p", elements // 1024, elements, True, False)]
+
+    def of(ranks: int, precision: PrecisionConfig, *, on_host: bool = False, zero: int = 1) -> int:
+        found = parameter_bytes(parameters, ranks, 2, OPTIMIZERS["adamw"], precision, on_host=on_host, zero=zero)
+        return int(found.update[0]) * 32 // (elements // ranks)
+
+    small = PrecisionConfig(master="split", moments="bfloat16", gradients="bfloat16")
+    assert of(4, PrecisionConfig()) == of(2, small) == 0, "updated where they lie"
+    assert of(2, small, on_host=True) == 2 * 6
+    assert of(4, small, zero=3) == 2 * 2 and of(4, PrecisionConfig(), zero=2) == 2 + 4
+    assert of(4, PrecisionConfig(moments="8bit"), on_host=True) == 2 * 48
 
 
 def test_sgd_keeps_master_weights_of_bfloat16_alone() -> None:

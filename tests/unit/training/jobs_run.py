@@ -20,18 +20,19 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.sample import TokenizedSample
+from megatron_hetero.engine.bucket_sums import BucketSums
 from megatron_hetero.engine.gradients import scale_gradients
 from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.engine.number_formats import upper_half
 from megatron_hetero.engine.optimizer import rate_of
 from megatron_hetero.errors import UserError
+from megatron_hetero.execution import gathering
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.processor.processor import Processor
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.training import step_trainer
 from megatron_hetero.training.export import Value, assemble, gather_parameters
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
@@ -91,27 +92,46 @@ def step(flags: list[str]) -> dict[str, Any]:
 
 
 def sums_and_runs(flags: list[str]) -> tuple[list[str], dict[str, Any], float]:
-    """Of a step: the modules that ran backward on this rank, and where sums of gradients began ("+" and the module);
-    gradients, not scaled, and their norm.
+    """Of a step with small buckets: where backward passes of modules on this rank begin and end ("text", "/text"), and
+    where sums of buckets begin ("+text 0"); gradients, not scaled, and their norm.
     """
-    run, order = build(flags), list[str]()
-    real_part, real_start = run.interpreter.watch.part, step_trainer.start_sums
+    with mock.patch.object(gathering, "BUCKET", 1000):
+        run, order = build(flags), list[str]()
+    real_part, real_start = run.interpreter.watch.part, BucketSums._start
 
-    def part(name: str, label: str = "") -> Any:
-        order.extend([name] if Action.parse(label).kind == "B" and name in run.topology.layouts else [])
-        return real_part(name, label)
+    @contextmanager
+    def part(name: str, label: str = "") -> Iterator[None]:
+        backward = Action.parse(label).kind == "B" and name in run.topology.layouts
+        order.extend([name] * backward)
+        with real_part(name, label):
+            yield
+        order.extend([f"/{name}"] * backward)
 
-    def start(module: TrainedModule) -> torch.Tensor:
-        order.append(f"+{module.name}")
-        return real_start(module)
+    def start(sums: BucketSums, place: int) -> None:
+        order.append(f"+{sums.name} {place}")
+        real_start(sums, place)
 
     _, batch, _ = next(iter(run.batches()))
-    with (
-        mock.patch.object(run.interpreter.watch, "part", part),
-        mock.patch.object(step_trainer, "start_sums", start),
-    ):
+    with mock.patch.object(run.interpreter.watch, "part", part), mock.patch.object(BucketSums, "_start", start):
         summary = run.gradients(batch)
     return order, gradient(run), summary.norm
+
+
+def traced_sums(flags: list[str]) -> list[tuple[str, str]]:
+    """In a profiler's trace of a step with small buckets: the ranges of sums of gradients, and what surrounds each:
+    nodes of autograd, or else nothing.
+    """
+    with mock.patch.object(gathering, "BUCKET", 1000):
+        run = build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run.gradients(batch)
+    events = sorted(trace.events() or [], key=lambda event: event.time_range.start)
+    found = []
+    for event in (event for event in events if event.name.endswith("gradient sums")):
+        around = [e.name for e in events if e.time_range.start <= event.time_range.start < e.time_range.end]
+        found.append((event.name, next((name for name in around if "AccumulateGrad" in name), "")))
+    return found
 
 
 def gradients_of_steps(flags: list[str]) -> list[dict[str, Any]]:
@@ -227,16 +247,20 @@ def _kill_readers() -> None:
 
 
 @contextmanager
-def _after_backward(run: Trainer, edit: Callable[[str], None], loss_too: float) -> Iterator[None]:
-    """Let `edit(module)` change gradients between the last backward pass and the reduction; add `loss_too`."""
+def _before_last_backward(run: Trainer, edit: Callable[[str], None], loss_too: float) -> Iterator[None]:
+    """Let `edit(module)` change gradients before the last backward pass, in which sums over ranks begin; add
+    `loss_too`.
+    """
     real = run.interpreter.run
 
-    def edited(schedule: Schedule, load: Any, after_backward: Callable[[str], None]) -> torch.Tensor:
-        def after(module: str) -> None:
+    def edited(
+        schedule: Schedule, load: Any, after: Callable[[str], None], before: Callable[[str, int], None]
+    ) -> torch.Tensor:
+        def before_last(module: str, stage: int) -> None:
             edit(module)
-            after_backward(module)
+            before(module, stage)
 
-        return real(schedule, load, after) + loss_too
+        return real(schedule, load, after, before_last) + loss_too
 
     with mock.patch.object(run.interpreter, "run", edited):
         yield
@@ -256,7 +280,7 @@ def fault(flags: list[str], where: str, on_rank: int, value: float) -> dict[str,
     _, batch, _ = next(iter(run.batches()))
     before = stored(run)
     message = ""
-    with _after_backward(run, edit, value if here and where == "loss" else 0.0):
+    with _before_last_backward(run, edit, value if here and where == "loss" else 0.0):
         faults = run.gradients(batch).faults
         try:
             run.train_step(5, batch)

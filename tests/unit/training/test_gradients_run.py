@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_faults_name_module_rank_and_step(
     ],
     ids=str,
 )
-def test_sums_over_ranks_begin_behind_the_last_backward_pass(
+def test_sums_over_ranks_begin_within_the_last_backward_pass(
     ranks: int,
     vision: str,
     text: str,
@@ -110,18 +111,36 @@ def test_sums_over_ranks_begin_behind_the_last_backward_pass(
     pools: Pools,
     tmp_path: Path,
 ) -> None:
-    """Also on ranks without images in it; with the same bits as at the end of the step."""
+    """Bucket by bucket, in one order; behind it where a rank has no image in it, and before anything else; with the
+    same bits as at the end of the step.
+    """
     data = write_data(tmp_path, 8, seed=4, pictures=pictures)
     model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=4))
     flags = make_flags(vision, text, f"--model.hf_path {model} {more} --train.global_batch_size 4", data=data)
     found = pools(ranks).run(jobs.sums_and_runs, flags)
     later = pools(ranks).run(jobs.sums_and_runs, [*flags, "--schedule.overlap_grad_reduce", "false"])
+    within = Counter[str]()
     for (order, gradients, norm), (late, expected, norm_later) in zip(found, later, strict=True):
-        for module in set(late):
-            assert order.count(f"+{module}") == 1
-            assert order[order.index(f"+{module}") - 1] == module and module not in order[order.index(f"+{module}") :]
-        assert [each for each in order if not each.startswith("+")] == late
+        runs = [event for event in order if not event.startswith("+")]
+        assert late[: len(runs)] == runs, "without overlap all sums begin at the end"
+        for module in {event for event in runs if not event.startswith("/")}:
+            sums = [place for place, event in enumerate(order) if event.startswith(f"+{module} ")]
+            assert [order[place] for place in sums] == [f"+{module} {number}" for number in range(len(sums))]
+            end = len(order) - 1 - order[::-1].index(f"/{module}")
+            behind = [next(place for place in range(at, -1, -1) if not order[place].startswith("+")) for at in sums]
+            assert {order[place] for place in behind} <= {module, f"/{module}"}
+            assert all(order[place] == module or place == end for place in behind)
+            within[module] += sum(order[place] == module for place in behind)
         assert norm == norm_later and all(np.array_equal(gradients[name], expected[name]) for name in expected)
+    assert within["text"] and within["vision"]
+
+
+def test_a_trace_shows_sums_within_the_backward_pass(make_flags: MakeFlags, pools: Pools) -> None:
+    flags = make_flags("sp:2", "tp:1,dp:2", "--train.global_batch_size 2")
+    for overlaps in (True, False):
+        [found, _] = pools(2).run(jobs.traced_sums, [*flags, "--schedule.overlap_grad_reduce", str(overlaps).lower()])
+        assert {name for name, _ in found} == {"text gradient sums", "vision gradient sums"}
+        assert {name for name, around in found if around} == ({name for name, _ in found} if overlaps else set())
 
 
 # ---------------------------------------------------------------------------------------------- freezing
