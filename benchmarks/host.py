@@ -7,7 +7,8 @@ operations, of both passes. Meanwhile the next step is loaded, over and over, on
     alone         nothing is loaded
     threads       by threads of the same process, which take turns with the training thread (Python's global lock)
     switching     likewise, with turns of `SWITCH_MS` in place of Python's 5 ms
-    process       by another process, which takes nothing but the memory's bandwidth
+    workers       by a process of the loader, as with `data.worker_type process`, whose results a thread receives
+    process       by another process altogether, which takes nothing but the memory's bandwidth
 
 in turn, each in every round. Wants two idle cores; writes a table and the numbers to `benchmarks/results`.
 """
@@ -24,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +35,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.crew import join_group
 from benchmarks.report import Ratio, table
 from measuring.material import ModelSize, write_samples
+from megatron_hetero.batch.readers.processes import ReaderProcesses
+from megatron_hetero.batch.step_loader import StepLoader
 from megatron_hetero.config.schema import load_config
 
 RESULTS = Path(__file__).parent / "results"
@@ -52,7 +56,7 @@ TINY, LARGE = 56, 1008
 WORDS = 600
 """Of the answer of each sample that is loaded."""
 SWITCH_MS = 0.5
-SYSTEMS = ("alone", "threads", "switching", "process")
+SYSTEMS = ("alone", "threads", "switching", "workers", "process")
 
 
 def main() -> None:
@@ -83,11 +87,12 @@ def _measure(folder: Path, rounds: int, seconds: float) -> dict[str, list[float]
     other = context.Process(target=_load_when_told, args=(folder, go, end), daemon=True)
     other.start()
     trainer = _trainer(folder, "own")
-    batch = trainer.loader.load(1, map)
+    batch, readers = trainer.loader.load(1, map), ReaderProcesses(trainer.loader.reader, 1)
     loading: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
         "alone": contextlib.nullcontext,
-        "threads": lambda: _loading_here(trainer),
-        "switching": lambda: _switching(trainer),
+        "threads": lambda: _loading_here(trainer.loader),
+        "switching": lambda: _switching(trainer.loader),
+        "workers": lambda: _loading_here(replace(trainer.loader, reader=readers)),
         "process": lambda: _loading_there(go),
     }
     found: dict[str, list[float]] = {name: [] for name in SYSTEMS}
@@ -99,6 +104,7 @@ def _measure(folder: Path, rounds: int, seconds: float) -> dict[str, list[float]
     end.set()
     go.set()
     other.join()
+    readers.close()
     return found
 
 
@@ -124,23 +130,23 @@ def _micro_batch_seconds(trainer: Any, batch: Any, seconds: float) -> float:
 
 
 @contextlib.contextmanager
-def _loading_here(trainer: Any) -> Iterator[None]:
+def _loading_here(loader: StepLoader) -> Iterator[None]:
     end = threading.Event()
-    loader = threading.Thread(target=_load, args=(trainer, end))
-    loader.start()
+    loading = threading.Thread(target=_load, args=(loader, end))
+    loading.start()
     try:
         yield
     finally:
         end.set()
-        loader.join()
+        loading.join()
 
 
 @contextlib.contextmanager
-def _switching(trainer: Any) -> Iterator[None]:
+def _switching(loader: StepLoader) -> Iterator[None]:
     usual = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_MS / 1e3)
     try:
-        with _loading_here(trainer):
+        with _loading_here(loader):
             yield
     finally:
         sys.setswitchinterval(usual)
@@ -161,9 +167,9 @@ def _load_when_told(folder: Path, go: Any, end: Any) -> None:
         trainer.loader.load(2, map)
 
 
-def _load(trainer: Any, end: threading.Event) -> None:
+def _load(loader: StepLoader, end: threading.Event) -> None:
     while not end.is_set():
-        trainer.loader.load(2, map)
+        loader.load(2, map)
 
 
 def _text(seconds: dict[str, list[float]]) -> str:

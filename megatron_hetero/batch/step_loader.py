@@ -28,16 +28,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_hetero.batch.dealing import Deal, Dealing
+from megatron_hetero.batch.pixels import PixelSharing
 from megatron_hetero.batch.readers.reader import Picture, Reader
 from megatron_hetero.batch.samples import SampleMetadata, pack_metadata
-from megatron_hetero.batch.step_plan import MicroBatchPlan, PackMetadata, PixelPlan, StepPlanner
-from megatron_hetero.boundary.communicator import BoundaryCommunicator
-from megatron_hetero.boundary.loaded import load_plan
+from megatron_hetero.batch.step_plan import MicroBatchPlan, PackMetadata, StepPlanner
 from megatron_hetero.data.items import Size
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import PackedBatch, pack
 from megatron_hetero.data.sample import TokenizedSample
-from megatron_hetero.distributed.platform import CPU
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import SharedError, UserError
 from megatron_hetero.names import TEXT
@@ -134,7 +132,7 @@ class StepLoader:
         assert mine is not None, "an error has reached all ranks"
         packs, decoded = mine
         pixels = [
-            {name: self._share_out(name, part, patches.get(name, [])) for name, part in plan.pixels.items()}
+            {name: self._pixels.share_out(name, part, patches.get(name, [])) for name, part in plan.pixels.items()}
             for plan, patches in zip(plans, decoded, strict=True)
         ]
         numbers = [() if self._replica is None else tuple(of_round[self._replica]) for of_round in deal]
@@ -154,6 +152,10 @@ class StepLoader:
             ),
             skipped=len(self.dealing.step(step)) - len(samples),
         )
+
+    @cached_property
+    def _pixels(self) -> PixelSharing:
+        return PixelSharing(self.topology, self.planner.encoders)
 
     @cached_property
     def _replica(self) -> int | None:
@@ -239,26 +241,6 @@ class StepLoader:
         for (m, name, _), patches in zip(wanted, of_pictures, strict=True):
             decoded[m].setdefault(name, []).append(patches)
         return decoded
-
-    def _share_out(self, encoder: str, plan: PixelPlan, decoded: list[np.ndarray]) -> torch.Tensor:
-        """Patches of the images that this rank decoded to those that it embeds, with zeros for padding after them."""
-        communicator = self._pixels[encoder]
-        elements = communicator.width // self.planner.encoders[encoder].unit
-        own = decoded[0] if len(decoded) == 1 else np.concatenate([np.zeros((0, elements), np.float32), *decoded])
-        embedded = torch.from_numpy(own)
-        if not plan.exchange.forward.keeps_all:
-            units = embedded.view(-1, communicator.width)
-            embedded = communicator.forward(load_plan(plan.exchange, CPU), units).view(-1, elements)
-        padded = torch.nn.functional.pad(embedded, (0, 0, 0, plan.padding)) if plan.padding else embedded
-        return padded.pin_memory() if self.topology.platform.is_cuda else padded
-
-    @cached_property
-    def _pixels(self) -> dict[str, BoundaryCommunicator]:
-        """By encoder, between the hosts of this rank's replica of it: a row is the patches of one unit."""
-        return {
-            name: BoundaryCommunicator(group, CPU, self.planner.encoders[name].unit_width, torch.float32, check=False)
-            for name, group in self.topology.host_replicas.items()
-        }
 
     def _exchange(self, step: int, mine: Any, error: str | None) -> list[Any]:
         """Everybody's `mine`, by rank. Raises the first rank's error on every rank, a `SharedError`."""

@@ -102,7 +102,7 @@ class _Process:
         return UserError.at(
             "data.worker_type process (--data.worker_type)",
             problem=f"a worker process {how} while it read {record.where}",
-            because="as the system does where memory runs out" if code == -signal.SIGKILL else "",
+            because="that is how the system ends processes where memory runs out" if code == -signal.SIGKILL else "",
             fix="look at its output above and at the system's log; with too little memory lower data.workers",
         )
 
