@@ -24,7 +24,7 @@ from megatron_hetero.batch.step_loader import StepBatch
 from megatron_hetero.batch.to_device import to_device
 from megatron_hetero.config.schema import Config, load_config
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.engine.gradients import reduce_gradients, scale_gradients
+from megatron_hetero.engine.gradients import reduce_gradients
 from megatron_hetero.models.common.flops import peak_flops
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.actions import Action
@@ -175,10 +175,10 @@ class RankOnDevice:
         issued = time.perf_counter() - start
         with self.watch.part("gradient sums"):
             reduce_gradients(trainer.modules, loss, trainer.counts_loss, trainer.topology)
-            scale_gradients(trainer.modules, 1.0 / self.batch.supervised)
         with self.watch.part("update"):
             for optimizer in trainer.optimizers:
-                optimizer.update(1, trainer.config.train.iters)  # pyright: ignore[reportOptionalMemberAccess]
+                scale = 1.0 / self.batch.supervised
+                optimizer.update(1, trainer.config.train.iters, scale)  # pyright: ignore[reportOptionalMemberAccess]
         platform.synchronize()
         seconds = time.perf_counter() - start
         phases = {name: sum(laps) for name, laps in self.watch.read().items()}
