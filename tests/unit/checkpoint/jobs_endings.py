@@ -30,11 +30,11 @@ def program(flags: list[str], step: int, harm: Harm, folder: Path) -> tuple[bool
     """
     original = Trainer._update
 
-    def update(self: Trainer, number: int) -> float:
+    def update(self: Trainer, number: int, factor: float) -> float:
         if number == step:
             harm(dist.get_rank(), folder)
             collective.on_every(self.topology.files, lambda: None)  # done everywhere
-        return original(self, number)
+        return original(self, number, factor)
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with mock.patch.object(Trainer, "_update", update):
