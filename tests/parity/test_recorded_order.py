@@ -45,6 +45,7 @@ def peak_activation_bytes(folder: Path, samples: int) -> int:
     "vision, text, ranks, settings",
     [
         ("dp:1@0", "dp:1@1", 2, ScheduleSettings()),
+        ("sp:2", "pp:2", 2, ScheduleSettings(waves=1)),
         ("sp:2", "pp:2", 2, ScheduleSettings(waves=2)),
         ("sp:2@0-1", "pp:2@2-3", 4, ScheduleSettings()),
         ("sp:4", "pp:4", 4, ScheduleSettings("recompute")),

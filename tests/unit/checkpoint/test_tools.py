@@ -115,14 +115,14 @@ DETAIL = (
 SPLIT = "--parallel_layers.text 1 3"
 
 
-@pytest.mark.parametrize("vision, text, model, more", [
+@pytest.mark.parametrize("vision, text, model, more", thinned([
     ("sp:2", "tp:2", "plain", "--model.dtype bfloat16"),
     ("dp:1@0", "dp:1@1", "tied", ""),
     ("tp:2", "pp:2", "plain", TWO),
     ("dp:2", "tp:2", "plain", DETAIL),
     ("pp:2", "pp:2", "qwen3", SPLIT),
     ("sp:2", "pp:2", "qwen3-tied", f"{SPLIT} {DETAIL}"),
-], ids=["bfloat16", "tied", "two folders", "further encoder", "qwen3", "qwen3, encoder of qwen2.5"])  # fmt: skip
+], 5), ids=["bfloat16", "tied", "two folders", "further encoder", "qwen3", "qwen3, encoder of qwen2.5"])  # fmt: skip
 def test_an_export_has_the_bytes_of_the_runs_own(
     vision: str, text: str, model: str, more: str, more_folders: Path, tmp_path: Path, pools: Pools, capsys: Capture
 ) -> None:

@@ -163,7 +163,7 @@ def flags_of(case: Case, folder: Path) -> list[str]:
     return [*common.split(), *dtype.split(), *case.more.split()]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, 3) + long(COMPILED), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 4) + long(COMPILED), ids=str)
 def test_plan_is_what_a_step_takes(
     case: Case,
     folders: dict[tuple[str, bool], Path],

@@ -35,7 +35,7 @@ def seconds(module: str, kind: str, stage: int) -> float:
 
 
 @given(graph_schedules(), st.integers(0, 1000))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_every_graph_ends(schedule: Schedule, seed: int) -> None:
     check_schedule(schedule)
     execute(schedule, seed)
@@ -43,7 +43,7 @@ def test_every_graph_ends(schedule: Schedule, seed: int) -> None:
 
 
 @given(graph_schedules(most_batches=3, most_ranks=RANKS))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_every_graph_ends_with_nccls_rules(rules_pools: Pools, schedule: Schedule) -> None:
     assert runs_to_the_end(schedule, rules_pools(RANKS)) is None
 

@@ -54,7 +54,7 @@ def fits(schedule: Schedule) -> bool:
 
 
 @given(schedules(most_batches=5).filter(fits), st.sampled_from(WIRINGS), st.booleans())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_the_check_says_what_happens(
     rules_pools: Pools, one_connection_pools: Pools, schedule: Schedule, wiring: Wiring, one_queue: bool
 ) -> None:

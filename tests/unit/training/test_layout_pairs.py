@@ -40,7 +40,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks, vision, text, sharded", thinned(CASES, 5))
+@pytest.mark.parametrize("ranks, vision, text, sharded", thinned(CASES, 7))
 def test_crossing(ranks: int, vision: str, text: str, sharded: tuple[bool, bool], pools: Callable[[int], Pool]) -> None:
     by_rank = pools(ranks).run(jobs.cross, vision, text, dict(zip(("vision", "text"), sharded, strict=True)), 7)
     for batch, results in zip(BATCHES, zip(*by_rank, strict=True), strict=True):

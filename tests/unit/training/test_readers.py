@@ -26,6 +26,7 @@ from megatron_hetero.data.records import Record
 from megatron_hetero.errors import UserError
 from megatron_hetero.processor.processor import Processor
 from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.unit.training import jobs_run as jobs
 from tests.unit.training.jobs_run import MakeFlags
@@ -194,7 +195,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name)
+@pytest.mark.parametrize("how", thinned([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], 3), ids=lambda how: how.name)
 def test_nothing_outlives_a_rank(how: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
         assert rank.stdout is not None
