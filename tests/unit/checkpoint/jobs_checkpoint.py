@@ -145,7 +145,7 @@ def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:
     """
     run, step, before = build_logged(flags), 0, signal.getsignal(signal.SIGUSR1)
 
-    def signalled(in_step: int) -> None:
+    def signalled(in_step: int, *_: object) -> None:
         if in_step == at and run.topology.rank == rank:
             os.kill(os.getpid(), signal.SIGUSR1)
 
