@@ -68,7 +68,7 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("states", thinned(STATES, 3))
+@pytest.mark.parametrize("states", thinned(STATES, 5))
 def test_a_killed_rank_is_started_again_and_the_run_resumes(states: str, folder: Path, tmp_path: Path) -> None:
     """With `--max-restarts`, from the last whole checkpoint and without help: it dies while the next is written."""
     checkpoints = tmp_path / "checkpoints"

@@ -35,7 +35,7 @@ def cases(number: int) -> settings:
 # ------------------------------------------------------------------------------------------- properties
 
 
-@cases(1250)
+@cases(800)
 @given(boundaries())
 def test_random_boundaries(boundary: Boundary) -> None:
     check_everything(boundary)

@@ -90,7 +90,7 @@ def test_updates_in_one_pass_train_alike(name: str, folders: Path, tmp_path: Pat
     same(*(tmp_path / run / "checkpoints/step-00000006" for run in ("once", "cut")), but="")
 
 
-@pytest.mark.parametrize("compiled", [False, *long([True])])
+@pytest.mark.parametrize("compiled", long([False, True]))
 def test_split_masters_are_those_in_fp32_in_one_pass_too(
     compiled: bool, folders: Path, tmp_path: Path, pools: Pools
 ) -> None:

@@ -57,6 +57,7 @@ def test_a_resume_is_exact(more: str, folders: Path, tmp_path: Path, pools: Pool
     same(*(tmp_path / run / "checkpoints/step-00000008" for run in ("whole", "cut")), but="")
 
 
+@pytest.mark.long
 def test_every_stage_resumes_every_other(folders: Path, tmp_path: Path, pools: Pools) -> None:
     """In other layouts, with parts that were or are frozen: what was saved is what is loaded."""
     runs = [
