@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 from weakref import finalize
 
@@ -26,6 +26,12 @@ from megatron_hetero.environment.cuda import prepare_environment
 from megatron_hetero.errors import UserError, os_errors_as
 
 CPU = torch.device("cpu")
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` by `torch.compile`, once for tensors of any length."""
+    return torch.compile(function, dynamic=True)
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

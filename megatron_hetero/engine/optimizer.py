@@ -17,8 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from torch.optim.adamw import adamw
 
 from megatron_hetero.config.optimizers import OPTIMIZERS
 from megatron_hetero.config.schema import FP32, OptimizerConfig, PrecisionConfig
-from megatron_hetero.distributed.platform import Platform, on_device
+from megatron_hetero.distributed.platform import Platform, compiled, on_device
 from megatron_hetero.engine.fused_batches import Batch, Brought, batches_of, ends_on, is_fused, numbers_of
 from megatron_hetero.engine.fused_update import CallRates, SegmentRates, update_
 from megatron_hetero.engine.gradients import scale_gradients
@@ -139,7 +138,7 @@ class ModuleOptimizer:
         for place, batch in enumerate(self._fused_batches):
             with self._on(place):
                 brought = Brought.of(self.state, batch)
-                _compiled(update_)(*brought.arguments(), numbers[place], ends[place])
+                compiled(update_)(*brought.arguments(), numbers[place], ends[place])
                 brought.put_back()
 
     def _segment(self, rates: Rates, step: int, total: int, count: float) -> SegmentRates:
@@ -158,8 +157,10 @@ class ModuleOptimizer:
         master, moments = _Unpacked.of(self.state.master, pieces), self._moments(pieces)
         gradients = self._gradients(pieces)
         # Copies: a parameter in several pieces is counted once.
-        stacked = torch.stack([self.shards[p.name].updates for p in pieces])
-        counts = on_device(stacked, self.platform.device).unbind() if moments else ()
+        counts: Sequence[Tensor] = ()
+        if moments:
+            stacked = torch.stack([self.shards[p.name].updates for p in pieces])
+            counts = on_device(stacked, self.platform.device).unbind()
         for rates, places in self._by_rates(pieces).items():
 
             def chosen(of_pieces: Sequence[Tensor], places: list[int] = places) -> list[Tensor]:
@@ -255,12 +256,6 @@ class ModuleOptimizer:
         stream = streams[place % len(streams)]
         stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(stream)
-
-
-@cache
-def _compiled(function: Any) -> Any:
-    """For any number of elements."""
-    return torch.compile(function, dynamic=True)
 
 
 @dataclass(frozen=True, eq=False)

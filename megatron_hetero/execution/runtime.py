@@ -131,8 +131,11 @@ class Interpreter(RankResources):
                 the launcher or the watchdog ends them.
         """
         _require_same_edges(self, schedule)
-        nothing = lambda *_: None  # noqa: E731
-        return StepExecution(self, schedule, load, after_backward or nothing, before_last or nothing).run()
+        return StepExecution(self, schedule, load, after_backward or _nothing, before_last or _nothing).run()
+
+
+def _nothing(*_: object) -> None:
+    """For whoever wants to know of no backward pass."""
 
 
 def _by_edge(width: int | Mapping[Edge, int], topology: Topology) -> Mapping[Edge, int]:

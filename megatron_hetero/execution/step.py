@@ -60,10 +60,9 @@ class StepExecution:
         self.resources, self.schedule, self.load, self.after_backward = resources, schedule, load, after_backward
         self.before_last = before_last
         self.actions = schedule.actions_of(resources.rank)
-        backward = ((i, action.module) for i, action in enumerate(self.actions) if _is_backward(action))
-        self.last_backward = {module: i for i, module in backward}
-        of_stages = ((i, action) for i, action in enumerate(self.actions) if _is_backward(action))
-        self.last_of_stage = {(action.module, action.stage): i for i, action in of_stages}
+        backward = [(i, action) for i, action in enumerate(self.actions) if _is_backward(action)]
+        self.last_backward = {action.module: i for i, action in backward}
+        self.last_of_stage = {(action.module, action.stage): i for i, action in backward}
         self.last_use = {action.micro_batch: i for i, action in enumerate(self.actions)}
         self.position = 0
         self.loss = torch.zeros((), dtype=torch.float32, device=resources.device)

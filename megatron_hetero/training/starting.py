@@ -56,14 +56,12 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     return Trainer(
         **{field.name: getattr(steps, field.name) for field in fields(steps)},
         loader=StepLoader(
-            *(
-                inputs.mixture,
-                reader_of(job, inputs.processor),
-                topology,
-                steps.planner,
-                dealing_of(job),
-                job.text_work,
-            ),
+            inputs.mixture,
+            reader_of(job, inputs.processor),
+            topology,
+            steps.planner,
+            dealing_of(job),
+            job.text_work,
         ),
         held_out=inputs.held_out,
         writer=writer,

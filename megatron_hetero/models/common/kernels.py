@@ -124,13 +124,18 @@ def torch_flash(
         False,  # return_debug_mask
         scale=dim**-0.5 if scale is None else scale,
     )
-    return out if out.shape[-1] == dim else out[..., :dim]
+    return _cropped(out, dim)
 
 
 def _padded(x: Tensor) -> Tensor:
     """Heads as wide as a kernel wants them."""
     padding = -x.shape[-1] % FLASH_HEAD_MULTIPLE
     return F.pad(x, (0, padding)) if padding else x
+
+
+def _cropped(x: Tensor, dim: int) -> Tensor:
+    """Heads of `dim` elements, without padding."""
+    return x if x.shape[-1] == dim else x[..., :dim]
 
 
 def flash_attn_3(
@@ -147,17 +152,10 @@ def flash_attn_3(
     hopper/flash_attn_interface.py). Earlier betas of 3.0.0 return the logarithm of the softmax's sum besides.
     """
     dim = q_nHD.shape[2]
-    found = function(
-        *map(_padded, (q_nHD, k_KhD, v_KhD)),
-        cu_seqlens_q=segments.cu_seqlens_q,
-        cu_seqlens_k=segments.cu_seqlens_kv,
-        max_seqlen_q=segments.max_seqlen_q,
-        max_seqlen_k=segments.max_seqlen_kv,
-        softmax_scale=dim**-0.5 if scale is None else scale,
-        causal=causal,
-    )
-    out = found[0] if isinstance(found, tuple) else found
-    return out if out.shape[-1] == dim else out[..., :dim]
+    q_nHD, k_KhD, v_KhD = map(_padded, (q_nHD, k_KhD, v_KhD))
+    scale = dim**-0.5 if scale is None else scale
+    found: Any = flash_attn(q_nHD, k_KhD, v_KhD, segments, causal=causal, scale=scale, function=function)
+    return _cropped(found[0] if isinstance(found, tuple) else found, dim)
 
 
 def flash_attn(

@@ -96,7 +96,7 @@ def fused(*, compiled: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Platform, "compiles", True))
         if not compiled:
-            stack.enter_context(mock.patch.object(optimizer, "_compiled", lambda function: function))
+            stack.enter_context(mock.patch.object(optimizer, "compiled", lambda function: function))
         yield
 
 

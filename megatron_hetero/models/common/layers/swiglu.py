@@ -4,13 +4,14 @@ compiles them, few elsewhere.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron_hetero.distributed.platform import compiled
 
 
 def swiglu(wide: Tensor) -> Tensor:
@@ -40,20 +41,14 @@ def backward_in_place(grad: Tensor, wide: Tensor) -> Tensor:
     return made
 
 
-@cache
-def _compiled(function: Any) -> Any:
-    """For any number of tokens."""
-    return torch.compile(function, dynamic=True)
-
-
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wide: Tensor) -> Tensor:
         ctx.save_for_backward(wide)
-        return _compiled(forward)(wide) if wide.is_cuda else forward(wide)
+        return compiled(forward)(wide) if wide.is_cuda else forward(wide)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (wide,) = ctx.saved_tensors
-        return _compiled(backward)(grad, wide) if wide.is_cuda else backward_in_place(grad, wide)
+        return compiled(backward)(grad, wide) if wide.is_cuda else backward_in_place(grad, wide)
