@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.roofline.devices import COLLECTIVE, GPUS, LINKS, MEMORY, PRODUCTS, Gpu
 from benchmarks.roofline.timeline import Timeline, works_noted
 from tests.fake_cuda.device import FakeGpu
-from tests.fake_cuda.rank import SUMS
+from tests.fake_cuda.rank import BEFORE, SUMS, WEIGHTS
 
 aten = torch.ops.aten
 OF_MATRICES = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
@@ -111,7 +111,8 @@ class CountingGpu(FakeGpu):
             seconds = ask.seconds(GPUS[name])
             if ask.kind == "wire":
                 self._ends = self._ends or {}
-                self._ends[name] = timeline.issue(seconds, SUMS if SUMS in self.phase else "")
+                once = SUMS in self.phase or self.phase in (WEIGHTS, BEFORE)
+                self._ends[name] = timeline.issue(seconds, "once" if once else "")
             else:
                 timeline.compute(seconds)
 

@@ -13,7 +13,7 @@ from tests.fake_cuda.rank import within
 DIRECTIONS = ("forward", "backward")
 MODULES = ("vision", "text")
 BETWEEN = ("boundary", "pipeline")
-ENDING = ("gradient sums", "update", "rest")
+ENDING = ("gradient sums", "update", "weights", "rest")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Prediction:
     @property
     def end(self) -> float:
         """Seconds of the sums of gradients, the update and what else there is once in a step. Sums begin within the
-        last backward passes, where nothing waits for them.
+        last backward passes, where nothing waits for them; of the gathers of weights, what forward passes wait.
         """
         return self._seconds(*ENDING, *(within(f"{module} backward") for module in MODULES))
 

@@ -215,6 +215,11 @@ class ScheduleConfig:
         "Sum a module's gradients over ranks within its last backward pass on a rank, bucket by bucket; otherwise at "
         "the end of the step.",
     )
+    overlap_param_gather: bool = option(
+        True,
+        "Gather a module's updated weights over ranks beside the next forward pass, bucket by bucket; otherwise at the "
+        "end of the step.",
+    )
     timeout_s: float = option(
         1800.0,
         "Watchdog timeout per action, seconds; 0 disables. Also ends a start, save or export without progress on any "

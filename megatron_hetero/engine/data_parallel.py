@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.bucket_sums import Bucket, BucketSums
+from megatron_hetero.engine.weight_gathers import WeightBucket, WeightGathers, parts_of_stage
 from megatron_hetero.execution.contract import GatheredStage
 from megatron_hetero.execution.gathering import bucket_elements
 
@@ -77,7 +78,7 @@ class DataParallel(ABC):
 
     @abstractmethod
     def weights(self, name: str) -> Tensor:
-        """A view of them, flat."""
+        """A view of them, flat, as all ranks have updated them."""
 
     @abstractmethod
     def accumulated(self, name: str) -> tuple[Tensor, Range]:
@@ -107,7 +108,13 @@ class DataParallel(ABC):
 
     @abstractmethod
     def share_weights(self) -> None:
-        """Let runs of the module see the weights that each rank has updated. Collective where all keep all of them."""
+        """Let runs of the module see the weights that each rank has updated. Collective where all keep all of them,
+        which may go on beside what is computed next: `wait_for_weights`.
+        """
+
+    @abstractmethod
+    def wait_for_weights(self) -> None:
+        """Before weights are written, or read other than by a run of the module or through `weights`."""
 
     @abstractmethod
     def whole(self, name: str, flat: Tensor) -> Tensor:
@@ -120,12 +127,14 @@ class Replicated(DataParallel):
 
     `ddp`: Megatron's buffers; None where nothing trains. `platform`: where they are reduced. Not by Megatron, which
     overlaps the reductions of buckets with the backward pass only where each parameter gets a gradient in each step.
-    `sums`: of its buckets, likewise. `adds_up`: whether a backward pass gives parameters several gradients.
+    `sums`: of its buckets, likewise; `gathers`: of their weights, with the distributed optimizer. `adds_up`: whether a
+    backward pass gives parameters several gradients.
     """
 
     ddp: DistributedDataParallel | None
     platform: Platform
     sums: BucketSums | None
+    gathers: WeightGathers | None
     adds_up: bool
 
     @classmethod
@@ -146,7 +155,7 @@ class Replicated(DataParallel):
         """
         trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
         if not trained:
-            return cls(parameters, groups, None, platform, None, adds_up)
+            return cls(parameters, groups, None, platform, None, None, adds_up)
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=gradients == torch.float32,
             use_distributed_optimizer=sharded,
@@ -156,10 +165,14 @@ class Replicated(DataParallel):
         model = chunks[0] if len(chunks) == 1 else torch.nn.ModuleList(chunks)
         ddp = DistributedDataParallel(chunks[0].config, config, model, pg_collection=groups)
         config.overlap_grad_reduce = False  # Which has made several buckets; Megatron's hooks need not sum them.
-        made = cls(parameters, groups, ddp, platform, None, adds_up)
+        made = cls(parameters, groups, ddp, platform, None, None, adds_up)
         every = [p for p in ddp.module.parameters() if p.requires_grad]
         accumulators = list(zip(every, ddp.grad_accs, strict=True))
-        return replace(made, sums=BucketSums(name, made.summed_buckets(), groups.dp_cp, accumulators))
+        sums, gathers = BucketSums(name, made.summed_buckets(), groups.dp_cp, accumulators), None
+        if sharded:
+            parts = [part for chunk in chunks for part in parts_of_stage(chunk)]
+            gathers = WeightGathers(name, made.weight_buckets(), groups.dp_cp, parts)
+        return replace(made, sums=sums, gathers=gathers)
 
     @property
     @override
@@ -203,14 +216,26 @@ class Replicated(DataParallel):
 
     def summed_buckets(self) -> list[Bucket]:
         """In the order in which they are summed: about that in which gradients come."""
-        found = []
-        ranks, rank = self.groups.dp_cp.size(), self.groups.dp_cp.rank()
-        for bucket in (bucket for buffer in self._ddp_buffers for bucket in buffer.buckets):
-            gradients = bucket.grad_data
-            share = self.sharded and not self.platform.prefers_all_reduce
-            summed = gradients.view(ranks, -1)[rank] if share else gradients
-            found.append(Bucket(gradients, summed, tuple(bucket.params_list)))
-        return found
+        share = self.sharded and not self.platform.prefers_all_reduce
+        return [
+            Bucket(each.grad_data, self._share(each.grad_data) if share else each.grad_data, tuple(each.params_list))
+            for each in self._ddp_buckets
+        ]
+
+    def weight_buckets(self) -> list[WeightBucket]:
+        """The weights of the same parameters, where ranks update shares of them."""
+        return [
+            WeightBucket(each.param_data, self._share(each.param_data), tuple(each.params_list))
+            for each in self._ddp_buckets
+        ]
+
+    @property
+    def _ddp_buckets(self) -> Sequence[Any]:
+        return [bucket for buffer in self._ddp_buffers for bucket in buffer.buckets]
+
+    def _share(self, flat: Tensor) -> Tensor:
+        """That of this rank in a bucket."""
+        return flat.view(self.groups.dp_cp.size(), -1)[self.groups.dp_cp.rank()]
 
     @property
     @override
@@ -223,6 +248,7 @@ class Replicated(DataParallel):
 
     @override
     def weights(self, name: str) -> Tensor:
+        self.wait_for_weights()
         return self.parameters[name].detach().view(-1)
 
     @override
@@ -253,9 +279,13 @@ class Replicated(DataParallel):
 
     @override
     def share_weights(self) -> None:
-        if self.ddp is not None and self.sharded:
-            with self.platform.megatron_scope():
-                self.ddp.start_param_sync()
+        if self.gathers is not None:
+            self.gathers.start()
+
+    @override
+    def wait_for_weights(self) -> None:
+        if self.gathers is not None:
+            self.gathers.wait()
 
     @override
     def whole(self, name: str, flat: Tensor) -> Tensor:

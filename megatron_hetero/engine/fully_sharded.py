@@ -50,11 +50,12 @@ class Unit:
 @dataclass(frozen=True, eq=False)
 class ShardedStage:
     """A stage whose weights are gathered when it runs. `model`: of the stage; the last of the `units` is what is left
-    of it. `zero`: 2 or 3.
+    of it. `gradients`: of all of them, one after the other. `zero`: 2 or 3.
     """
 
     model: nn.Module
     units: tuple[Unit, ...]
+    gradients: Tensor
     zero: int
 
     def before_run(self, stays: bool) -> None:
@@ -103,7 +104,7 @@ class FullySharded(DataParallel):
     @property
     @override
     def buffers(self) -> Sequence[Tensor]:
-        return [unit.gradients for stage in self.stages for unit in stage.units if unit.places]
+        return [stage.gradients for stage in self.stages if len(stage.gradients)]
 
     @property
     @override
@@ -156,6 +157,10 @@ class FullySharded(DataParallel):
         for stage in self.stages:
             for unit in stage.units:
                 unit.module.reshard()
+
+    @override
+    def wait_for_weights(self) -> None:
+        """Runs gather them."""
 
     @override
     def whole(self, name: str, flat: Tensor) -> Tensor:
@@ -217,15 +222,18 @@ def shard_stage(
     mesh = DeviceMesh.from_group(groups.dp_cp, device.type, mesh_dim_names=("dp_cp",))
     names = {parameter: name_of(name) for name, parameter in model.named_parameters()}
     policy = MixedPrecisionPolicy(reduce_dtype=gradients, cast_forward_inputs=False)
-    units = []
-    for part in (*model.units(), Gathered(model)):
+    parts, places = [*model.units(), Gathered(model)], list[_Places]()
+    for part in parts:
         named = _materialize(part.module, names, device, load, trained)
         fully_shard(part.module, mesh=mesh, mp_policy=policy)
-        units.append(_unit(part, named, gradients, groups.dp_cp.size(), device, adds_up=adds_up))
+        places.append(_share(part.module, named, groups.dp_cp.size()))
     unfilled = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     assert not unfilled, f"made without memory, and not filled: {unfilled}"
+    flat = torch.zeros(sum(each.size for each in places), dtype=gradients, device=device)
+    own = flat.split([each.size for each in places])
+    units = [_unit(part, each, of, adds_up=adds_up) for part, each, of in zip(parts, places, own, strict=True)]
     _order(model, units)
-    return ShardedStage(model, tuple(units), zero)
+    return ShardedStage(model, tuple(units), flat, zero)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,16 +265,16 @@ def _materialize(
     return places
 
 
-def _unit(
-    part: Gathered,
-    places: Mapping[str, _Place],
-    dtype: torch.dtype,
-    ranks: int,
-    device: torch.device,
-    *,
-    adds_up: bool,
-) -> Unit:
-    module = part.module
+@dataclass(frozen=True)
+class _Places:
+    """Where the gradient of each trained parameter of a unit begins in the unit's, which have `size` elements."""
+
+    starts: Mapping[str, int]
+    size: int
+
+
+def _share(module: Any, places: Mapping[str, _Place], ranks: int) -> _Places:
+    """Note on the sharded parameters of a unit what Megatron noted; and the places of their gradients."""
     names = {id(place.parameter): name for name, place in places.items()}
     starts, end = dict[str, int](), 0
     for parameter in fsdp_parameters(module):
@@ -276,17 +284,21 @@ def _unit(
             starts[name] = end
             end += share_of(parameter.shape, ranks)
             parameter.register_post_accumulate_grad_hook(_drop)
-    gradients = torch.zeros(end, dtype=dtype, device=device)
+    return _Places(starts, end)
+
+
+def _unit(part: Gathered, places: _Places, gradients: Tensor, *, adds_up: bool) -> Unit:
+    module = part.module
     module.set_unshard_in_backward(part.in_backward)
-    if starts and adds_up:
-        _accumulate_in(dtype, module)
-    if starts:
+    if places.starts and adds_up:
+        _accumulate_in(gradients.dtype, module)
+    if places.starts:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_all_reduce_hook(_adding_to(gradients))
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
-    return Unit(module, gradients, starts, part.read_again)
+    return Unit(module, gradients, places.starts, part.read_again)
 
 
 def _accumulate_in(dtype: torch.dtype, module: Any) -> None:

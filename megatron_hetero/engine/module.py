@@ -34,7 +34,8 @@ class TrainedModule:
 
     `stages`: the pipeline stages that this rank holds, and `chunks`: the model of each of them. `maps`, `held`: for
     each rank of its tensor-parallel group the weight map, and how often that group holds each parameter. `parameters`:
-    of this rank, with the shapes that they have before data-parallel ranks share them. `data_parallel`: how they do.
+    of this rank, with the shapes that they have before data-parallel ranks share them; their values may be on the way
+    between ranks, other than those of `weight` and `whole_weight`. `data_parallel`: how they do.
     `tied`: the parameter of which another stage holds a copy, if any. Parameters are named as in the whole module.
     """
 

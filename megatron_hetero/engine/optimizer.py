@@ -95,6 +95,7 @@ class ModuleOptimizer:
         """Update with the gradients times `scale`, at the rates of `step` (from 1) of `total`; then every rank has all
         weights. Collective over the ranks that hold the same weights. Gradients are undefined afterwards.
         """
+        self.module.data_parallel.wait_for_weights()
         if self.platform.compiles and is_fused(self.state):
             self._update_fused(step, total, scale)
         else:
@@ -116,6 +117,7 @@ class ModuleOptimizer:
     def renew_weights(self) -> None:
         """Make the weights those of the masters, where these were loaded."""
         master = self.state.master
+        self.module.data_parallel.wait_for_weights()
         for pieces in () if isinstance(master, Fp32Weights) else self._batches:
             start, stop = pieces[0].start, pieces[-1].stop
             master.write(start, master.read(start, stop))

@@ -156,6 +156,8 @@ class StepTrainer(OfJob):
         for optimizer in self.optimizers:
             if optimizer is not None:
                 optimizer.update(step, total, scale)
+                if not self.config.schedule.overlap_param_gather:
+                    optimizer.module.data_parallel.wait_for_weights()
         return rate_of(config.lr, config.min_lr, step, config, total)
 
     def _refuse_faults(self, step: int, summary: GradientSummary) -> None:

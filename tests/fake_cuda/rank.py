@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.bucket_sums import BucketSums
+from megatron_hetero.engine.weight_gathers import WeightGathers
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.training.step_trainer import StepTrainer
@@ -25,7 +26,8 @@ from tests.fake_cuda.cases import Case
 from tests.fake_cuda.device import GPU, FakeGpu, Usage
 
 OF_KIND = {"F": "forward", "R": "forward again", "B": "backward"}
-SUMS, UPDATE, REST = "gradient sums", "update", "rest"
+SUMS, WEIGHTS, UPDATE, REST = "gradient sums", "weights", "update", "rest"
+BEFORE = "the end of the step before"
 
 
 class _Phases(Stopwatch):
@@ -55,18 +57,30 @@ def _phase(action: Action) -> str:
 
 
 @contextlib.contextmanager
-def _sums_apart(gpu: FakeGpu) -> Iterator[None]:
-    """Inside, sums of gradients count by themselves, also those that begin in the midst of a backward pass: as `within`
-    it, but for the last, which begins at its end.
+def _apart(gpu: FakeGpu) -> Iterator[None]:
+    """Inside, what is done once in a step counts by itself, also in the midst of a forward or backward pass: gathers of
+    weights, and where runs wait for these; sums of gradients that begin `within` a backward pass, but for the last,
+    which begins at its end.
     """
-    real = BucketSums._start
+    real, real_gather, real_wait = BucketSums._start, WeightGathers.start, WeightGathers.wait
 
     def start(sums: BucketSums, place: int) -> None:
         inside = gpu.phase.endswith("backward") and place < len(sums.buckets) - 1
         with gpu.during(within(gpu.phase) if inside else SUMS):
             real(sums, place)
 
-    with mock.patch.object(BucketSums, "_start", start):
+    def gather(gathers: WeightGathers) -> None:
+        with gpu.during(BEFORE if gpu.phase == BEFORE else WEIGHTS):
+            real_gather(gathers)
+
+    def wait(gathers: WeightGathers, places: Iterable[int] | None = None) -> None:
+        with gpu.during(WEIGHTS):
+            real_wait(gathers, places)
+
+    with (
+        mock.patch.object(BucketSums, "_start", start),
+        mock.patch.multiple(WeightGathers, start=gather, wait=wait),
+    ):
         yield
 
 
@@ -88,8 +102,11 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
         phases: Any = _Phases(trainer.platform, gpu, trainer.interpreter.watchdog)
         trainer.interpreter.watch = trainer.interpreter.watchdog = phases
         batch = assumed_step(trainer)
+        with gpu.during(BEFORE), _apart(gpu):
+            for optimizer in filter(None, trainer.optimizers):
+                optimizer.share_weights()
         usage.start_again()
-        with gpu.during(REST), _sums_apart(gpu):
+        with gpu.during(REST), _apart(gpu):
             trainer.train_step(1, batch)
         planned = dict(zip(KINDS, plan.memory[case.rank].tolist(), strict=True))
         return (

@@ -119,7 +119,7 @@ def copies(flags: list[str]) -> dict[tuple[str, ...], np.ndarray]:
         run.train_step(step, batch)
     [module] = [module for module in run.modules if module.name == "text"]
     return {
-        tuple(map(str, tensor_slice.rectangle)): module.parameters[name][tensor_slice.place].detach().float().numpy()
+        tuple(map(str, tensor_slice.rectangle)): module.whole_weight(name)[tensor_slice.place].float().numpy()
         for name, slices in module.own_map.items()
         for tensor_slice in slices
         if not tensor_slice.empty

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import CPU, Platform
@@ -14,6 +13,9 @@ def train(flags: list[str], steps: int) -> tuple[list[tuple[float, float]], dict
     """Loss and gradient norm of each step on the data that a plan assumes, and this rank's weights after them."""
     trainer = drawn_trainer(load_config(flags), Platform(CPU, "gloo"))
     metrics = [trainer.train_step(step, assumed_step(trainer)) for step in range(1, steps + 1)]
-    parameters = {f"{m.name} {name}": p.detach() for m in trainer.modules for name, p in m.parameters.items()}
-    weights = {name: (p.to_local() if isinstance(p, DTensor) else p).float() for name, p in parameters.items()}
+    weights = {
+        f"{module.name} {name}": module.data_parallel.weights(name).float()
+        for module in trainer.modules
+        for name in module.parameters
+    }
     return [(found.loss, found.grad_norm) for found in metrics], weights

@@ -269,7 +269,7 @@ def steps(case: Case, seeds: Sequence[int], number: int) -> dict[str, Any]:
             assert optimizer is not None
             optimizer.update(step, number)
     module = trainee.module
-    tied = None if module.tied is None else module.parameters[module.tied].detach().numpy().copy()
+    tied = None if module.tied is None else module.whole_weight(module.tied).numpy().copy()
     at = trainee.layouts["text"].coordinate(dist.get_rank())
     return {"weights": trainee.stored(), "tied": tied, "at": at, "copy": module.tied_copy is not None}
 

@@ -16,7 +16,7 @@ model.sequence_parallel.MODULE model.backend model.compile
 data.registry.NAME.annotations data.registry.NAME.images data.datasets data.shuffle data.max_seq_length data.too_long
 data.min_pixels data.max_pixels data.balance data.workers data.worker_type boundary.transport parallel_layers.MODULE
 schedule.kind schedule.waves schedule.run_ahead schedule.virtual_stages schedule.overlap_grad_reduce
-schedule.timeout_s
+schedule.overlap_param_gather schedule.timeout_s
 train.profile.start train.profile.steps train.iters train.global_batch_size train.micro_batch_size train.seed
 train.tokens_per_micro_batch train.patches_per_micro_batch
 optimizer.name optimizer.lr optimizer.min_lr optimizer.lr_vision optimizer.lr_projector optimizer.betas optimizer.eps
