@@ -59,27 +59,34 @@ def is_fused(state: OptimizerState) -> bool:
 def batches_of(state: OptimizerState, tied: str | None, most: int, *, streamed: bool) -> Iterator[Batch]:
     """All elements. What is `tied` is by itself: on other stages it has other neighbours, and other places.
 
-    `most`: elements that are brought together at a time. `streamed`: whether the states lie in host memory.
+    `most`: elements of which all is brought together at a time. `streamed`: whether the states lie in host memory.
     """
-    places = {0, *_weights(state).ends, *state.gradients.ends}
-    gathers = streamed or len(places) > PLACES
-    cuts = set() if gathers else places
+    several = _weights(state), state.gradients
+    brought = [each for each in several if streamed or len(each.tensors) > PLACES]
+    cuts = {0, *(end for each in several if each not in brought for end in each.ends)}
+    longest = _MOST
+    if brought:
+        # As many bytes, if only some of it is brought.
+        longest = most * sum(map(_itemsize, several)) // sum(map(_itemsize, brought))
     names, lengths, start, end = list[str](), list[int](), 0, 0
     for name, shard in state.shards.items():
         stop = shard.at + shard.stop - shard.start
         while end < stop:
             apart = bool(names) and (name == tied) != (names[-1] == tied)
-            full = end - start == (most if gathers else _MOST) or len(names) == SEGMENTS
+            full = end - start == longest or len(names) == SEGMENTS
             if names and (apart or full or end in cuts):
                 yield Batch(start, end, tuple(names), tuple(lengths))
                 names, lengths, start = [], [], end
-            limit = start + (most if gathers else _MOST)
-            until = min(stop, limit, *(cut for cut in cuts if cut > end)) if cuts else min(stop, limit)
+            until = min(stop, start + longest, *(cut for cut in cuts if cut > end))
             names.append(name)
             lengths.append(until - end)
             end = until
     if names:
         yield Batch(start, end, tuple(names), tuple(lengths))
+
+
+def _itemsize(numbers: Spread) -> int:
+    return numbers.dtype.itemsize
 
 
 def _weights(state: OptimizerState) -> Spread:
