@@ -79,9 +79,16 @@ def losses(flags: list[str], others: list[ScheduleSettings]) -> list[tuple[float
 
 
 def losses_in_buckets(flags: list[str]) -> tuple[float, float]:
-    """Loss and gradient norm of one step with small buckets of gradients: sums begin amid backward passes."""
+    """Loss and gradient norm of one step with small buckets: it begins while weights are gathered, and sums of
+    gradients amid backward passes.
+    """
     with mock.patch.object(gathering, "BUCKET", 1000):
-        return losses(flags, [])[0]
+        run = _build(flags)
+    _, batch, _ = next(iter(run.batches()))
+    for optimizer in filter(None, run.optimizers):
+        optimizer.share_weights()
+    summary = run.gradients(batch)
+    return summary.loss_sum / batch.supervised, summary.norm / batch.supervised
 
 
 def _build(flags: list[str]) -> Trainer:
