@@ -20,8 +20,9 @@ from typing import Any
 
 from benchmarks.roofline.cases import LAYOUTS, WORLD, Step, steps
 from benchmarks.roofline.devices import GPUS, Gpu
+from benchmarks.roofline.measured import read, with_measured
 from benchmarks.roofline.prediction import Prediction, phase_times
-from benchmarks.roofline.report import numbers_of, text_of
+from benchmarks.roofline.report import Measured, numbers_of, text_of
 from tests.fake_cuda import guard
 from tests.fake_cuda.cases import Case
 
@@ -36,13 +37,19 @@ def main() -> None:
     if why := guard.missing():
         sys.exit(f"nothing is predicted: {why}")
     gpu = GPUS[options.gpu]
+    try:
+        shares = () if options.measured is None else read(options.measured, gpu)
+    except ValueError as error:
+        sys.exit(f"--measured: {error}")
     every = steps(gpu.usable, options.model or LAYOUTS)
     counted = _counted([step.case for step in every])
-    found = [
-        (step, _predicted(step, counts["costs"], gpu), counts["peak"])
-        for step, counts in zip(every, counted, strict=True)
-    ]
-    page = text_of(found, gpu)
+    found, measured = list[tuple[Step, Prediction, float]](), list[Measured]()
+    for step, counts in zip(every, counted, strict=True):
+        alone = _predicted(step, counts["costs"], gpu)
+        prediction, seconds = with_measured(step, alone, shares)
+        found.append((step, prediction, counts["peak"]))
+        measured += [(step, alone, seconds)] if seconds else []
+    page = text_of(found, gpu, measured)
     print(page)
     if options.results is not None:
         options.results.mkdir(parents=True, exist_ok=True)
@@ -55,6 +62,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
     parser.add_argument("--gpu", choices=list(GPUS), default="h100", help="whose numbers are taken")
     parser.add_argument("--model", action="append", choices=list(LAYOUTS), help="all where left out")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="GPU.JSON",
+        help="a record of benchmarks.gpu on such a device: what it has measured is taken in place of predictions",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where to write")
     parser.add_argument("--dry", dest="results", action="store_const", const=None, help="print only")
     return parser.parse_args()

@@ -33,6 +33,11 @@ class PhaseTime:
         by_kind = {kind: seconds - saved * (kind == "attention") for kind, seconds in self.by_kind.items()}
         return replace(self, device=self.device - saved, by_kind=by_kind)
 
+    def with_computing(self, seconds: float) -> PhaseTime:
+        """Where the kernels of the stream that computes take so long together, the host's launching included."""
+        wire = self.by_kind.get("wire", 0.0)
+        return replace(self, device=seconds + wire, kernels=0, by_kind={"measured": seconds, "wire": wire})
+
     @property
     def host(self) -> float:
         """Seconds in which the kernels are launched."""
@@ -76,6 +81,11 @@ class Prediction:
         """Where attention is so many times as fast in either direction."""
         times = {phase: backward if phase.endswith("backward") else forward for phase in self.phases}
         return replace(self, phases={name: t.with_attention(times[name]) for name, t in self.phases.items()})
+
+    def with_computing(self, seconds: Mapping[str, float]) -> Prediction:
+        """Where the kernels of some phases take so many seconds."""
+        measured = {name: self.phases[name].with_computing(value) for name, value in seconds.items()}
+        return replace(self, phases={**self.phases, **measured})
 
     def _seconds(self, *phases: str) -> float:
         return sum(self.phases[phase].seconds for phase in phases if phase in self.phases)

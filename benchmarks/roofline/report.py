@@ -17,17 +17,20 @@ COLUMNS = (
 )
 Found = Sequence[tuple[Step, Prediction, float]]
 """Steps, what is predicted of them, and the peak of their memory in bytes."""
+Measured = tuple[Step, Prediction, Mapping[str, float]]
+"""A step, what is predicted of it, and seconds of phases that were measured, without what they wait for links."""
 
 
-def text_of(found: Found, gpu: Gpu) -> str:
+def text_of(found: Found, gpu: Gpu, measured: Sequence[Measured] = ()) -> str:
     """The whole page."""
     models = list(dict.fromkeys(step.model for step, *_ in found))
     parts = [
         f"# Roofline of {WORLD} × {gpu.name}",
         f"`python -m benchmarks.roofline --gpu {gpu.name}`: one rank of each layout is run on a GPU that computes "
-        "nothing (`tests/fake_cuda`), and what each kernel asks for is divided by what the GPU reaches. Nothing here "
-        "was measured.",
+        "nothing (`tests/fake_cuda`), and what each kernel asks for is divided by what the GPU reaches. "
+        + ("Phases that `benchmarks.gpu` has measured take as long." if measured else "Nothing here was measured."),
         _assumed(gpu),
+        *(["## Measured", compared(measured)] if measured else []),
     ]
     for model in models:
         of_model = [each for each in found if each[0].model == model]
@@ -35,6 +38,18 @@ def text_of(found: Found, gpu: Gpu) -> str:
         parts += [_of_picture(picture, of_model) for picture in PICTURES]
         parts += ["### `sp|tp` over the best of the others", _ratios(of_model)]
     return "\n\n".join(parts)
+
+
+def compared(measured: Sequence[Measured]) -> str:
+    """A table of what was measured, beside what is predicted of it."""
+    rows = []
+    for step, p, seconds in measured:
+        for phase, found in seconds.items():
+            expected = p.phases[phase].seconds - p.phases[phase].by_kind.get("wire", 0.0)
+            step_name = f"{step.model.upper()} `{step.layouts}`".replace("|", "\\|")
+            cells = step_name, step.picture, phase, f"{1e3 * found:.1f}", f"{1e3 * expected:.1f}"
+            rows.append(" | ".join([*map(str, cells), f"{found / expected:.2f}"]))
+    return table("layout | step | phase | measured, ms | predicted, ms | measured / predicted", rows)
 
 
 def numbers_of(found: Found) -> list[dict[str, Any]]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.roofline import __main__ as command
-from benchmarks.roofline.cases import LAYOUTS, PACK, PICTURES, Step
+from benchmarks.roofline.cases import LAYOUTS, PACK, PICTURES, Layouts, Step
 from benchmarks.roofline.costs import Ask, ask_of
 from benchmarks.roofline.devices import COLLECTIVE, GPUS, LAUNCH
+from benchmarks.roofline.measured import read, with_measured
 from benchmarks.roofline.prediction import MODULES, PhaseTime, Prediction, phase_times
-from benchmarks.roofline.report import numbers_of, text_of
+from benchmarks.roofline.report import compared, numbers_of, text_of
 from benchmarks.roofline.timeline import Timeline
 from tests.fake_cuda import guard
 from tests.fake_cuda.rank import within
@@ -145,6 +149,47 @@ def test_sums_within_a_backward_pass_are_made_once_in_a_step() -> None:
     phases[within("text backward")] = PhaseTime(0.25, 0, {"memory": 0.25}, links=9.0)
     found = Prediction(phases, micro_batches=3, flops={}, patches=1, ranks=8, gpu=H100)
     assert (found.micro_batch, found.end, found.step) == (2.0, 1.25, 7.25)
+
+
+def _record(folder: Path, device: str, layout: str, **sections: object) -> Path:
+    milliseconds = {"step": 900.0, "text forward": 120.0, "text backward": 240.0, "update": 15.0, "boundary": 1.0}
+    share = {
+        "layout": {
+            "model": "qwen2_5_vl_7b", "layout": layout, "micro-batches": 2, "tokens of a pack": 8208,
+            "patches of its image": 5184,
+        },
+        "steps": {"milliseconds": milliseconds},
+    }  # fmt: skip
+    numbers = {"environment": {"device": {"name": device}}, "share-7b": share, **sections}
+    file = folder / "gpu.json"
+    file.write_text(json.dumps({"sections": {name: {"numbers": of} for name, of in numbers.items()}}))
+    return file
+
+
+def test_what_was_measured_replaces_computing_and_leaves_waiting_for_links(tmp_path: Path) -> None:
+    sp_tp, other = Step("7b", LAYOUTS["7b"][0], PICTURES[0]), Step("7b", LAYOUTS["7b"][0], PICTURES[1])
+    phase = PhaseTime(0.05, 10**6, {"product": 0.04, "wire": 0.01})
+    predicted = Prediction({"text forward": phase, "update": phase}, 8, {}, 1, 8, H100)
+    shares = read(_record(tmp_path, "NVIDIA H100 80GB HBM3", "sp:8|tp:4,dp:2 on 8 ranks"), H100)
+    found, seconds = with_measured(sp_tp, predicted, shares)
+    assert seconds == pytest.approx({"text forward": 0.06, "update": 0.015})
+    assert found.phases["text forward"].seconds == pytest.approx(0.06 + 0.01)
+    assert found.phases["update"].seconds == pytest.approx(0.015 + 0.01)
+    assert "| text forward | 60.0 | 4990.0 | 0.01 |" in compared([(sp_tp, predicted, seconds)])
+    assert with_measured(other, predicted, shares) == (predicted, {})
+    # More replicas beside it: an update of their own.
+    [wider] = read(_record(tmp_path, "NVIDIA H100", "sp:8,dp:2|tp:4,dp:2,dp:2 on 16 ranks"), H100)
+    assert set(wider.of(replace(sp_tp, layouts=Layouts("", "sp:8", "tp:4", 1)))) == {"text forward", "text backward"}
+
+
+def test_a_record_of_another_device_is_refused(tmp_path: Path) -> None:
+    layout = "sp:8|tp:4,dp:2 on 8 ranks"
+    with pytest.raises(ValueError, match="is of the device 'NVIDIA A100-SXM4-80GB', not of --gpu h100"):
+        read(_record(tmp_path, "NVIDIA A100-SXM4-80GB", layout), H100)
+    with pytest.raises(ValueError, match="no section that ended among share-7b and share-32b"):
+        read(_record(tmp_path, "NVIDIA H100", layout, **{"share-7b": {}}), H100)
+    with pytest.raises(ValueError, match="is no record of benchmarks.gpu"):
+        read(tmp_path / "missing.json", H100)
 
 
 def test_micro_batches_hold_the_published_batch() -> None:
