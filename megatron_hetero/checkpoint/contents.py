@@ -26,8 +26,9 @@ def written(
         for name, slices in first_held(module.maps, module.groups.tp.rank()).items():
             if name == module.tied_copy:
                 continue
-            parameter, weights = module.parameters[name], module.data_parallel.weights(name)
+            parameter = module.parameters[name]
             if optimizer is None or not parameter.requires_grad:
+                weights = module.data_parallel.weights(name)
                 yield from _written_weights(slices, module, name, Plain(weights, weights.device), shapes)
             elif not module.data_parallel.sharded:
                 yield from _written_weights(slices, module, name, optimizer.shards[name].master, shapes)
