@@ -17,6 +17,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_hetero.models.common.layers.products import add_product, product
+
 Sharing = Literal["split", "whole", "none"]
 """How a tp group has the input of a layer that is split by column: each rank some tokens; each all of them, so that
 parts of their gradient are to be added; or there is nothing to exchange.
@@ -58,14 +60,7 @@ class _Linear(torch.autograd.Function):
         # The parameter itself, which has more than values. It is no part of the graph.
         ctx.parameter, ctx.sharing, ctx.group = weight, sharing, group
         whole, _ = _gathered(x, group) if sharing == "split" else (x, None)
-        # Not a view, so that what comes can be added in place.
-        out = whole.new_empty(*whole.shape[:-1], len(weight))
-        rows, product = whole.flatten(0, -2), out.flatten(0, -2)
-        if bias is None:
-            torch.mm(rows, weight.t(), out=product)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=product)
-        return out
+        return product(whole, weight.t(), bias)
 
     @staticmethod
     @once_differentiable
@@ -76,7 +71,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1] and ctx.sharing == "split":
             x, gathering = _gathered(x, ctx.group, async_op=True)
         if ctx.needs_input_grad[0]:
-            of_x = grad @ weight
+            of_x = product(grad, weight)
         if gathering is not None:
             gathering.wait()
         if of_x is not None and ctx.sharing != "none":
@@ -109,12 +104,12 @@ def gradient_of_weight(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor
     """
     total: Tensor | None = getattr(parameter, "main_grad", None)
     if total is None or not hasattr(parameter, "grad_added_to_main_grad"):
-        return left @ right
+        return product(left, right)
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
+        add_product(total, left, right)
     elif total.is_cuda and total.dtype == torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:  # PyTorch has no such product on a CPU.
-        return left @ right
+        return product(left, right)
     parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
     return torch.empty_like(parameter)
