@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from megatron_hetero.models.common.layers.products import LEAST, add_product, pr
 SHAPES = [(512, 256, 192), (LEAST // 128**2, 128, 128), (129, 511, 255), (7, 16, 12), (0, 512, 512), (1, 3, 1)]
 
 
-ROUNDED = {"rtol": 1e-5, "atol": 1e-3}
+assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-3)
 """Of sums of up to 1,024 products of drawn numbers."""
 
 
@@ -27,10 +29,10 @@ def test_product(rows: int, inner: int, columns: int, biased: bool) -> None:
     out = product(x, weight.t(), bias)
     assert out.shape == (rows, 1, columns) and out.is_contiguous() and not out._is_view()
     expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    torch.testing.assert_close(out.double(), expected, **ROUNDED)
+    assert_close(out.double(), expected)
     # As the gradient of the input has it.
     back = product(out, weight)
-    torch.testing.assert_close(back.double(), out.double() @ weight.double(), **ROUNDED)
+    assert_close(back.double(), out.double() @ weight.double())
 
 
 @pytest.mark.parametrize(("rows", "inner", "columns"), SHAPES)
@@ -38,7 +40,7 @@ def test_add_product(rows: int, inner: int, columns: int) -> None:
     total, grad, x = _drawn(columns, inner), _drawn(rows, columns), _drawn(rows, inner)
     expected = total.double() + grad.double().t() @ x.double()
     add_product(total, grad.t(), x)
-    torch.testing.assert_close(total.double(), expected, **ROUNDED)
+    assert_close(total.double(), expected)
 
 
 def test_other_dtypes() -> None:
