@@ -35,20 +35,45 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """Split by row. Without tp it adds its bias in any case, and so leaves none to its caller."""
+    """Split by row. It adds its bias in any case, and so leaves none to its caller: over tp the product of the first
+    rank adds it, before the sum.
+    """
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[S, 1, in / tp] to [S, 1, out] ([S / tp, 1, out] with sequence-parallel activations)."""
-        if self.input_size_per_partition < self.input_size:  # The bias is added once, after the sum over tp.
-            return super().forward(input_)
-        return _linear(self, input_, self.bias), None
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _linear(self, input)
+        if self.input_size_per_partition == self.input_size:
+            return _linear(self, input_, self.bias), None
+        group: Any = self.tp_group
+        bias = None if self.bias is None or group.rank() > 0 else self.bias.detach()
+        sharing = "split" if self.sequence_parallel else "whole"
+        return _Summed.apply(_linear(self, input_, bias), self.bias, sharing, group), None  # pyright: ignore[reportReturnType]
 
 
 def _linear(layer: Any, x: Tensor, bias: Tensor | None = None, sharing: Sharing = "none") -> Tensor:
     return _Linear.apply(x, layer.weight, bias, sharing, layer.tp_group)  # pyright: ignore[reportReturnType]
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of all ranks' parts, or this rank's tokens of it. `bias`, which is in one of the parts, gets the gradient
+    of the tokens that are here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, bias: Tensor | None, sharing: Sharing, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004 (for its gradient)
+        ctx.sharing, ctx.group = sharing, group
+        out, work = _reduced(part, group, sharing)
+        assert work is not None
+        work.wait()
+        if sharing == "whole":
+            ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        of_bias = grad.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[1] else None
+        of_part = _gathered(grad, ctx.group)[0] if ctx.sharing == "split" else grad
+        return of_part, of_bias, None, None
 
 
 class _Linear(torch.autograd.Function):
