@@ -49,6 +49,14 @@ class RowLinear(RowParallelLinear):
         return _Summed.apply(_linear(self, input_, bias), self.bias, sharing, group), None  # pyright: ignore[reportReturnType]
 
 
+class WholeLinear(torch.nn.Linear):
+    """Not split: every rank has all of it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[S, in] to [S, out]."""
+        return _Linear.apply(input, self.weight, self.bias, "none", None)  # pyright: ignore[reportReturnType]
+
+
 def _linear(layer: Any, x: Tensor, bias: Tensor | None = None, sharing: Sharing = "none") -> Tensor:
     return _Linear.apply(x, layer.weight, bias, sharing, layer.tp_group)  # pyright: ignore[reportReturnType]
 
