@@ -186,18 +186,24 @@ class PackedSelfAttention(SelfAttention):
 
     def _heads(self, table_2nD: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The projection [S, 1, groups, heads of a group * D] to queries, keys and values [n, heads, D] without
-        padding, normed where the model does so, and rotated.
+        padding, normed where the model does so, and rotated; or [n, members, heads of a member, D], as an exchange of
+        heads takes them, too.
         """
         dim = self.hidden_size_per_attention_head
         norms = None if self.q_layernorm is None else (Norm.of(self.q_layernorm), Norm.of(self.k_layernorm))
         if self.compile_layers:
             return compiled.heads(mixed, table_2nD, dim, norms)
         if self.q_layernorm is None or self.k_layernorm is None:
-            return rotated_heads(mixed, table_2nD, dim)
+            return rotated_heads(mixed, table_2nD, dim, members=self._members(mixed.shape[-2]))
         q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, table_2nD.shape[1], dim))
         q, k = (rotate(norm(x.contiguous()), table_2nD) for norm, x in ((self.q_layernorm, q), (self.k_layernorm, k)))
         # A view of the projection would keep all of it for the backward pass.
         return q, k, v if self.exchanges else v.contiguous()
+
+    def _members(self, groups: int) -> int:
+        """Of how many ranks each gets some of the heads; one where groups of heads are to be repeated for that."""
+        members = self.sp_group.size()
+        return members if not self.windowed and groups % members == 0 else 1
 
     def _padded_length(self, hidden_states: Tensor) -> int:
         return hidden_states.shape[0] * (self.tp_group.size() if self.config.sequence_parallel else 1)

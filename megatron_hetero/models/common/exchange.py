@@ -33,17 +33,18 @@ def ulysses_scatter_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give away heads, receive tokens: [n, H, D] to [N, H / m, D] for each, in one all-to-all.
 
+    Those that are [n, m, H / m, D] already have gradients of that shape: without a copy, of which each would be one.
     Key/value heads fewer than m are repeated first, so that each member gets those that its query heads use.
     """
     members = group.size()
-    k_nHD, v_nHD = (_repeat_heads(x, members) for x in (k_nHD, v_nHD))
-    widths = [x.shape[1] // members for x in (q_nHD, k_nHD, v_nHD)]
+    parts = [_by_member(x, members) for x in (q_nHD, k_nHD, v_nHD)]
+    widths = [x.shape[2] for x in parts]
     # One buffer, ordered by receiver: [m, n, (q | k | v heads of that receiver), D]
-    packed = torch.cat([x.unflatten(1, (members, -1)).transpose(0, 1) for x in (q_nHD, k_nHD, v_nHD)], dim=2)
-    mine = len(q_nHD)
+    packed = torch.cat([x.transpose(0, 1) for x in parts], dim=2)
+    mine, dim = len(q_nHD), q_nHD.shape[-1]
     rows = packed.flatten(0, 1).flatten(1)  # [m * n, heads * D], also where n is 0
     received = _all_to_all(rows, [mine] * members, list(lengths), group)
-    return received.unflatten(1, (sum(widths), q_nHD.shape[2])).split(widths, dim=1)  # pyright: ignore[reportReturnType]
+    return received.unflatten(1, (sum(widths), dim)).split(widths, dim=1)  # pyright: ignore[reportReturnType]
 
 
 def ulysses_gather_heads(x_Nc: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
@@ -75,9 +76,12 @@ def padded_index(index: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
     return index - (ends - lengths)[member] + member * max(lengths)
 
 
-def _repeat_heads(x_nHD: Tensor, members: int) -> Tensor:
-    copies = math.lcm(x_nHD.shape[1], members) // x_nHD.shape[1]
-    return x_nHD if copies == 1 else x_nHD.repeat_interleave(copies, dim=1)
+def _by_member(x: Tensor, members: int) -> Tensor:
+    """[n, m, heads of a member, D]."""
+    if x.dim() == 4:
+        return x
+    copies = math.lcm(x.shape[1], members) // x.shape[1]
+    return (x if copies == 1 else x.repeat_interleave(copies, dim=1)).unflatten(1, (members, -1))
 
 
 class _AllToAll(torch.autograd.Function):

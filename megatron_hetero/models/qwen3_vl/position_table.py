@@ -25,20 +25,18 @@ class PositionTable(torch.nn.Module):
     def forward(self, positions_4n: Tensor) -> Tensor:
         """What is added to the embeddings of patches, fp32 [n, hidden]. `positions_4n`: see `RasterOrder.positions`."""
         places, weights = taps(positions_4n, self.side)
-        return sum(w[:, None] * F.embedding(at, self.weight) for at, w in zip(places, weights, strict=True))  # pyright: ignore[reportReturnType]
+        return F.embedding_bag(places, self.weight.float(), per_sample_weights=weights, mode="sum")
 
 
 def taps(positions_4n: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """The four places of the table around each patch, int64 [4, n], and their weights, fp32 [4, n]: bilinear, with the
+    """The four places of the table around each patch, int64 [n, 4], and their weights, fp32 [n, 4]: bilinear, with the
     corners of the image on the corners of the table.
     """
     positions, sizes = positions_4n.chunk(2)
-    on_table = positions.float() * (side - 1) / (sizes.float() - 1).clamp(min=1)
-    low = on_table.floor()
-    low_and_high = torch.stack([low, low + 1]).long().clamp(max=side - 1)
-    near_high = on_table - low
-    of_low_and_high = torch.stack([1 - near_high, near_high])
-    (rows, columns), (row_weights, column_weights) = low_and_high.unbind(1), of_low_and_high.unbind(1)
-    places = rows[:, None] * side + columns[None, :]
-    weights = row_weights[:, None] * column_weights[None, :]
-    return places.flatten(0, 1), weights.flatten(0, 1)
+    on_table = positions * (side - 1) / (sizes - 1).clamp(min=1)
+    low, beyond = on_table.long(), on_table.frac()
+    rows, columns = torch.stack([low, (low + 1).clamp(max=side - 1)], dim=-1)
+    row_weights, column_weights = torch.stack([1 - beyond, beyond], dim=-1)
+    places = rows[:, :, None] * side + columns[:, None, :]
+    weights = row_weights[:, :, None] * column_weights[:, None, :]
+    return places.flatten(1), weights.flatten(1)

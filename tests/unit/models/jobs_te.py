@@ -86,7 +86,7 @@ def _attention(provider: Any, groups: ModuleGroups, kv_heads: int, mask: AttnMas
         tensor_model_parallel_size=groups.tp.size(),
     )
     model: Any = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
-    random = torch.Generator().manual_seed(groups.tp.rank())
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.1, generator=random)
+    of_rank, of_all = (torch.Generator().manual_seed(seed) for seed in (1 + groups.tp.rank(), 0))
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(std=0.1, generator=of_all if name == "linear_proj.bias" else of_rank)
     return model

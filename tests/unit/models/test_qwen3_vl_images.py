@@ -55,15 +55,15 @@ def test_interpolation_is_that_of_transformers(images: list[ImageSize], side: in
         torch.tensor(images), num_grid_per_side=side, mode="bilinear", align_corners=True, spatial_merge_size=2
     )
     table = torch.randn(side * side, 3, dtype=torch.float64)
-    found = (table[places.T] * weights.T[:, :, None]).sum(1)
+    found = (table[places] * weights[:, :, None]).sum(1)
     expected = (table[expected_places] * expected_weights[:, :, None]).sum(1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(weights.sum(0), torch.ones(positions.shape[1]))
+    torch.testing.assert_close(weights.sum(1), torch.ones(positions.shape[1]))
 
 
 def test_padding_takes_some_position() -> None:
     places, weights = taps(torch.zeros(4, 5, dtype=torch.int64), 6)
-    assert not places[0].any() and weights.isfinite().all()
+    assert not places[:, 0].any() and weights.isfinite().all()
 
 
 def test_an_image_is_cut_between_any_units() -> None:

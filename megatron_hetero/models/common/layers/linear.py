@@ -17,6 +17,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_hetero.models.common.layers.products import add_product, product
+
 Sharing = Literal["split", "whole", "none"]
 """How a tp group has the input of a layer that is split by column: each rank some tokens; each all of them, so that
 parts of their gradient are to be added; or there is nothing to exchange.
@@ -33,20 +35,53 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """Split by row. Without tp it adds its bias in any case, and so leaves none to its caller."""
+    """Split by row. It adds its bias in any case, and so leaves none to its caller: over tp the product of the first
+    rank adds it, before the sum.
+    """
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[S, 1, in / tp] to [S, 1, out] ([S / tp, 1, out] with sequence-parallel activations)."""
-        if self.input_size_per_partition < self.input_size:  # The bias is added once, after the sum over tp.
-            return super().forward(input_)
-        return _linear(self, input_, self.bias), None
+        if self.input_size_per_partition == self.input_size:
+            return _linear(self, input_, self.bias), None
+        group: Any = self.tp_group
+        bias = None if self.bias is None or group.rank() > 0 else self.bias.detach()
+        sharing = "split" if self.sequence_parallel else "whole"
+        return _Summed.apply(_linear(self, input_, bias), self.bias, sharing, group), None  # pyright: ignore[reportReturnType]
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _linear(self, input)
+
+class WholeLinear(torch.nn.Linear):
+    """Not split: every rank has all of it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[S, in] to [S, out]."""
+        return _Linear.apply(input, self.weight, self.bias, "none", None)  # pyright: ignore[reportReturnType]
 
 
 def _linear(layer: Any, x: Tensor, bias: Tensor | None = None, sharing: Sharing = "none") -> Tensor:
     return _Linear.apply(x, layer.weight, bias, sharing, layer.tp_group)  # pyright: ignore[reportReturnType]
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of all ranks' parts, or this rank's tokens of it. `bias`, which is in one of the parts, gets the gradient
+    of the tokens that are here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, bias: Tensor | None, sharing: Sharing, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004 (for its gradient)
+        ctx.sharing, ctx.group = sharing, group
+        out, work = _reduced(part, group, sharing)
+        assert work is not None
+        work.wait()
+        if sharing == "whole":
+            ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        of_bias = grad.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[1] else None
+        of_part = _gathered(grad, ctx.group)[0] if ctx.sharing == "split" else grad
+        return of_part, of_bias, None, None
 
 
 class _Linear(torch.autograd.Function):
@@ -58,14 +93,7 @@ class _Linear(torch.autograd.Function):
         # The parameter itself, which has more than values. It is no part of the graph.
         ctx.parameter, ctx.sharing, ctx.group = weight, sharing, group
         whole, _ = _gathered(x, group) if sharing == "split" else (x, None)
-        # Not a view, so that what comes can be added in place.
-        out = whole.new_empty(*whole.shape[:-1], len(weight))
-        rows, product = whole.flatten(0, -2), out.flatten(0, -2)
-        if bias is None:
-            torch.mm(rows, weight.t(), out=product)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=product)
-        return out
+        return product(whole, weight.t(), bias)
 
     @staticmethod
     @once_differentiable
@@ -76,7 +104,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1] and ctx.sharing == "split":
             x, gathering = _gathered(x, ctx.group, async_op=True)
         if ctx.needs_input_grad[0]:
-            of_x = grad @ weight
+            of_x = product(grad, weight)
         if gathering is not None:
             gathering.wait()
         if of_x is not None and ctx.sharing != "none":
@@ -109,12 +137,12 @@ def gradient_of_weight(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor
     """
     total: Tensor | None = getattr(parameter, "main_grad", None)
     if total is None or not hasattr(parameter, "grad_added_to_main_grad"):
-        return left @ right
+        return product(left, right)
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
+        add_product(total, left, right)
     elif total.is_cuda and total.dtype == torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:  # PyTorch has no such product on a CPU.
-        return left @ right
+        return product(left, right)
     parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
     return torch.empty_like(parameter)

@@ -19,11 +19,14 @@ def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:
     return _Rotate.apply(x_nHD, table_2nD)  # pyright: ignore[reportReturnType]
 
 
-def rotated_heads(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def rotated_heads(mixed: Tensor, table_2nD: Tensor, dim: int, *, members: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys, rotated, and values, [n, H, D] each, of a projection [S, 1, G, heads of a group * D]: a group's
     queries, its key and its value. `dim`: D.
+
+    `members`: of a group that exchanges heads for tokens; where there are several, [n, members, H / members, D] each.
+    Their gradients come as views of what has been exchanged, which have that shape alone.
     """
-    return _RotatedHeads.apply(mixed, table_2nD, dim)  # pyright: ignore[reportReturnType]
+    return _RotatedHeads.apply(mixed, table_2nD, dim, members)  # pyright: ignore[reportReturnType]
 
 
 def split_heads(mixed: Tensor, tokens: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +81,7 @@ class _RotatedHeads(torch.autograd.Function):
     """No output is a view of the projection, all of which it would keep for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, mixed: Tensor, table_2nD: Tensor, dim: int, members: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(table_2nD)
         ctx.shape, ctx.dim = mixed.shape, dim
         heads = _of_tokens(mixed, table_2nD.shape[1], dim)
@@ -88,17 +91,30 @@ class _RotatedHeads(torch.autograd.Function):
         outs = tuple(heads.new_empty(*heads.shape[:2], part, dim) for part in parts)
         for x, along, out in zip(heads[:, :, :-1].split(parts, dim=2), alongs, outs, strict=True):
             _turn(x, table_2nD, out, along=along)
-        return *(out.flatten(1, 2) for out in outs), heads[:, :, -1].contiguous()
+        made = *(out.flatten(1, 2) for out in outs), heads[:, :, -1].contiguous()
+        return made if members == 1 else tuple(x.unflatten(1, (members, -1)) for x in made)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (table_2nD,) = ctx.saved_tensors
         of_mixed, tokens = grads[0].new_empty(ctx.shape), table_2nD.shape[1]
         if tokens < len(of_mixed):
             of_mixed[tokens:].zero_()
-        q, k, v = split_heads(of_mixed, tokens, ctx.dim)
-        for grad, out in zip(grads, (q, k), strict=False):
-            _turn(grad.reshape(out.shape), table_2nD, out, back=True)
-        v.copy_(grads[2].reshape(v.shape))
-        return of_mixed, None, None
+        places = split_heads(of_mixed, tokens, ctx.dim)
+        (of_q, q), (of_k, k), (of_v, v) = (_alike(grad, place) for grad, place in zip(grads, places, strict=True))
+        _turn(of_q, table_2nD, q, back=True)
+        _turn(of_k, table_2nD, k, back=True)
+        v.copy_(of_v)
+        return of_mixed, None, None, None
+
+
+def _alike(grad: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """A gradient [n, H, D] or [n, members, H / members, D], and its place [n, G, heads, D], by group and, where there
+    are members, by member: views, as no gradient by member is one by head.
+    """
+    groups, heads = place.shape[1:3]
+    if grad.dim() == 3:
+        return grad.reshape(place.shape), place
+    members = grad.shape[1]
+    return grad.unflatten(2, (groups // members, heads)), place.unflatten(1, (members, -1))

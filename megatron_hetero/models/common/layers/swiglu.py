@@ -36,8 +36,10 @@ def backward_in_place(grad: Tensor, wide: Tensor) -> Tensor:
     """The gradient of `wide`, each part of it where it belongs."""
     (gate, up), made = wide.chunk(2, dim=-1), torch.empty_like(wide)
     of_gate, of_up = made.chunk(2, dim=-1)
-    torch.mul(grad, F.silu(gate), out=of_up)
-    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+    activated = F.silu(gate)
+    torch.mul(grad, activated, out=of_up)
+    of_activated = torch.mul(grad, up, out=activated)  # It is read no more.
+    torch.ops.aten.silu_backward.grad_input(of_activated, gate, grad_input=of_gate)
     return made
 
 

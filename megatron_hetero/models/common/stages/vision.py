@@ -30,6 +30,7 @@ from torch import Tensor
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.models.common.backend import layer_spec, transformer_config
 from megatron_hetero.models.common.inputs import EncoderInput
+from megatron_hetero.models.common.layers.linear import WholeLinear
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.common.stages.block import Between, Gathered, run_layers
@@ -173,10 +174,8 @@ class VisionModel(MegatronModule):
         return rows[: len(rows) - batch.padding // self.shape.unit]
 
 
-def _patch_embedding(
-    config: TransformerConfig, shape: VisionShape, platform: Platform, *, bias: bool
-) -> torch.nn.Linear:
-    embedding = torch.nn.Linear(
+def _patch_embedding(config: TransformerConfig, shape: VisionShape, platform: Platform, *, bias: bool) -> WholeLinear:
+    embedding = WholeLinear(
         shape.patch_elements, shape.hidden, bias=bias, dtype=config.params_dtype, device=platform.device
     )
     # Sequence-parallel activations: each rank embeds its own patches, so that gradients are to be added over tp.
