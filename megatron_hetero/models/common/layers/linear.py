@@ -105,16 +105,62 @@ def _reduced(grad: Tensor, group: dist.ProcessGroup, sharing: Sharing) -> tuple[
 
 def gradient_of_weight(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` for autograd; or what it is to pass on where the product is added to `main_grad` at once, which
-    Megatron's `DistributedDataParallel` is told of and does not look at.
+    Megatron's `DistributedDataParallel` is told of and does not look at, unless the parameter has other gradients too.
     """
-    total: Tensor | None = getattr(parameter, "main_grad", None)
-    if total is None or not hasattr(parameter, "grad_added_to_main_grad"):
+    if not adds_to_main_grad(parameter, left.dtype):
+        if hasattr(parameter, "grad_added_to_main_grad"):  # Of an earlier micro-batch, perhaps.
+            parameter.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
         return left @ right
+    add_product(parameter.main_grad, left, right)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.zeros_like(parameter) if _is_shared(parameter) else torch.empty_like(parameter)
+
+
+def scaled_gradient(parameter: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
+    """`gradient` times `scale` [] for autograd, in its place; or, likewise, what it is to pass on where that is added
+    to `main_grad` at once.
+    """
+    total = _main_grad(parameter)
+    if total is None:
+        return gradient.mul_(scale)
+    torch.addcmul(total, gradient, scale, out=total)
+    parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+    return gradient.zero_() if _is_shared(parameter) else gradient
+
+
+def adds_to_main_grad(parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Whether products of factors of `dtype` are added to the parameter's `main_grad` at once."""
+    total = _main_grad(parameter)
+    return total is not None and (total.dtype == dtype or _rounds_once(total, total.dtype))
+
+
+def _main_grad(parameter: Tensor) -> Tensor | None:
+    """That of Megatron's `DistributedDataParallel`, of which it takes word that something was added."""
+    return getattr(parameter, "main_grad", None) if hasattr(parameter, "grad_added_to_main_grad") else None
+
+
+def _is_shared(parameter: Tensor) -> bool:
+    """Whether a head is the embedding, too, which Megatron marks so."""
+    return getattr(parameter, "zero_out_wgrad", False)
+
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """`left @ right` in their own dtype or in fp32."""
+    if dtype != left.dtype and _rounds_once(left, dtype):
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` to `total`, which is of their dtype or in fp32."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda and total.dtype == torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:  # PyTorch has no such product on a CPU.
-        return left @ right
-    parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
-    return torch.empty_like(parameter)
+    elif _rounds_once(total, total.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def _rounds_once(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether PyTorch has products of narrower factors on the device of `x` that it does not round to their dtype."""
+    return x.is_cuda and dtype == torch.float32
