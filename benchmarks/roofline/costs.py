@@ -94,11 +94,11 @@ class CountingGpu(FakeGpu):
         if self.phase:
             self._add(ask_of(func.overloadpacket, args, kwargs, out))
 
-    def ran_compiled(self, kernels: int, args: Any, out: Any) -> None:
-        """Count kernels that read all arguments, and write a part of the result each."""
+    def ran_compiled(self, kernels: int, args: Any, out: Any, *, apart: bool) -> None:
+        """Count kernels that read all arguments, `apart` a part of them, and write a part of the result each."""
         if self.phase:
             for _ in range(kernels):
-                self._add(Ask("memory", memory=_bytes(args) + _bytes(out) / kernels))
+                self._add(Ask("memory", memory=_bytes(args) / (kernels if apart else 1) + _bytes(out) / kernels))
 
     def _add(self, ask: Ask) -> None:
         assert self._ends is None, "a method that issues collectives is missing in COLLECTIVES"

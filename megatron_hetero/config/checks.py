@@ -144,14 +144,6 @@ def _check_overlap(model: ModelConfig) -> None:
     for name, parts in model.tp_overlap.items():
         if parts < 1:
             raise _wrong(f"model.tp_overlap.{name}", parts, "≥ 1", "", "use 1 for one exchange, or remove it")
-        if parts > 1 and model.chunk.get(name, 0):
-            raise _wrong(
-                f"model.tp_overlap.{name}",
-                parts,
-                "1",
-                f"model.chunk.{name} exchanges each chunk by itself",
-                f"remove it or model.chunk.{name}",
-            )
 
 
 def _check_compile(model: ModelConfig) -> None:

@@ -75,7 +75,7 @@ class ModelConfig:
     )
     tp_overlap: Mapping[str, int] = option(
         {},
-        "Parts in which the MLP of a module exchanges sequence-parallel activations over tp: that of one part runs "
+        "Parts in which the layers of a module exchange sequence-parallel activations over tp: that of one part runs "
         "beside the matrix product of another. 1: all at once.",
         "1",
     )
@@ -84,8 +84,8 @@ class ModelConfig:
     )
     backend: Literal["auto", "torch", "te"] = option(
         "auto",
-        "Layer implementation: PyTorch, Transformer Engine, or auto (Transformer Engine if installed and model.compile "
-        "is none).",
+        "Layer implementation: PyTorch, Transformer Engine, or auto (Transformer Engine if installed, and neither "
+        "model.compile nor model.tp_overlap is set).",
     )
     compile: Literal["none", "layers"] = option(
         "none",
@@ -95,8 +95,9 @@ class ModelConfig:
 
     @property
     def layer_backend(self) -> str:
-        """`backend`, where it chooses among what is installed only if that goes with `compile`."""
-        return "torch" if self.backend == "auto" and self.compile != "none" else self.backend
+        """`backend`, where it chooses among what is installed only if that goes with `compile` and `tp_overlap`."""
+        ours = self.compile != "none" or any(parts > 1 for parts in self.tp_overlap.values())
+        return "torch" if self.backend == "auto" and ours else self.backend
 
     @property
     def encoder_names(self) -> tuple[str, ...]:

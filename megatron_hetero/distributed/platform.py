@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import resource
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +28,17 @@ from megatron_hetero.environment.cuda import prepare_environment
 from megatron_hetero.errors import UserError, os_errors_as
 
 CPU = torch.device("cpu")
+
+
+@cache
+def _gpus_compile() -> bool:
+    """Whether there are Triton and a C compiler, with which it builds what launches a kernel."""
+    return has_triton() and any([os.environ.get("CC"), *map(shutil.which, ("gcc", "clang"))])
+
+
+def compiles_for(tensor: torch.Tensor) -> bool:
+    """Whether `torch.compile` makes kernels for the device of `tensor` that are worth the wait: those of a GPU."""
+    return tensor.is_cuda and _gpus_compile()
 
 
 @cache
@@ -74,8 +87,8 @@ class Platform:
 
     @property
     def compiles(self) -> bool:
-        """Whether `torch.compile` makes kernels for the device that are worth the wait: those of a GPU."""
-        return self.is_cuda and has_triton()
+        """As `compiles_for` tensors of the device."""
+        return self.is_cuda and _gpus_compile()
 
     @property
     def device_name(self) -> str:

@@ -334,7 +334,8 @@ def build_optimizer(
     if not module.trained:
         return None
     if platform.is_cuda and not platform.compiles:
-        warnings.warn("updates take several passes over memory: PyTorch finds no Triton. Install it", stacklevel=2)
+        missing = "updates and layers take more passes over memory: there is no Triton, or no C compiler. Install both"
+        warnings.warn(missing, stacklevel=2)
     state = build_state(module, OPTIMIZERS[config.name], precision, on_host=on_host, platform=platform)
     rates = {name: _rates(module, name, config) for name in state.shards}
     return ModuleOptimizer(module, state, rates, config, seed, platform, on_host, streams)

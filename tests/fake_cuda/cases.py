@@ -68,7 +68,7 @@ CASES = (
     Case("7b", "tp:4,dp:2", "tp:4,dp:2", 8, 5),
     Case("7b", "sp:8", "sp:4,dp:2", 8, 3, RECOMPUTED),
     Case("7b", "cp:4,dp:2", "tp:2,cp:4", 8, 7, "--train.global_batch_size 1"),
-    Case("7b", "dp:4@0-3", "tp:4@4-7", 8, 6, "--train.global_batch_size 4"),
+    Case("7b", "dp:4@0-3", "tp:4@4-7", 8, 6, "--train.global_batch_size 4 --model.tp_overlap.text 4"),
     Case("7b", "dp:4@0-3", "tp:4@4-7", 8, 2, "--plan.images 4"),
     Case("7b", "sp:4,dp:2", "tp:2,pp:4", 8, 0, "--train.global_batch_size 4 --schedule.virtual_stages 2"),
     Case("32b", "sp:8", "tp:8", 8, 0, f"{RECOMPUTED} --train.global_batch_size 1"),

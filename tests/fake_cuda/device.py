@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_hetero.distributed import platform
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.engine.fused_update import update_
-from megatron_hetero.models.common.layers import swiglu
+from megatron_hetero.models.common.layers import rotary, swiglu
 
 GPU = torch.device("cuda", 0)
 NAME = "NVIDIA H100 80GB HBM3"
@@ -46,8 +47,18 @@ NO_KERNELS = frozenset(
 """Ops that look at memory, or make room in it."""
 
 
-COMPILED = {swiglu.forward: 1, swiglu.backward: 2, update_: 1}
+COMPILED = {
+    swiglu.forward: 1,
+    swiglu.backward: 2,
+    rotary.turned: 1,
+    rotary.turned_back: 1,
+    rotary.heads_turned: 3,
+    rotary.heads_turned_back: 3,
+    update_: 1,
+}
 """Functions that are compiled on a GPU, and how many kernels each is then."""
+APART = (rotary.heads_turned, rotary.heads_turned_back)
+"""Those of which each kernel reads a part of its own."""
 
 
 @dataclass(eq=False)
@@ -114,7 +125,7 @@ class FakeGpu:
             finally:
                 self.inside = False
             self.usage.kernels[self.phase][f"compiled {function.__name__}"] += COMPILED[function]
-            self.ran_compiled(COMPILED[function], args, [out, *self.written])
+            self.ran_compiled(COMPILED[function], args, [out, *self.written], apart=function in APART)
             self.written.clear()
             for tensor in tree_leaves(out):
                 if isinstance(tensor, Tensor):
@@ -143,8 +154,10 @@ class FakeGpu:
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Called after each kernel: for those who count more than their number."""
 
-    def ran_compiled(self, kernels: int, args: Any, out: Any) -> None:
-        """Likewise, after those of a compiled function; `out`: also what it has written in place."""
+    def ran_compiled(self, kernels: int, args: Any, out: Any, *, apart: bool) -> None:
+        """Likewise, after those of a compiled function; `out`: also what it has written in place. `apart`: whether each
+        reads a part of the arguments.
+        """
 
     def holds(self, tensor: Tensor) -> None:
         """Count the memory of a tensor while it lives."""
@@ -379,6 +392,7 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
             "manual_seed": lambda *_: None,
         },
         torch: {"compile": gpu.compiled},
+        platform: {"_gpus_compile": lambda: True},
         Tensor: {"record_stream": lambda *_: None},
         # Its states are of a generator on the device, of which there is none. Nothing here draws anything.
         generators: {
@@ -389,7 +403,6 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
         # Registered with the driver, and drawn by it: there is none.
         Platform: {
             "generator": lambda _: torch.Generator(),
-            "compiles": True,
             "host_zeros": lambda _, count, dtype: torch.zeros(count, dtype=dtype).pin_memory(),
         },
         # Objects travel as bytes, which the backend `fake` does not bring.

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_hetero.engine.fused_update import update_
+from megatron_hetero.models.common.layers import rotary, swiglu
+from megatron_hetero.models.common.layers.compiler import run
+from megatron_hetero.models.common.layers.order import Order
 from tests.fake_cuda import device, guard, runs
 from tests.fake_cuda.cases import CASES, LONG, Case
 from tests.support.matrix import long
@@ -85,7 +89,7 @@ def test_kernels_are_those_recorded(case: Case, found: runs.Found) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("function", device.COMPILED.keys() - {update_}, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", [swiglu.forward, swiglu.backward], ids=lambda function: function.__name__)
 def test_compiled_functions_are_as_many_kernels_as_are_counted(function: Callable[..., Tensor]) -> None:
     """By the compiler's back end for CPUs, which joins loops as that for GPUs does. One graph serves all numbers of
     tokens, but for one and none. (That of updates has a test of its own, beside it.)
@@ -103,6 +107,40 @@ def test_compiled_functions_are_as_many_kernels_as_are_counted(function: Callabl
     for tokens in range(2, 16):
         some = [x[:tokens].clone() for x in given]
         torch.testing.assert_close(compiled(*some), function(*some))
+    assert counters["stats"]["unique_graphs"] == 0
+
+
+def rotated(function: Callable[..., Any], tokens: int) -> list[Any]:
+    """What one of `layers.rotary` takes, of so many tokens: groups of 3 queries, padding behind them in two parts."""
+    cosines, sines = torch.randn(2, tokens, 8)
+    order = Order.of_parts((2, tokens), 2, tokens, torch.device("cpu"))
+    if function is rotary.heads_turned:
+        return [torch.randn(2 * tokens + 4, 1, 2, 5 * 8), cosines, sines, 8, order.rows]
+    if function is rotary.heads_turned_back:
+        return [*(torch.randn(tokens, heads, 8) for heads in (6, 2, 2)), cosines, sines, order.tokens]
+    return [torch.randn(tokens, 6, 8), cosines, sines]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "function",
+    device.COMPILED.keys() - {swiglu.forward, swiglu.backward, update_},
+    ids=lambda function: function.__name__,
+)
+def test_rotations_are_as_many_kernels_as_are_counted(function: Callable[..., Any]) -> None:
+    """Likewise."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import metrics
+
+    torch._dynamo.reset()
+    metrics.reset()
+    inputs = rotated(function, 16)
+    torch.testing.assert_close(run(function, *inputs), function(*inputs))
+    assert metrics.generated_kernel_count == device.COMPILED[function]
+    counters.clear()
+    for tokens in (2, 7, 60):
+        inputs = rotated(function, tokens)
+        torch.testing.assert_close(run(function, *inputs), function(*inputs))
     assert counters["stats"]["unique_graphs"] == 0
 
 

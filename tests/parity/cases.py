@@ -96,6 +96,7 @@ BUDGET = ("--train.tokens_per_micro_batch", "256", "--data.max_seq_length", "256
 IN_ORDER = ("--data.balance", "off")
 WAVES = [ScheduleSettings(waves=waves) for waves in (1, 2, GLOBAL_BATCH)]
 AHEAD = [ScheduleSettings(run_ahead=ahead) for ahead in (0, 1, 3)]
+OVERLAPPED = ("--model.tp_overlap.vision", "2", "--model.tp_overlap.text", "3")
 WHOLE = ("--model.sequence_parallel.vision", "false", "--model.sequence_parallel.text", "false")
 
 

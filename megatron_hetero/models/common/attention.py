@@ -40,6 +40,14 @@ from megatron_hetero.models.common.exchange import gather_keys, ulysses_gather_h
 from megatron_hetero.models.common.kernels import HALF, Kernel, kernel_for
 from megatron_hetero.models.common.layers import compiled
 from megatron_hetero.models.common.layers.compiled import Norm
+from megatron_hetero.models.common.layers.order import Order
+from megatron_hetero.models.common.layers.overlapped import (
+    Ahead,
+    first_in_parts,
+    kept_ahead,
+    parts_of,
+    second_in_parts,
+)
 from megatron_hetero.models.common.layers.rotary import rotate, rotated_heads, split_heads
 from megatron_hetero.models.common.recompute.remake import not_keeping, remake
 from megatron_hetero.models.common.segments import PackedSegments
@@ -169,34 +177,65 @@ class PackedSelfAttention(SelfAttention):
         the layer adds.
         """
         plan, table_2nD = packed_seq_params, rotary_pos_emb
+        parts = parts_of(self, len(hidden_states))
+        if len(parts) > 1:
+            return self._in_parts(hidden_states, parts, table_2nD, plan)
         with not_keeping(hidden_states):
             mixed: Any = self.get_query_key_value_tensors(hidden_states, split_qkv=False)[0]
-        # Without norms of heads nothing is kept but what attention takes, which is as large as the projection.
-        make = remake if self.selective and self.q_layernorm is not None else _made
-        q, k, v = make(partial(self._heads, table_2nD), mixed)
-        with not_keeping(q, k, v):
-            if self.windowed:
-                out = self._attend(q, k, v, plan.windows)
-            else:
-                out = attend_across(self._attend, q, k, v, plan, self.sp_group, self.context_group)
-        padding = self._padded_length(hidden_states) - len(q)
+        out = self._attention(mixed, table_2nD, plan)
+        padding = self._padded_length(hidden_states) - len(out)
         padded = (remake if self.selective and padding else _made)(partial(_padded, padding), out)
         with not_keeping(padded):
             return self.linear_proj(padded)
 
-    def _heads(self, table_2nD: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The projection [S, 1, groups, heads of a group * D] to queries, keys and values [n, heads, D] without
-        padding, normed where the model does so, and rotated; or [n, members, heads of a member, D], as an exchange of
-        heads takes them, too.
+    def _in_parts(
+        self, hidden: Tensor, parts: tuple[int, ...], table_2nD: Tensor, plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `forward`, with exchanges over tp beside products, see `layers.overlapped`."""
+        group: Any = self.tp_group
+        length, tokens = self._padded_length(hidden), table_2nD.shape[1]
+        order = Order.of_parts(parts, group.size(), tokens, hidden.device)
+        first: Any = self.linear_qkv
+        ahead = Ahead(parts, group) if first.weight.requires_grad else None
+        with not_keeping(hidden):
+            wide = first_in_parts(first, hidden, parts, ahead)
+            mixed = wide.view(length, 1, self.num_query_groups_per_partition, -1)
+        out = self._attention(mixed, table_2nD, plan, order)
+        if ahead is not None:
+            with not_keeping(hidden):
+                out = kept_ahead(out, hidden, ahead)
+        # Tokens in another order are a copy of what attention keeps, and soon made again.
+        again = self.selective or tokens == length
+        padded = (remake if again else _made)(lambda out: order.placed(out).unsqueeze(1), out)
+        with not_keeping(padded):
+            return second_in_parts(self.linear_proj, padded, parts)
+
+    def _attention(self, mixed: Tensor, table_2nD: Tensor, plan: AttentionPlan, order: Order | None = None) -> Tensor:
+        """[n, H * D], of the projection [S, 1, groups, heads of a group * D]. `order`: of the tokens in that, where
+        they are not in order.
         """
-        dim = self.hidden_size_per_attention_head
-        norms = None if self.q_layernorm is None else (Norm.of(self.q_layernorm), Norm.of(self.k_layernorm))
+        # Without norms of heads nothing is kept but what attention takes, which is as large as the projection.
+        make = remake if self.selective and self.q_layernorm is not None else _made
+        q, k, v = make(partial(self._heads, table_2nD, order), mixed)
+        with not_keeping(q, k, v):
+            if self.windowed:
+                return self._attend(q, k, v, plan.windows)
+            return attend_across(self._attend, q, k, v, plan, self.sp_group, self.context_group)
+
+    def _heads(self, table_2nD: Tensor, order: Order | None, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The projection, see `_attention`, to queries, keys and values [n, heads, D] without padding, normed where the
+        model does so, and rotated; or [n, members, heads of a member, D], as an exchange of heads takes them, too.
+        """
+        dim, q_norm, k_norm = self.hidden_size_per_attention_head, self.q_layernorm, self.k_layernorm
+        if q_norm is None and not self.compile_layers:
+            return rotated_heads(mixed, table_2nD, dim, order, members=self._members(mixed.shape[-2]))
+        mixed = mixed if order is None else order.chosen(mixed)
         if self.compile_layers:
+            norms = None if q_norm is None else (Norm.of(q_norm), Norm.of(k_norm))
             return compiled.heads(mixed, table_2nD, dim, norms)
-        if self.q_layernorm is None or self.k_layernorm is None:
-            return rotated_heads(mixed, table_2nD, dim, members=self._members(mixed.shape[-2]))
+        assert q_norm is not None and k_norm is not None, "families norm both or neither"
         q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, table_2nD.shape[1], dim))
-        q, k = (rotate(norm(x.contiguous()), table_2nD) for norm, x in ((self.q_layernorm, q), (self.k_layernorm, k)))
+        q, k = (rotate(norm(x.contiguous()), table_2nD) for norm, x in ((q_norm, q), (k_norm, k)))
         # A view of the projection would keep all of it for the backward pass.
         return q, k, v if self.exchanges else v.contiguous()
 

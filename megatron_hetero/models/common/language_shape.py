@@ -18,6 +18,11 @@ def tokens_at_a_time(columns: int) -> int:
     return max(1, MOST_LOGITS // columns)
 
 
+def keeps_logits(tokens: int, hidden: int) -> bool:
+    """Whether there are gradients of so many tokens' logits, no larger than that of the weight that gives them."""
+    return 0 < tokens <= hidden
+
+
 @dataclass(frozen=True)
 class LanguageModelShape:
     """Part of a `megatron_hetero.models.family.TextShape`. Sizes in elements."""

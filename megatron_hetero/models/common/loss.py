@@ -5,7 +5,8 @@ The method of the cross entropy is Megatron-LM's (Shoeybi et al. 2019, arXiv 190
 of the vocabulary, and only three numbers per token cross the group. Ours takes its group explicitly, computes and
 differentiates in fp32, and leaves out rows that pad the vocabulary. Logits of a whole batch would be the largest tensor
 of a step (152k ids, 16k tokens: 10 GB in fp32); gradients are therefore formed with the loss, as in Liger Kernel (Hsu
-et al. 2024, arXiv 2410.10989), and logits exist for some tokens at a time.
+et al. 2024, arXiv 2410.10989), and logits exist for some tokens at a time. Of few tokens their gradients are kept: then
+that of the head's weight, which is larger, is one product, added to those of earlier micro-batches at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.models.common.language_shape import tokens_at_a_time
+from megatron_hetero.models.common.language_shape import keeps_logits, tokens_at_a_time
+from megatron_hetero.models.common.layers.linear import gradient_of_weight, scaled_gradient
+from megatron_hetero.models.common.layers.products import add_product, product
 
 
 class VocabularyShard(NamedTuple):
@@ -43,7 +46,8 @@ def head_loss(
     `weight` makes of `hidden`, and that exist for `chunk` tokens at a time.
 
     The gradients are formed in the forward pass, chunk by chunk: those of `hidden`, this rank's part of them, and of
-    `weight`. The loss is to be back-propagated once.
+    `weight`; or, where these are smaller, those of the logits, of which the backward pass makes the weight's. The loss
+    is to be back-propagated once.
 
     Args:
         hidden: [tokens, hidden].
@@ -63,11 +67,15 @@ class _HeadLoss(torch.autograd.Function):
         chunk: int,
     ) -> Tensor:  # fmt: skip
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        of_weight = _SumOfProducts(weight, many=len(hidden) > chunk) if ctx.needs_input_grad[1] else None
+        of_logits = of_weight = None
+        if ctx.needs_input_grad[1] and keeps_logits(len(hidden), hidden.shape[1]):
+            of_logits = hidden.new_empty(len(hidden), len(weight))
+        elif ctx.needs_input_grad[1]:
+            of_weight = _SumOfProducts(weight, many=len(hidden) > chunk)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), chunk):
             tokens = slice(start, start + chunk)
-            logits = hidden[tokens] @ weight.t()
+            logits = torch.mm(hidden[tokens], weight.t(), out=None if of_logits is None else of_logits[tokens])
             if hits is not None:
                 hits[tokens] = vocab_parallel_hits(logits, targets[tokens], shard)
             losses, grad = _cross_entropy_(logits, targets[tokens], shard)
@@ -77,15 +85,26 @@ class _HeadLoss(torch.autograd.Function):
                 torch.mm(grad, weight, out=of_hidden[tokens])
             if of_weight is not None:
                 of_weight.add(grad.t(), hidden[tokens])
-        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.value())
+        ctx.parameter, factors = weight, (None, None) if of_logits is None else (of_logits, hidden)
+        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.value(), *factors)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        of_hidden, of_weight, of_logits, hidden = ctx.saved_tensors
         # In place: whoever goes backward a second time is told by autograd.
-        of_hidden, of_weight = (None if each is None else each.mul_(grad) for each in ctx.saved_tensors)
+        of_hidden = None if of_hidden is None else of_hidden.copy_(_scaled(of_hidden, grad))
+        if of_weight is not None:
+            of_weight = scaled_gradient(ctx.parameter, of_weight, grad)
+        if of_logits is not None:
+            of_weight = gradient_of_weight(ctx.parameter, of_logits.t(), _scaled(hidden, grad))
         return of_hidden, of_weight, None, None, None, None
+
+
+def _scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """`x` times `scale` [], in fp32: a GPU would round that to the dtype of `x` first, and all elements alike."""
+    return x.float().mul_(scale).to(x.dtype) if x.element_size() < 4 else x * scale
 
 
 class _SumOfProducts:
@@ -97,11 +116,9 @@ class _SumOfProducts:
 
     def add(self, left: Tensor, right: Tensor) -> None:
         if self._sum is None:
-            self._sum = (left @ right).to(self._dtype)
-        elif left.dtype == self._dtype:
-            self._sum.addmm_(left, right)
+            self._sum = product(left, right, dtype=self._dtype)
         else:
-            self._sum += left @ right
+            add_product(self._sum, left, right)
 
     def value(self) -> Tensor:
         return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)

@@ -25,7 +25,8 @@ received, which the interpreter holds.
 
 The transient memory of actions (their workspace) peaks where a layer's MLP goes backward (gradients of
 gate and up [s, 2 ffn] and of their product [s, ffn]), and in the loss, which forms gradients at once (logits of a chunk
-of tokens as the head gives them and once more in fp32 [chunk, vocabulary / tp], and the input of the head [s, h]).
+of tokens as the head gives them and once more in fp32 [chunk, vocabulary / tp], and the input of the head [s, h]), or
+only those of logits, where tokens are few: then the gradient of the head's weight is made in the backward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from itertools import groupby
 
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.flops import TRAINED, Passes
-from megatron_hetero.models.common.language_shape import tokens_at_a_time
+from megatron_hetero.models.common.language_shape import keeps_logits, tokens_at_a_time
 from megatron_hetero.models.common.offload.policy import OffloadSizes
 from megatron_hetero.models.common.recompute.policy import EVERYTHING_KEPT, Recompute
 from megatron_hetero.models.common.weights.slices import split_length
@@ -277,15 +278,17 @@ def text_stage(
     saved = layers.kept
     if stage.is_first:
         saved += 8 * shard.padded
-    after = 0
+    after = of_head = 0
     if stage.is_last:
         after = norm_bytes(layer, shard.local) - itemsize * shard.local * shape.hidden * passes.weights
         after += _head_bytes(shape, layout, shard.supervised, itemsize, passes)
+        if keeps_logits(shard.supervised, shape.hidden):
+            of_head = _head_gradient_bytes(shape, layout, itemsize, passes)
     left = 0 if stage.is_last else message
     again, workspace = max(0, layers.again - after), _layer_workspace(layer, shard, recompute)
     loss = _loss_workspace(shape, layout, shard, itemsize, passes) if stage.is_last else 0
     return StageBytes(
-        saved + after, left, 0, message, again, max(loss, workspace), workspace,
+        saved + after, left, 0, message, again, max(loss, workspace), max(of_head, workspace),
         max(0, layers.passing - after), layers.host,
     )  # fmt: skip
 
@@ -300,28 +303,38 @@ def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes, 
 
 
 def _head_bytes(shape: TextShape, layout: Layout, supervised: int, itemsize: int, passes: Passes) -> int:
-    """Gradients of the head's weights and of its input, and which positions these are of."""
+    """Gradients of the head's weight and of its input, and which positions these are of. Or, for the weight's, what it
+    is the product of: gradients of logits, and the input.
+    """
     of_input = supervised * (itemsize * shape.hidden + 8) * passes.inputs
-    return of_input + _head_gradient_bytes(shape, layout, itemsize, passes)
+    if not keeps_logits(supervised, shape.hidden):
+        return of_input + _head_gradient_bytes(shape, layout, itemsize, passes)
+    return of_input + itemsize * supervised * (_columns(shape, layout) + shape.hidden) * passes.weights
 
 
 def _head_gradient_bytes(shape: TextShape, layout: Layout, itemsize: int, passes: Passes) -> int:
-    return itemsize * split_length(shape.vocab, layout.tp) * shape.hidden * passes.weights
+    return itemsize * _columns(shape, layout) * shape.hidden * passes.weights
+
+
+def _columns(shape: TextShape, layout: Layout) -> int:
+    return split_length(shape.vocab, layout.tp)
 
 
 def _loss_workspace(shape: TextShape, layout: Layout, shard: SequenceShard, itemsize: int, passes: Passes) -> int:
-    """In the forward, in addition to the gradients: logits of a chunk, as the head gives them and in fp32, or their
-    gradient as the head takes it next to what the gradients of its weights are added up from; and the hidden states of
-    the whole shard and of supervised tokens.
+    """In the forward, in addition to the gradients: logits of a chunk, as the head gives them (if these are not kept)
+    and in fp32, or their gradient as the head takes it next to what the gradients of its weights are added up from; and
+    the hidden states of the whole shard and of supervised tokens.
     """
-    columns = split_length(shape.vocab, layout.tp)
+    columns = _columns(shape, layout)
     chunk, gradient = tokens_at_a_time(columns), _head_gradient_bytes(shape, layout, itemsize, passes)
     narrow, many = itemsize < FP32, shard.supervised > chunk
-    logits = min(chunk, shard.supervised) * columns
+    logits, hidden = min(chunk, shard.supervised) * columns, itemsize * shard.padded * shape.hidden
+    if passes.weights and keeps_logits(shard.supervised, shape.hidden):
+        return logits * FP32 * narrow + hidden
     total = FP32 // itemsize * gradient if many else 0  # in fp32, from the first chunk on
     products = total + gradient if many and narrow else max(total, gradient)
     peak = max(logits * (FP32 + itemsize * narrow) + total, logits * itemsize + products)
-    return max(0, peak - gradient) + itemsize * (shard.padded + shard.supervised) * shape.hidden
+    return max(0, peak - gradient) + hidden + itemsize * shard.supervised * shape.hidden
 
 
 def encoder_stage(

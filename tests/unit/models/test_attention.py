@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
+from torch import nn
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
 from megatron_hetero.models.common.attention import PackedSegments, TorchAttention
 from megatron_hetero.models.common.layers.rotary import rotate
+from megatron_hetero.models.common.loss import VocabularyShard, head_loss
 from megatron_hetero.models.common.stages.rotary import axial_table
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.sharding.context import AttentionSegments, zigzag_segments, zigzag_tokens
 from tests.support.matrix import thinned
-from tests.support.pool import Pool
+from tests.support.pool import Pool, world
+from tests.support.ranks import on_ranks
 from tests.unit.models import jobs_attention as jobs
 
 CPU = torch.device("cpu")
@@ -214,7 +219,8 @@ def test_a_backends_attention_is_used_where_nothing_is_exchanged(pools: Callable
 
 
 # 21 over 4 ranks leaves padding on the last; 5 over 4 leaves one rank without a valid column; 9 over 4 part of one.
-PIECES = [(7, None), (7, 3), (7, 1), (1, None), (0, 3)]
+TOLERANCES: dict[Any, Any] = {torch.float32: {}, torch.bfloat16: {"rtol": 0.05, "atol": 0.2}}
+PIECES = [(7, None), (7, 3), (7, 1), (1, None), (0, 3), (40, None), (40, 13)]
 
 
 @pytest.mark.parametrize("pieces, vocabulary", thinned(product(PIECES, [24, 21, 9, 5, 2]), 3), ids=str)
@@ -229,6 +235,30 @@ def test_chunks_do_not_add_rounding_errors(pools: Callable[[int], Pool]) -> None
     """Gradients of narrow weights are summed in fp32 over chunks."""
     [whole, *_], [chunks, *_] = (pools(2).run(jobs.head_losses, 24, 512, chunk, torch.bfloat16) for chunk in (None, 4))
     assert max(whole) < 1e-2 and chunks[2] < 1.5 * whole[2] and chunks[1] < 1.01 * whole[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+@on_ranks(2)
+def test_the_gradient_of_a_head_meets_those_of_other_micro_batches(shared: bool, dtype: torch.dtype) -> None:
+    """Of tokens that are fewer than the head is wide, and more, in turn; beside that of an embedding that shares its
+    weight. What is not added at once is passed on, and Megatron adds it.
+    """
+    shard, rng = VocabularyShard(6 * dist.get_rank(), 6, world()), torch.Generator().manual_seed(0)
+    plain = nn.Parameter(torch.randn(6, 16, generator=rng))
+    added: Any = nn.Parameter(plain.detach().to(dtype))
+    added.main_grad, added.grad_added_to_main_grad, added.zero_out_wgrad = torch.zeros(6, 16), False, shared
+    for tokens in (7, 40, 7, 40):
+        hidden, targets = torch.randn(tokens, 16, generator=rng), torch.arange(tokens) % 12
+        for weight in (plain, added):
+            loss = 2 * head_loss(hidden.to(weight.dtype), weight, targets, shard, chunk=5)
+            (loss + shared * weight[:3].sum()).backward()
+        passed_on, added.grad = added.grad, None
+        assert passed_on is not None
+        if shared or not added.grad_added_to_main_grad:
+            added.main_grad.add_(passed_on)
+    assert plain.grad is not None
+    torch.testing.assert_close(added.main_grad, plain.grad, **TOLERANCES[dtype])
 
 
 def test_head_loss_of_frozen_parts(pools: Callable[[int], Pool]) -> None:

@@ -15,9 +15,11 @@ from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm, rotate_half
 
 from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.models.common.layers import rotary
 from megatron_hetero.models.common.layers import swiglu as gates
 from megatron_hetero.models.common.layers.linear import gradient_of_weight
 from megatron_hetero.models.common.layers.norms import LayerNorm, RMSNorm
+from megatron_hetero.models.common.layers.order import Order
 from megatron_hetero.models.common.layers.rotary import rotate, rotated_heads
 from megatron_hetero.models.common.layers.swiglu import swiglu
 
@@ -99,10 +101,32 @@ def test_heads_are_split_and_rotated(tokens: int, padding: int, groups: int, que
     torch.testing.assert_close(with_gradients(joined, mixed), with_gradients(by_definition, mixed))
 
 
+@settings(max_examples=30)
+@given(st.integers(0, 7), st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_heads_are_rotated_in_one_pass_as_in_several(padding: int, groups: int, queries: int, in_parts: bool) -> None:
+    """Each way, as a compiler gets it, of tokens in order and not."""
+    dim, rows = 4, 8
+    table, order = torch.randn(2, rows - padding, dim), Order.of_parts((1, 3), 2, rows - padding, CPU)
+    mixed = torch.randn(rows, 1, groups, (queries + 2) * dim, requires_grad=True)
+    outs = rotary.rotated_heads(mixed, table, dim, order if in_parts else None)
+    grads = [torch.randn_like(out) for out in outs]
+    torch.autograd.backward(outs, grads)
+    made = rotary.heads_turned(mixed.detach(), table[0], table[1], dim, order.rows if in_parts else None)
+    tokens = order.tokens if in_parts else table.new_empty(rows, 0)
+    back = rotary.heads_turned_back(grads[0], grads[1], grads[2], table[0], table[1], tokens)
+    torch.testing.assert_close([*made, back.view(mixed.shape)], [*outs, mixed.grad])
+    assert all(out.is_contiguous() for out in made), "as kernels of attention want them"
+
+
 def test_a_rotation_is_rounded_once() -> None:
     x, angles = torch.randn(9, 2, 8).bfloat16(), torch.randn(9, 8)
     table = torch.stack((angles.cos(), angles.sin()))
-    assert torch.equal(rotate(x, table), turned(x.double(), table.double()).bfloat16())
+    exact = turned(x.double(), table.double()).bfloat16()
+    assert torch.equal(rotate(x, table), exact)
+    torch.testing.assert_close(rotary.turned(x, *table), exact)
+    [_, of_x] = with_gradients(lambda x: rotate(x, table), x)
+    grad = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)
+    torch.testing.assert_close(rotary.turned_back(grad, *table), of_x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -124,6 +148,8 @@ def test_a_gradient_is_added_at_once_where_there_is_a_product_for_it(total: torc
     got = gradient_of_weight(parameter, left, right)
     assert parameter.grad_added_to_main_grad is (total == torch.bfloat16)
     if parameter.grad_added_to_main_grad:
+        parameter.zero_out_wgrad = True  # Megatron's, of a weight that has a gradient besides
+        assert not gradient_of_weight(parameter, left[:, :0], right[:0]).any()
         torch.testing.assert_close(parameter.main_grad, torch.ones(3, 5, dtype=total) + left @ right)
         assert got.shape == parameter.shape and got.dtype == parameter.dtype, "for autograd to pass on"
     else:

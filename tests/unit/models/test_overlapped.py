@@ -1,4 +1,4 @@
-"""MLPs that exchange their tokens in parts: layers by themselves, and whole steps."""
+"""Layers that exchange their tokens in parts: by themselves, and in whole steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
-from megatron_hetero.models.common.layers.overlapped import first_in_parts, overlap_exchanges, parts_of, second_in_parts
+from megatron_hetero.models.common.layers.order import Order
+from megatron_hetero.models.common.layers.overlapped import (
+    Ahead,
+    first_in_parts,
+    kept_ahead,
+    overlap_exchanges,
+    parts_of,
+    second_in_parts,
+)
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool, world
@@ -33,11 +45,13 @@ def gradient_of(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("biased, gathered_ahead, hidden", [(True, False, 5), (False, True, 5), (True, True, 9)])
 @on_ranks(3)
-def test_two_layers_in_parts(biased: bool) -> None:
-    """Against the same two products on one rank: outputs, and gradients of the input, of weights and of the bias."""
-    group, rank, tokens, hidden, ffn = world(), dist.get_rank(), sum(PARTS), 5, 12
+def test_two_layers_in_parts(biased: bool, gathered_ahead: bool, hidden: int) -> None:
+    """Against the same two products on one rank: outputs, and gradients of the input, of weights and of the bias. The
+    input of the second layer is narrow beside a `hidden` of 9: its weight's gradient is added up part by part.
+    """
+    group, rank, tokens, ffn = world(), dist.get_rank(), sum(PARTS), 12
     x, first, second = shared(3 * tokens, 1, hidden, seed=0), shared(ffn, hidden, seed=1), shared(hidden, ffn, seed=2)
     bias, cotangent = shared(ffn, seed=3), shared(3 * tokens, 1, hidden, seed=4)
     whole = [each.clone().requires_grad_() for each in (x, first, bias, second)]
@@ -50,29 +64,69 @@ def test_two_layers_in_parts(biased: bool) -> None:
     mine = [nn.Parameter(each) for each in (own(x), own(first), own(bias), own(second, 1))]
     column: Any = SimpleNamespace(weight=mine[1], bias=mine[2] if biased else None, tp_group=group)
     row: Any = SimpleNamespace(weight=mine[3], bias=None, tp_group=group, skip_bias_add=True)
-    out, left = second_in_parts(row, first_in_parts(column, mine[0], PARTS).relu(), PARTS)
+    total: Any = mine[3]
+    total.main_grad, total.grad_added_to_main_grad = torch.ones_like(total), False
+    ahead = Ahead(PARTS, group) if gathered_ahead else None
+    wide = first_in_parts(column, mine[0], PARTS, ahead).relu()
+    wide = wide if ahead is None else kept_ahead(wide, mine[0], ahead)
+    out, left = second_in_parts(row, wide, PARTS)
     out.backward(own(cotangent))
-    assert left is None
+    assert left is None and total.grad_added_to_main_grad
+    total.grad = total.main_grad - 1
     torch.testing.assert_close(out, own(expected))
     for at in (0, 1, 2, 3):
         if at != 2 or biased:
             torch.testing.assert_close(mine[at].grad, own(gradient_of(whole[at]), dim=int(at == 3)))
 
 
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 3))
+def test_tokens_are_found_in_parts_and_put_back(parts: list[int], ranks: int, padding: int) -> None:
+    """Of a sequence that ranks have one after another, gathered part by part; padding follows it."""
+    sequence = torch.arange(1, sum(parts) * ranks + 1)
+    by_rank = [own.split(parts) for own in sequence.view(ranks, sum(parts))]
+    rows = torch.cat([own[part] for part in range(len(parts)) for own in by_rank])
+    tokens = max(0, len(sequence) - padding)
+    order = Order.of_parts(tuple(parts), ranks, tokens, torch.device("cpu"))
+    assert torch.equal(order.chosen(rows), sequence[:tokens])
+    assert torch.equal(order.placed(sequence[:tokens]), rows.where(rows <= tokens, 0))
+    assert torch.equal(order.tokens, rows - 1)
+
+
+def test_orders_go_backward_as_their_adjoints() -> None:
+    order, x, back = Order.of_parts((1, 2), 2, 5, torch.device("cpu")), shared(6, 2, seed=0), shared(5, 2, seed=1)
+    rows, tokens = x.clone().requires_grad_(), back.clone().requires_grad_()
+    order.chosen(rows).backward(back)
+    order.placed(tokens).backward(x)
+    assert torch.equal(gradient_of(rows), order.placed(back)) and torch.equal(gradient_of(tokens), order.chosen(x))
+
+
 def test_parts_are_even_and_no_more_than_tokens() -> None:
     mlp: Any = SimpleNamespace(exchanged_in_parts=4)
-    assert [parts_of(mlp, tokens) for tokens in (10, 3, 1, 0)] == [[3, 3, 2, 2], [1, 1, 1], [1], [0]]
-    assert parts_of(SimpleNamespace(), 10) == [10]  # pyright: ignore[reportArgumentType]
+    assert [parts_of(mlp, tokens) for tokens in (10, 3, 1, 0)] == [(3, 3, 2, 2), (1, 1, 1), (1,), (0,)]
+    assert parts_of(SimpleNamespace(), 10) == (10,)  # pyright: ignore[reportArgumentType]
+
+
+@given(st.integers(1, 9), st.integers(0, 40000))
+def test_long_parts_are_whole_tiles_and_about_as_long(parts: int, tokens: int) -> None:
+    mlp: Any = SimpleNamespace(exchanged_in_parts=parts)
+    *long, last = found = parts_of(mlp, tokens)
+    assert sum(found) == tokens and len(found) == max(1, min(parts, tokens)) and (tokens == 0 or min(found) > 0)
+    assert tokens < 64 * parts**2 or all(each % 64 == 0 and abs(each - tokens / parts) <= 32 for each in long)
+    assert max(found) < 2 * max(1, last), "no part is waited for twice as long as another"
 
 
 def test_layers_that_are_not_ours_are_refused() -> None:
-    from megatron.core.transformer.mlp import MLP
-
     mlp = MLP.__new__(MLP)
     nn.Module.__init__(mlp)
     mlp.linear_fc1, mlp.linear_fc2 = nn.Linear(1, 1), nn.Linear(1, 1)
     with pytest.raises(TypeError, match="an MLP of Linear exchanges by itself"):
         overlap_exchanges(nn.Sequential(mlp), 2)
+    attention: Any = SelfAttention.__new__(SelfAttention)
+    nn.Module.__init__(attention)
+    attention.linear_qkv, attention.linear_proj = nn.Linear(1, 1), nn.Linear(1, 1)
+    with pytest.raises(TypeError, match="attention of Linear exchanges by itself"):
+        overlap_exchanges(nn.Sequential(attention), 2)
 
 
 STEPS = [
@@ -83,6 +137,14 @@ STEPS = [
     ("qwen3_vl", "tp:2,dp:2", "tp:2,pp:2", 4, "--model.tp_overlap.vision 2 --zero.vision 3 --model.tp_overlap.text 2"),
     ("qwen3_vl", "dp:4", "tp:2,cp:2", 4, "--model.tp_overlap.text 2 --offload.text.activations true"),
     ("qwen2_5_vl", "sp:2", "tp:2", 2, "--model.tp_overlap.text 3 --model.compile layers"),
+    (
+        "qwen3_vl",
+        "tp:2",
+        "tp:2",
+        2,
+        "--model.tp_overlap.text 3 --model.recompute.text selective --model.tp_overlap.vision 2",
+    ),
+    ("qwen2_5_vl", "tp:2,cp:2", "tp:2,sp:2", 4, "--model.tp_overlap.text 2 --model.tp_overlap.vision 2"),
 ]
 
 

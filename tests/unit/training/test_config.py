@@ -126,6 +126,15 @@ def test_aliases_do_not_fill_the_memory(write) -> None:
         load_config(write("parallel: {" + ", ".join(merged) + "}"))
 
 
+@pytest.mark.parametrize("more, backend", [
+    ("--model.tp_overlap.text 1", "auto"), ("--model.tp_overlap.text 2", "torch"), ("--model.compile layers", "torch"),
+    ("--model.tp_overlap.text 2 --model.backend te", "te"),
+])  # fmt: skip
+def test_layers_are_ours_where_a_setting_is_theirs_alone(write, more: str, backend: str) -> None:
+    """Unless others are asked for, which says so later."""
+    assert load_config([*write(""), *more.split()]).model.layer_backend == backend
+
+
 def test_empty_sections_and_none(write) -> None:
     config = load_config([*write("train:\neval: {limit: null}\n"), "--model.freeze", "--eval.limit", "none"])
     assert config.model.freeze == ()
@@ -295,7 +304,6 @@ IN_FLAGS = [
     ("--model.chunk.text -8", ["model.chunk.text", "≥ 0", "0 for all tokens"]),
     ("--model.chunk.text many", ["model.chunk.text", "an integer"]),
     ("--model.tp_overlap.text 0", ["model.tp_overlap.text", "≥ 1", "1 for one exchange"]),
-    ("--model.tp_overlap.text 2 --model.chunk.text 8", ["model.tp_overlap.text", "Remove it or model.chunk.text"]),
 ]
 
 HELD_OUT = "--eval.datasets demo --export.hf_dir z"

@@ -1,5 +1,5 @@
 """What a layer computes between matrix products, attention and communication, compiled: each stretch between two of
-those becomes few kernels (Ansel et al. 2024, "PyTorch 2", ASPLOS).
+those becomes few kernels.
 
     norm | product | heads | attention | product | add, norm | product | gate | product
 
@@ -14,7 +14,6 @@ head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.common.layers.compiler import run
 
 Activation = Callable[[Tensor], Tensor]
 _DENSE = torch.contiguous_format
-MOST_GRAPHS = 64
-"""Of one function: encoders and text module, widths that tp leaves, normed heads, each with and without gradients."""
 
 
 class Norm(NamedTuple):
@@ -44,32 +42,31 @@ class Norm(NamedTuple):
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
     """`x` [S, 1, hidden], normed."""
-    return _run(_normed, x, *norm)
+    return run(_normed, x, *norm)
 
 
 def added_and_normed(part: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """`residual` and a part of a layer with the bias that it has not added, [S, 1, hidden], and their sum normed."""
-    return _run(_added_and_normed, part, bias, residual, *norm)
+    return run(_added_and_normed, part, bias, residual, *norm)
 
 
 def activated(wide: Tensor, bias: Tensor | None, activation: Activation, *, has_gate: bool) -> Tensor:
     """The activation of `wide` [S, 1, ffn]; where it has a gate, [S, 1, 2 ffn], that of the gate times what passes it,
     [S, 1, ffn].
     """
-    return _run(_activated, wide, bias, activation, has_gate)
+    return run(_activated, wide, bias, activation, has_gate)
 
 
 def heads(mixed: Tensor, table_2nD: Tensor, dim: int, norms: tuple[Norm, Norm] | None) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, see `rotary.rotated_heads`. `norms`: of the heads of queries and of keys, if any."""
     cosines, sines = table_2nD.unbind()
-    return _run(_heads, mixed, cosines, sines, dim, *(norms or (None, None)))
+    return run(_heads, mixed, cosines, sines, dim, *(norms or (None, None)))
 
 
 def require_compiler(device: torch.device) -> None:
     """Compile something small. Raises `UserError` where PyTorch cannot."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     try:
-        _run(_activated, torch.ones(2, 1, 1, device=device), None, F.silu, False)
+        run(_activated, torch.ones(2, 1, 1, device=device), None, F.silu, False)
     except Exception as problem:  # Of the compiler's own, of tools that it starts, of files that it writes.
         needs = "Triton and a C compiler" if device.type == "cuda" else "a C++ compiler"
         raise UserError.at(
@@ -77,24 +74,6 @@ def require_compiler(device: torch.device) -> None:
             problem=f"PyTorch cannot compile for {device.type}: {str(problem).strip().splitlines()[0]}",
             fix=f"install {needs} on every host, or use --model.compile none",
         ) from problem
-
-
-def _run(function: Callable[..., Any], *inputs: Any) -> Any:
-    """`function(*inputs)`, compiled for any number of tokens, which is the first dim of all tensors but parameters.
-    Compilers treat 0 and 1 as cases of their own, which are not worth one.
-    """
-    tensors = [x for x in inputs if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter)]
-    if any(len(x) < 2 for x in tensors):
-        return function(*inputs)
-    for x in tensors:
-        torch._dynamo.mark_dynamic(x, 0)
-    return _compiled(function)(*inputs)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For any number of tokens, and nothing else: widths that are known make better kernels."""
-    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 # ------------------------------------------------------------------------------ as the compiler sees them, in fp32

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.models.common.layers.products import add_product, product
+from megatron_hetero.models.common.layers.products import add_product, keeps_wide, product
 
 Sharing = Literal["split", "whole", "none"]
 """How a tp group has the input of a layer that is split by column: each rank some tokens; each all of them, so that
@@ -133,16 +133,40 @@ def _reduced(grad: Tensor, group: dist.ProcessGroup, sharing: Sharing) -> tuple[
 
 def gradient_of_weight(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` for autograd; or what it is to pass on where the product is added to `main_grad` at once, which
-    Megatron's `DistributedDataParallel` is told of and does not look at.
+    Megatron's `DistributedDataParallel` is told of and does not look at, unless the parameter has other gradients too.
     """
-    total: Tensor | None = getattr(parameter, "main_grad", None)
-    if total is None or not hasattr(parameter, "grad_added_to_main_grad"):
+    if not adds_to_main_grad(parameter, left.dtype):
+        if hasattr(parameter, "grad_added_to_main_grad"):  # Of an earlier micro-batch, perhaps.
+            parameter.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
         return product(left, right)
-    if total.dtype == left.dtype:
-        add_product(total, left, right)
-    elif total.is_cuda and total.dtype == torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:  # PyTorch has no such product on a CPU.
-        return product(left, right)
+    add_product(parameter.main_grad, left, right)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
-    return torch.empty_like(parameter)
+    return torch.zeros_like(parameter) if _is_shared(parameter) else torch.empty_like(parameter)
+
+
+def scaled_gradient(parameter: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
+    """`gradient` times `scale` [] for autograd, in its place; or, likewise, what it is to pass on where that is added
+    to `main_grad` at once.
+    """
+    total = _main_grad(parameter)
+    if total is None:
+        return gradient.mul_(scale)
+    torch.addcmul(total, gradient, scale, out=total)
+    parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+    return gradient.zero_() if _is_shared(parameter) else gradient
+
+
+def adds_to_main_grad(parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Whether products of factors of `dtype` are added to the parameter's `main_grad` at once."""
+    total = _main_grad(parameter)
+    return total is not None and (total.dtype == dtype or keeps_wide(total, total.dtype))
+
+
+def _main_grad(parameter: Tensor) -> Tensor | None:
+    """That of Megatron's `DistributedDataParallel`, of which it takes word that something was added."""
+    return getattr(parameter, "main_grad", None) if hasattr(parameter, "grad_added_to_main_grad") else None
+
+
+def _is_shared(parameter: Tensor) -> bool:
+    """Whether a head is the embedding, too, which Megatron marks so."""
+    return getattr(parameter, "zero_out_wgrad", False)

@@ -1,13 +1,17 @@
-"""The two linear layers of an MLP, in parts: the exchange of one part over tp runs beside the product of another.
+"""The two linear layers of an MLP, or of attention, in parts: the exchange of one part over tp runs beside the product
+of another.
 
 For sequence-parallel activations. A *part* is a range of each rank's tokens. Between the two layers the tokens of a
-part are together, rank after rank, and not in their order in the sequence, which an MLP need not know. So each product
-takes rows that lie side by side, and the gradient of a weight is one product of all of them.
+part are together, rank after rank, and not in their order in the sequence: an MLP need not know; attention brings what
+it takes and gives, which is narrow, into order and back. So each product takes rows that lie side by side, and the
+gradient of a weight is one product of all of them.
 
     forward    first    all parts are gathered; the product of each follows its own
                second   each part is reduced to its ranks as soon as it is computed
-    backward   second   gradients are gathered by part; the product of each follows its own
-               first    gradients are reduced by part, inputs are gathered beside
+    backward   second   gradients are gathered by part; the product of each follows its own, where that is short with
+                        the one that gives the weight's gradient
+               first    gradients are reduced by part; inputs are gathered beside, those of attention's first layer
+                        while attention itself goes backward
 
 The decomposition is that of Wang et al. 2023 (ASPLOS, "Overlap Communication with Dependent Computation via
 Decomposition"), with collectives in place of a ring.
@@ -16,42 +20,90 @@ Decomposition"), with collectives in place of a ring.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.models.common.layers.linear import ColumnLinear, RowLinear, gradient_of_weight
+from megatron_hetero.models.common.layers.linear import (
+    ColumnLinear,
+    RowLinear,
+    adds_to_main_grad,
+    gradient_of_weight,
+)
 
 PARTS = "exchanged_in_parts"
+TILE = 64
+"""Tokens of a rank that fill tiles of a matrix product, 128 rows or a multiple, with those of others under any tp."""
 
 
 def overlap_exchanges(model: nn.Module, parts: int) -> None:
-    """Let the MLPs of `model` exchange their tokens over tp in so many parts.
+    """Let the MLPs and the attention of `model` exchange their tokens over tp in so many parts.
 
     Raises:
         TypeError: one is not made of our linear layers.
     """
-    for mlp in model.modules():
-        if isinstance(mlp, MLP):
-            if not (isinstance(mlp.linear_fc1, ColumnLinear) and isinstance(mlp.linear_fc2, RowLinear)):
-                raise TypeError(f"an MLP of {type(mlp.linear_fc1).__name__} exchanges by itself")
-            setattr(mlp, PARTS, parts)
+    for module in model.modules():
+        if isinstance(module, MLP):
+            _require_ours("an MLP", module.linear_fc1, module.linear_fc2)
+        elif isinstance(module, SelfAttention):
+            _require_ours("attention", module.linear_qkv, module.linear_proj)
+        else:
+            continue
+        setattr(module, PARTS, parts)
 
 
-def parts_of(mlp: MLP, tokens: int) -> list[int]:
-    """Tokens of each part, of a rank that has so many; one part where exchanges are not to overlap."""
-    parts = min(getattr(mlp, PARTS, 1), max(1, tokens))
-    return [tokens // parts + (part < tokens % parts) for part in range(parts)]
+def _require_ours(what: str, first: object, second: object) -> None:
+    if not (isinstance(first, ColumnLinear) and isinstance(second, RowLinear)):
+        raise TypeError(f"{what} of {type(first).__name__} exchanges by itself")
 
 
-def first_in_parts(layer: Any, x: Tensor, parts: Sequence[int]) -> Tensor:
-    """[S / tp, 1, in] to [S, 1, out / tp], in parts."""
-    return _First.apply(x, layer.weight, layer.bias, parts, layer.tp_group)  # pyright: ignore[reportReturnType]
+def parts_of(module: nn.Module, tokens: int) -> tuple[int, ...]:
+    """Tokens of each part, of a rank that has so many; one part where exchanges of the `module` are not to overlap.
+    Long parts are whole tiles, but for the last, so that products in parts take no more of them than one of all tokens.
+    """
+    parts = min(getattr(module, PARTS, 1), max(1, tokens))
+    if parts > 1 and tokens >= TILE * parts * parts:
+        long = TILE * round(tokens / parts / TILE)
+        return *(long,) * (parts - 1), tokens - long * (parts - 1)
+    return tuple(tokens // parts + (part < tokens % parts) for part in range(parts))
+
+
+class Ahead:
+    """The input of a layer that is split by column, which the gradient of its weight is made of: kept by `kept_ahead`,
+    and gathered when the backward pass gets there.
+    """
+
+    def __init__(self, parts: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._parts, self._group = parts, group
+        self._gathered: tuple[Tensor, list[dist.Work]] | None = None
+
+    def gather(self, x: Tensor) -> None:
+        """Begin."""
+        self._gathered = _gather(x, self._parts, self._group)
+
+    def take(self) -> tuple[Tensor, list[dist.Work]]:
+        """[S, 1, in], once the works are done."""
+        assert self._gathered is not None, "what follows attention goes backward first"
+        gathered, self._gathered = self._gathered, None
+        return gathered
+
+
+def kept_ahead(out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
+    """`out` as it is. Before its gradient is passed on, all of `x` [S / tp, 1, in] begins to be gathered: beside the
+    backward pass of what lies between the two.
+    """
+    return _KeptAhead.apply(out, x, ahead)  # pyright: ignore[reportReturnType]
+
+
+def first_in_parts(layer: Any, x: Tensor, parts: Sequence[int], ahead: Ahead | None = None) -> Tensor:
+    """[S / tp, 1, in] to [S, 1, out / tp], in parts. `ahead`: which keeps `x`."""
+    return _First.apply(x, layer.weight, layer.bias, parts, layer.tp_group, ahead)  # pyright: ignore[reportReturnType]
 
 
 def second_in_parts(layer: Any, x: Tensor, parts: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -60,13 +112,28 @@ def second_in_parts(layer: Any, x: Tensor, parts: Sequence[int]) -> tuple[Tensor
     return (out, layer.bias) if layer.skip_bias_add or layer.bias is None else (out + layer.bias, None)
 
 
+class _KeptAhead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, x: Tensor, ahead: Ahead) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.ahead = ahead
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.ahead.gather(*ctx.saved_tensors)
+        return grad, None, None
+
+
 class _First(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: Sequence[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.parameter, ctx.parts, ctx.group = weight, parts, group
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: Sequence[int], group: dist.ProcessGroup,
+        ahead: Ahead | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] and ahead is None else None, weight)
+        ctx.parameter, ctx.parts, ctx.group, ctx.ahead = weight, parts, group, ahead
         whole, works = _gather(x, parts, group)
         out = x.new_empty(len(whole), *x.shape[1:-1], len(weight))
         for rows, work in zip(_rows(parts, group.size()), works, strict=True):
@@ -87,7 +154,7 @@ class _First(torch.autograd.Function):
         # What is sent lives until its work is done.
         reducing: list[tuple[dist.Work, Tensor]] = []
         if ctx.needs_input_grad[1]:
-            whole, gathering = _gather(x, ctx.parts, ctx.group)
+            whole, gathering = ctx.ahead.take() if ctx.ahead else _gather(x, ctx.parts, ctx.group)
         if ctx.needs_input_grad[0]:
             of_x = grad.new_empty(sum(ctx.parts), *grad.shape[1:-1], weight.shape[1])
             reducing = list(_reduced(of_x, grad, weight, ctx.parts, ctx.group))
@@ -99,7 +166,7 @@ class _First(torch.autograd.Function):
         of_bias = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
         for work, _ in reducing:
             work.wait()
-        return of_x, of_weight, of_bias, None, None
+        return of_x, of_weight, of_bias, None, None, None
 
 
 class _Second(torch.autograd.Function):
@@ -121,13 +188,22 @@ class _Second(torch.autograd.Function):
         whole, gathering = _gather(grad, ctx.parts, ctx.group)
         if ctx.needs_input_grad[0]:
             of_x = grad.new_empty(len(whole), *grad.shape[1:-1], weight.shape[1])
+        by_part = ctx.needs_input_grad[1] and _is_narrow(weight) and adds_to_main_grad(ctx.parameter, grad.dtype)
         for rows, work in zip(_rows(ctx.parts, ctx.group.size()), gathering, strict=True):
             work.wait()
             if of_x is not None:
                 torch.mm(whole[rows].flatten(0, -2), weight, out=of_x[rows].flatten(0, -2))
-        if ctx.needs_input_grad[1]:
+            if by_part:
+                of_weight = gradient_of_weight(ctx.parameter, whole[rows].flatten(0, -2).t(), x[rows].flatten(0, -2))
+        if ctx.needs_input_grad[1] and not by_part:
             of_weight = gradient_of_weight(ctx.parameter, whole.flatten(0, -2).t(), x.flatten(0, -2))
         return of_x, of_weight, None, None
+
+
+def _is_narrow(weight: Tensor) -> bool:
+    """Whether the product that gives the gradient of the input is too short to gather the next part beside it."""
+    out, own = weight.shape
+    return 2 * own < out
 
 
 def _gather(x: Tensor, parts: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
@@ -150,7 +226,5 @@ def _reduced(
 
 def _rows(parts: Sequence[int], ranks: int) -> list[slice]:
     """The rows of each part between the layers."""
-    ends = [0]
-    for tokens in parts:
-        ends.append(ends[-1] + tokens * ranks)
+    ends = [ranks * end for end in accumulate(parts, initial=0)]
     return [slice(*bounds) for bounds in pairwise(ends)]

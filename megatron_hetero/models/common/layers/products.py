@@ -16,10 +16,12 @@ LEAST = 2**24
 """Multiplications of a product that is worth a kernel of its own."""
 
 
-def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x` [..., in] times `matrix` [in, out], and `bias` [out] where given: [..., out]. No view, so that what comes
-    can be added in place; for autograd this is no operation.
+def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+    """`x` [..., in] times `matrix` [in, out], and `bias` [out] where given: [..., out], in their own dtype or in fp32.
+    No view, so that what comes can be added in place; for autograd this is no operation.
     """
+    if dtype not in (None, x.dtype):
+        return torch.mm(x, matrix, out_dtype=dtype) if keeps_wide(x, dtype) else product(x, matrix).to(dtype)
     rows, shape = x.flatten(0, -2), (*x.shape[:-1], matrix.shape[1])
     if _by_onednn(rows, matrix):
         return _onednn(rows, matrix, bias).resize_(shape)
@@ -32,11 +34,18 @@ def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left` [m, k] times `right` [k, n] to `total` [m, n], all of one dtype."""
-    if _by_onednn(left, right):
-        total.add_(_onednn(left, right))
+    """Add `left` [m, k] times `right` [k, n] to `total` [m, n], which is of their dtype or in fp32."""
+    if total.dtype != left.dtype and keeps_wide(total, total.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    elif total.dtype != left.dtype or _by_onednn(left, right):
+        total.add_(product(left, right))
     else:
         total.addmm_(left, right)
+
+
+def keeps_wide(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether PyTorch has products of narrower factors on the device of `x` that it does not round to their dtype."""
+    return x.is_cuda and dtype == torch.float32
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:

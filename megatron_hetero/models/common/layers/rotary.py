@@ -1,5 +1,5 @@
 """Rotary embedding of queries and keys (Su et al. 2021, arXiv 2104.09864), in the half-split form of GPT-NeoX, computed
-in fp32 and rounded once.
+in fp32 and rounded once. In one pass each way where a GPU compiles it, few elsewhere.
 
 Shape suffixes: n tokens without padding, S tokens with padding, G groups of heads of this rank, H heads, D elements per
 head. A table [2, n, D] has the cosines and sines of each token.
@@ -7,11 +7,17 @@ head. A table [2, n, D] has the cosines and sines of each token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron_hetero.distributed.platform import compiles_for
+from megatron_hetero.models.common.layers.compiler import run
+from megatron_hetero.models.common.layers.order import Order
 
 
 def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:
@@ -19,14 +25,18 @@ def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:
     return _Rotate.apply(x_nHD, table_2nD)  # pyright: ignore[reportReturnType]
 
 
-def rotated_heads(mixed: Tensor, table_2nD: Tensor, dim: int, *, members: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def rotated_heads(
+    mixed: Tensor, table_2nD: Tensor, dim: int, order: Order | None = None, *, members: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys, rotated, and values, [n, H, D] each, of a projection [S, 1, G, heads of a group * D]: a group's
-    queries, its key and its value. `dim`: D.
+    queries, its key and its value. `dim`: D. `order`: of the projection's tokens, where they are not in order.
 
     `members`: of a group that exchanges heads for tokens; where there are several, [n, members, H / members, D] each.
     Their gradients come as views of what has been exchanged, which have that shape alone.
     """
-    return _RotatedHeads.apply(mixed, table_2nD, dim, members)  # pyright: ignore[reportReturnType]
+    if order is not None and not _in_one_pass(mixed, table_2nD):
+        mixed, order = order.chosen(mixed), None
+    return _RotatedHeads.apply(mixed, table_2nD, dim, order, members)  # pyright: ignore[reportReturnType]
 
 
 def split_heads(mixed: Tensor, tokens: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,6 +67,11 @@ def _along(x: Tensor, table_2nD: Tensor) -> Tensor:
     return x * _by_heads(table_2nD[0], x)
 
 
+def _in_one_pass(x: Tensor, table_2nD: Tensor) -> bool:
+    """Whether it is compiled, which of one token, or none, is not worth it."""
+    return compiles_for(x) and table_2nD.shape[1] > 1
+
+
 def _by_heads(part_nD: Tensor, x: Tensor) -> Tensor:
     return part_nD.view(len(x), *[1] * (x.dim() - 2), x.shape[-1])
 
@@ -65,6 +80,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, table_2nD: Tensor) -> Tensor:
         ctx.save_for_backward(table_2nD)
+        if _in_one_pass(x, table_2nD):
+            return run(turned, x, *table_2nD.unbind())
         out = torch.empty_like(x)
         _turn(x, table_2nD, out)
         return out
@@ -72,7 +89,10 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (table_2nD,), out = ctx.saved_tensors, torch.empty_like(grad)
+        (table_2nD,) = ctx.saved_tensors
+        if _in_one_pass(grad, table_2nD):
+            return run(turned_back, grad, *table_2nD.unbind()), None
+        out = torch.empty_like(grad)
         _turn(grad, table_2nD, out, back=True)
         return out, None
 
@@ -81,32 +101,53 @@ class _RotatedHeads(torch.autograd.Function):
     """No output is a view of the projection, all of which it would keep for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, table_2nD: Tensor, dim: int, members: int) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, mixed: Tensor, table_2nD: Tensor, dim: int, order: Order | None, members: int
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(table_2nD)
-        ctx.shape, ctx.dim = mixed.shape, dim
-        heads = _of_tokens(mixed, table_2nD.shape[1], dim)
-        # Queries and keys lie side by side.
-        parts = (heads.shape[2] - 2, 1)
-        alongs = _along(heads[:, :, :-1], table_2nD).split(parts, dim=2)
-        outs = tuple(heads.new_empty(*heads.shape[:2], part, dim) for part in parts)
-        for x, along, out in zip(heads[:, :, :-1].split(parts, dim=2), alongs, outs, strict=True):
-            _turn(x, table_2nD, out, along=along)
-        made = *(out.flatten(1, 2) for out in outs), heads[:, :, -1].contiguous()
+        ctx.shape, ctx.dim, ctx.order = mixed.shape, dim, order
+        if _in_one_pass(mixed, table_2nD):
+            made = run(heads_turned, mixed, *table_2nD.unbind(), dim, None if order is None else order.rows)
+        else:
+            made = _heads_turned_by_parts(mixed, table_2nD, dim)
         return made if members == 1 else tuple(x.unflatten(1, (members, -1)) for x in made)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (table_2nD,) = ctx.saved_tensors
-        of_mixed, tokens = grads[0].new_empty(ctx.shape), table_2nD.shape[1]
-        if tokens < len(of_mixed):
-            of_mixed[tokens:].zero_()
-        places = split_heads(of_mixed, tokens, ctx.dim)
-        (of_q, q), (of_k, k), (of_v, v) = (_alike(grad, place) for grad, place in zip(grads, places, strict=True))
-        _turn(of_q, table_2nD, q, back=True)
-        _turn(of_k, table_2nD, k, back=True)
-        v.copy_(of_v)
-        return of_mixed, None, None, None
+        one_pass = _in_one_pass(grads[0], table_2nD)
+        back = _heads_turned_back if one_pass else _heads_turned_back_by_parts
+        return back(ctx, table_2nD, grads), None, None, None, None
+
+
+def _heads_turned_by_parts(mixed: Tensor, table_2nD: Tensor, dim: int) -> tuple[Tensor, ...]:
+    heads = _of_tokens(mixed, table_2nD.shape[1], dim)
+    # Queries and keys lie side by side.
+    parts = (heads.shape[2] - 2, 1)
+    alongs = _along(heads[:, :, :-1], table_2nD).split(parts, dim=2)
+    outs = tuple(heads.new_empty(*heads.shape[:2], part, dim) for part in parts)
+    for x, along, out in zip(heads[:, :, :-1].split(parts, dim=2), alongs, outs, strict=True):
+        _turn(x, table_2nD, out, along=along)
+    return *(out.flatten(1, 2) for out in outs), heads[:, :, -1].contiguous()
+
+
+def _heads_turned_back(ctx: Any, table_2nD: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    # Without memory: it is as long as the projection.
+    tokens = grads[0].new_empty(ctx.shape[0], 0) if ctx.order is None else ctx.order.tokens
+    return run(heads_turned_back, *grads, *table_2nD.unbind(), tokens).view(ctx.shape)
+
+
+def _heads_turned_back_by_parts(ctx: Any, table_2nD: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    of_mixed, tokens = grads[0].new_empty(ctx.shape), table_2nD.shape[1]
+    if tokens < len(of_mixed):
+        of_mixed[tokens:].zero_()
+    places = split_heads(of_mixed, tokens, ctx.dim)
+    (of_q, q), (of_k, k), (of_v, v) = (_alike(grad, place) for grad, place in zip(grads, places, strict=True))
+    _turn(of_q, table_2nD, q, back=True)
+    _turn(of_k, table_2nD, k, back=True)
+    v.copy_(of_v)
+    return of_mixed
 
 
 def _alike(grad: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,3 +159,58 @@ def _alike(grad: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         return grad.reshape(place.shape), place
     members = grad.shape[1]
     return grad.unflatten(2, (groups // members, heads)), place.unflatten(1, (members, -1))
+
+
+# ------------------------------------------------------------------------------------- as a compiler joins it
+
+
+def turned(x: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
+    """As `rotate`."""
+    return _turned_by(x, cosines_nD, _signed(sines_nD))
+
+
+def turned_back(grad: Tensor, cosines_nD: Tensor, sines_nD: Tensor) -> Tensor:
+    """The adjoint of `turned`."""
+    return _turned_by(grad, cosines_nD, _signed(sines_nD).flip(1))
+
+
+def heads_turned(
+    mixed: Tensor, cosines_nD: Tensor, sines_nD: Tensor, dim: int, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `rotated_heads`. `rows`: those of the tokens."""
+    heads = mixed.view(len(mixed), mixed.shape[-2], mixed.shape[-1] // dim, dim)
+    parts = heads.split((heads.shape[2] - 2, 1, 1), dim=2)
+    q, k, v = (x[: len(cosines_nD)] if rows is None else x[rows] for x in parts)
+    q, k = (turned(x, cosines_nD, sines_nD) for x in (q, k))
+    return q.flatten(1, 2), k.flatten(1, 2), v.clone(memory_format=torch.contiguous_format).flatten(1, 2)
+
+
+def heads_turned_back(
+    of_q: Tensor, of_k: Tensor, of_v: Tensor, cosines_nD: Tensor, sines_nD: Tensor, tokens: Tensor
+) -> Tensor:
+    """The adjoint of `heads_turned`: [S, G, heads of a group, D]. `tokens`: that of each row, n or more where there is
+    none, [S]; or, where they are in order, something that is as long, [S, 0].
+    """
+    count = len(of_v)
+    groups, dim = of_v.shape[1:-1].numel(), of_v.shape[-1]
+    inputs = *(x.reshape(count, groups, -1, dim) for x in (of_q, of_k, of_v)), cosines_nD, sines_nD
+    if tokens.dim() == 1:
+        inputs = tuple(x[tokens.clamp(max=count - 1)] for x in inputs)
+    q, k, v, cosines, sines = inputs
+    out = torch.cat((*(turned_back(x, cosines, sines) for x in (q, k)), v), dim=2)
+    if tokens.dim() == 1:
+        return out.where((tokens < count)[:, None, None, None], 0)
+    return F.pad(out, (0, 0, 0, 0, 0, 0, 0, len(tokens) - count)) if len(tokens) > count else out
+
+
+def _turned_by(x: Tensor, cosines_nD: Tensor, sines_n2h: Tensor) -> Tensor:
+    """Each half of `x` [n, ..., D] times the cosines, and the other half times the sines."""
+    halves = x.unflatten(-1, (2, -1)).float()
+    cosines, sines = (part.view(len(x), *[1] * (x.dim() - 2), *halves.shape[-2:]) for part in (cosines_nD, sines_n2h))
+    return (halves * cosines + halves.flip(-2) * sines).flatten(-2).to(x.dtype)
+
+
+def _signed(sines_nD: Tensor) -> Tensor:
+    """[n, 2, D / 2], of the first half the negative."""
+    signs = 2 * torch.arange(2, device=sines_nD.device) - 1
+    return sines_nD.unflatten(-1, (2, -1)) * signs[:, None]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.distributed.platform import compiled
+from megatron_hetero.distributed.platform import compiled, compiles_for
 
 
 def swiglu(wide: Tensor) -> Tensor:
@@ -47,10 +47,10 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wide: Tensor) -> Tensor:
         ctx.save_for_backward(wide)
-        return compiled(forward)(wide) if wide.is_cuda else forward(wide)
+        return compiled(forward)(wide) if compiles_for(wide) else forward(wide)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (wide,) = ctx.saved_tensors
-        return compiled(backward)(grad, wide) if wide.is_cuda else backward_in_place(grad, wide)
+        return compiled(backward)(grad, wide) if compiles_for(wide) else backward_in_place(grad, wide)
