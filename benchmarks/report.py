@@ -229,7 +229,8 @@ class StepReport:
         notes = (
             "Ours: sp, tp (vision, text) and the like. `whole`: activations not split over tp. `zero`: ZeRO 3, with tp "
             "of the encoder alone. Ratio: median [min, max] of rounds. "
-            "Memory: resident (of the allocator on a GPU), above what the process held before the model was built."
+            "Memory: resident (of the allocator on a GPU), above what the process held before the model was built. "
+            "All compute their products by the library that PyTorch takes."
         )
         return "\n\n".join([head, found, notes, "\n".join(f"- {v}" for v in self.verdicts())])
 

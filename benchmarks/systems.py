@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.common.layers import products
 from megatron_hetero.processor.processor import Processor
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.watch.stopwatch import Stopwatch
@@ -76,9 +78,13 @@ class PhaseWatch(Stopwatch):
 
 
 class Ours:
-    """`Trainer`, as `pretrain_vlm.py` runs it; batches are prepared beforehand."""
+    """`Trainer`, as `pretrain_vlm.py` runs it; batches are prepared beforehand. Products are computed by the library
+    that PyTorch takes for the rivals', too: it is layouts that are compared.
+    """
 
     def __init__(self, platform: Platform, folder: Path, cases: int, vision: str, text: str, *more: str):
+        # For good: the process has nothing else to do.
+        mock.patch.object(products, "has_onednn", _never).start()
         self.memory = Memory(platform)
         log = f"{folder}/log-{vision}-{text}-{'-'.join(more)}"  # One run writes to each.
         flags = (
@@ -101,6 +107,8 @@ class Ours:
         dist.barrier()
         start = time.perf_counter()
         metrics = self.run.train_step(1, self.batches[case])
+        for module in self.run.modules:  # Other steps follow none but after a barrier.
+            module.data_parallel.wait_for_weights()
         seconds = time.perf_counter() - start
         return StepResult(seconds, self.watch.last.get("vision", 0.0), metrics.loss, metrics.tokens)
 
@@ -234,6 +242,10 @@ def _fully_shard(module: LossOf, platform: Platform) -> Any:
 
 def _replicate(module: LossOf, platform: Platform) -> torch.nn.Module:
     return torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+
+
+def _never() -> bool:
+    return False
 
 
 def _totals(records: list[Any]) -> tuple[float, int, float]:

@@ -100,6 +100,8 @@ def _draw(rng: random.Random, world: int) -> Drawn:
     for name, layout in layouts.items():
         if any(axis in layout for axis in ("dp", "sp", "cp")) and rng.random() < 0.3:
             flags += [f"--zero.{name}", str(rng.choice([2, 3]))]
+        if "tp" in layout and rng.random() < 0.3:
+            flags += [f"--model.tp_overlap.{name}", str(rng.choice([2, 3]))]
     flags += ["--optimizer.name", rng.choice(["sgd", "adamw"])]
     return Drawn(world, layouts, tuple(flags), f"{placement} {schedule}")
 

@@ -53,6 +53,6 @@ def test_other_dtypes() -> None:
 
 def test_which_library() -> None:
     large, small = torch.zeros(LEAST // 64**2, 64), torch.zeros(LEAST // 64**2 - 1, 64)
-    assert products._by_onednn(large, torch.zeros(64, 64)) == products._has_onednn()
+    assert products._by_onednn(large, torch.zeros(64, 64)) == products.has_onednn()
     assert not products._by_onednn(small, torch.zeros(64, 64))
     assert not products._by_onednn(large.bfloat16(), torch.zeros(64, 64, dtype=torch.bfloat16))

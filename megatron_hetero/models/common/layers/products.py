@@ -49,13 +49,13 @@ def keeps_wide(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> bool:
-    usable = left.device.type == "cpu" and left.dtype == right.dtype == torch.float32 and _has_onednn()
+    usable = left.device.type == "cpu" and left.dtype == right.dtype == torch.float32 and has_onednn()
     return usable and left.shape[0] * left.shape[1] * right.shape[1] >= LEAST
 
 
 @cache
-def _has_onednn() -> bool:
-    """Where it is faster: with vectors of 512 bits; with 256 they are alike."""
+def has_onednn() -> bool:
+    """Whether it is there, and faster: it is with vectors of 512 bits; with 256 they are alike."""
     return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
