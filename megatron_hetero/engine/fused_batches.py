@@ -90,7 +90,7 @@ def _itemsize(numbers: Spread) -> int:
 
 
 def _weights(state: OptimizerState) -> Spread:
-    assert isinstance(state.master, Fp32Weights | Fp32Master | SplitMaster | RoundedMaster)
+    assert isinstance(state.master, Fp32Weights | Fp32Master | SplitMaster | RoundedMaster), "see `is_fused`"
     return state.master.weights
 
 

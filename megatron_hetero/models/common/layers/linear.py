@@ -70,7 +70,7 @@ class _Summed(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, bias: Tensor | None, sharing: Sharing, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004 (for its gradient)
         ctx.sharing, ctx.group = sharing, group
         out, work = _reduced(part, group, sharing)
-        assert work is not None
+        assert work is not None, "this rank is in the group"
         work.wait()
         if sharing == "whole":
             ctx.mark_dirty(out)
