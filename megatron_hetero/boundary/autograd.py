@@ -42,16 +42,15 @@ def cross(
         communicator: its ranks are those of the plan.
         plan: this rank's part.
         rows: the rows that this rank holds, in the order of the source ownership, in the communicator's dtype.
-        gradients: whether gradients come back, the same on all ranks. None: if the rows of any rank require them (in
-            grad mode), agreed on by a small all-reduce. Under `torch.no_grad()` nothing comes back.
+        gradients: whether gradients come back, the same on all ranks. None: see `returns_gradients`. Under
+            `torch.no_grad()` nothing comes back.
 
     Raises:
-        UserError: as `BoundaryCommunicator.forward`. With `gradients=None` also, on every rank, if some rows require
-            gradients and another rank is not in grad mode or has a plan of the forward direction only.
+        UserError: as `BoundaryCommunicator.forward` and, with `gradients=None`, `returns_gradients`.
         RuntimeError: in a double backward.
     """
     if gradients is None:
-        gradients = any_requires_grad(communicator, plan, rows)
+        gradients = returns_gradients(communicator, plan, rows)
     if not (gradients and torch.is_grad_enabled() and isinstance(rows, Tensor)):
         return communicator.forward(plan, rows)
     # Autograd calls `_Cross.backward` only if an input requires a gradient.
@@ -73,13 +72,25 @@ class _Cross(torch.autograd.Function):
         return ctx.communicator.backward(ctx.plan, grads), None, None
 
 
-def any_requires_grad(communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor) -> bool:
-    """Whether the rows of any rank require gradients. Raises `UserError` if some ranks could not return them."""
+def requires_grad(rows: Tensor) -> bool:
+    """Whether the rows of this rank require gradients."""
+    return torch.is_grad_enabled() and isinstance(rows, Tensor) and rows.requires_grad
+
+
+def returns_gradients(communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor) -> bool:
+    """Whether gradients go back through a crossing, the same on all ranks: if the rows of any rank require them, which
+    a small all-reduce tells. A communicator that checks nothing has no time for it: gradients then go back in grad mode
+    where the plan has a way back.
+
+    Raises:
+        UserError: on every rank. Some rows require gradients, and another rank is not in grad mode or has a plan of the
+            forward direction only.
+    """
     on = torch.is_grad_enabled()
+    if not communicator.check:
+        return on and plan.backward is not None
     votes = torch.tensor(
-        [on and isinstance(rows, Tensor) and rows.requires_grad, not on, plan.backward is None],
-        dtype=torch.int32,
-        device=communicator.device,
+        [requires_grad(rows), not on, plan.backward is None], dtype=torch.int32, device=communicator.device
     )
     dist.all_reduce(votes, dist.ReduceOp.MAX, group=communicator.group)
     wanted, off, one_way = map(bool, votes.tolist())

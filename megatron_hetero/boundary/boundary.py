@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from megatron_hetero.boundary.autograd import any_requires_grad, widened
+from megatron_hetero.boundary.autograd import requires_grad, returns_gradients, widened
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.crossings import MicroBatchCrossings
 from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
@@ -80,7 +80,8 @@ class Boundary:
         """The boundary from module `source` to `target`, on a rank of either.
 
         The topology was made by `build`, or with the edge in `edges` and in `planned`. `width`: elements of a row;
-        `transport`, `check`: as for `BoundaryCommunicator`. What is left out is that of the topology's graph. A plan or
+        `transport`, `check`: as for `BoundaryCommunicator`; without checks gradients of all crossings in grad mode go
+        back, also where no rank's rows require them. What is left out is that of the topology's graph. A plan or
         crossing to which other ranks have not come after `timeout_s` seconds ends the process with a message; 0: never.
 
         Raises:
@@ -205,7 +206,8 @@ class Boundary:
             return self._micro_batch.cross(self.edge, self.communicator, plan, rows, self._doing)
 
     def _cross_without_gradients(self, plan: LoadedPlan, rows: Tensor) -> Tensor:
-        if any_requires_grad(self.communicator, plan, rows):
+        check = self.communicator.check
+        if returns_gradients(self.communicator, plan, rows) if check else requires_grad(rows):
             raise UserError.at(
                 f"boundary {self.edge}",
                 problem="rows that require gradients cross outside of a `micro_batch`",

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.boundary.autograd import any_requires_grad, widened
+from megatron_hetero.boundary.autograd import returns_gradients, widened
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.errors import UserError
@@ -138,7 +138,7 @@ class MicroBatchCrossings:
         if torch._C._current_graph_task_id() != -1:
             self.problem = _MADE_AGAIN
             raise UserError(_MADE_AGAIN)
-        returns = any_requires_grad(communicator, plan, rows)
+        returns = returns_gradients(communicator, plan, rows)
         arrived = communicator.forward(plan, widened(rows, communicator.dtype))
         if not returns:
             return arrived

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 from transformers.modeling_outputs import BaseModelOutput
 
 from megatron_hetero.boundary.autograd import cross
@@ -94,6 +95,17 @@ def test_rows_arrive_and_gradients_return_whatever_a_rank_uses(placement: str, c
 @on_ranks(4, fixture="rules_pools")
 def test_the_same_under_nccls_rules(placement: str) -> None:
     train(placement, True)
+
+
+@on_ranks(4)
+def test_without_checks_only_rows_are_exchanged() -> None:
+    """No small collective, for which the host would wait."""
+    places = topology(COLOCATED)
+    link, ids = opened(places, "vision", check=False), ids_of(samples_of(places, "vision"))
+    plan = link.plan(held=ids, needed=ids_of(samples_of(places, "text")))
+    with CommDebugMode() as counted, micro_batch(link):
+        link(plan, Scale(2.0)(values(ids))).sum().backward()
+    assert {str(op).rpartition(".")[2] for op in counted.get_comm_counts()} == {"alltoall_base_"}
 
 
 def train(placement: str, check: bool) -> None:
