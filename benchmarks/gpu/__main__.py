@@ -45,11 +45,13 @@ def main() -> int:
 
 
 def _outcomes(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, sections.Outcome]]:
-    """Of each section in turn. On a CPU, where nothing is timed, two run side by side."""
+    """Of each section in turn, while there is time. On a CPU, where nothing is timed, two run side by side."""
+    start = time.monotonic()
 
     def run(name: str) -> sections.Outcome:
         print(f"{SECTIONS[name].title} ...", flush=True)
-        limit_s = SECTIONS[name].limit_s * options.time_limit / TOTAL_S
+        left_s = options.time_limit - (time.monotonic() - start)
+        limit_s = max(1.0, min(SECTIONS[name].limit_s * options.time_limit / TOTAL_S, left_s))
         return sections.run(name, folder / name, limit_s, small=options.small)
 
     with ThreadPoolExecutor(2 if _no_gpu() else 1) as pool:

@@ -82,8 +82,8 @@ def _command(demo: Path, sizes: Sizes) -> list[str]:
         f"--checkpoint.interval {SAVES} --checkpoint.keep_last 2 --eval.interval {EVALUATES} "
         f"--eval.limit {sizes.answered}"
     )
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(PROGRAM)]
-    return [*start, *flags.split()]
+    start = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 1"
+    return [sys.executable, *start.split(), str(PROGRAM), *flags.split()]
 
 
 @contextlib.contextmanager

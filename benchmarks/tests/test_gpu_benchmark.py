@@ -112,10 +112,16 @@ def test_a_section_that_hangs_is_stopped(tmp_path: Path) -> None:
     assert outcome.status == "stopped" and not outcome.passed and outcome.numbers == {}
 
 
+def test_sections_share_compiled_kernels(tmp_path: Path) -> None:
+    of_all = [sections._environment(name, tmp_path) for name in sections.SECTIONS]
+    assert len({(each["TORCHINDUCTOR_CACHE_DIR"], each["TRITON_CACHE_DIR"]) for each in of_all}) == 1
+    assert all(each["TORCHINDUCTOR_COMPILE_THREADS"] == "2" for each in of_all)
+
+
 def test_a_section_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = sections.Section("Broken", "nowhere", 60)
     monkeypatch.setitem(sections.SECTIONS, "environment", broken)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(sections, "_environment", lambda name: os.environ | {"PYTHONPATH": "/nowhere"})
+    monkeypatch.setattr(sections, "_environment", lambda *_: os.environ | {"PYTHONPATH": "/nowhere"})
     monkeypatch.setattr(sections, "ROOT", tmp_path)
     outcome = sections.run("environment", tmp_path / "section", limit_s=60, small=True)
     assert outcome.status == "failed" and "benchmarks" in outcome.said

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import resource
-import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,8 +20,8 @@ from weakref import finalize
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
-from torch.utils._triton import has_triton
 
+from megatron_hetero.distributed.collective import FIRST, on_every
 from megatron_hetero.distributed.communicators import group_of
 from megatron_hetero.environment.cuda import prepare_environment
 from megatron_hetero.errors import UserError, os_errors_as
@@ -30,10 +29,55 @@ from megatron_hetero.errors import UserError, os_errors_as
 CPU = torch.device("cpu")
 
 
-@cache
+MOST_GRAPHS = 64
+"""Of one function: modules, widths that tp leaves, number formats, padding or none, each with and without gradients.
+Beyond them PyTorch computes it in single operations, each of which takes memory.
+"""
+HEADROOM = 512 << 20
+"""Bytes of a GPU that tensors leave to kernels that CUDA loads, and buffers that NCCL makes, at first use."""
+
+
+@dataclass
+class _Compiler:
+    """Whether `torch.compile` makes kernels for this process's GPU, as all ranks have agreed; None: not tried yet."""
+
+    works: bool | None = None
+
+
+_COMPILER = _Compiler()
+
+
 def _gpus_compile() -> bool:
-    """Whether there are Triton and a C compiler, with which it builds what launches a kernel."""
-    return has_triton() and any([os.environ.get("CC"), *map(shutil.which, ("gcc", "clang"))])
+    """As agreed, or else as this rank finds."""
+    if _COMPILER.works is None:
+        problem = compile_problem(torch.device("cuda", torch.cuda.current_device()))
+        _COMPILER.works = problem is None
+        if problem:
+            warnings.warn(_without_compiler(problem), stacklevel=2)
+    return _COMPILER.works
+
+
+def compile_problem(device: torch.device) -> str | None:
+    """Why `torch.compile` makes no kernel for the device, found by making and running one; None where it does.
+
+    That Triton and compilers are there is not enough: what launches kernels is built with Python's headers.
+    """
+    try:
+        compiled(_one_more)(torch.ones(2, device=device)).sum().item()
+    except Exception as problem:  # Of the compiler's own, of tools that it starts, of files that it writes.
+        return str(problem).strip().partition("\n")[0] or type(problem).__name__
+    return None
+
+
+def _one_more(values: torch.Tensor) -> torch.Tensor:
+    return values + 1
+
+
+def _without_compiler(problem: str) -> str:
+    return (
+        f"updates and layers take more passes over memory, as PyTorch cannot compile for the GPU: {problem}. Install "
+        "Triton, a C compiler and Python's headers (python3-dev) on every host"
+    )
 
 
 def compiles_for(tensor: torch.Tensor) -> bool:
@@ -42,9 +86,19 @@ def compiles_for(tensor: torch.Tensor) -> bool:
 
 
 @cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` by `torch.compile`, once for tensors of any length."""
-    return torch.compile(function, dynamic=True)
+def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[..., Any]:
+    """`function` by `torch.compile`, once for tensors of any length. Without `dynamic`: of any length of dims that are
+    marked so, as one graph; other sizes are known, which makes better kernels.
+    """
+    made = torch.compile(function, dynamic=dynamic, fullgraph=not dynamic)
+
+    def run(*inputs: Any) -> Any:
+        # Here, as settings are those of a thread, and backward passes run in threads of their own.
+        if torch._dynamo.config.recompile_limit < MOST_GRAPHS:
+            torch._dynamo.config.recompile_limit = MOST_GRAPHS
+        return made(*inputs)
+
+    return run
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -89,6 +143,27 @@ class Platform:
     def compiles(self) -> bool:
         """As `compiles_for` tensors of the device."""
         return self.is_cuda and _gpus_compile()
+
+    def agree_to_compile(self, group: dist.ProcessGroup) -> None:
+        """Compile a kernel on each rank of a host `group`, so that all compute alike: where one cannot, none does, and
+        the first rank warns. Nothing on a CPU.
+        """
+        if self.is_cuda:
+            problems = on_every(group, lambda: compile_problem(self.device))
+            found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+            _COMPILER.works = not found
+            if found and dist.get_rank(group) == FIRST:
+                warnings.warn(_without_compiler(found[0]), stacklevel=2)
+
+    def leave_headroom(self) -> None:
+        """Limit PyTorch's allocator to what the process groups made so far leave of the GPU, less `HEADROOM`: it raises
+        "out of memory" before CUDA and NCCL, which allocate beside it, find nothing. A lower limit stays.
+        """
+        if self.is_cuda:
+            free, total = torch.cuda.mem_get_info(self.device)
+            most = (free + torch.cuda.memory_reserved(self.device) - HEADROOM) / total
+            limit = min(torch.cuda.get_per_process_memory_fraction(self.device), max(0.0, most))
+            torch.cuda.set_per_process_memory_fraction(limit, self.device)
 
     @property
     def device_name(self) -> str:
@@ -168,12 +243,15 @@ class Platform:
         size = count * dtype.itemsize
         with os_errors_as(partial(_no_host_memory, size)):
             pages = mmap.mmap(-1, size)
-        kept = torch.frombuffer(pages, dtype=dtype, count=count)
+        view = memoryview(pages)
+        kept = torch.frombuffer(view, dtype=dtype, count=count)
         cuda: Any = torch.cuda.cudart()
         code = int(cuda.cudaHostRegister(kept.data_ptr(), kept.nbytes, 1))
         if code:
             raise _no_host_memory(size, f"CUDA error {code}")
-        finalize(pages, cuda.cudaHostUnregister, kept.data_ptr()).atexit = False  # The driver may be gone by then.
+        # The last tensor takes the view along. The pages, which would unmap themselves before their own finaliser runs,
+        # are the finaliser's until it has ended. At exit the driver may be gone.
+        finalize(view, _unregister, cuda, kept.data_ptr(), pages).atexit = False
         return kept
 
     def side_streams(self, number: int) -> tuple[torch.cuda.Stream, ...]:
@@ -275,6 +353,11 @@ class _CudaTypeMeansCpu(_CudaMeansCpu):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(args[0]).replace("torch.", "torch.cuda.")
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _unregister(cuda: Any, address: int, _pages: mmap.mmap) -> None:
+    """Take mapped pages back from CUDA."""
+    cuda.cudaHostUnregister(address)
 
 
 def _no_host_memory(size: int, error: object) -> UserError:

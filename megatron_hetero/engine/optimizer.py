@@ -13,7 +13,6 @@ module is never in fp32 as a whole. What is not a matter of single parameters is
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -333,9 +332,6 @@ def build_optimizer(
     """
     if not module.trained:
         return None
-    if platform.is_cuda and not platform.compiles:
-        missing = "updates and layers take more passes over memory: there is no Triton, or no C compiler. Install both"
-        warnings.warn(missing, stacklevel=2)
     state = build_state(module, OPTIMIZERS[config.name], precision, on_host=on_host, platform=platform)
     rates = {name: _rates(module, name, config) for name in state.shards}
     return ModuleOptimizer(module, state, rates, config, seed, platform, on_host, streams)

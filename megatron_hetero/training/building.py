@@ -59,6 +59,10 @@ def build_step_trainer(
             check=check,
             **job.communication,
         )
+    if check:
+        with watchdog.waiting(lambda: "the first kernels that all other ranks compile"):
+            platform.agree_to_compile(topology.files)
+    platform.leave_headroom()
     build = partial(_build_parts, job, topology, weights)
     with watchdog.waiting(lambda: "the weights of all other ranks"):
         # A rank may be the only one to find what is wrong: all of them leave, and one says why.

@@ -168,6 +168,11 @@ class FakeGpu:
         self._known.add(tensor, lambda: self._takes(address, 0))
         self._takes(address, tensor.untyped_storage().nbytes())
 
+    def works_in(self, size: int) -> None:
+        """A kernel takes memory while it runs."""
+        if (most := self.usage.live + size) > self.usage.peak:
+            self.usage.peak, self.usage.at_peak = most, self.phase
+
     def resizes(self, tensor: Tensor, size: int) -> None:
         """A memory gets another size, in bytes."""
         self.holds(tensor)
@@ -236,6 +241,8 @@ class _Dispatch(TorchDispatchMode):
         if self.gpu.inside and packet is aten.copy_:
             self.gpu.written.append(out)
         self._account(packet, out)
+        if packet is aten._flash_attention_backward:
+            self.gpu.works_in(_flash_workspace(*args[1:3], args[6]))
         if packet.__name__ not in NO_KERNELS and not self.gpu.inside:
             self.gpu.ran(func, args, kwargs, out)
         return out
@@ -287,6 +294,17 @@ class _Dispatch(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
                 self.gpu.holds(tensor)
+
+
+def _flash_workspace(query: Tensor, key: Tensor, ends: Tensor) -> int:
+    """What `mha_varlen_bwd` of FlashAttention-2 (flash_api.cpp) allocates and frees: `dq_accum`, `softmax_d`, and
+    `dk_expanded` and `dv_expanded`.
+    """
+    (tokens, heads, dim), batch = query.shape, len(ends) - 1
+    rounded = (dim + 31) // 32 * 32
+    sums = (tokens + 128 * batch) * heads * rounded * 4 + heads * (tokens + 128 * batch) * 4
+    expanded = 2 * len(key) * heads * dim * key.itemsize if heads != key.shape[1] else 0
+    return sums + expanded
 
 
 def _is_masked(packet: Any, args: Any) -> bool:
@@ -387,6 +405,10 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
             "synchronize": lambda *_: gpu.waits_for("the whole device"),
             "get_device_name": lambda *_: NAME,
             "max_memory_allocated": lambda *_: 0,
+            "memory_reserved": lambda *_: 0,
+            "mem_get_info": lambda *_: (80 << 30, 80 << 30),
+            "get_per_process_memory_fraction": lambda *_: 1.0,
+            "set_per_process_memory_fraction": lambda *_: None,
             "get_rng_state": lambda *_, **__: host_state(),
             "set_rng_state": lambda *_, **__: None,
             "manual_seed": lambda *_: None,

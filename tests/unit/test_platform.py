@@ -5,12 +5,23 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch._inductor.config import cpp
+from torch._inductor.utils import fresh_inductor_cache
 
-from megatron_hetero.distributed.platform import CPU, Platform, _CudaMeansCpu
+from megatron_hetero.distributed import platform as module
+from megatron_hetero.distributed.platform import CPU, HEADROOM, Platform, _Compiler, _CudaMeansCpu, compiled
 from megatron_hetero.errors import UserError
+from tests.support.pool import world
+from tests.support.ranks import on_ranks
 
 PLATFORM = Platform(CPU, "gloo")
 
@@ -50,6 +61,78 @@ def test_a_cpu_answers_everything() -> None:
     PLATFORM.synchronize()
     block = torch.ones(10_000_000)
     assert block.sum() > 0 and PLATFORM.peak_memory_bytes() > 40_000_000
+
+
+@pytest.mark.parametrize("before, limit", [(1.0, 0.75), (0.5, 0.5)])
+def test_tensors_leave_headroom_to_what_allocates_beside_them(
+    before: float, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is free once groups are made, and what PyTorch holds already; a lower limit of the user stays."""
+    answers = {"mem_get_info": (11 * HEADROOM, 16 * HEADROOM), "memory_reserved": 2 * HEADROOM}
+    answers["get_per_process_memory_fraction"] = before
+    given: list[float] = []
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda value, _: given.append(value))
+    Platform(torch.device("cuda", 0), "nccl").leave_headroom()
+    assert given == [limit]
+
+
+def test_a_function_may_be_compiled_for_more_than_eight_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond PyTorch's limit it would be computed in single operations, without a word."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    function = compiled(lambda x: x + 1)
+    for dims in range(1, 12):
+        function(torch.ones([2] * dims))
+    assert counters["stats"]["unique_graphs"] == 11
+
+
+@on_ranks(2)
+def test_ranks_compile_together_or_not_at_all() -> None:
+    """The second one has no compiler. Its kernels are those of the CPU, which takes the place of a GPU."""
+    tried = _Compiler()
+    with (
+        mock.patch.object(Platform, "is_cuda", True),
+        mock.patch.object(module, "_COMPILER", tried),
+        mock.patch.object(cpp, "cxx", ("/no/compiler",) if dist.get_rank() else cpp.cxx),
+        fresh_inductor_cache(),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        torch._dynamo.reset()
+        PLATFORM.agree_to_compile(world())
+        assert tried.works is False and not PLATFORM.compiles
+    torch._dynamo.reset()
+    ours = [str(each.message) for each in said if "PyTorch cannot compile" in str(each.message)]
+    assert len(ours) == (dist.get_rank() == 0) and all("rank 1: " in text for text in ours)
+
+
+class Driver:
+    """What CUDA's driver is asked for; `unregistered`: whether each memory was mapped when it was taken back."""
+
+    def __init__(self) -> None:
+        self.unregistered: list[bool] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        mapped = (map(partial(int, base=16), line.split()[0].split("-")) for line in lines)
+        self.unregistered.append(any(first <= address < last for first, last in mapped))
+
+
+def test_host_memory_is_taken_back_from_the_driver_while_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    memory = Platform(torch.device("cuda", 0), "nccl").host_zeros(1 << 24, torch.uint8)
+    part = memory[5:7].fill_(3)
+    del memory
+    assert part.tolist() == [3, 3] and not driver.unregistered
+    del part
+    assert driver.unregistered == [True]
 
 
 def test_inside_the_scope_cuda_means_the_cpu() -> None:

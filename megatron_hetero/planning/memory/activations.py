@@ -27,6 +27,7 @@ The transient memory of actions (their workspace) peaks where a layer's MLP goes
 gate and up [s, 2 ffn] and of their product [s, ffn]), and in the loss, which forms gradients at once (logits of a chunk
 of tokens as the head gives them and once more in fp32 [chunk, vocabulary / tp], and the input of the head [s, h]), or
 only those of logits, where tokens are few: then the gradient of the head's weight is made in the backward pass.
+Where an MLP keeps little, it peaks in attention, whose kernel adds queries' gradients up in fp32 (`flash_workspace`).
 """
 
 from __future__ import annotations
@@ -255,6 +256,33 @@ def _layer_workspace(shape: LayerShape, shard: SequenceShard, recompute: Recompu
     return gradients + shape.itemsize * tokens * shape.ffn * recompute.selective
 
 
+def flash_workspace(queries: int, keys: int, segments: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """What FlashAttention-2 allocates in its backward pass besides the gradients that it returns: sums of queries'
+    gradients in fp32, of heads whose dim is a multiple of 32, and a number for each, with room for 128 more queries in
+    each segment; and the gradients of half-precision keys and values of each head, where heads share them
+    (`mha_varlen_bwd` in flash_api.cpp).
+    """
+    sums = FP32 * (queries + 128 * segments) * heads * (-(-head_dim // 32) * 32 + 1)
+    return sums + 2 * 2 * keys * heads * head_dim * (heads != kv_heads)
+
+
+def attention_workspace(shape: LayerShape, shard: SequenceShard, *, windowed: bool, recompute: Recompute) -> int:
+    """Of one layer where its attention goes backward: its kernel's, and gradients of its output, operands and the
+    residual; less what its MLP and the norm before that have let go by then.
+    """
+    spans = shard.spans(windowed)
+    if _bucketed(shape) or not (shape.passes.inputs and spans):
+        return 0
+    sp = 1 if windowed else shape.sp
+    heads, kv_heads = shape.heads // sp, math.lcm(shape.kv_heads, sp) // sp
+    queries, keys = map(sum, zip(*spans, strict=True))
+    kernel = flash_workspace(queries, keys, len(spans), heads, kv_heads, shape.head_dim)
+    of_head = shape.itemsize * shape.head_dim
+    gradients = of_head * (2 * heads * queries + 2 * kv_heads * keys) + shape.itemsize * shard.local * shape.hidden
+    let_go = _kept_mlp_bytes(shape, shard.padded, recompute) + _norms_bytes(shape, shard, recompute) // 2
+    return max(0, kernel + gradients - let_go)
+
+
 def text_stage(
     shape: TextShape,
     layout: Layout,
@@ -286,9 +314,10 @@ def text_stage(
             of_head = _head_gradient_bytes(shape, layout, itemsize, passes)
     left = 0 if stage.is_last else message
     again, workspace = max(0, layers.again - after), _layer_workspace(layer, shard, recompute)
+    attention = attention_workspace(layer, shard, windowed=False, recompute=recompute)
     loss = _loss_workspace(shape, layout, shard, itemsize, passes) if stage.is_last else 0
     return StageBytes(
-        saved + after, left, 0, message, again, max(loss, workspace), max(of_head, workspace),
+        saved + after, left, 0, message, again, max(loss, workspace), max(of_head, workspace, attention),
         max(0, layers.passing - after), layers.host,
     )  # fmt: skip
 
@@ -362,9 +391,10 @@ def encoder_stage(
         saved += message * (not encoder)  # No layer keeps it, but the interpreter does, as it keeps all inputs.
     after = of_merger if stage.is_last else 0
     left, rows = 0 if stage.is_last else message, itemsize * shard.local // shape.unit * shape.out_hidden
+    attention = [attention_workspace(layer, shard, windowed=kind, recompute=recompute) for kind in set(windowed)]
     again, workspace = max(0, layers.again - after), _layer_workspace(layer, shard, recompute)
     return StageBytes(
-        saved + after, left, rows, message, again, workspace, workspace,
+        saved + after, left, rows, message, again, workspace, max([workspace, *attention]),
         max(0, layers.passing - after), layers.host,
     )  # fmt: skip
 

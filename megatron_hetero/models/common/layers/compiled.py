@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hetero.distributed.platform import compile_problem
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.common.layers.compiler import run
 
@@ -64,16 +65,14 @@ def heads(mixed: Tensor, table_2nD: Tensor, dim: int, norms: tuple[Norm, Norm] |
 
 
 def require_compiler(device: torch.device) -> None:
-    """Compile something small. Raises `UserError` where PyTorch cannot."""
-    try:
-        run(_activated, torch.ones(2, 1, 1, device=device), None, F.silu, False)
-    except Exception as problem:  # Of the compiler's own, of tools that it starts, of files that it writes.
-        needs = "Triton and a C compiler" if device.type == "cuda" else "a C++ compiler"
+    """Raises `UserError` where PyTorch cannot compile."""
+    if problem := compile_problem(device):
+        needs = "Triton, a C compiler and Python's headers" if device.type == "cuda" else "a C++ compiler"
         raise UserError.at(
             "model.compile (--model.compile)",
-            problem=f"PyTorch cannot compile for {device.type}: {str(problem).strip().splitlines()[0]}",
+            problem=f"PyTorch cannot compile for {device.type}: {problem}",
             fix=f"install {needs} on every host, or use --model.compile none",
-        ) from problem
+        )
 
 
 # ------------------------------------------------------------------------------ as the compiler sees them, in fp32

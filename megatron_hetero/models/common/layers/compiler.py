@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MOST_GRAPHS = 64
-"""Of one function: encoders and text module, widths that tp leaves, normed heads, padding or none, each with and
-without gradients.
-"""
+from megatron_hetero.distributed.platform import compiled
 
 
 def run(function: Callable[..., Any], *inputs: Any) -> Any:
@@ -24,13 +20,4 @@ def run(function: Callable[..., Any], *inputs: Any) -> Any:
         return function(*inputs)
     for x in tensors:
         torch._dynamo.mark_dynamic(x, 0)
-    # Here, as settings are those of a thread, and backward passes run in threads of their own.
-    if torch._dynamo.config.recompile_limit < MOST_GRAPHS:
-        torch._dynamo.config.recompile_limit = MOST_GRAPHS
-    return _compiled(function)(*inputs)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For any number of tokens, and nothing else: widths that are known make better kernels."""
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    return compiled(function, dynamic=False)(*inputs)
