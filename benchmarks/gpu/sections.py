@@ -41,7 +41,7 @@ SECTIONS: Mapping[str, Section] = {
 }
 
 TOTAL_S = 590.0
-"""Seconds of all sections. Few take what they may: a section's limit is for kernels that are compiled for the first time.
+"""Seconds of all sections. Few take what they may: their limits are for kernels that are compiled for the first time.
 """
 
 

@@ -82,11 +82,11 @@ def test_a_function_may_be_compiled_for_more_than_eight_cases(monkeypatch: pytes
     """Beyond PyTorch's limit it would be computed in single operations, without a word."""
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    function = compiled(lambda x: x + 1)
-    for dims in range(1, 12):
-        function(torch.ones([2] * dims))
+    with torch._dynamo.config.patch(recompile_limit=8):
+        function = compiled(lambda x: x + 1)
+        for dims in range(1, 12):
+            function(torch.ones([2] * dims))
     assert counters["stats"]["unique_graphs"] == 11
 
 

@@ -15,6 +15,7 @@ from megatron_hetero.execution import gathering
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.offload.policy import OffloadSizes
+from megatron_hetero.planning.memory.activations import flash_workspace
 from megatron_hetero.planning.memory.layers import LayerBytes, LayersBytes, layers_bytes
 from megatron_hetero.planning.memory.nccl_memory import PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
 from megatron_hetero.planning.memory.parameters import Parameter, buckets_of, parameter_bytes
@@ -166,3 +167,23 @@ def test_offloaded_activations_leave_the_device_for_the_host(recompute: str, mov
     assert (saved > 0).all() and (saved <= away.host_activations).all()
     slower = away.simulation.seconds / kept.simulation.seconds
     assert slower == pytest.approx(1, abs=1e-9) if recompute == "full" else slower > 1.05
+
+
+def test_attention_goes_backward_in_three_times_the_memory_for_small_windows() -> None:
+    """Of 16,384 patches in windows of 64, 16 heads of 80 elements: fp32 sums of 96 elements and one, of each head."""
+    windows = flash_workspace(16384, 16384, 256, 16, 16, 80)
+    assert windows == 4 * 3 * 16384 * 16 * 97 == 305_135_616
+    assert flash_workspace(16384, 16384, 1, 16, 16, 80) == 4 * (16384 + 128) * 16 * 97
+    shared = flash_workspace(4096, 4096, 1, 7, 1, 128) - 4 * (4096 + 128) * 7 * 129
+    assert shared == 2 * 2 * 4096 * 7 * 128, "keys and values of each head"
+
+
+def test_a_plan_has_the_memory_in_which_attention_goes_backward(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the encoder's MLPs are so narrow that its backward pass peaks in attention."""
+    given = 2, "dp:1@0", "dp:1@1", "--model.dtype bfloat16 --plan.image_side 1792 --data.max_seq_length 8192"
+    planned = make_plan(*given).memory.sum(axis=1)
+    monkeypatch.setattr("megatron_hetero.planning.memory.activations.flash_workspace", lambda *_: 0)
+    without = make_plan(*given).memory.sum(axis=1)
+    assert planned[0] - without[0] == flash_workspace(16384, 16384, 256, 16, 16, 80) and planned[1] == without[1]
