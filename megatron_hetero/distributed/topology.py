@@ -30,6 +30,7 @@ from megatron_hetero.distributed.communicators import (
     edge_ranks,
     group_of,
     replica_groups,
+    require_streams,
 )
 from megatron_hetero.distributed.local_group import LocalGroup
 from megatron_hetero.distributed.platform import CPU, Platform
@@ -135,6 +136,7 @@ class Topology:
         hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
         own = layouts if megatron is None else megatron
         kinds = communicators(layouts, edges=edges, tied=tied, interleaved=interleaved, megatron=own)
+        require_streams(kinds)
         groups = {kind: _make(kind, everybody, platform) for kind in kinds}
         mine = {kind: group for kind, group in groups.items() if group is not None}
         if check:
@@ -263,7 +265,7 @@ def _make(kind: CommunicatorKind, everybody: Ranks, platform: Platform) -> dist.
     """The communicator of this rank, None where it has none of that kind."""
     if kind.groups == (everybody,) and kind.is_synchronous:
         return dist.group.WORLD
-    return platform.split(kind.groups, str(kind))
+    return platform.split(kind.groups, str(kind), max_ctas=kind.max_ctas, beside=not kind.is_synchronous)
 
 
 def _boundaries(
