@@ -54,9 +54,9 @@ GRADIENT_AXES = axes_of("tokens", "samples")
 ENDS = ("first and last pp",)
 """The pairs of ranks of the first and the last stage that differ in nothing else."""
 
-LINK_CTAS, EDGE_CTAS = 4, 8
-"""A CTA moves 20 GB/s and more over NVLink, and two fill a network card: 4 keep up with the computation that a link
-runs beside, 8 with rows, which a colocated module waits for. Powers of two, as NCCL's channels of messages are.
+CTAS = 4
+"""Of a kernel that is posted early. One moves some 20 GB/s over NVLink, two fill a network card: they keep up with the
+computation beside which activations and rows travel. A power of two, as NCCL's channels of messages are.
 """
 
 POOL_STREAMS = 32
@@ -146,6 +146,11 @@ class CommunicatorKind:
         return all(isinstance(use, Axes) and not use.is_beside for use in self.uses)
 
     @property
+    def collects(self) -> bool:
+        """Whether it does other than messages and all-to-alls, which attention under `sp` exchanges heads by."""
+        return any(isinstance(use, Axes) and use.axes != ("sp",) for use in self.uses)
+
+    @property
     def max_ctas(self) -> int | None:
         """The most CTAs of its kernels; None leaves them to NCCL."""
         return max_ctas(self.uses[0])
@@ -163,7 +168,7 @@ class CommunicatorKind:
 
 def max_ctas(use: Use) -> int | None:
     """The most CTAs of a kernel that communicates for `use`; None leaves them to NCCL."""
-    return {Link: LINK_CTAS, EdgeUse: EDGE_CTAS}.get(type(use))
+    return None if isinstance(use, Axes) else CTAS
 
 
 def require_streams(kinds: Collection[CommunicatorKind]) -> None:

@@ -18,9 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_hetero.distributed.communicators import (
     AXES_OF_GROUPS,
-    EDGE_CTAS,
+    CTAS,
     GRADIENT_AXES,
-    LINK_CTAS,
     MEGATRON_AXES,
     Axes,
     CommunicatorKind,
@@ -249,10 +248,10 @@ def test_options_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == {
         "vision sp,cp,dp": (-1, True),
         "text tp": (-1, False),
-        "text forward from stages 0": (LINK_CTAS, True),
-        "text backward from stages 1": (LINK_CTAS, True),
-        "vision>text": (EDGE_CTAS, True),
-        "text>vision": (EDGE_CTAS, True),
+        "text forward from stages 0": (CTAS, True),
+        "text backward from stages 1": (CTAS, True),
+        "vision>text": (CTAS, True),
+        "text>vision": (CTAS, True),
     }
 
 

@@ -1,7 +1,7 @@
 """What communicators take of a GPU's memory, about. Pure.
 
 NCCL allocates buffers for each connection and channel when ranks first use an algorithm, and keeps them; start-up uses
-all that a run does (`connecting`), so that no step allocates. How many channels there are depends on the GPUs and
+all that a run does (`Topology.build`), so that no step allocates. How many channels there are depends on the GPUs and
 links; the figures here are those of a node of eight H100:
 
   * messages and all-to-alls connect every two ranks that have something for each other: a first `all_to_all_single` of
@@ -37,8 +37,7 @@ NVLS_BYTES = 16 * 2 * 2**20
 
 def kind_bytes(kind: CommunicatorKind) -> int:
     """The most that a rank's communicator of this kind takes."""
-    collects = any(isinstance(use, Axes) and use.axes != ("sp",) for use in kind.uses)
-    return _exchange_bytes(kind) + collects * max(map(_collective_bytes, kind.groups))
+    return _exchange_bytes(kind) + kind.collects * max(map(_collective_bytes, kind.groups))
 
 
 def bytes_by_rank(kinds: Sequence[CommunicatorKind], world_size: int) -> np.ndarray:

@@ -128,7 +128,7 @@ def test_memory_of_communicators() -> None:
     layouts = {"vision": Layout.parse("sp:8", 8), "text": Layout.parse("tp:4,dp:2", 8)}
     kinds = communicators(layouts, edges=[("vision", "text")])
     found = {str(kind): kind_bytes(kind) for kind in kinds}
-    assert found["vision>text"] == 7 * PEER_BYTES * 8 // 32, "as many channels as CTAs"
+    assert found["vision>text"] == 7 * PEER_BYTES * 4 // 32, "as many channels as CTAs"
     assert found["text tp"] == rings + 4 * NVLS_BYTES and found["text sp,cp,dp"] == rings
     assert found["vision sp"] == 7 * PEER_BYTES and found["vision sp,cp,dp"] == rings + 8 * NVLS_BYTES
     first = bytes_by_rank(kinds, 8)[0]
@@ -136,10 +136,10 @@ def test_memory_of_communicators() -> None:
     wide = {"vision": Layout.parse("dp:16@0-15", 48), "text": Layout.parse("pp:2,dp:16@16-47", 48)}
     kinds = communicators(wide, edges=[("vision", "text")])
     found = {str(kind): kind_bytes(kind) for kind in kinds}
-    assert found["vision>text"] == 8 * PEER_BYTES // 4, "seven others of the node, and one for those of other nodes"
+    assert found["vision>text"] == 8 * PEER_BYTES // 8, "seven others of the node, and one for those of other nodes"
     assert found["text forward from stages 0"] == PEER_BYTES // 8
     of_ranks = bytes_by_rank(kinds, 48)
-    assert of_ranks[0] == 2 * (rings + 8 * NVLS_BYTES) + 4 * PEER_BYTES
+    assert of_ranks[0] == 2 * (rings + 8 * NVLS_BYTES) + 2 * PEER_BYTES
     assert of_ranks[16] == of_ranks[0] + 2 * (PEER_BYTES // 8), "a stage sends on one link and receives on another"
     assert bytes_by_rank((), 1).tolist() == [0], "a rank alone has no communicator"
 
