@@ -5,14 +5,21 @@ holds up all that follows it. So a communicator has one use and, where things ar
 
     use                    ranks                                          communicates
     axes of a module       a group of the layout along `tp`, `sp`, `cp`   inside layers, in step with the computation
-                           along `sp`, `cp` and `dp`                      gradients and parameters, at the end of a step
                            first and last stage                           gradients of a tied embedding
                            others of `MEGATRON_AXES`                      Megatron's own schedules and optimizers
+    gradients of a module  along `sp`, `cp` and `dp`                      sums of gradients, gathers of weights, both
+                                                                          beside the computation
     link of a pipeline     two: a stage and the one it sends to           activations, or gradients, one way
     edge                   a stage of one module and a stage of another   rows, or their gradients, one way
 
-Uses that are in step with the computation share a communicator where their groups are the same: a rank does one after
-the other anyway. Links and edges share with nobody.
+Uses that are in step with the computation share a communicator where their groups are the same, that of the world
+included: a rank does one after the other anyway. Gradients, links and edges share with nobody.
+
+What is posted early occupies the GPU while it waits: a receive is a kernel that runs, of up to 32 CTAs where NCCL
+chooses, and a CTA takes an SM. So `max_ctas` bounds those of links and edges, which also shrinks their buffers;
+`schedule.checks.residency` bounds what a rank has begun at a time. And a communicator takes one of the 32 streams of
+PyTorch's pool (c10/cuda/CUDAStream.cpp): from the 33rd on two share one, and are one queue. There is a second pool, of
+high priority, for what is beside the computation; what is in step with it may share streams.
 
 Groups that have no rank in common are made together, by one call that every rank makes (`ncclCommSplit`, a colour for
 each group). They are one *kind* here, so that the number of calls does not grow with the number of ranks or with
@@ -22,11 +29,14 @@ each direction of an edge. A group of one rank needs no communicator.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
+from megatron_hetero.errors import UserError
 from megatron_hetero.layout.axes import AXES, axes_of
 from megatron_hetero.layout.edge import Edge, as_edge
 from megatron_hetero.layout.layout import Layout
@@ -43,6 +53,14 @@ GRADIENT_AXES = axes_of("tokens", "samples")
 
 ENDS = ("first and last pp",)
 """The pairs of ranks of the first and the last stage that differ in nothing else."""
+
+CTAS = 4
+"""Of a kernel that is posted early. One moves some 20 GB/s over NVLink, two fill a network card: they keep up with the
+computation beside which activations and rows travel. A power of two, as NCCL's channels of messages are.
+"""
+
+POOL_STREAMS = 32
+"""Of each of PyTorch's two pools."""
 
 AXES_OF_GROUPS: tuple[tuple[str, ...], ...] = (("tp",), *((axis,) for axis in axes_of("tokens")), GRADIENT_AXES)
 """Along what every module communicates."""
@@ -65,6 +83,11 @@ class Axes(NamedTuple):
 
     module: str
     axes: tuple[str, ...]
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it runs beside the computation, begun by each rank in its own time: sums of gradients do."""
+        return self.axes == GRADIENT_AXES
 
     def __str__(self) -> str:
         return f"{self.module} {','.join(self.axes)}"
@@ -120,7 +143,17 @@ class CommunicatorKind:
     @property
     def is_synchronous(self) -> bool:
         """Whether all uses are in step with the computation."""
-        return all(isinstance(use, Axes) for use in self.uses)
+        return all(isinstance(use, Axes) and not use.is_beside for use in self.uses)
+
+    @property
+    def collects(self) -> bool:
+        """Whether it does other than messages and all-to-alls, which attention under `sp` exchanges heads by."""
+        return any(isinstance(use, Axes) and use.axes != ("sp",) for use in self.uses)
+
+    @property
+    def max_ctas(self) -> int | None:
+        """The most CTAs of its kernels; None leaves them to NCCL."""
+        return max_ctas(self.uses[0])
 
     def uses_of(self, rank: int) -> tuple[Use, ...]:
         """What `rank` uses its communicator of this kind for; nothing where it has none."""
@@ -131,6 +164,25 @@ class CommunicatorKind:
             senders = ", ".join(str(use.sender) for use in self.uses if isinstance(use, Link))
             return f"{first.module} {first.direction} from stages {senders}"
         return ", ".join(map(str, self.uses))
+
+
+def max_ctas(use: Use) -> int | None:
+    """The most CTAs of a kernel that communicates for `use`; None leaves them to NCCL."""
+    return None if isinstance(use, Axes) else CTAS
+
+
+def require_streams(kinds: Collection[CommunicatorKind]) -> None:
+    """Check that no two communicators of a rank that run beside the computation share a stream of PyTorch's pool."""
+    counts = Counter(rank for kind in kinds if not kind.is_synchronous for ranks in kind.groups for rank in ranks)
+    rank, count = max(counts.items(), key=itemgetter(1), default=(0, 0))
+    if count > POOL_STREAMS:
+        raise UserError.at(
+            f"communicators of rank {rank}",
+            found=f"{count} for links of pipelines, edges and gradients",
+            expected=f"at most {POOL_STREAMS}, the streams that PyTorch has for them",
+            because="two on one stream would wait for each other",
+            fix="give modules ranks of their own, or use fewer modules",
+        )
 
 
 def group_of(groups: Sequence[Ranks], rank: int) -> Ranks | None:
@@ -198,14 +250,15 @@ def groups_of(layout: Layout, axes: tuple[str, ...]) -> tuple[Ranks, ...]:
 def _axis_kinds(
     layouts: Mapping[str, Layout], tied: Collection[str], megatron: Collection[str]
 ) -> Iterator[CommunicatorKind]:
-    found: dict[tuple[Ranks, ...], list[Use]] = {}
+    found: dict[tuple[Any, ...], list[Use]] = {}
     for name, layout in layouts.items():
         own = (*AXES_OF_GROUPS, *([ENDS] if name in tied else []))
         for axes in dict.fromkeys((*own, *MEGATRON_AXES) if name in megatron else own):
             groups = tuple(ranks for ranks in groups_of(layout, axes) if len(ranks) > 1)
             if groups:
-                found.setdefault(groups, []).append(Axes(name, axes))
-    return (CommunicatorKind(tuple((use, groups) for use in uses)) for groups, uses in found.items())
+                use = Axes(name, axes)
+                found.setdefault((groups, use if use.is_beside else None), []).append(use)
+    return (CommunicatorKind(tuple((use, groups) for use in uses)) for (groups, _), uses in found.items())
 
 
 def _link_kinds(name: str, layout: Layout, interleaved: bool) -> Iterator[CommunicatorKind]:

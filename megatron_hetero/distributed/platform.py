@@ -171,6 +171,13 @@ class Platform:
         return torch.cuda.get_device_name(self.device) if self.is_cuda else "cpu"
 
     @property
+    def connects_late(self) -> bool:
+        """Whether ranks connect in the first call of each kind on a process group, where their hosts wait for each
+        other, as they do with NCCL. gloo connects when it makes the group.
+        """
+        return self.backend != "gloo"
+
+    @property
     def prefers_all_reduce(self) -> bool:
         """Whether an all-reduce is faster than a reduce-scatter of the same tensor, as it is with gloo."""
         return self.backend == "gloo"
@@ -185,16 +192,31 @@ class Platform:
                 options["device_id"] = self.device
         dist.init_process_group(self.backend, **options)
 
-    def split(self, groups: Sequence[tuple[int, ...]], what: str) -> dist.ProcessGroup | None:
+    def split(
+        self, groups: Sequence[tuple[int, ...]], what: str, *, max_ctas: int | None = None, beside: bool = False
+    ) -> dist.ProcessGroup | None:
         """Make the process groups of `groups`, which have no rank in common, for tensors of the device.
 
         Every rank of the world calls it, with the same groups. Returns the one that this rank is in, or None.
-        `what` names them in traces and debuggers.
+        `what` names them in traces and debuggers. `max_ctas`: of their kernels on a GPU, if not NCCL's choice.
+        `beside`: they run beside the computation, on streams of high priority.
         """
+        options = self._options(max_ctas, beside)
         if dist.group.WORLD.bound_device_id is not None:  # pyright: ignore[reportOptionalMemberAccess]
             # One `ncclCommSplit` of all ranks. `new_group` would make one for each group, on all ranks too.
-            return dist.split_group(split_ranks=list(map(list, groups)), timeout=self.timeout, group_desc=what)
-        return self._own_group(groups, self.backend, what)
+            ranks = list(map(list, groups))
+            return dist.split_group(split_ranks=ranks, timeout=self.timeout, pg_options=options, group_desc=what)
+        return self._own_group(groups, self.backend, what, options)
+
+    def _options(self, max_ctas: int | None, beside: bool) -> Any:
+        """What NCCL is asked for; None for other backends. A split has a configuration of its own (`ncclCommSplit`)."""
+        if self.backend != "nccl":
+            return None
+        nccl: Any = dist.ProcessGroupNCCL  # Builds of PyTorch for CPUs have none.
+        options = nccl.Options(is_high_priority_stream=beside)
+        if max_ctas is not None:
+            options.config.max_ctas = max_ctas
+        return options
 
     def split_hosts(self, groups: Sequence[tuple[int, ...]], what: str) -> dist.ProcessGroup | None:
         """The same for tensors in the memory of the host."""
@@ -205,7 +227,9 @@ class Platform:
         made = dist.new_group(backend=self.host_backend, timeout=self.timeout, group_desc=what)
         return cast("dist.ProcessGroup", made)  # of all ranks, so this one is in it
 
-    def _own_group(self, groups: Sequence[tuple[int, ...]], backend: str, what: str) -> dist.ProcessGroup | None:
+    def _own_group(
+        self, groups: Sequence[tuple[int, ...]], backend: str, what: str, options: Any = None
+    ) -> dist.ProcessGroup | None:
         """Make only this rank's group, with its other members.
 
         Where other ranks must take part in making a group (without `use_local_synchronization`), those outside split
@@ -219,6 +243,7 @@ class Platform:
             list(own or (rank,)),
             backend=backend,
             timeout=self.timeout,
+            pg_options=options,
             use_local_synchronization=True,
             group_desc=what,
         )

@@ -30,6 +30,7 @@ from megatron_hetero.distributed.communicators import (
     edge_ranks,
     group_of,
     replica_groups,
+    require_streams,
 )
 from megatron_hetero.distributed.local_group import LocalGroup
 from megatron_hetero.distributed.platform import CPU, Platform
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from megatron_hetero.distributed.module_groups import ModuleGroups
+
+CONNECTING_BYTES = (2**10, 2**20, 2**26)
+"""Of what `_connect` communicates on a GPU; elsewhere size makes no difference."""
 
 Links = Mapping[tuple[Direction, int], dist.ProcessGroup]
 """Of a pipeline, for one rank: by direction and the pipeline coordinate that sends, the group of the two ranks."""
@@ -135,6 +139,7 @@ class Topology:
         hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
         own = layouts if megatron is None else megatron
         kinds = communicators(layouts, edges=edges, tied=tied, interleaved=interleaved, megatron=own)
+        require_streams(kinds)
         groups = {kind: _make(kind, everybody, platform) for kind in kinds}
         mine = {kind: group for kind, group in groups.items() if group is not None}
         if check:
@@ -142,6 +147,9 @@ class Topology:
             _check_sum(world, everybody, rank, platform.device)
             for kind, group in mine.items():
                 _check_kind(kind, group, layouts, rank, platform.device)
+            if platform.connects_late:
+                for group in dict.fromkeys([world, *(group for kind, group in mine.items() if kind.collects)]):
+                    _connect(group, platform.device)
         by_use = {use: group for kind, group in mine.items() for use in kind.uses_of(rank)}
         held = {name for name, layout in layouts.items() if rank in layout}
         return cls(
@@ -263,7 +271,7 @@ def _make(kind: CommunicatorKind, everybody: Ranks, platform: Platform) -> dist.
     """The communicator of this rank, None where it has none of that kind."""
     if kind.groups == (everybody,) and kind.is_synchronous:
         return dist.group.WORLD
-    return platform.split(kind.groups, str(kind))
+    return platform.split(kind.groups, str(kind), max_ctas=kind.max_ctas, beside=not kind.is_synchronous)
 
 
 def _boundaries(
@@ -306,20 +314,37 @@ def _check_kind(
     """Check a communicator by what it is for.
 
     NCCL connects two ranks when they first send each other something, and their hosts wait for each other meanwhile: it
-    would hang where one of them has other things to do first. So all that may ever exchange messages do so here.
+    would hang where one of them has other things to do first. So all that may ever exchange messages do so here, and
+    `_connect` does the same for collectives.
     """
     for use in kind.uses_of(rank):
         if isinstance(use, Link):
             _check_message(group, rank, layouts[use.module].coordinate(rank).pp == use.sender, device)
         elif isinstance(use, EdgeUse):
             _check_messages(group, edge_ranks(layouts, use.edge), rank, *edge_peers(layouts, use, rank), device)
-    if kind.is_synchronous:
-        ranks = group_of(kind.groups, rank)
-        assert ranks is not None, "its own kinds only"
+    ranks = group_of(kind.groups, rank)
+    if ranks is not None and isinstance(kind.uses[0], Axes):
         _check_sum(group, ranks, rank, device)
         if any(isinstance(use, Axes) and use.axes == ("sp",) for use in kind.uses):  # It exchanges heads for tokens.
             others = tuple(r for r in ranks if r != rank)
             _check_messages(group, ranks, rank, others, others, device)
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Use all collectives of NCCL that a run uses, in its types and in sizes from small to large.
+
+    NCCL chooses among algorithms (ring, tree, NVLS, PAT) by size and type. In the first use of each the hosts wait for
+    each other and allocate buffers (NCCL_RUNTIME_CONNECT): in a step that would be amid a backward pass, with the
+    memory already taken by PyTorch. To connect them without use, NCCL_RUNTIME_CONNECT=0, would take those of all
+    communicators, and hung for PAT where nodes have different numbers of ranks (NVIDIA/nccl issue 2385).
+    """
+    for size in CONNECTING_BYTES if device.type == "cuda" else CONNECTING_BYTES[:1]:
+        for dtype in (torch.bfloat16, torch.float32):
+            mine = torch.zeros(-(-size // (dtype.itemsize * group.size())), dtype=dtype, device=device)
+            whole = mine.repeat(group.size())
+            dist.all_reduce(whole, group=group)
+            dist.reduce_scatter_tensor(mine, whole, group=group)
+            dist.all_gather_into_tensor(whole, mine, group=group)
 
 
 def _check_sum(group: dist.ProcessGroup, ranks: Ranks, rank: int, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from megatron_hetero.schedule.checks.streams import Wiring
 from megatron_hetero.schedule.communication import use_of
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.watch.watchdog import Watchdog
-from tests.support.pool import Pool
+from tests.support.pool import Pool, world
 
 Ranks = tuple[int, ...]
 
@@ -47,7 +47,8 @@ def runs_to_the_end(schedule: Schedule, pool: Pool, wiring: Wiring = DESIGN) -> 
 
 
 def execute(schedule: Schedule, wiring: Wiring) -> None:
-    """Execute this rank's actions. What the workers of the pool run."""
+    """Execute this rank's actions, on ranks that have connected before. What the workers of the pool run."""
+    world().client.takes_as_connected = True
     groups = {name: dist.split_group(split_ranks=parts, group_desc=name) for name, parts in _groups(schedule, wiring)}
     if dist.get_rank() in schedule.role_index:
         _Rank(schedule, wiring, groups).run()

@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_hetero.distributed.communicators import (
     AXES_OF_GROUPS,
+    CTAS,
+    GRADIENT_AXES,
     MEGATRON_AXES,
     Axes,
     CommunicatorKind,
@@ -25,9 +29,11 @@ from megatron_hetero.distributed.communicators import (
     communicators,
     edge_peers,
     edge_ranks,
+    require_streams,
 )
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 
@@ -55,7 +61,8 @@ def _text(kinds: Sequence[CommunicatorKind]) -> dict[str, tuple[tuple[int, ...],
 def test_the_readmes_layout() -> None:
     everybody = (tuple(range(8)),)
     assert _text(_kinds(8, "sp:8", "tp:4,dp:2")) == {
-        "vision sp, vision sp,cp,dp": everybody,
+        "vision sp": everybody,
+        "vision sp,cp,dp": everybody,
         "text tp": ((0, 1, 2, 3), (4, 5, 6, 7)),
         "text sp,cp,dp": ((0, 4), (1, 5), (2, 6), (3, 7)),
         "vision>text": everybody,
@@ -172,9 +179,9 @@ class Recording(Platform):
 
     calls: list[Any]
 
-    def split(self, groups: Sequence[tuple[int, ...]], what: str) -> Any:
-        self.calls.append(("split", what, tuple(groups)))
-        return super().split(groups, what)
+    def split(self, groups: Sequence[tuple[int, ...]], what: str, **options: Any) -> Any:
+        self.calls.append(("split", what, tuple(groups), options))
+        return super().split(groups, what, **options)
 
     def split_hosts(self, groups: Sequence[tuple[int, ...]], what: str) -> Any:
         self.calls.append(("split_hosts", what, tuple(groups)))
@@ -193,6 +200,59 @@ def _calls(rank: int, world_size: int, **options: Any) -> tuple[list[Any], float
         options |= {"decoding": ["vision"], "edges": [EDGE], "tied": ["text"], "interleaved": ["text"]}
         Topology.build(layouts, platform, **options, check=False)
         return platform.calls, time.perf_counter() - start
+
+
+@settings(max_examples=50)
+@given(_drawn())
+def test_what_runs_beside_the_computation_shares_with_nobody(drawn: tuple[dict[str, Layout], dict[str, Any]]) -> None:
+    """Sums of gradients begin when each rank comes to them: another module's on the same ranks come in other orders."""
+    for kind in communicators(drawn[0], edges=[EDGE], **drawn[1]):
+        beside = [use for use in kind.uses if isinstance(use, Axes) and use.axes == GRADIENT_AXES]
+        assert len(kind.uses) == 1 or not beside
+        assert kind.is_synchronous == (isinstance(kind.uses[0], Axes) and not beside)
+
+
+def test_too_many_communicators_for_the_streams() -> None:
+    """PyTorch has 32 streams of high priority; a rank takes two for each edge and one for its own gradients."""
+    names = [f"encoder{i}" for i in range(15)]
+    layouts = {name: Layout.parse("dp:2", 2) for name in (*names, "text")}
+    require_streams(communicators(layouts, edges=[], megatron=[]))
+    with pytest.raises(UserError, match="found 46 for links of pipelines, edges and gradients, expected at most 32"):
+        require_streams(communicators(layouts, edges=[(name, "text") for name in names]))
+
+
+class Options:
+    """As `torch.distributed.ProcessGroupNCCL.Options`, which builds of PyTorch for CPUs lack."""
+
+    def __init__(self, is_high_priority_stream: bool = False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(blocking=-1, cga_cluster_size=-1, min_ctas=-1, max_ctas=-1)
+
+
+def test_options_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links and edges, which wait on the GPU, get few CTAs; what is beside the computation, the other pool of streams.
+    Gradients over all ranks have a communicator of their own too.
+    """
+    made: dict[str, Any] = {}
+
+    def split_group(*, split_ranks: Any, timeout: Any, pg_options: Any, group_desc: str) -> Any:
+        made[group_desc] = pg_options.config.max_ctas, pg_options.is_high_priority_stream
+        return dist.new_group(split_ranks[0])
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(dist, "split_group", split_group)
+    with _fake_world(0, 4):
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # pyright: ignore[reportOptionalMemberAccess]
+        platform = Platform(CPU, "nccl", host_backend="fake")
+        Topology.build(_layouts(4, "sp:4", "tp:2,pp:2"), platform, edges=[EDGE], megatron=[], check=False)
+    assert made == {
+        "vision sp,cp,dp": (-1, True),
+        "text tp": (-1, False),
+        "text forward from stages 0": (CTAS, True),
+        "text backward from stages 1": (CTAS, True),
+        "vision>text": (CTAS, True),
+        "text>vision": (CTAS, True),
+    }
 
 
 @pytest.mark.parametrize("world_size", LARGEST)

@@ -90,8 +90,9 @@ def test_megatrons_collection() -> None:
 
 
 @on_ranks(4)
-def test_equal_sets_share_a_group_but_the_loader_has_its_own() -> None:
+def test_equal_sets_share_a_group_but_the_loader_and_gradients_have_their_own() -> None:
     topology = build({"vision": "sp:4", "text": "tp:4"})
+    assert topology.group("vision", "sp", "cp", "dp") is not topology.world, "its sums run beside the computation"
     assert topology.group("vision", "sp", "cp") is topology.group("text", "tp") is topology.world
     assert topology.host is not topology.world
     assert topology.files not in (topology.host, topology.world)

@@ -1,13 +1,16 @@
 """What communicators take of a GPU's memory, about. Pure.
 
-NCCL allocates buffers for each connection and channel when ranks first exchange something, and keeps them. How many
-channels there are depends on the GPUs and links; the figures here are those of a node of eight H100:
+NCCL allocates buffers for each connection and channel when ranks first use an algorithm, and keeps them; start-up uses
+all that a run does (`Topology.build`), so that no step allocates. How many channels there are depends on the GPUs and
+links; the figures here are those of a node of eight H100:
 
   * messages and all-to-alls connect every two ranks that have something for each other: a first `all_to_all_single` of
     eight ranks took 3.28 GB, or 0.47 GB for each of the seven others (NVIDIA/nccl issue 1685, 32 channels). Those of
-    other nodes share buffers (issue 1450) and are counted as one more;
+    other nodes share buffers (issue 1450) and are counted as one more. `max_ctas` bounds the channels;
   * other collectives connect rings: 16 channels, each with a buffer for the rank before it, of 4 MiB (protocol Simple),
-    4.7 MiB (LL128) and 0.5 MiB (LL), the defaults of NCCL's `init.cc`. Trees and NVLS add to it.
+    4.7 MiB (LL128) and 0.5 MiB (LL), the defaults of NCCL's `init.cc`; trees, with two such ranks; and NVLS, with three
+    ranks of a node or more: 16 channels of two buffers of 1 MiB for each of them (`transport/nvls.cc`). Four A100 took
+    0.69 GB, two 0.54 GB (issue 964).
 
 `NCCL_MAX_P2P_NCHANNELS` and `NCCL_MAX_CTAS` lower the first and the second in proportion.
 """
@@ -19,38 +22,52 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_hetero.distributed.communicators import Axes, CommunicatorKind, Ranks, Use
+from megatron_hetero.distributed.communicators import Axes, CommunicatorKind, Ranks
 
 NODE = 8
 """Ranks of a node."""
 PEER_BYTES = 3_280_000_000 // 7
-"""For each rank that a rank exchanges messages with."""
+"""For each rank that a rank exchanges messages with, with `PEER_CHANNELS`."""
+PEER_CHANNELS = 32
 RING_BYTES = 16 * (4 * 2**20 + 120 * 640 * 8 * 8 + 512 * 2**10)
-"""For rings."""
+"""For rings; trees take twice as much."""
+NVLS_BYTES = 16 * 2 * 2**20
+"""For each rank of a node."""
 
 
 def kind_bytes(kind: CommunicatorKind) -> int:
     """The most that a rank's communicator of this kind takes."""
-    others = max(map(_counted, kind.groups))
-    exchanges = any(_exchanges(use) for use in kind.uses)
-    rings = any(isinstance(use, Axes) and use.axes != ("sp",) for use in kind.uses)
-    return exchanges * others * PEER_BYTES + rings * RING_BYTES
+    return _exchange_bytes(kind) + kind.collects * max(map(_collective_bytes, kind.groups))
 
 
 def bytes_by_rank(kinds: Sequence[CommunicatorKind], world_size: int) -> np.ndarray:
     """What all communicators of each rank take, that of the world included, int64 [ranks]."""
-    found = np.full(world_size, RING_BYTES * (world_size > 1), np.int64)
+    everybody = tuple(range(world_size))
+    found = np.full(world_size, _collective_bytes(everybody) * (world_size > 1), np.int64)
     for kind in kinds:
-        found[np.concatenate(kind.groups)] += kind_bytes(kind)
+        is_world = kind.is_synchronous and kind.groups == (everybody,)
+        found[np.concatenate(kind.groups)] += _exchange_bytes(kind) if is_world else kind_bytes(kind)
     return found
 
 
-def _counted(ranks: Ranks) -> int:
+def _exchange_bytes(kind: CommunicatorKind) -> int:
+    """What messages and all-to-alls take. Attention under `sp` exchanges heads for tokens."""
+    exchanges = any(not isinstance(use, Axes) or use.axes == ("sp",) for use in kind.uses)
+    channels = min(kind.max_ctas or PEER_CHANNELS, PEER_CHANNELS)
+    return exchanges * max(map(_others, kind.groups)) * PEER_BYTES * channels // PEER_CHANNELS
+
+
+def _collective_bytes(ranks: Ranks) -> int:
+    """What rings, trees and NVLS take."""
+    local = _of_a_node(ranks)
+    return 3 * RING_BYTES + (local > 2) * local * NVLS_BYTES
+
+
+def _of_a_node(ranks: Ranks) -> int:
+    """The most ranks of one node."""
+    return max(Counter(rank // NODE for rank in ranks).values())
+
+
+def _others(ranks: Ranks) -> int:
     """Others that buffers are for: those of the same node, and one for all other nodes."""
-    nodes = Counter(rank // NODE for rank in ranks)
-    return max(nodes.values()) - 1 + (len(nodes) > 1)
-
-
-def _exchanges(use: Use) -> bool:
-    """Whether it is messages or all-to-alls. Attention under `sp` exchanges heads for tokens."""
-    return not isinstance(use, Axes) or use.axes == ("sp",)
+    return _of_a_node(ranks) - 1 + (len({rank // NODE for rank in ranks}) > 1)

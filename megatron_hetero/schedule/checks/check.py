@@ -10,7 +10,8 @@ In this order, since each check relies on those before:
   5. deadlock: no cycle of ranks that wait for each other, by the rules of NCCL (`deadlock`), which are stricter than
      gloo's: a communicator is a queue, sends wait for their receives, and all streams of a rank share one queue, as
      with CUDA_DEVICE_MAX_CONNECTIONS=1. The message shows the whole cycle;
-  6. memory: no rank holds activations of more micro-batches than its module's style allows.
+  6. residency: what a rank's GPU has begun and waits for other ranks leaves SMs for the rest (`residency`);
+  7. memory: no rank holds activations of more micro-batches than its module's style allows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.schedule.actions import Action, irecv
 from megatron_hetero.schedule.checks.deadlock import DESIGN, Waiting, find_cycle
 from megatron_hetero.schedule.checks.replay import Point
+from megatron_hetero.schedule.checks.residency import MOST_CTAS, most_resident
 from megatron_hetero.schedule.checks.streams import Wiring
 from megatron_hetero.schedule.grid import excerpt
 from megatron_hetero.schedule.program import Role, Schedule
@@ -72,7 +74,11 @@ def find_problem(schedule: Schedule, wiring: Wiring = DESIGN) -> ScheduleProblem
         problem = next(find(schedule), None)
         if problem is not None:
             return problem
-    return _deadlock(schedule, wiring) or next(_too_many_activations(schedule), None)
+    return (
+        _deadlock(schedule, wiring)
+        or next(_too_many_resident(schedule, wiring), None)
+        or next(_too_many_activations(schedule), None)
+    )
 
 
 # ---------------------------------------------------------------------------------------- 1. the actions
@@ -266,7 +272,24 @@ def _from_first(cycle: tuple[Waiting, ...]) -> tuple[Waiting, ...]:
     return cycle[first:] + cycle[:first]
 
 
-# ----------------------------------------------------------------------------------------------- 6. memory
+# -------------------------------------------------------------------------------------------- 6. residency
+
+
+def _too_many_resident(schedule: Schedule, wiring: Wiring) -> Iterator[ScheduleProblem]:
+    for index, role in enumerate(schedule.roles):
+        most = most_resident(schedule, role, wiring)
+        if most.ctas > MOST_CTAS:
+            yield ScheduleProblem(
+                ((index, most.at),),
+                f"communication that may occupy {most.ctas} SMs of a GPU at a time",
+                f"at most {MOST_CTAS}",
+                "kernels that wait for other ranks keep those out that these wait for",
+                (f"operations that have begun: {', '.join(most.communicators)}",),
+                "give modules ranks of their own, so that a rank takes part in fewer edges and pipelines",
+            )
+
+
+# ----------------------------------------------------------------------------------------------- 7. memory
 
 
 def live_activations(schedule: Schedule, role: Role, module: str) -> list[int]:

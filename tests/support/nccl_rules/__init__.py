@@ -12,6 +12,9 @@ with whoever turns up. Here numbers still move through gloo, but a coordinator d
     it, on any communicator, have begun.
  6. A communicator comes from a split of its parent, which all ranks of the parent enter, with a colour or without one.
     Those of the host (gloo) need their own ranks only, but `torch` makes ranks outside them enter a split.
+ 7. The host waits in the first use of each algorithm of a communicator (all-reduce, all-gather, …) until all its ranks
+    have come to it, and in the first message from one rank to another until both have: they connect, and allocate. In
+    a step of the program that is an error, even where all come.
 
 The i-th collective of a communicator must be the same on all its ranks, and a receive as large as its send. All that an
 operation waits for it needs, so a deadlock is what cannot end in this graph, looked for whenever a rank comes to wait.

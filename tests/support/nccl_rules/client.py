@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.nccl_rules.requests import Move, Request
+from tests.support.nccl_rules.requests import Key, Move, Request
 from tests.support.nccl_rules.waiting import MAIN
 
 HERE = str(Path(__file__).parent)
@@ -41,6 +41,12 @@ class Client:
         self.rank, self.ranks = rank, tuple(range(ranks))
         self.actions = threading.local()
         """`described`: what the thread is doing, as the interpreter tells the watchdog."""
+        self.in_step = False
+        """Whether the ranks must have connected: in a step hosts never wait, and nothing is allocated."""
+        self.takes_as_connected = False
+        """Whether ranks count as connected from the start, for jobs that are about other rules."""
+        self._connected: set[tuple[str, Key]] = set()
+        self._meetings: dict[str, threading.Event] = {}
         self._connection, self._store = connection, store
         self._lock = threading.Lock()
         self._issued: dict[str, int] = {}
@@ -51,7 +57,8 @@ class Client:
         threading.Thread(target=self._listen, name="nccl-rules", daemon=True).start()
 
     def issue(self, request: Request, moves: Sequence[Callable[[], None]]) -> Work:
-        """Issue an operation, without waiting for it."""
+        """Issue an operation, without waiting for it, but for ranks to connect."""
+        self._meet(request)
         with self._lock:
             if self._broken:
                 raise RuntimeError(self._broken)
@@ -60,6 +67,21 @@ class Client:
             flight = self._flights[request.communicator, index] = Flight(moves, len(moves))
             self._connection.send(("issue", request))
         return Work(self, request.communicator, index, flight)
+
+    def _meet(self, request: Request) -> None:
+        """The host waits in the first use of each algorithm of a communicator, and of messages between two ranks."""
+        keys = {key for key in request.connects(self.rank) if (request.communicator, key) not in self._connected}
+        if not keys or self.takes_as_connected:
+            return
+        if self.in_step:
+            raise RuntimeError(f"rank {self.rank}, {request.where}: {request} connects ranks in a step")
+        with self._lock:
+            if self._broken:
+                raise RuntimeError(self._broken)
+            met = self._meetings[request.thread] = threading.Event()
+            self._connection.send(("meet", request, keys))
+        met.wait()
+        self._connected.update((request.communicator, key) for key in keys)
 
     def wait(self, communicator: str, index: int, flight: Flight) -> None:
         """Wait until the numbers of an operation have moved. `RuntimeError` where they never will."""
@@ -86,6 +108,8 @@ class Client:
         self._idle.wait()
         with self._lock:
             problem, self._broken = self._broken, None
+            self._connected.clear()
+            self.takes_as_connected = False
             self._issued.clear()
             self._flights.clear()
         if problem:
@@ -120,6 +144,8 @@ class Client:
                 self._break("the coordinator has gone")
                 return self._idle.set()
             match what:
+                case "met":
+                    self._meetings.pop(rest[0]).set()
                 case "move":
                     for move in rest[0]:
                         self._move(move)
@@ -144,7 +170,10 @@ class Client:
     def _break(self, text: str) -> None:
         with self._lock:
             self._broken = text
-            flights = list(self._flights.values())
+            flights, meetings = list(self._flights.values()), list(self._meetings.values())
+            self._meetings.clear()
+        for met in meetings:
+            met.set()
         for flight in flights:
             flight.problem = flight.problem or text
             flight.done.set()

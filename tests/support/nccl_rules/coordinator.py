@@ -16,8 +16,9 @@ from tests.support.nccl_rules.rules import Broken, Rules
 class Coordinator:
     """Listens to `connections`, one by rank.
 
-    Messages are ("issue", request), ("wait", thread, communicator, index, where) and ("finish",); answers are
-    ("move", moves), ("broken", text) and ("idle",), once all ranks have finished a job; then the next begins.
+    Messages are ("meet", request, keys), ("issue", request), ("wait", thread, communicator, index, where) and
+    ("finish",); answers are ("met", thread), ("move", moves), ("broken", text) and ("idle",), once all ranks have
+    finished a job; then the next begins.
     """
 
     def __init__(self, connections: list[Connection], *, one_connection: bool = False):
@@ -51,7 +52,8 @@ class Coordinator:
             if message[0] == "finish":
                 job.finished.add(rank)
             if not job.broken:
-                getattr(job.rules, message[0])(rank, *message[1:])
+                for host, thread in getattr(job.rules, message[0])(rank, *message[1:]) or ():
+                    self._send([host], ("met", thread))
                 self._send_moves()
         except Broken as broken:
             self._send_moves()

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron_hetero.training.step_trainer import StepTrainer
 from megatron_hetero.watch.watchdog import Watchdog
 from tests.support.nccl_rules.client import DEVICE, HOST, Client
 from tests.support.nccl_rules.group import CPU, WORLD, RulesGroup
@@ -25,6 +26,7 @@ def install(connection: Connection, store: dist.Store, rank: int, ranks: int) ->
         for module in (dist, dist.distributed_c10d):
             setattr(module, name, replaced)
     _follow_actions(client)
+    _follow_steps(client)
     return client
 
 
@@ -79,3 +81,20 @@ def _follow_actions(client: Client) -> None:
             client.actions.described = None
 
     Watchdog.doing = doing
+
+
+def _follow_steps(client: Client) -> None:
+    """Know when the program is in a step, or in what a step does first."""
+
+    def within(real: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **options: Any) -> Any:
+            outside, client.in_step = client.in_step, True
+            try:
+                return real(*args, **options)
+            finally:
+                client.in_step = outside
+
+        return step
+
+    StepTrainer.train_step = within(StepTrainer.train_step)
+    StepTrainer.gradients = within(StepTrainer.gradients)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+Key = str | tuple[int, int]
+"""What ranks connect for: an algorithm of all ranks, by the collective's name, or messages from one rank to another."""
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -39,6 +42,18 @@ class Request:
     colour: tuple[int, ...] | None = None
     transfers: tuple[Transfer, ...] = ()
     on_device: bool = True
+
+    def connects(self, rank: int) -> frozenset[Key]:
+        """What `rank` must have connected for before this. An all-to-all is messages, a barrier an all-reduce."""
+        if not self.on_device:
+            return frozenset()
+        if self.transfers:
+            return frozenset((rank, t.peer) if t.sends else (t.peer, rank) for t in self.transfers)
+        to = [(rank, other) for other, n in zip(self.ranks, self.sent, strict=False) if n]
+        back = [(other, rank) for other, n in zip(self.ranks, self.received, strict=False) if n]
+        name = str(self.signature[0])
+        collective = [] if name == "all_to_all" else ["all_reduce" if name == "barrier" else name]
+        return frozenset((*collective, *(pair for pair in (*to, *back) if pair != (rank, rank))))
 
     def __str__(self) -> str:
         return f"{self.what} on {self.name!r} ({', '.join(map(str, self.ranks))})"

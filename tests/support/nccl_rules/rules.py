@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from tests.support.nccl_rules.requests import SPLIT, Move, Request
+from tests.support.nccl_rules.requests import SPLIT, Key, Move, Request
 from tests.support.nccl_rules.waiting import describe_deadlock, stuck
 
 
@@ -46,14 +46,21 @@ class Communicator:
     """Transfers whose other side has not come, by (from, to, whether they send)."""
     threads: defaultdict[int, set[str]]
     """Those that have used it, by rank."""
+    met: defaultdict[Key, set[int]]
+    """Ranks whose hosts have come to connect for an algorithm or a message."""
 
     @classmethod
     def of(cls, ranks: tuple[int, ...]) -> Communicator:
         """One that nobody has used."""
         nothing = dict.fromkeys(ranks, 0)
         return cls(
-            ranks, {r: deque() for r in ranks}, dict(nothing), dict(nothing), {}, defaultdict(deque), defaultdict(set)
-        )
+            ranks, {r: deque() for r in ranks}, dict(nothing), dict(nothing), {}, defaultdict(deque),
+            defaultdict(set), defaultdict(set),
+        )  # fmt: skip
+
+    def missing(self, key: Key) -> set[int]:
+        """Ranks that must still come to connect: the two of a message, all of another algorithm."""
+        return set(self.ranks if isinstance(key, str) else key) - self.met[key]
 
 
 class Rules:
@@ -68,6 +75,8 @@ class Rules:
         self.communicators: dict[str, Communicator] = {}
         self.waiting: dict[tuple[int, str], tuple[Operation, str]] = {}
         """By rank and thread: for which operation it waits, and where in the program."""
+        self.meeting: dict[tuple[int, str], tuple[Request, Collection[Key]]] = {}
+        """By rank and thread: the request before which its host waits for others to connect, and for what."""
         self.finished: set[int] = set()
         self.unbegun: list[deque[Operation]] = [deque() for _ in range(ranks)]
         """Of each rank, on the device, in the order of issue; kept with one connection only."""
@@ -77,6 +86,25 @@ class Rules:
         """What ranks may do, by rank, since the last time."""
         moves, self._moves = self._moves, []
         return moves
+
+    def meet(self, rank: int, request: Request, keys: Collection[Key]) -> list[tuple[int, str]]:
+        """A host comes to connect before a request. Returns the hosts, by rank and thread, that go on."""
+        on = self.communicators.setdefault(request.communicator, Communicator.of(request.ranks))
+        on.threads[rank].add(request.thread)
+        for key in keys:
+            on.met[key].add(rank)
+        self.meeting[rank, request.thread] = request, keys
+        free = [host for host in self.meeting if not any(self.unmet(*host))]
+        for host in free:
+            del self.meeting[host]
+        self._require_no_deadlock()
+        return free
+
+    def unmet(self, rank: int, thread: str) -> Iterator[tuple[Key, int]]:
+        """For what a host that waits to connect needs which rank."""
+        request, keys = self.meeting[rank, thread]
+        on = self.communicators[request.communicator]
+        return ((key, other) for key in keys for other in sorted(on.missing(key)))
 
     def issue(self, rank: int, request: Request) -> None:
         """A rank issues its next operation on a communicator."""

@@ -73,8 +73,13 @@ def needs(rules: Rules, node: Node) -> list[Node] | None:
             ahead = [End(on.streams[rank][-1])] if on.streams[rank] else []
             return [*ahead, Issue(rank, communicator)]
         case Issue(rank, communicator):
+            if rank in rules.finished:
+                return None
             return [Thread(rank, name) for name in rules.communicators[communicator].threads[rank] or {MAIN}]
         case Thread(rank, name):
+            if (rank, name) in rules.meeting:
+                communicator = rules.meeting[rank, name][0].communicator
+                return [Issue(other, communicator) for _, other in rules.unmet(rank, name)]
             return [End(rules.waiting[rank, name][0])] if (rank, name) in rules.waiting else []
 
 
@@ -102,7 +107,7 @@ def stuck(rules: Rules) -> list[Node]:
     """The threads that wait for what cannot end, each with the rest of its path: a walk along what cannot happen, until
     it comes back to a node or to a rank that has finished. Empty where all can go on.
     """
-    threads: list[Node] = [Thread(*waiter) for waiter in rules.waiting]
+    threads: list[Node] = [Thread(*waiter) for waiter in (*rules.waiting, *rules.meeting)]
     graph: dict[Node, list[Node] | None] = {}
     todo = list(threads)
     while todo:
@@ -132,7 +137,7 @@ def stuck(rules: Rules) -> list[Node]:
 
 def describe_deadlock(rules: Rules, path: list[Node]) -> str:
     """The path, a line for each thing that waits."""
-    ends = isinstance(path[-1], Come) and path[-1].rank in rules.finished
+    ends = isinstance(path[-1], Come | Issue) and path[-1].rank in rules.finished
     head = RANK_HAS_ENDED if ends else "deadlock: ranks wait for each other"
     following: list[Any] = [*path[1:], None if ends else path[0]]
     lines = [_line(rules, node, after) for node, after in zip(path, following, strict=True)]
@@ -145,6 +150,9 @@ def _line(rules: Rules, node: Node, after: Node | None) -> str | None:
             operation, where = rules.waiting[rank, name]
             thread = "" if name == MAIN else f", thread {name}"
             return f"rank {rank}{thread}, {where}: waits for {operation.request}"
+        case Thread(rank, name), Issue(other, _):
+            request, _ = rules.meeting[rank, name]
+            return f"rank {rank}, {request.where}: connects for {request}, to which rank {other} has not come"
         case Begin(operation), End(before):
             return (
                 f"rank {operation.rank}, {operation.request.where}: {operation.request} cannot begin before "

@@ -17,7 +17,7 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.offload.policy import OffloadSizes
 from megatron_hetero.planning.memory.activations import flash_workspace
 from megatron_hetero.planning.memory.layers import LayerBytes, LayersBytes, layers_bytes
-from megatron_hetero.planning.memory.nccl_memory import PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
+from megatron_hetero.planning.memory.nccl_memory import NVLS_BYTES, PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
 from megatron_hetero.planning.memory.parameters import Parameter, buckets_of, parameter_bytes
 from megatron_hetero.planning.memory.staging import SimulatedBufferPool
 from megatron_hetero.planning.traffic import Indexed, traffic_of
@@ -125,18 +125,23 @@ def test_buffers_are_powers_of_two_and_used_again() -> None:
 
 
 def test_memory_of_communicators() -> None:
+    rings = 3 * RING_BYTES  # and trees
     layouts = {"vision": Layout.parse("sp:8", 8), "text": Layout.parse("tp:4,dp:2", 8)}
-    found = {str(kind): kind_bytes(kind) for kind in communicators(layouts, edges=[("vision", "text")])}
-    assert found["vision>text"] == 7 * PEER_BYTES and found["text tp"] == RING_BYTES
-    assert found["vision sp, vision sp,cp,dp"] == 7 * PEER_BYTES + RING_BYTES
+    kinds = communicators(layouts, edges=[("vision", "text")])
+    found = {str(kind): kind_bytes(kind) for kind in kinds}
+    assert found["vision>text"] == 7 * PEER_BYTES * 4 // 32, "as many channels as CTAs"
+    assert found["text tp"] == rings + 4 * NVLS_BYTES and found["text sp,cp,dp"] == rings
+    assert found["vision sp"] == 7 * PEER_BYTES and found["vision sp,cp,dp"] == rings + 8 * NVLS_BYTES
+    first = bytes_by_rank(kinds, 8)[0]
+    assert first == sum(found.values()) + rings + 8 * NVLS_BYTES, "the world's, which is that of `vision sp`"
     wide = {"vision": Layout.parse("dp:16@0-15", 48), "text": Layout.parse("pp:2,dp:16@16-47", 48)}
     kinds = communicators(wide, edges=[("vision", "text")])
     found = {str(kind): kind_bytes(kind) for kind in kinds}
-    assert found["vision>text"] == 8 * PEER_BYTES, "seven others of the node, and one for those of other nodes"
-    assert found["text forward from stages 0"] == PEER_BYTES
+    assert found["vision>text"] == 8 * PEER_BYTES // 8, "seven others of the node, and one for those of other nodes"
+    assert found["text forward from stages 0"] == PEER_BYTES // 8
     of_ranks = bytes_by_rank(kinds, 48)
-    assert of_ranks[0] == 2 * RING_BYTES + 16 * PEER_BYTES
-    assert of_ranks[16] == of_ranks[0] + 2 * PEER_BYTES, "a stage sends forward on one link and receives on another"
+    assert of_ranks[0] == 2 * (rings + 8 * NVLS_BYTES) + 2 * PEER_BYTES
+    assert of_ranks[16] == of_ranks[0] + 2 * (PEER_BYTES // 8), "a stage sends on one link and receives on another"
     assert bytes_by_rank((), 1).tolist() == [0], "a rank alone has no communicator"
 
 

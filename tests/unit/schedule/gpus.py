@@ -4,6 +4,9 @@ Each rank has a list of what its host has issued: kernels of work, communication
 waits of the compute queue for communication. Whatever may begin begins, whatever may end ends, in any order, until
 nothing changes. Nothing here is shared with `megatron_hetero.schedule.checks.streams`.
 
+A GPU has `sms`: kernels begin where they fit beside those that have begun and not ended, each of as many CTAs as `ctas`
+says of its queue. It has `streams`: from so many communicators on two share one, as in PyTorch's pool.
+
 A batch may leave things out: `absent` modules of micro-batches that have nothing for them, and `bare` messages of a
 crossing apart, which carry no row. Which start of a return comes in the middle of the backward, and which receive is
 deferred, is what `megatron_hetero.execution.step` does.
@@ -17,6 +20,8 @@ from dataclasses import dataclass
 
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
+
+COLLECTIVE_CTAS = 32
 
 
 @dataclass(eq=False)
@@ -40,8 +45,8 @@ class Entry:
 class Gpu:
     """One rank: its entries, and for each queue the numbers of those that have not ended, the next one last."""
 
-    def __init__(self, entries: list[Entry], one_queue: bool):
-        self.entries, self.one_queue = entries, one_queue
+    def __init__(self, entries: list[Entry], one_queue: bool, sms: float, ctas: Callable[[Entry], int]):
+        self.entries, self.one_queue, self.free, self.ctas = entries, one_queue, sms, ctas
         self.queues: dict[str, list[int]] = {}
         for at in reversed(range(len(entries))):
             self.queues.setdefault(entries[at].queue, []).append(at)
@@ -58,9 +63,11 @@ class Gpu:
         entry, moved = self.entries[queue[-1]], False
         if not entry.begun and self._may_begin(queue[-1]):
             entry.begun = moved = True
+            self.free -= self.ctas(entry)
         counterparts = (t in tagged and tagged[t].begun for t in entry.needs)
         if entry.begun and (entry.after.ended if entry.after else all(counterparts)):
             entry.ended = moved = True
+            self.free += self.ctas(entry)
             queue.pop()
         return moved
 
@@ -70,6 +77,8 @@ class Gpu:
             return False
         while self.first_unbegun < at and self._is_behind(self.entries[self.first_unbegun]):
             self.first_unbegun += 1
+        if self.ctas(self.entries[at]) > self.free:
+            return False
         return self.entries[at].waits or not self.one_queue or self.first_unbegun >= at
 
     def _is_behind(self, entry: Entry) -> bool:
@@ -88,15 +97,36 @@ class Gpus:
     one_queue: bool = True
     absent: Collection[tuple[str, int]] = ()
     bare: Callable[[Hashable], bool] = lambda message: False
+    sms: float = float("inf")
+    link_ctas: int = 1
+    edge_ctas: int = 1
+    streams: int | None = None
 
     def run(self) -> list[Entry]:
         """Execute everything; what never ends."""
         lists = [self._issued(rank) for role in self.schedule.roles for rank in role.ranks]
-        gpus = [Gpu(each, self.one_queue) for each in lists if each]
+        for each in lists if self.streams else ():
+            self._share_streams(each)
+        gpus = [Gpu(each, self.one_queue, self.sms, self._ctas) for each in lists if each]
         tagged = {entry.tag: entry for each in lists for entry in each if entry.tag is not None}
         while any(gpu.advance(tagged) for gpu in gpus):
             pass
         return [entry for each in lists for entry in each if not entry.ended]
+
+    def _ctas(self, entry: Entry) -> int:
+        """Of its kernel. Work is a collective of NCCL's choice, and the least that a product needs."""
+        if entry.waits:
+            return 0
+        if entry.queue == "compute":
+            return COLLECTIVE_CTAS + 1
+        return self.edge_ctas if entry.action.op in ("start", "finish") else self.link_ctas
+
+    def _share_streams(self, entries: Sequence[Entry]) -> None:
+        """Give the communicators of a rank the streams of the pool in turn."""
+        names = dict.fromkeys(entry.queue for entry in entries if entry.queue != "compute")
+        streams = {name: str(at % (self.streams or 1)) for at, name in enumerate(names)}
+        for entry in entries:
+            entry.queue = streams.get(entry.queue, entry.queue)
 
     # --------------------------------------------------------------------------------- what a rank's host issues
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.distributed.communicators import DIRECTIONS, EdgeUse, Link, communicators
+from megatron_hetero.distributed.communicators import CTAS, DIRECTIONS, POOL_STREAMS, EdgeUse, Link, communicators
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.schedule.actions import Action, start
 from megatron_hetero.schedule.builders import build_schedule
@@ -124,6 +124,57 @@ def test_the_message_has_the_whole_cycle() -> None:
         f"{vision}: `text>vision.B0` {on} waits for {text} to begin `text>vision.B0`",
     ]
     assert sum("<-- ERROR HERE" in line for line in said) == 4
+
+
+# ------------------------------------------------------------------------ kernels that fit, and streams of a pool
+
+
+DEEP = {
+    "an encoder whose rows enter three stages": (
+        {"vision": "tp:2@0-1", "text": "pp:2@2-3"}, [("vision", None, None), ("vision", 0, 2), ("vision", 0, 4)], 3, 108
+    ),
+    "three encoders with stages on the text's ranks": (
+        {"a": "pp:2@0-1", "vision": "pp:2@0-1", "b": "pp:2@0-1", "text": "pp:2@0-1"},
+        [("a", None, None), ("a", 0, 1), ("a", 1, 2), ("vision", None, None), ("b", None, None)], 2, 132
+    ),
+}  # fmt: skip
+"""Layouts, edges into the text module, virtual stages, and SMs on which they do not fit if NCCL chooses."""
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_kernels_that_wait_fit_beside_each_other(name: str) -> None:
+    """Where NCCL chooses, a link of NVLink takes 16 CTAs and an edge 32."""
+    texts, edges, virtual, sms = DEEP[name]
+    entering = [Edge(source, "text", source_stage=own, target_stage=stage) for source, own, stage in edges]
+    schedule = build_schedule(layouts(**texts), 8, ScheduleSettings(virtual_stages=virtual), edges=entering)
+    check_schedule(schedule)
+    for one_queue in (True, False):
+        assert not Gpus(schedule, one_queue=one_queue, sms=108, link_ctas=CTAS, edge_ctas=CTAS).run()
+    assert Gpus(schedule, one_queue=False, sms=sms, link_ctas=16, edge_ctas=32).run()
+
+
+@given(schedules(most_batches=6))
+@settings(max_examples=100)
+def test_every_schedule_fits_beside_a_collective(schedule: Schedule) -> None:
+    """All that the check lets pass."""
+    assert not Gpus(schedule, sms=108, link_ctas=CTAS, edge_ctas=CTAS).run()
+
+
+def test_communication_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_hetero.distributed.communicators.CTAS", 16)
+    said = refusal(build_schedule(layouts(vision="dp:1@0", text="pp:3@1-3"), 6), Wiring())
+    assert "rank 1 (text.0), at `text.0<1.B1`: found communication that may occupy 64 SMs of a GPU at a time" in said
+    begun = next(line for line in said.splitlines() if line.startswith("operations that have begun: "))
+    assert sorted(begun.removeprefix("operations that have begun: ").split(", ")) == [
+        "text backward from stage 1", "text forward from stage 0", "text>vision", "vision>text",
+    ]  # fmt: skip
+
+
+def test_communicators_on_shared_streams() -> None:
+    """What happens from the 33rd communicator on, here from the third one."""
+    schedule = build_schedule(layouts(vision="pp:2@0-1", text="pp:6@2-7"), 8)
+    assert Gpus(schedule, streams=2).run()
+    assert not Gpus(schedule, streams=POOL_STREAMS).run()
 
 
 # ---------------------------------------------------------------------------------- what does not is refused

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.support.pool import platform
+from tests.support.pool import platform, world
+
+
+def after_connecting(job: Callable[..., Any]) -> Callable[..., Any]:
+    """The job, with ranks that have connected; on gloo they have."""
+
+    @wraps(job)
+    def connected(*args: Any) -> Any:
+        if hasattr(group := world(), "client"):
+            group.client.takes_as_connected = True
+        return job(*args)
+
+    return connected
 
 
 def collectives(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -106,6 +120,7 @@ def objects(backend: str) -> list[Any]:
 # ------------------------------------------------------------------------------------------------- what would hang
 
 
+@after_connecting
 def receive_before_send(groups: int) -> list[float]:
     """Each of two ranks posts a receive, then sends, on one communicator or on one for each direction."""
     rank = dist.get_rank()
@@ -120,6 +135,7 @@ def receive_before_send(groups: int) -> list[float]:
     return theirs.tolist()
 
 
+@after_connecting
 def other_order() -> None:
     """Collectives in different orders."""
     tensor = torch.ones(4)
@@ -131,6 +147,7 @@ def other_order() -> None:
         dist.all_reduce(tensor)
 
 
+@after_connecting
 def crossed_communicators() -> None:
     """Two communicators, waited for in different orders: legal where nobody waits in between."""
     groups: list[Any] = [dist.new_group([0, 1]) for _ in range(2)]
@@ -138,6 +155,7 @@ def crossed_communicators() -> None:
         dist.all_reduce(torch.ones(4), group=group)
 
 
+@after_connecting
 def crossed_without_waiting() -> list[float]:
     """As `crossed_communicators`, but all is issued before anything is waited for."""
     groups: list[Any] = [dist.new_group([0, 1]) for _ in range(2)]
@@ -149,12 +167,14 @@ def crossed_without_waiting() -> list[float]:
     return [float(tensor.sum()) for tensor in tensors]
 
 
+@after_connecting
 def lone_send() -> None:
     """A send that nobody receives, and that nobody waits for."""
     if dist.get_rank() == 0:
         dist.isend(torch.ones(4), 1)
 
 
+@after_connecting
 def never_waited_for() -> bool:
     """A send and a receive whose works are dropped."""
     tensor = torch.ones(4)
@@ -162,17 +182,20 @@ def never_waited_for() -> bool:
     return True
 
 
+@after_connecting
 def other_size() -> None:
     """A receive larger than its send."""
     dist.send(torch.ones(4), 1) if dist.get_rank() == 0 else dist.recv(torch.empty(5), 0)
 
 
+@after_connecting
 def other_all_to_all() -> None:
     """An all-to-all in which a rank sends what nobody expects."""
     counts = [1, 2] if dist.get_rank() == 0 else [1, 1]
     dist.all_to_all_single(torch.empty(2), torch.ones(sum(counts)), [1, 1], counts)
 
 
+@after_connecting
 def leaves_early() -> None:
     """One rank fails, another waits for it."""
     if dist.get_rank() == 0:
@@ -221,6 +244,7 @@ def other_neighbours() -> None:
 # ----------------------------------------------------------------------------------------------------- strictness
 
 
+@after_connecting
 def needs_two_connections() -> bool:
     """Rank 0 issues an operation that cannot begin before one that it issues later on another communicator; with a
     single connection nothing overtakes.
@@ -237,3 +261,34 @@ def needs_two_connections() -> bool:
     for work in works:
         work.wait()
     return True
+
+
+def first_uses(connected: bool) -> list[float]:
+    """Posts receives early, on two communicators: one way each."""
+    rank, tensors = dist.get_rank(), torch.zeros(2, 4)
+    groups: list[Any] = [dist.split_group(split_ranks=[[0, 1]]) for _ in range(2)]
+    if connected:
+        for sender, group in enumerate(groups):
+            (dist.send if rank == sender else dist.recv)(tensors[0], 1 - rank, group=group)
+    receive: Any = dist.irecv(tensors[1], 1 - rank, group=groups[1 - rank])
+    dist.send(torch.full((4,), float(rank)), 1 - rank, group=groups[rank])
+    receive.wait()
+    return tensors[1].tolist()
+
+
+def first_use_on_one_rank(algorithm: str) -> None:
+    """Rank 0 begins a sum that rank 1 begins when a message has come: the host of rank 0 sends it behind the sum."""
+    rank, group, tensor = dist.get_rank(), dist.split_group(split_ranks=[[0, 1]]), torch.zeros(4)
+    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=group)
+    (dist.send if rank == 0 else dist.recv)(tensor, 1 - rank)
+    works: list[Any] = []
+    for what in ("sum", "message")[:: 1 if rank == 0 else -1]:
+        if what == "message":
+            (dist.send if rank == 0 else dist.recv)(tensor, 1 - rank)
+        elif algorithm == "all_reduce":
+            works.append(dist.all_reduce(tensor.clone(), group=group, async_op=True))
+        else:
+            works.append(dist.reduce_scatter_tensor(tensor[:2].clone(), tensor, group=group, async_op=True))
+    for work in works:
+        work.wait()

@@ -136,3 +136,20 @@ def test_one_connection(rules_pools: Pools, one_connection_pools: Pools) -> None
     assert rules_pools(2).run(jobs.needs_two_connections) == [True, True]
     text = refused(one_connection_pools(2), jobs.needs_two_connections)
     assert text.startswith("deadlock: ranks wait for each other\n") and "(one connection)" in text
+
+
+def test_first_messages_wait_for_each_other(rules_pools: Pools) -> None:
+    """What may be posted early only where ranks have connected: otherwise each host waits in its receive."""
+    assert rules_pools(2).run(jobs.first_uses, True) == [[1.0] * 4, [0.0] * 4]
+    text = refused(rules_pools(2), jobs.first_uses, False)
+    assert text.startswith("deadlock: ranks wait for each other\n")
+    for rank in (0, 1):
+        assert f"connects for receive from rank {1 - rank} of 4 float32" in text
+        assert f"to which rank {1 - rank} has not come" in text
+
+
+def test_first_use_of_an_algorithm_waits(rules_pools: Pools) -> None:
+    """An all-reduce connects for all-reduces only."""
+    rules_pools(2).run(jobs.first_use_on_one_rank, "all_reduce")
+    text = refused(rules_pools(2), jobs.first_use_on_one_rank, "reduce_scatter")
+    assert "rank 0, jobs_nccl_rules.py" in text and "connects for reduce_scatter of 2 float32" in text
