@@ -377,9 +377,7 @@ def test_a_tokenizer_that_panics_is_named(model_folder: Path, make_record: MakeR
     content = json.loads((folder / "tokenizer.json").read_text())
     content["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"(a+)+$"}
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(
-        UserError, match=r"^train\.jsonl:1: tokenizer\.json of model.*the tokenizer cannot read"
-    ):
+    with pytest.raises(UserError, match=r"^train\.jsonl:1: tokenizer\.json of model.*the tokenizer cannot read"):
         Processor.from_folder(folder).tokenize(make_record("What?", "a" * 40 + "b"))
 
 
