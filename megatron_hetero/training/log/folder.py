@@ -67,8 +67,8 @@ class LogFolder:
 
     def history(self) -> History:
         """All lines so far, also those that could not be written yet."""
-        if self._is_there():
-            return History(self._path, os.fstat(self._file.fileno()).st_size, self._waiting)
+        if self._file.closed or self._is_there():
+            return History(self._path, _size(self._path), self._waiting)
         return History(self._path, 0, self._content() + self._waiting)
 
     def close(self) -> None:
