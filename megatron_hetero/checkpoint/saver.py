@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from functools import partial
 from megatron_hetero.checkpoint.background import HostCopies, in_background
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.checkpoint.state import HISTORY, History, Saved, TrainState, save
+from megatron_hetero.checkpoint.state import History, Saved, TrainState, save
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.agreement import Watched
 from megatron_hetero.distributed.collective import on_every
@@ -48,9 +49,11 @@ class Saver:
         record: RunRecord | None,
         trained: int = 0,
         watched: Watched = lambda _: nullcontext(),
+        history: Callable[[], History] = History,
     ) -> None:
-        """`watched`: around waits for other ranks, given a description."""
+        """`watched`: around waits for other ranks, given a description. `history`: returns the metrics so far."""
         self.config, self.state, self.record, self._watched = config, state, record, watched
+        self._history = history
         self.trained = self._tried = trained
         self.saved: Saved | None = None
         self.lost: UserError | None = None
@@ -110,7 +113,7 @@ class Saver:
 
     def _begin(self, step: int, in_thread: bool, keeps_all: bool = False, sound: bool = True) -> _Writing:
         self._tried, keep = step, None if keeps_all else self.config.checkpoint.keep_last
-        start, history = time.perf_counter(), History.now(self.config.log.dir / HISTORY)
+        start, history = time.perf_counter(), self._history()
         entries = self.state.entries()
         if in_thread:
             work = partial(self._write, step, self._copies.of(entries), history, start, keep, sound)

@@ -93,25 +93,19 @@ class Saved:
 
 @dataclass(frozen=True)
 class History:
-    """The metrics so far: the first `size` bytes of a growing file, which may not exist."""
+    """The metrics so far: the first `size` bytes of a growing file, and what `waits` to be written to it."""
 
-    path: Path
-    size: int
-
-    @classmethod
-    def now(cls, path: Path) -> History:
-        """The current content of the file."""
-        try:
-            return cls(path, path.stat().st_size)
-        except OSError:
-            return cls(path, 0)
+    path: Path = Path()
+    size: int = 0
+    waits: bytes = b""
 
     def text(self) -> str:
-        """Those bytes, as text. Raises `OSError`."""
-        if self.size == 0:
-            return ""
-        with open(self.path, "rb") as file:
-            return file.read(self.size).decode("utf-8", errors="replace")
+        """Return the metrics. Raises `OSError`."""
+        written = b""
+        if self.size:
+            with open(self.path, "rb") as file:
+                written = file.read(self.size)
+        return (written + self.waits).decode("utf-8", errors="replace")
 
 
 def save(

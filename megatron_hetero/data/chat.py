@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hetero.data import template
 from megatron_hetero.data.records import Record
-from megatron_hetero.data.time_limit import time_limit
 from megatron_hetero.data.validation import image_fields, split_at_placeholders
 from megatron_hetero.errors import UserError, in_short
 from megatron_hetero.names import VISION
 
 END_OF_TURN = "<|im_end|>"
-RENDERED_S = 5.0
-"""Time limit for rendering one conversation, which takes milliseconds: a template is a program from a file."""
+_MARK = "\ufdd0answer\ufdd0"
+"""Stands for each answer in a rendering that locates them. Text has no such character."""
 NONE: Mapping[str, str] = {}
 
 
@@ -53,26 +51,30 @@ def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> l
     """Renders the record with the tokenizer's chat template. `shown`: see `to_messages`.
 
     The runs joined are the rendered text. Each assistant turn's text and its ``<|im_end|>`` are supervised, nothing
-    else. A turn begins where the template's own generation prompt ends, so training matches generation.
+    else. A turn begins where the template's own generation prompt ends, so training matches generation. The template
+    is rendered at most four times, however many turns there are.
 
     Raises:
-        UserError: the template fails or takes too long, or rewrites earlier turns, or alters the assistant's text.
+        UserError: the template fails, or rewrites earlier turns, or alters the assistant's text.
     """
     messages = to_messages(record, shown)
+    answers = [k for k, turn in enumerate(record.turns) if turn.role == "assistant"]
     full = _apply(tokenizer, messages, record, prompt=False)
+    marked = [each | {"content": _MARK} if each["role"] == "assistant" else each for each in messages]
+    between = _apply(tokenizer, marked, record, prompt=False).split(_MARK)
     runs, position = [], 0
-    for k, turn in enumerate(record.turns):
-        if turn.role != "assistant":
-            continue
-        prompt = _apply(tokenizer, messages[:k], record, prompt=True)
-        answer = turn.text + END_OF_TURN
-        if not full.startswith(prompt + answer):
-            raise _template_error(
-                record,
-                f"does not render turn {k + 1} as its generation prompt, the text and {END_OF_TURN}",
-            )
-        runs += [RenderedText(full[position : len(prompt)], False), RenderedText(answer, True)]
-        position = len(prompt) + len(answer)
+    for before, k in zip(between, answers, strict=False):
+        before, answer = before.removeprefix(END_OF_TURN) if runs else before, record.turns[k].text + END_OF_TURN
+        start = position + len(before)
+        if not full.startswith(before + answer, position) or (
+            # Prompts in between are not rendered: each is as long as the conversation before it.
+            k in (answers[0], answers[-1]) and _apply(tokenizer, messages[:k], record, prompt=True) != full[:start]
+        ):
+            raise _unfit(record, k)
+        runs += [RenderedText(before, False), RenderedText(answer, True)]
+        position = start + len(answer)
+    if len(between) != len(answers) + 1:
+        raise _unfit(record, answers[-1])
     return [run for run in [*runs, RenderedText(full[position:], False)] if run.text]
 
 
@@ -83,19 +85,13 @@ def render_prompt(tokenizer: Any, record: Record, turns: int) -> str:
 
 def _apply(tokenizer: Any, messages: list[dict[str, Any]], record: Record, *, prompt: bool) -> str:
     try:
-        with time_limit(RENDERED_S):
-            values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": prompt}
-            return template.render(tokenizer.get_chat_template(), tokenizer.special_tokens_map | values)
-    except TimeoutError:
-        raise _template_error(
-            record,
-            f"not finished after {RENDERED_S:g} s",
-        ) from None
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     except Exception as error:  # templates are programs: they raise anything
-        raise _template_error(
-            record,
-            f"fails ({in_short(error)})",
-        ) from error
+        raise _template_error(record, f"fails ({in_short(error)})") from error
+
+
+def _unfit(record: Record, k: int) -> UserError:
+    return _template_error(record, f"does not render turn {k + 1} as its generation prompt, the text and {END_OF_TURN}")
 
 
 def _template_error(record: Record, problem: str) -> UserError:

@@ -7,6 +7,7 @@ starts Ghostscript) or have obscure decoders.
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -16,7 +17,6 @@ from typing import IO
 import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
-from megatron_hetero.data.early_end import ends_early
 from megatron_hetero.errors import UserError, in_short, reason, truncated
 
 # 2 × PIL's own warning threshold: where PIL itself refuses to open a picture.
@@ -27,6 +27,9 @@ BAND = 256
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Accepted formats, by Pillow's names, regardless of a file's suffix."""
+
+_SEGMENT, _SCAN = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])"), b"\xda"
+"""Begins a segment of a JPEG; the kind of segment that compressed data follows."""
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -79,13 +82,33 @@ def load_picture(path: Path, where: str, max_pixels: int = MAX_IMAGE_PIXELS) -> 
                 "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is on, so a truncated image would be padded: leave it off"
             )
         image.load()
-        if ends_early(image, file):
-            raise OSError("truncated: its data ends before its last pixel")
+        _require_end(image, file)
         rgb = _to_rgb(image)
         if orientation not in _UPRIGHT:
             return rgb
         image.close()  # Large pictures would be in memory three times.
         return rgb.transpose(_UPRIGHT[orientation])
+
+
+def _require_end(image: Image.Image, file: IO[bytes]) -> None:
+    """Check what Pillow's decoders ignore: the checksums of a PNG, and that a JPEG has an end. Raises what they do."""
+    if image.format == "PNG":
+        with Image.open(file, formats=["PNG"]) as again:
+            again.verify()
+    elif image.format in ("JPEG", "MPO"):
+        file.seek(0)
+        if not _jpeg_ends(file.read()):
+            raise OSError("truncated: it has no end marker")
+
+
+def _jpeg_ends(content: bytes) -> bool:
+    """Whether the first picture of a JPEG has an end marker: cameras add data after it, and further pictures."""
+    position = 2
+    while (found := _SEGMENT.search(content, position)) and found[1] != _SCAN:
+        position = found.end() + int.from_bytes(content[found.end() : found.end() + 2], "big")
+    # Compressed data has neither of these.
+    end = content.find(b"\xff\xd9", found.end()) if found else -1
+    return found is not None and end >= 0 and content.find(b"\xff\xd8", found.end(), end) < 0
 
 
 def image_place(where: str, path: Path) -> str:

@@ -23,8 +23,10 @@ from megatron_hetero.processor.folder_rules import FILES
 # `transformers` is imported where it is used: it imports torch, seconds that command-line help and checks of the
 # configuration need not wait for.
 
-TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
+TOKENIZER = "tokenizer.json"
 MOST_TOKENIZER_BYTES = 64 * 2**20
+MOST_TEMPLATE = 2**18
+"""Characters of a chat template. Published ones have some thousands."""
 IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 _FIX = "copy the complete folder of the model again, tokenizer and processor files included"
@@ -77,8 +79,7 @@ def _as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> It
     except UserError:
         raise
     except BaseException as error:
-        # A panic of a Rust part is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not _is_panic(error):
             raise
         raise UserError.at(
             f"{setting}: {path}",
@@ -88,13 +89,32 @@ def _as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> It
         ) from error
 
 
+@contextmanager
+def panics_as_errors(where: str) -> Iterator[None]:
+    """Turns a panic of the tokenizer, for example over an expression that backtracks, into a `UserError`."""
+    try:
+        yield
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise UserError.at(
+            f"{where}: {TOKENIZER} of model.hf_path",
+            problem=f"the tokenizer cannot read this text ({in_short(error)})",
+            fix="use the tokenizer of the published model, or remove the record",
+        ) from error
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether a Rust part failed. Its panic is no `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
 def load_tokenizer(path: Path, template: str | None = None) -> Any:
     """The tokenizer, with the chat template that older folders keep in chat_template.json, or with another
     `template`.
     """
     from transformers import AutoTokenizer
 
-    _check_template(path / TEMPLATE)
     with _as_user_errors(path, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **_LOCAL)
         tokenizer.chat_template = template or tokenizer.chat_template
@@ -109,23 +129,14 @@ def load_tokenizer(path: Path, template: str | None = None) -> Any:
             problem="no chat template (chat_template.jinja, or `chat_template` in tokenizer_config.json)",
             fix="use the folder of an instruct model, or add its template",
         )
-    return tokenizer
-
-
-def _check_template(file: Path) -> None:
-    if not file.is_file():
-        return
-    try:
-        if (size := file.stat().st_size) > MOST_BYTES:
-            raise ValueError(f"{size} bytes")
-        file.read_bytes().decode("utf-8")
-    except (OSError, ValueError) as error:
+    if (length := len(str(tokenizer.chat_template))) > MOST_TEMPLATE:
         raise UserError.at(
-            file,
-            found=f"an unreadable file ({in_short(error)})",
-            expected=f"a chat template in UTF-8, of {MOST_BYTES} bytes at most",
+            f"model.hf_path: {path}",
+            found=f"a chat template of {length} characters",
+            expected=f"at most {MOST_TEMPLATE}",
             fix=_FIX,
-        ) from None
+        )
+    return tokenizer
 
 
 def check_vocabulary(path: Path, tokenizer: Any, rows: int) -> None:

@@ -130,7 +130,8 @@ class Processor:
         ids: list[int] = []
         supervised: list[bool] = []
         for rendered in chat.render(self.tokenizer, record, self.shown):
-            tokens = self.tokenizer(rendered.text, add_special_tokens=False, verbose=False)["input_ids"]
+            with model_folder.panics_as_errors(record.where):
+                tokens = self.tokenizer(rendered.text, add_special_tokens=False, verbose=False)["input_ids"]
             ids += tokens
             supervised += [rendered.supervised] * len(tokens)
         return np.array(ids, dtype=np.int64), np.array(supervised, dtype=bool)

@@ -66,7 +66,7 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
         held_out=inputs.held_out,
         writer=writer,
         resumed=resumed,
-        saver=Saver(config, state, record, resumed.step, watchdog.waiting),
+        saver=Saver(config, state, record, resumed.step, watchdog.waiting, writer.history),
         companions=inputs.companions,
     )
 

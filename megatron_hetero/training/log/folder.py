@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_hetero.checkpoint.shared_folder import Claim, FolderLock
+from megatron_hetero.checkpoint.state import History
 from megatron_hetero.errors import UserError
 from megatron_hetero.files.paths import in_the_way
 from megatron_hetero.outputs.logs import CONFIG, LOCK, METRICS, OF_A_RUN
@@ -46,12 +47,11 @@ class LogFolder:
         self._lock, notes = FolderLock.take(folder, LOGS)
         try:
             self.notes = (*notes, *_set_aside(folder, history.encode(), config.encode()))
-            self._file = _begin(self._path, history.encode())
+            self._file, self._waiting = _begin(self._path, history.encode()), b""
             self._write_config()
         except OSError as error:
             self._lock.release()
             raise unwritable(Path(error.filename or self._path), error) from None
-        self._waiting = b""
 
     def append(self, line: str) -> bool:
         """Append a line to metrics.jsonl, after lines that could not be written before. Returns whether the file had to
@@ -64,6 +64,12 @@ class LogFolder:
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
         return gone
+
+    def history(self) -> History:
+        """All lines so far, also those that could not be written yet."""
+        if self._file.closed or self._is_there():
+            return History(self._path, _size(self._path), self._waiting)
+        return History(self._path, 0, self._content() + self._waiting)
 
     def close(self) -> None:
         """Close the file and release the folder."""
@@ -81,41 +87,50 @@ class LogFolder:
             return False
 
     def _make_again(self) -> None:
-        """Rewrite the removed file, whose content lives as long as it is open."""
+        """Rewrite the removed file."""
         if self._path.exists():
             raise FileExistsError(errno.EEXIST, "another file has taken its place", str(self._path))
-        self._file.seek(0)
-        held = self._file.read()
+        content = self._content()
         self.folder.mkdir(parents=True, exist_ok=True)
         again = _begin(self._path, b"")
         self._file.close()
-        self._file, self._waiting = again, held + self._waiting
+        self._file, self._waiting = again, content + self._waiting
         self._lock.release()
         self._lock, _ = FolderLock.take(self.folder, LOGS)
         self._write_config()
 
+    def _content(self) -> bytes:
+        """The content of the file, which exists as long as it is open, even if it was removed."""
+        self._file.seek(0)
+        return self._file.read()
+
 
 def _begin(path: Path, history: bytes) -> IO[bytes]:
-    """A file that starts with `history`, opened at its end. Raises `OSError`."""
-    if _begins_with(path, history):
-        os.truncate(path, len(history))  # Later steps are trained again.
-    else:
-        path.write_bytes(history)
+    """A file with `history`, opened at its end. Raises `OSError`."""
+    there = _common(path, history)
+    if path.is_file():
+        os.truncate(path, there)  # Later steps are trained again.
+    with open(path, "ab") as file:
+        file.write(history[there:])
     return open(path, "a+b", buffering=0)
 
 
-def _begins_with(path: Path, history: bytes) -> bool:
-    if not history or not path.is_file():
-        return False
+def _common(path: Path, history: bytes) -> int:
+    """How many bytes of `history` the file starts with, if it has nothing else before its end: the last lines of a run
+    whose disk was full are only in its checkpoint. Otherwise 0.
+    """
+    if not path.is_file():
+        return 0
     with open(path, "rb") as file:
-        return file.read(len(history)) == history
+        found = file.read(len(history))
+    return len(found) if history.startswith(found) else 0
 
 
 def _set_aside(folder: Path, history: bytes, config: bytes) -> Iterator[str]:
     """Move the files of another run, or a different configuration, to a new subfolder. Yields notes for the user.
     Raises `OSError`.
     """
-    if _size(folder / METRICS) > 0 and not _begins_with(folder / METRICS, history):
+    if _size(folder / METRICS) > 0 and not _common(folder / METRICS, history):
         moved = [path for pattern in OF_A_RUN for path in sorted(folder.glob(pattern))]
     elif _size(folder / CONFIG) > 0 and config and (folder / CONFIG).read_bytes() != config:
         moved = [folder / CONFIG]

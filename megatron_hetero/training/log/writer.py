@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatron_hetero import terminal
+from megatron_hetero.checkpoint.state import History
 from megatron_hetero.errors import UserError, reason
 from megatron_hetero.outputs.logs import METRICS as FILE_NAME
 from megatron_hetero.training.log.folder import LogFolder, unwritable
@@ -49,6 +50,10 @@ class Writer(Protocol):
 
     def write_evaluation(self, metrics: EvaluationMetrics) -> None:
         """Records the evaluation of one data set."""
+        ...
+
+    def history(self) -> History:
+        """Returns the metrics so far, including those before a resume."""
         ...
 
     def print(self, renderable: object) -> None:
@@ -85,6 +90,10 @@ class NullWriter:
 
     def write_evaluation(self, metrics: EvaluationMetrics) -> None:
         """Does nothing."""
+
+    def history(self) -> History:
+        """Nothing."""
+        return History()
 
     def print(self, renderable: object) -> None:
         """Does nothing."""
@@ -174,6 +183,10 @@ class MetricsWriter:
         self._record(metrics.record())
         self._show(f"eval/{metrics.dataset}", metrics.step, metrics.values)
         self.print(metrics.line(self._steps))
+
+    def history(self) -> History:
+        """Returns the metrics so far, including those before a resume."""
+        return self._log.history()
 
     def _record(self, record: Mapping[str, Value]) -> None:
         self._append(json.dumps(record, allow_nan=False) + "\n")

@@ -125,6 +125,12 @@ def test_a_full_log_folder_ends_a_run_that_can_save(line: list[str], tmp_path: P
     assert went_on[0] == went_on[1] and not went_on[0][0] and full in went_on[0][1]
     assert (tmp_path / "out" / MARK).is_file()
 
+    (tmp_path / "log/metrics.jsonl").unlink()  # There is space again, and no line is lost.
+    assert pools(2).run(jobs.program, line, 4, jobs.nothing, tmp_path)[0][0]
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    last = (tmp_path / "checkpoints/step-00000004/metrics.jsonl").read_text()
+    assert last == (tmp_path / "log/metrics.jsonl").read_text()
+
 
 def test_pictures_that_vanish_lose_no_step(line: list[str], folders: Path, tmp_path: Path, pools: Pools) -> None:
     for name in ("a", "b"):

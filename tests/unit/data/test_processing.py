@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import re
@@ -28,6 +29,7 @@ from megatron_hetero.data import chat
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.common.demo.template import chat_template as demo_template
 from megatron_hetero.models.common.images.positions import rope_positions
 from megatron_hetero.models.common.images.size import ImageSize
 from megatron_hetero.processor.processor import Processor
@@ -295,6 +297,95 @@ def test_unfit_chat_templates_are_named(
         processor.tokenize(record)
     wanted = TEMPLATES[template].replace("1 image tokens", "0 image tokens")
     assert wanted in str(caught.value) and "Use the chat template of the published model" in str(caught.value)
+
+
+# As published ones do: thoughts of earlier turns are dropped, and a prompt may begin one.
+THINKING = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' and loop.last %}{{ '<think>\\n' + m.content.split('<think>\\n')[-1] }}
+{%- elif m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}
+{%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
+PLAIN = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+{%- generation %}CONTENT{% endgeneration %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+OFTEN = {
+    "published": None,
+    "demo": demo_template("Be brief."),
+    "thinking": THINKING,
+    "marked": PLAIN.replace("CONTENT", "{{ m.content }}"),
+    "trimmed": PLAIN.replace("CONTENT", "{{ m.content | trim }}"),
+    "escaped": PLAIN.replace("CONTENT", "{{ m.content | tojson }}"),
+    "ending": PLAIN.replace("CONTENT", "{{ m.content }}{% if loop.last %}.{% endif %}"),
+    "counting": "{{ messages | length }}" + PLAIN.replace("CONTENT", "{{ m.content }}"),
+    "without a prompt": PLAIN.split("{%- if")[0].replace("CONTENT", "{{ m.content }}"),
+}
+
+
+def by_prefixes(tokenizer: Any, record: Record) -> list[chat.RenderedText]:
+    """The definition of `chat.render`: each answer follows the conversation so far with the generation prompt."""
+    messages, runs, position = chat.to_messages(record), [], 0
+    full = tokenizer.apply_chat_template(messages, tokenize=False)
+    for k, turn in enumerate(record.turns):
+        if turn.role == "assistant":
+            prompt = tokenizer.apply_chat_template(messages[:k], tokenize=False, add_generation_prompt=True)
+            answer = turn.text + "<|im_end|>"
+            if not full.startswith(prompt + answer):
+                raise UserError("unfit")
+            runs += [chat.RenderedText(full[position : len(prompt)], False), chat.RenderedText(answer, True)]
+            position = len(prompt) + len(answer)
+    return [run for run in [*runs, chat.RenderedText(full[position:], False)] if run.text]
+
+
+SAID = st.lists(st.sampled_from(["a", " ", "\n", "</think>", "<think>\n", "assistant\n", "é"]), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("name", OFTEN)
+@given(texts=st.lists(SAID.map("".join), min_size=1, max_size=4), system=st.none() | st.just("Look."))
+def test_answers_are_where_prompts_end(
+    processor: Processor, make_record: MakeRecord, name: str, texts: list[str], system: str | None
+) -> None:
+    tokenizer = copy.copy(processor.tokenizer)
+    tokenizer.chat_template = OFTEN[name] or tokenizer.chat_template
+    record = make_record(*[text for answer in texts for text in (answer[::-1], answer)], system=system)
+    try:
+        expected = by_prefixes(tokenizer, record)
+    except UserError:
+        with pytest.raises(UserError, match="generation prompt, the text and"):
+            chat.render(tokenizer, record)
+    else:
+        assert chat.render(tokenizer, record) == expected
+
+
+@pytest.mark.parametrize("answers", [1, 2, 800])
+def test_turns_cost_no_rendering_of_their_own(processor: Processor, make_record: MakeRecord, answers: int) -> None:
+    tokenizer, rendered = copy.copy(processor.tokenizer), []
+
+    def apply(messages: list[dict[str, Any]], **options: Any) -> str:
+        rendered.append(len(messages))
+        return processor.tokenizer.apply_chat_template(messages, **options)
+
+    tokenizer.apply_chat_template = apply
+    runs = chat.render(tokenizer, make_record(*["What?", "A disc."] * answers))
+    assert sum(run.supervised for run in runs) == answers
+    assert len(rendered) == min(answers + 2, 4) and sum(rendered) <= 3 * 2 * answers
+
+
+def test_a_tokenizer_that_panics_is_named(model_folder: Path, make_record: MakeRecord, tmp_path: Path) -> None:
+    """Its expression backtracks beyond what the library allows."""
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"(a+)+$"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"^train\.jsonl:1: tokenizer\.json of model.*the tokenizer cannot read"):
+        Processor.from_folder(folder).tokenize(make_record("What?", "a" * 40 + "b"))
+
+
+def test_a_chat_template_of_absurd_length_is_named(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("x" * 300_000)
+    with pytest.raises(UserError, match="found a chat template of 300000 characters, expected at most 262144"):
+        Processor.from_folder(folder)
 
 
 def test_missing_folder_and_files_are_named(model_folder: Path, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +20,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.training.log.folder import LogFolder
 from tests.unit.checkpoint.test_whose_folder import HOLD
 
-A, B, C = (f'{{"step": {n}}}\n' for n in (1, 2, 3))
+A, B, C, D = (f'{{"step": {n}}}\n' for n in (1, 2, 3, 4))
 
 
 def write(folder: Path, *lines: str, history: str = "", config: str = "a: 1\n") -> tuple[str, ...]:
@@ -98,20 +100,58 @@ def test_another_file_in_its_place_is_left_alone(tmp_path: Path) -> None:
     log.close()
 
 
-def test_lines_wait_for_room(tmp_path: Path) -> None:
-    log = LogFolder(tmp_path, "", "")
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """Inside, files cannot grow beyond `size` bytes, as on a full disk."""
     handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(A) + 4, limits[1]))
-        log.append(A)
-        for line in (B, C):
-            with pytest.raises(OSError, match="too large"):
-                log.append(line)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def append_in_vain(log: LogFolder, *lines: str) -> None:
+    for line in lines:
+        with pytest.raises(OSError, match="too large"):
+            log.append(line)
+
+
+def test_lines_wait_for_room(tmp_path: Path) -> None:
+    log = LogFolder(tmp_path, "", "")
+    with room(len(A) + 4):
+        log.append(A)
+        append_in_vain(log, B, C)
     log.append("")
     assert text(tmp_path / "metrics.jsonl") == A + B + C
+    log.close()
+
+
+@pytest.mark.parametrize("room_left", [0, 4, len(B), len(B) + 4])
+def test_a_run_resumes_with_all_lines_after_a_full_disk(tmp_path: Path, room_left: int) -> None:
+    log = LogFolder(tmp_path, "", "")
+    with room(len(A) + room_left):
+        log.append(A)
+        with suppress(OSError):
+            log.append(B)
+        append_in_vain(log, C)
+        history = log.history().text()
+        log.close()
+        assert history == A + B + C and text(tmp_path / "metrics.jsonl") == history[: len(A) + room_left]
+        with pytest.raises(UserError, match=r"log\.dir: .*cannot be written \(file too large\)"):
+            LogFolder(tmp_path, history, "")
+    again = LogFolder(tmp_path, history, "")
+    again.append(D)
+    assert again.history().text() == text(tmp_path / "metrics.jsonl") == A + B + C + D and not again.notes
+    again.close()
+
+
+def test_a_removed_file_costs_a_checkpoint_no_line(tmp_path: Path) -> None:
+    log = LogFolder(tmp_path, A, "")
+    log.append(B)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert log.history().text() == A + B
     log.close()
 
 
