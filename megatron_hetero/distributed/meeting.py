@@ -74,11 +74,9 @@ def meet(timeout_s: float) -> dist.Store:
     require_meeting_place()
     address, port = meeting_address()
     where = f"MASTER_ADDR and MASTER_PORT, {address}:{port}"
-    if has_agent_store():
-        # One rank of each host reports.
-        place = Place(address, port, where, "torchrun", min(timeout_s, AGENT_S), reports=local_rank() == 0)
-    else:
-        place = Place(address, port, where, "rank 0", timeout_s, reports=rank() <= 1)
+    who, patience_s = ("torchrun", min(timeout_s, AGENT_S)) if has_agent_store() else ("rank 0", timeout_s)
+    # One rank of each host reports.
+    place = Place(address, port, where, who, patience_s, reports=local_rank() == 0 or rank() == 1)
     # As torch does: plain torchrun keeps its store if it starts the ranks again.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt {attempt}", place.connect(serves=rank() == 0 and not has_agent_store()))

@@ -180,7 +180,7 @@ def test_steps_that_are_asked_to_stop_queue_the_job_again(cluster: Cluster) -> N
     cluster.wait_for(job, "(?m)^step +1/")
     cluster.call("scancel", "--signal=USR1", job)
     cluster.wait(job, "PENDING", restarts=1)
-    assert "stopped at step-" in cluster.output(job) and "error" not in cluster.output(job)
+    assert "\nstopped at step-" in cluster.output(job) and "\nerror: " not in cluster.output(job)
     training.end_after(steps := training.newest() + 2)
     cluster.start_again(job)
     cluster.wait(job, "COMPLETED", restarts=1)
