@@ -184,7 +184,8 @@ def _serve(options: argparse.Namespace) -> dist.Store:
         server = socket.create_server(address[:2], family=family)
     except OSError as error:
         what = "another port" if error.errno == errno.EADDRINUSE else "an address of this host"
-        why = os.strerror(error.errno).lower() if error.errno > 0 else reason(error)  # Python adds the address.
+        # Python adds the address to what the system says.
+        why = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else reason(error)
         raise UserError.at(where, problem=f"cannot be opened ({why})", fix=f"choose {what}, or leave it out") from None
     host, port = server.getsockname()[:2]
     options.standalone, options.rdzv_endpoint = False, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
