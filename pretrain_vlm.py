@@ -15,10 +15,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_hetero.config.schema import Config, load_command
-from megatron_hetero.distributed.launch import guarded, note_stop, process_group, rank
-from megatron_hetero.errors import SharedError
-from megatron_hetero.training.stopping import StopRequest, stop_requests
+try:
+    from megatron_hetero.config.schema import Config, load_command
+    from megatron_hetero.distributed.launch import guarded, note_stop, process_group, rank
+    from megatron_hetero.errors import SharedError
+    from megatron_hetero.training.stopping import StopRequest, stop_requests
+except (ImportError, SyntaxError) as error:
+    sys.exit(f"error: {error}. Run `make venv`, and start this with .venv/bin/python (Python 3.11 or newer).")
 
 # torch and Megatron-Core are imported where they are used: neither a plan nor a signal handler should wait for them.
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
         with stop_requests(config.checkpoint.dir is not None) as request:
             train(config, request)
     else:
-        from megatron_hetero.cli.plan import show_plan
+        from megatron_hetero.planning.command import show_plan
 
         show_plan(config, planned)
 

@@ -1,15 +1,17 @@
-"""torchrun with concise output and exit codes: all its flags, the same ranks.
+"""torchrun with concise output and exit codes: its flags, the same ranks, one meeting of all hosts and no restarts.
 
     python -m megatron_hetero.run --nproc-per-node 8 pretrain_vlm.py --config FILE ...
 
-Our programs report once why they exit. The launcher adds nothing to that, nor to a requested stop; for a rank that dies
-silently it prints one line. `--max-restarts` applies to ranks that were killed, lost a peer, or failed with an
-exception, not to user errors, which would recur. SIGUSR1 is forwarded to the ranks too. The exit status:
+One host meets on its loopback interface, several at `--master-addr` and `--master-port`. A run that fails ends on all
+hosts; a scheduler starts it again (examples/slurm/requeue.sbatch). Our programs report once why they exit. The launcher
+adds nothing to that, nor to a requested stop; for a rank that dies silently it prints one line. SIGUSR1 is forwarded to
+the ranks too. The exit status:
 
     0      the ranks finished
+    70     a rank failed with an exception, hung, or lost another one: another start may fare better (EX_SOFTWARE)
     75     they were asked to stop and have saved: the same command resumes (EX_TEMPFAIL of sysexits.h)
     128+n  ended by signal n: 130 is Ctrl-C
-    other  that of the first rank that failed; 128+n if signal n killed it
+    other  that of the first rank that failed, 1 for a user error; 128+n if signal n killed it
 
 `LOGLEVEL=WARNING` restores torchrun's own logging.
 """
@@ -17,45 +19,40 @@ exception, not to user errors, which would recur. SIGUSR1 is forwarded to the ra
 from __future__ import annotations
 
 import argparse
-import contextlib
+import errno
 import logging
 import os
 import signal
 import socket
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.distributed.launch import STOPPED_FILE, ended
-from megatron_hetero.environment.ranks import LAUNCHER, require_torch_settings, resolves
-from megatron_hetero.errors import UserError
+from megatron_hetero.distributed.launch import FINAL, STOPPED_FILE, ended, hide_stack_traces
+from megatron_hetero.environment.ranks import LAUNCHER, MOST_PORT, require_torch_settings
+from megatron_hetero.errors import UserError, reason
 
 # torch is imported in `main`: it takes seconds that Ctrl-C may interrupt.
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+FAILED = 70
+"""Exit status of ranks that failed for a reason that may be gone at the next start."""
 STOPPED = 75
 """Exit status of ranks that stopped and saved on request."""
-_MOST_SILENT_S = 15.0
-_JOIN_S = 600.0
-"""Seconds for all hosts to join, unless `--rdzv-conf join_timeout` is given; torch's default."""
-_EXPECTED = (
-    "Setting OMP_NUM_THREADS",
-    "Sending process",
-    "death signal, shutting down",
-    "has failed to shutdown the rendezvous",
-    "has failed to send a keep-alive heartbeat",
-)
+_JOIN_S = 600
+"""Seconds for all hosts to join, unless `--rdzv-conf timeout` is given; torch's default."""
+_PORT = 29500
+"""Of the first of several hosts, unless given; torch's default."""
+_EXPECTED = ("Setting OMP_NUM_THREADS", "Sending process", "death signal, shutting down")
 """Parts of the messages that torch logs at every exit."""
 _LOGGERS = (
     "torch.distributed.run",
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
-    "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
 )
 
 
@@ -74,15 +71,21 @@ def _launch(arguments: Sequence[str] | None) -> int:
     parser.prog = LAUNCHER
     signals = _signals_to_handle()
     parser.set_defaults(signals_to_handle=signals)
-    parser.epilog = f"Unlike torchrun's, the default of --signals-to-handle here is {signals}."
+    parser.epilog = (
+        f"Unlike torchrun's, the default of --signals-to-handle here is {signals}; hosts meet by static rendezvous "
+        "alone, and ranks are not restarted."
+    )
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         if options.redirects == options.tee == "0":  # Nothing of use is written there.
             options.log_dir = options.log_dir or folder
-        _require_startable(torchrun, options)
+        config = _checked(torchrun, options)
         stopped = Path(folder) / "stopped"
         os.environ[STOPPED_FILE] = str(stopped)
+        # Until the end: the store lives as long as somebody holds it.
+        store = _serve(options) if config.max_nodes == 1 else _meet(options, config)
         status = _run(torchrun, options)
+        del store
         return STOPPED if stopped.exists() and (status == 0 or status > 128) else status
 
 
@@ -97,10 +100,8 @@ def _signals_to_handle() -> str:
 
 def _import_torchrun() -> Any:
     """`torch.distributed.run`, without its expected log messages."""
-    # Read when torch is imported. Its C++ code warns with a stack trace when a connection closes; in the ranks, which
-    # keep the default, that may be informative.
-    with _set_for_a_while("TORCH_CPP_LOG_LEVEL", "ERROR"):
-        from torch.distributed import run
+    hide_stack_traces()
+    from torch.distributed import run
 
     if "LOGLEVEL" not in os.environ:
         for name in _LOGGERS:
@@ -108,22 +109,8 @@ def _import_torchrun() -> Any:
     return run
 
 
-@contextlib.contextmanager
-def _set_for_a_while(name: str, value: str) -> Iterator[None]:
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
 def _filter(record: logging.LogRecord) -> bool:
-    """Whether torch logs a record: not if expected, and never with a traceback. A dead rank is reported here, even if
-    the ranks are restarted.
-    """
+    """Whether torch logs a record: not if expected, and never with a traceback. A dead rank is reported here."""
     record.exc_info = record.exc_text = None
     if not str(record.msg).startswith("failed (exitcode:"):
         return not any(part in str(record.msg) for part in _EXPECTED)
@@ -135,8 +122,8 @@ def _filter(record: logging.LogRecord) -> bool:
     return False
 
 
-def _require_startable(torchrun: Any, options: argparse.Namespace) -> None:
-    """Check the command line. Raises `UserError`."""
+def _checked(torchrun: Any, options: argparse.Namespace) -> Any:
+    """torchrun's configuration from the command line. Raises `UserError`."""
     script = options.training_script
     if not (options.module or options.no_python or Path(script).is_file()):
         raise UserError.at(script, problem="no such file", fix="correct the path of the training program")
@@ -148,10 +135,31 @@ def _require_startable(torchrun: Any, options: argparse.Namespace) -> None:
         found, expected = str(config.nproc_per_node), "1 or more ranks on this host"
         raise UserError.at("--nproc-per-node", found=found, expected=expected, fix="correct or remove it")
     if options.standalone and config.max_nodes > 1:
-        fix = "leave out --standalone, and say where the hosts meet (--rdzv-backend c10d --rdzv-endpoint HOST:PORT)"
-        found, expected = f"--nnodes {options.nnodes}", "one host"
-        raise UserError.at("--standalone", found=found, expected=expected, fix=fix)
-    if config.rdzv_backend == "static" and not 0 <= options.node_rank < config.max_nodes:
+        found, fix = f"--nnodes {options.nnodes}", "leave out --standalone"
+        raise UserError.at("--standalone", found=found, expected="one host", fix=fix)
+    _require_static(options, config)
+    return config
+
+
+def _require_static(options: argparse.Namespace, config: Any) -> None:
+    """Check that hosts meet once, and that ranks are started once. Raises `UserError`."""
+    if config.max_restarts > 0:
+        raise UserError.at(
+            "--max-restarts",
+            found=str(config.max_restarts),
+            expected="none",
+            because="a run that fails ends on all hosts, and its next start resumes from the newest checkpoint",
+            fix="leave it out, and have a scheduler start the command again, as examples/slurm/requeue.sbatch does",
+        )
+    if config.rdzv_backend != "static" or config.min_nodes != config.max_nodes:
+        raise UserError.at(
+            "--rdzv-backend and --nnodes",
+            found=f"{config.rdzv_backend} and {options.nnodes}",
+            expected="static and one number",
+            because="hosts meet once",
+            fix="leave both out on one host; give each of several --nnodes N --node-rank I --master-addr HOST",
+        )
+    if not 0 <= options.node_rank < config.max_nodes:
         found, expected = str(options.node_rank), f"0 to {config.max_nodes - 1}, because --nnodes is {options.nnodes}"
         raise UserError.at("--node-rank", found=found, expected=expected, fix="count the hosts from 0")
 
@@ -164,35 +172,72 @@ def _require_log_level(name: str) -> None:
         raise UserError.at("environment variable LOGLEVEL", found=found, expected=expected, fix=fix)
 
 
+def _serve(options: argparse.Namespace) -> dist.Store:
+    """The store of a run on this host alone, which torchrun finds in this process. It listens at one address, by
+    default of the loopback interface; torch's own listens on all interfaces. Raises `UserError`.
+    """
+    from torch.distributed import TCPStore
+
+    where, host, port = _place(options, 0)
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        server = socket.create_server(address[:2], family=family)
+    except OSError as error:
+        what = "another port" if error.errno == errno.EADDRINUSE else "an address of this host"
+        # Python adds the address to what the system says.
+        why = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else reason(error)
+        raise UserError.at(where, problem=f"cannot be opened ({why})", fix=f"choose {what}, or leave it out") from None
+    host, port = server.getsockname()[:2]
+    options.standalone, options.rdzv_endpoint = False, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return TCPStore(host, port, 1, True, multi_tenant=True, master_listen_fd=server.detach())
+
+
+def _meet(options: argparse.Namespace, config: Any) -> dist.Store:
+    """The store of a run on several hosts, once all have come. Raises `UserError`."""
+    from megatron_hetero.distributed.meeting import Place, gather
+
+    where, host, port = _place(options, _PORT)
+    timeout_s = float(config.rdzv_configs.get("timeout", _JOIN_S))
+    store = Place(host, port, where, "host 0", timeout_s).connect(serves=options.node_rank == 0)
+    gather(store, "host", options.node_rank, config.max_nodes, timeout_s)
+    return store
+
+
+def _place(options: argparse.Namespace, port: int) -> tuple[str, str, int]:
+    """Where the store is, for messages, and its host and port; `port` unless the user gives one. Raises `UserError`."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    host, named = options.master_addr.strip("[]"), "--master-addr and --master-port"
+    port = port if options.master_port is None else options.master_port
+    try:
+        if options.rdzv_endpoint:
+            named = "--rdzv-endpoint"
+            host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, port)
+    except ValueError as error:
+        raise UserError.at(named, problem=str(error).rstrip("."), fix="write HOST:PORT") from None
+    if not 0 <= port <= MOST_PORT:
+        raise UserError.at(named, found=str(port), expected=f"a port of at most {MOST_PORT}", fix="choose another port")
+    return f"{named}, {host}:{port}", host, port
+
+
 def _run(torchrun: Any, options: argparse.Namespace) -> int:
     """Run torchrun. Returns the exit status. Raises `UserError`."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
-    from megatron_hetero.distributed.restarts import restarts_that_may_help
-
-    waiting = _Waiting(options)
     try:
-        with restarts_that_may_help():
-            torchrun.run(options)
+        torchrun.run(options)
     except ChildFailedError as error:
         return _status_of(error)
     except SignalException as error:
         return 128 + error.sigval
-    except RendezvousClosedError as error:
-        if waiting.is_over():  # Our ranks have run; those of another host have reported why they failed.
-            return 1
-        raise waiting.problem(error) from None
-    except (RendezvousError, DistError) as error:
-        raise waiting.problem(error) from None
+    except DistError as error:
+        found = f"{type(error).__name__}, {error}".splitlines()[0].rstrip(".")
+        problem, fix = f"connection lost ({found})", "look for the first error on another host"
+        raise UserError.at("store of the hosts", problem=problem, fix=fix) from None
     except ValueError as error:  # Of an option that is read only now.
-        if waiting.is_over():
-            raise
-        raise waiting.problem(error) from None
-    finally:
-        waiting.end()
+        raise UserError.at(LAUNCHER, problem=str(error).rstrip("."), fix="see --help") from None
     return 0
 
 
@@ -204,64 +249,11 @@ def _status_of(error: ChildFailedError) -> int:
     if isinstance(failure.message, dict):  # The rank has reported its error.
         if "TORCHELASTIC_ERROR_FILE" in os.environ:  # Requested by our parent process.
             get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
+        if failure.exitcode == 1 and not failure.message.get("extraInfo", {}).get(FINAL):
+            return FAILED
     elif failure.exitcode > 0:
         print(f"rank {rank} on {socket.gethostname()} exited with status {failure.exitcode}", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-
-
-class _Waiting:
-    """Reports that the launcher waits for other hosts, until the ranks are started."""
-
-    def __init__(self, options: argparse.Namespace):
-        self._nodes = options.nnodes
-        self._static = options.rdzv_backend == "static"
-        self._where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
-        self._handler = signal.getsignal(signal.SIGTERM)
-        self._start, self._ended = time.monotonic(), threading.Event()
-        if self._nodes not in ("1", "1:1") and not options.standalone:
-            first = min(_MOST_SILENT_S, _join_timeout(options) / 4)
-            threading.Thread(target=self._report, args=(first,), name="waiting", daemon=True).start()
-
-    def is_over(self) -> bool:
-        """Whether ranks have been started: torch then handles signals."""
-        return signal.getsignal(signal.SIGTERM) is not self._handler
-
-    def end(self) -> None:
-        """Stop reporting."""
-        self._ended.set()
-
-    def _report(self, next_s: float) -> None:
-        while not self.is_over() and not self._ended.wait(0.2):
-            if (waited := time.monotonic() - self._start) > next_s:
-                next_s = 2 * waited
-                print(f"waiting for other hosts since {waited:.0f} s: {self._expected()}", file=sys.stderr, flush=True)
-
-    def _expected(self) -> str:
-        host = self._where.rpartition(":")[0] or self._where
-        unknown = "" if resolves(host.strip("[]")) else " (whose name does not resolve)"
-        return f"--nnodes {self._nodes} at {self._where}{unknown}"
-
-    def problem(self, error: Exception) -> UserError:
-        """The error if the hosts did not meet, or lost the connection."""
-        found = f"{type(error).__name__}, {error}".splitlines()[0].rstrip(".")
-        if self.is_over():
-            return UserError.at(
-                f"rendezvous of the hosts, {self._expected()}",
-                problem=f"connection lost ({found})",
-                fix="look for the first error on another host",
-            )
-        address = "--master-addr and --master-port" if self._static else "--rdzv-endpoint and --rdzv-id"
-        return UserError.at(
-            f"rendezvous of the hosts, {self._expected()}",
-            problem=f"not all hosts joined within {time.monotonic() - self._start:.0f} s ({found})",
-            fix=f"start the same command on each, with the same {address}, one that all can reach",
-        )
-
-
-def _join_timeout(options: argparse.Namespace) -> float:
-    """From `--rdzv-conf`, else torch's default."""
-    said = dict(pair.partition("=")[::2] for pair in options.rdzv_conf.split(",")).get("join_timeout", "")
-    return float(said) if said.isdecimal() else _JOIN_S
 
 
 if __name__ == "__main__":

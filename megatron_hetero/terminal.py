@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
@@ -96,7 +97,9 @@ def _require_working_directory() -> None:
 
 
 class _Output:
-    """A stream whose `OSError` becomes a `UserError`, except for a terminal that is gone, which nobody reads."""
+    """A stream whose `OSError` becomes a `UserError`, except for a terminal that is gone, which nobody reads, and for a
+    closed pipe, which ends a command in silence.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -124,6 +127,8 @@ class _Output:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if self._was_terminal and error.errno == errno.EIO:
                 return
+            if error.errno == errno.EPIPE and "RANK" not in os.environ:  # `--help | head`; a rank reports it.
+                raise SystemExit(128 + signal.SIGPIPE) from None
             raise UserError.at(
                 "standard output",
                 problem=f"cannot be written ({reason(error)})",

@@ -111,9 +111,15 @@ check_configuration() { # FLAG...: those of pretrain_vlm.py
         refuse "no rank was started: the configuration is wrong, see above, for $((nodes * ranks)) ranks"
 }
 
-# One torchrun on each node, in place of this process.
-torchrun() { # NODE FLAG...: flags as each node reads them; more of torchrun's, pretrain_vlm.py, and its own
-    local start='read -ra at <<<"$2"; exec "$0" -m "$1" --local-addr "${at[SLURM_NODEID]}" '$1' "${@:3}"'
+# One torchrun on each node, which meet at the first one: a node's number in the job is its rank, so that the first nodes
+# have the first ranks. srun ends with the largest status of all nodes, and when one fails it ends the others (143), whose
+# status then says nothing.
+torchrun() { # FLAG...: of torchrun, pretrain_vlm.py, and its own
+    local start='trap : TERM INT USR1; read -ra at <<<"$2"
+        "$0" -m "$1" --local-addr "${at[SLURM_NODEID]}" --node-rank "$SLURM_NODEID" "${@:3}"
+        status=$?; exit $((status == 143 ? 1 : status))'
+    local meeting=()
+    ((nodes == 1)) || meeting=(--master-addr "${addresses[0]}" --master-port "$port")
     exec srun --kill-on-bad-exit=1 "${srun_flags[@]}" bash -c "$start" \
-        "$python" "$launcher" "${addresses[*]}" --nnodes "$nodes" --nproc-per-node "$ranks" "${@:2}"
+        "$python" "$launcher" "${addresses[*]}" --nnodes "$nodes" --nproc-per-node "$ranks" "${meeting[@]}" "$@"
 }

@@ -14,7 +14,7 @@ from megatron_hetero.checkpoint.shared_folder import FolderLock, require_shared
 from megatron_hetero.checkpoint.state import Resumed, TrainState, load
 from megatron_hetero.config.schema import Config, to_yaml
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.distributed.collective import on_every, on_first
+from megatron_hetero.distributed.collective import on_first
 from megatron_hetero.distributed.topology import Topology
 
 
@@ -28,9 +28,7 @@ def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resum
         return Resumed()
     group, folder, held = state.topology.files, config.checkpoint.dir, []
     notes = on_first(group, lambda: _take(folder, held), state.working) if folder is not None else ()
-    # torchrun counts restarts only on the host whose rank failed.
-    again = any(on_every(group, lambda: started_again(os.environ)))
-    chosen, more = on_first(group, lambda: choose(config.checkpoint, again), state.working)
+    chosen, more = on_first(group, lambda: choose(config.checkpoint, started_again(os.environ)), state.working)
     if folder is not None:
         require_shared(folder, group, state.working)
     resumed = Resumed()

@@ -134,14 +134,15 @@ def _boolean(value: object) -> bool:
     raise ConversionError(show(value), "true or false")
 
 
-def _integer(value: object) -> int:
-    if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9][0-9_]{0,18}", value):
-        value = int(value)
+def _integer(given: object) -> int:
+    value = given
+    if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", value):
+        value = int(value) if len(value) <= 30 else 2**63  # Python refuses thousands of digits.
     if isinstance(value, int) and not isinstance(value, bool):
         if abs(value) < 2**63:
             return value
-        raise ConversionError(show(value), "a 64-bit integer")
-    raise ConversionError(show(value), "an integer")
+        raise ConversionError(show(given), "a 64-bit integer")
+    raise ConversionError(show(given), "an integer")
 
 
 def _number(value: object) -> float:

@@ -21,6 +21,7 @@ from megatron_hetero.config.load import Setting, Tree, children, is_leaf, item_t
 from megatron_hetero.environment.ranks import LAUNCHER
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.grammar import MOST_PLANNED, did_you_mean
+from megatron_hetero.names import TEXT, VISION
 
 
 class PlanRequest(NamedTuple):
@@ -142,7 +143,9 @@ def _insert(tree: Tree, flag: str, values: list[str], root: type) -> None:
     for i, name in enumerate(path):
         if is_leaf(kind) or not name:
             raise _no_such_flag(flag, root)
-        kind = step(kind, name, path[:i], _hint(flag, root) if i == 0 else flag)
+        if i == 0 and name not in (children(root) or {}):
+            raise _no_such_flag(flag, root)
+        kind = step(kind, name, path[:i], flag)
     if not is_leaf(kind):
         raise _no_such_flag(flag, root)
     *parents, last = path
@@ -154,14 +157,9 @@ def _insert(tree: Tree, flag: str, values: list[str], root: type) -> None:
     tree[last] = Setting(value, flag, Path.cwd())
 
 
-def _hint(flag: str, root: type) -> str:
-    """The flag with the closest full flag name, for an unknown section."""
-    return f"{flag}{did_you_mean(flag, [row.flag for row in flag_rows(root)])}"
-
-
 def _no_such_flag(flag: str, root: type) -> UserError:
     below = [row.flag for row in flag_rows(root) if row.flag.startswith(f"{flag}.")]
-    known = [row.flag for row in flag_rows(root)]
+    known = [*(row.flag for row in flag_rows(root)), *(f"--{module}-parallel" for module in (VISION, TEXT))]
     guess = f" (a section with {', '.join(below)})" if below else did_you_mean(flag, known)
     return UserError.at(flag, problem=f"unknown flag{guess}", fix="see --help")
 

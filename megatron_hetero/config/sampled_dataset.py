@@ -10,6 +10,8 @@ from fractions import Fraction
 from megatron_hetero.errors import UserError
 
 _RATE = re.compile(r"\d+(\.\d+)?")
+_MOST = 1_000_000
+"""Percent: ten thousand passes."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,11 @@ class SampledDataset:
         name, mark, percent = text.rpartition("%")
         if not mark:
             return cls(text)
-        if not _RATE.fullmatch(percent) or not Fraction(percent) or not name:
+        if not _RATE.fullmatch(percent) or not 0 < Fraction(percent) <= _MOST or not name:
             raise UserError.at(
                 "data.datasets",
                 found=repr(text),
-                expected="`name` or `name%rate` with a percentage > 0",
+                expected=f"`name` or `name%rate` with a percentage > 0 and ≤ {_MOST}, in digits",
                 fix=f"write {name or 'name'}%50 for half of the data set per epoch",
             )
         return cls(name, Fraction(percent) / 100)

@@ -31,6 +31,7 @@ from megatron_hetero.environment.ranks import (
     require_meeting_place,
     require_numbers,
     require_torch_settings,
+    stay_on_host,
     world_size,
 )
 from megatron_hetero.errors import UserError
@@ -46,7 +47,7 @@ INTERRUPTED = 130
 STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
 """The environment variable with which our launcher asks to be informed that the ranks stopped on request."""
 FINAL = "final"
-"""In the word that a rank leaves for torchrun: whether it would fail in the same way if it were started again."""
+"""In the error file of a rank: whether it would fail in the same way at the next start."""
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER = (
     "Connection closed by peer",
@@ -75,6 +76,7 @@ def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0, *, connect
     alone = "RANK" not in os.environ
     require_numbers() if alone else require_meeting_place()
     require_torch_settings()
+    stay_on_host()
     require_interfaces()
     prepare_environment(connections=connections)
     import torch.distributed as dist
@@ -100,6 +102,7 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str], *, conne
     """
     _end_with_torchrun()
     open_closed_outputs()
+    hide_stack_traces()
     prepare_environment(connections=connections)
     try:
         _run(main, argv)
@@ -132,7 +135,15 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
             leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
         # Another rank's error; torchrun ends this process before it reports.
         reported = _reported_elsewhere(10.0 + 0.5 * (rank() % 16))
-        leave("" if reported else f"rank {rank()} lost another rank, whose error is the cause: {_in_short(error)}", 1)
+        said = f"rank {rank()} lost another rank, whose error is the cause: {_in_short(error)}"
+        leave("" if reported else said, 1, final=reported)
+
+
+def hide_stack_traces() -> None:
+    """Have torch's C++ code report errors alone, not warnings with a stack trace for each connection that closes. For
+    this process and its children, before torch is imported; `TORCH_CPP_LOG_LEVEL=WARNING` shows them.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def ended(work: Callable[[], str | None]) -> int:
@@ -185,7 +196,7 @@ def _in_short(error: BaseException) -> str:
 
 def _end_with_torchrun() -> None:
     """Have the kernel kill this rank when the torchrun that started it dies: nobody else would, and the rank would
-    keep running next to its restarted successor. SIGTERM is not enough: it may be deferred to the end of a step.
+    keep running next to that of the next start. SIGTERM is not enough: it may be deferred to the end of a step.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -216,16 +227,8 @@ def note_stop() -> None:
         Path(path).touch()
 
 
-def forget_stop() -> None:
-    """Take back what `note_stop` announced."""
-    if path := os.environ.get(STOPPED_FILE):
-        Path(path).unlink(missing_ok=True)
-
-
 def leave(message: str, status: int, *, final: bool = False) -> None:
-    """Say `message` and exit without waiting for threads or for other ranks. `final`: our launcher does not start the
-    ranks again.
-    """
+    """Say `message` and exit without waiting for threads or for other ranks. `final`: the next start would fail too."""
     if status:
         _leave_word(message, final)
     with contextlib.suppress(OSError, ValueError):  # Where they cannot be written, the status says so.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from megatron_hetero.errors import UserError, listed
 
 LAUNCHER = "python -m megatron_hetero.run"
 """Starts the ranks: torchrun, with our handling of their exit."""
+MOST_PORT = 65535
 _LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0, "MASTER_PORT": 1}
-_MOST_PORT = 65535
 _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 _FIX = f"start the ranks with {LAUNCHER} or torchrun, which set it"
 
@@ -38,7 +38,7 @@ def host_number() -> int:
 
 
 def has_agent_store() -> bool:
-    """Whether torchrun on the first host provides the store for all ranks, across their restarts."""
+    """Whether torchrun on the first host serves the store of all ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -79,9 +79,9 @@ def require_numbers(environ: Mapping[str, str] = os.environ) -> None:
             # An empty one counts as unset.
             fix = _FIX if environ.get("RANK") else f"unset {name}, or {_FIX}"
             raise _wrong(name, f"`{text}`", f"a number of at least {least}", fix)
-    if int(environ.get("MASTER_PORT", "1")) > _MOST_PORT:
+    if int(environ.get("MASTER_PORT", "1")) > MOST_PORT:
         found, fix = environ["MASTER_PORT"], "choose a free port of the host of rank 0, such as 29500"
-        raise _wrong("MASTER_PORT", found, f"1 to {_MOST_PORT}", fix)
+        raise _wrong("MASTER_PORT", found, f"1 to {MOST_PORT}", fix)
     size = int(environ.get("WORLD_SIZE", "1"))
     if "RANK" not in environ:
         if size > 1:
@@ -108,6 +108,16 @@ def require_torch_settings(environ: Mapping[str, str] = os.environ) -> None:
     if level.upper() not in _DEBUG_LEVELS:
         fix = "set one of them, or unset it"
         raise _wrong("TORCH_DISTRIBUTED_DEBUG", f"`{level}`", " or ".join(_DEBUG_LEVELS), fix)
+
+
+def stay_on_host(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo and NCCL listen on the loopback interface alone if all ranks are on this host, unless the user names
+    interfaces.
+    """
+    alone = environ.get("LOCAL_WORLD_SIZE", "1") == environ.get("WORLD_SIZE", "1")
+    if alone and "lo" in (name for _, name in socket.if_nameindex()):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environ.setdefault(name, "lo")
 
 
 def require_interfaces(environ: Mapping[str, str] = os.environ) -> None:

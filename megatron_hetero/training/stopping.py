@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from megatron_hetero.distributed.launch import forget_stop, is_lost_peer, leave, leave_interrupted, note_stop, rank
+from megatron_hetero.distributed.launch import is_lost_peer, leave, leave_interrupted, note_stop, rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Sent by a scheduler before it ends a job, by Ctrl-C, and by a closing terminal (the end of ssh)."""
@@ -35,7 +35,6 @@ class StopRequest:
 
     def start(self) -> None:
         """Start noting signals."""
-        forget_stop()  # Of the previous ranks, if torchrun has restarted them.
         self._handlers.enter_context(_insistence(self))
         # nohup ignores SIGHUP: the run should survive the terminal.
         for number in (number for number in SIGNALS if not _is_ignored_hangup(number)):

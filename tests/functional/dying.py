@@ -1,7 +1,7 @@
 """`pretrain_vlm.py` on a rank that is killed in a chosen phase: `-m tests.functional.dying FILE RANK PHASE FLAGS...`.
 `PHASE/SIGSTOP` stops it there instead.
 
-The rank leaves FILE behind as it dies; where FILE is there already, it lives: torchrun has started it again.
+The rank leaves FILE behind as it dies; where FILE is there already, it lives: this is the next start.
 """
 
 from __future__ import annotations

@@ -69,14 +69,17 @@ STATES = {
 
 
 @pytest.mark.parametrize("states", thinned(STATES, 5))
-def test_a_killed_rank_is_started_again_and_the_run_resumes(states: str, folder: Path, tmp_path: Path) -> None:
-    """With `--max-restarts`, from the last whole checkpoint and without help: it dies while the next is written."""
+def test_the_next_start_of_a_killed_run_resumes(states: str, folder: Path, tmp_path: Path) -> None:
+    """From the last whole checkpoint and without help: the rank dies while the next is written."""
     checkpoints = tmp_path / "checkpoints"
-    program = "--max-restarts", "1", "-m", "tests.functional.dying", str(tmp_path / "died once"), "1", "save, written"
+    program = "-m", "tests.functional.dying", str(tmp_path / "died once"), "1", "save, written"
     flags = (
         f"--vision-parallel sp:2 --text-parallel pp:2 --train.iters 3 --log.dir {tmp_path}/again --export.hf_dir none"
     )
     flags += f" --checkpoint.dir {checkpoints} --checkpoint.interval 1 {STATES[states]}"
+    with started(folder, *flags.split(), program=program, launcher="megatron_hetero.run") as agent:
+        output, _ = agent.communicate(timeout=90)
+    assert agent.returncode == 137 and "was killed by SIGKILL" in output, output
     with started(folder, *flags.split(), program=program) as agent:
         output, _ = agent.communicate(timeout=90)
     assert agent.returncode == 0, output

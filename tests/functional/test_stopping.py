@@ -197,10 +197,10 @@ def test_a_job_that_was_warned_is_queued_again_and_resumes(folder: Path, cluster
 
 def test_a_job_that_comes_no_further_is_not_queued_again(cluster: Path) -> None:
     (cluster / ".venv/bin/python").write_text(
-        '#!/bin/bash\n[[ $* != *--plan* ]] || exit 0\ntrap "exit 1" USR1\necho step 1\nwhile :; do sleep 0.1; done\n'
+        '#!/bin/bash\n[[ $* != *--plan* ]] || exit 0\ntrap "exit 75" USR1\necho step 1\nwhile :; do sleep 0.1; done\n'
     )
     with killed_after(job(cluster)) as stuck:
         read_to_a_step(stuck)
         stuck.send_signal(signal.SIGUSR1)
         output, _ = stuck.communicate(timeout=20)
-    assert stuck.returncode == 1 and "no checkpoint was written" in output and not (cluster / "asked").exists()
+    assert stuck.returncode == 75 and "no checkpoint was written" in output and not (cluster / "asked").exists()

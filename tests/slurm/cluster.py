@@ -173,6 +173,7 @@ class Cluster:
     def start_again(self, job: str, restarts: int = 1) -> None:
         """A job that was queued again runs now, for long enough; Slurm would have it wait for two minutes."""
         self.wait(job, "PENDING", restarts)
+        time.sleep(2.0)  # Slurm counts in seconds: a job that starts in the second of its end is "revoked".
         self.call("scontrol", "update", f"jobid={job}", "StartTime=now", "TimeLimit=60")
 
     def ranks(self, job: str) -> list[psutil.Process]:

@@ -160,14 +160,45 @@ def test_a_job_resumes_after_its_time_is_up(cluster: Cluster) -> None:
     assert training.losses() == untouched(training, steps, nodes=2)
 
 
-def test_a_rank_that_is_killed_is_started_again_in_place(cluster: Cluster) -> None:
+def test_a_job_resumes_after_a_rank_was_killed(cluster: Cluster) -> None:
     training = Training(cluster, "rank")
     job = requeueing(training, "--nodes 2", interval=5)
     training.wait_for(job, step=5)
-    training.end_after(steps := training.newest() + 20)
     cluster.ranks(job)[1].kill()
-    cluster.wait(job, "COMPLETED")
+    cluster.wait(job, "PENDING", restarts=1)
+    assert "was killed by SIGKILL" in cluster.output(job) and "failed with status 137 at step-" in cluster.output(job)
+    training.end_after(steps := training.newest() + 3)
+    cluster.start_again(job)
+    cluster.wait(job, "COMPLETED", restarts=1)
     assert training.losses() == untouched(training, steps, nodes=2)
+
+
+def test_steps_that_are_asked_to_stop_queue_the_job_again(cluster: Cluster) -> None:
+    """`scancel --signal` without `--batch`: Slurm signals the ranks and not the script."""
+    training = Training(cluster, "asked")
+    job = requeueing(training, "--nodes 2")
+    cluster.wait_for(job, "(?m)^step +1/")
+    cluster.call("scancel", "--signal=USR1", job)
+    cluster.wait(job, "PENDING", restarts=1)
+    assert "\nstopped at step-" in cluster.output(job) and "\nerror: " not in cluster.output(job)
+    training.end_after(steps := training.newest() + 2)
+    cluster.start_again(job)
+    cluster.wait(job, "COMPLETED", restarts=1)
+    assert training.losses() == untouched(training, steps, nodes=2)
+
+
+def test_an_error_of_the_user_ends_the_job_with_it_alone(cluster: Cluster) -> None:
+    """On two nodes, after checkpoints that another start would resume from; Slurm then ends the other node's ranks."""
+    training = Training(cluster, "broken")
+    records = (cluster.work / "data.jsonl").read_text().splitlines()
+    (cluster.work / "broken.jsonl").write_text("\n".join(records).replace("23_0.png", "lost.png") + "\n")
+    flags = "--data.registry.d.annotations broken.jsonl --data.shuffle false --train.global_batch_size 4"
+    job = requeueing(training, "--nodes 2", *flags.split(), interval=1)
+    cluster.wait(job, "FAILED")
+    output = cluster.output(job)
+    told = [line for line in output.splitlines() if "error: " in line and not line.startswith(("srun:", "slurmstepd-"))]
+    assert len(told) == 1 and told[0].startswith("error: step 6, ") and "lost.png" in told[0], output
+    assert cluster.record(job)["ExitCode"] == "1:0" and cluster.record(job)["Restarts"] == "0", output
 
 
 def test_of_an_array_only_the_task_that_is_asked_is_queued_again(cluster: Cluster) -> None:

@@ -2,7 +2,7 @@
 
 Rounds: in one layout the two must agree bit by bit; with another layout and number of ranks at each start they agree to
 rounding. Kills hit one rank, all, or torchrun with all; half of them are aimed at a save. In the last round two
-launchers stand for two hosts, and one rank of either is killed at a time: all are started again in place.
+launchers stand for two hosts, and one rank of either is killed at a time: all ranks of both go.
 """
 
 from __future__ import annotations
@@ -89,15 +89,12 @@ CHANGING = (
 
 @dataclass(frozen=True)
 class Round:
-    """One run that is killed, and one that is not. `starts`: one after the other, in a random order; `restarts`: how
-    often torchrun starts the ranks again where it does, which on several `hosts` it always does.
-    """
+    """One run that is killed, and one that is not. `starts`: one after the other, in a random order."""
 
     name: str
     starts: tuple[Start, ...]
     kills: tuple[Kill, ...]
     interval: int
-    restarts: int
     more: str = ""
     hosts: int = 1
 
@@ -120,8 +117,8 @@ def untouched(this: Round, folder: Path, run: Path, deadline: float) -> Duration
     """Train without a kill. Returns how long its phases took."""
     start = time.monotonic()
     flags, ranks = flags_of(this, this.starts[0], folder, run), this.starts[0].ranks
-    with Watched(flags, ranks, 0, run / "output.log", this.hosts) as watched:
-        watched.wait_for_step(1, 0, min(deadline, start + START_S))
+    with Watched(flags, ranks, run / "output.log", this.hosts) as watched:
+        watched.wait_for_step(1, min(deadline, start + START_S))
         first, saves, since = time.monotonic(), [], None
         while watched.running():
             saving = bool(unfinished(run / "checkpoints"))
@@ -150,39 +147,30 @@ def killed_run(
     checkpoints, kills, trained, number = run / "checkpoints", list(this.kills), 0, 0
     starts = itertools.cycle(rng.sample(this.starts, len(this.starts)))
     while kills:
-        start, restarts, number = next(starts), this.restarts, number + 1
-        if this.hosts == 1:
-            restarts = rng.choice((0, 0, restarts))
+        start, kill, number = next(starts), kills.pop(), number + 1
         flags = flags_of(this, start, folder, run)
-        with Watched(flags, start.ranks, restarts, run / f"output-{number:02}.log", this.hosts) as watched:
-            since, agent_lives = 0, True
-            while kills and agent_lives:
-                kill = kills.pop()
-                soon = min(deadline, time.monotonic() + START_S)
-                ranks = wait_for_moment(kill, watched, since, trained, checkpoints, durations, soon)
-                who, seconds = strike(kill, watched, ranks, rng, this.hosts * GONE_S)
-                time.sleep(0.1)  # what the ranks had printed is read
-                agent_lives = restarts > 0 and kill.victims != "torchrun and all ranks"
-                said, restarts, since = watched.said(since), restarts - 1, watched.printed
-                require_went_on(said, trained, watched.log)
-                phase, newest = phase_of(said, checkpoints), newest_whole(checkpoints)
-                require_kept(said, trained, newest, this)
-                trained = newest
-                yield Killed(kill, f"{start}: {who}", phase, newest, seconds, agent_lives)
-            if not agent_lives and watched.wait(time.monotonic() + GONE_S) == 0:
+        with Watched(flags, start.ranks, run / f"output-{number:02}.log", this.hosts) as watched:
+            soon = min(deadline, time.monotonic() + START_S)
+            ranks = wait_for_moment(kill, watched, trained, checkpoints, durations, soon)
+            who, seconds = strike(kill, watched, ranks, rng, this.hosts * GONE_S)
+            if watched.wait(time.monotonic() + this.hosts * GONE_S) == 0:
                 raise Off(f"torchrun exited with 0 after a kill; see {watched.log}")
-            if agent_lives:  # torchrun has started the ranks once more: they train to the end
-                return finish(watched, since, trained, this, deadline)
+            said = watched.said()
+            require_went_on(said, trained, watched.log)
+            phase, newest = phase_of(said, checkpoints), newest_whole(checkpoints)
+            require_kept(said, trained, newest, this)
+            trained = newest
+            yield Killed(kill, f"{start}: {who}", phase, newest, seconds)
     start = next(starts)
-    with Watched(flags_of(this, start, folder, run), start.ranks, 0, run / "output.log") as watched:
-        finish(watched, 0, trained, this, deadline)
+    with Watched(flags_of(this, start, folder, run), start.ranks, run / "output.log", this.hosts) as watched:
+        finish(watched, trained, this, deadline)
 
 
-def finish(watched: Watched, since: int, trained: int, this: Round, deadline: float) -> None:
+def finish(watched: Watched, trained: int, this: Round, deadline: float) -> None:
     """Wait until the last step is trained. Raises `Off`."""
     if status := watched.wait(deadline):
         raise Off(f"the last start ended with {status}; see {watched.log}")
-    said = watched.said(since)
+    said = watched.said()
     require_went_on(said, trained, watched.log)
     if said.steps and said.steps[-1] != this.steps:
         raise Off(f"the last step is {said.steps[-1]}, expected {this.steps}; see {watched.log}")
@@ -254,11 +242,8 @@ def report(found: Sequence[Killed], wanted: int) -> None:
     for victims in sorted({victims for victims, _ in counts}):
         print(f"{victims:24}" + "".join(f"{counts[victims, phase]:>26}" for phase in phases))
     inside = sum(_kind(killed.phase) in ("inside a save", "after the rename") for killed in found)
-    longest, restarts = max(killed.seconds for killed in found), sum(killed.restarts for killed in found)
-    print(
-        f"{len(found)} kills, {inside} of them in a save, {restarts} times torchrun started the ranks again; "
-        f"the longest death took {longest:.1f} s"
-    )
+    longest = max(killed.seconds for killed in found)
+    print(f"{len(found)} kills, {inside} of them in a save; the longest death took {longest:.1f} s")
     if len(found) < wanted or 4 * inside < len(found):
         raise Off(f"{len(found)} kills, {inside} in a save; expected {wanted}, a quarter of them in a save")
 
@@ -271,12 +256,12 @@ def _kind(phase: str) -> str:
 def rounds(rng: random.Random, kills: int, changing: int, hosts: int, more: str) -> Iterator[Round]:
     """In one layout bit by bit, then in changing ones, then on two hosts."""
     if kills:
-        yield Round("one-layout", (rng.choice(FIXED),), tuple(draw(rng, kills)), 1, 2, more)
+        yield Round("one-layout", (rng.choice(FIXED),), tuple(draw(rng, kills)), 1, more)
     if changing:
-        yield Round("changing-layouts", CHANGING, tuple(draw(rng, changing)), 2, 1, more)
+        yield Round("changing-layouts", CHANGING, tuple(draw(rng, changing)), 2, more)
     if hosts:
         ones = tuple(replace(kill, victims="one rank") for kill in draw(rng, hosts))
-        yield Round("two-hosts", (rng.choice(HOSTS),), ones, 1, hosts, more, 2)
+        yield Round("two-hosts", (rng.choice(HOSTS),), ones, 1, more, 2)
 
 
 def torture(this: Round, folder: Path, rng: random.Random, deadline: float) -> list[Killed]:

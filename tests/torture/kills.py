@@ -44,7 +44,7 @@ class Durations:
 @dataclass(frozen=True)
 class Killed:
     """What came of a kill. `newest`: the step of the newest whole checkpoint afterwards, 0 without one; `seconds`:
-    until no rank was left; `restarts`: whether torchrun starts the ranks again.
+    until no rank was left.
     """
 
     kill: Kill
@@ -52,12 +52,10 @@ class Killed:
     phase: str
     newest: int
     seconds: float
-    restarts: bool
 
     def __str__(self) -> str:
         place = f"after step {self.newest}" if self.newest else "from scratch"
-        how = ", started by torchrun" if self.restarts else ""
-        return f"{self.who} killed {self.phase}: all gone after {self.seconds:.1f} s, goes on {place}{how}"
+        return f"{self.who} killed {self.phase}: all gone after {self.seconds:.1f} s, goes on {place}"
 
 
 def draw(rng: random.Random, number: int) -> list[Kill]:
@@ -71,14 +69,14 @@ def draw(rng: random.Random, number: int) -> list[Kill]:
 
 
 def wait_for_moment(
-    kill: Kill, run: Watched, since: int, trained: int, checkpoints: Path, durations: Durations, deadline: float
+    kill: Kill, run: Watched, trained: int, checkpoints: Path, durations: Durations, deadline: float
 ) -> list[psutil.Process]:
     """Wait until it is time. `trained`: the step that this start goes on after. Returns the ranks. Raises `Off`."""
     ranks = run.wait_for_ranks(deadline)  # in the order in which torchrun started them
     if kill.aim == "start-up":
         time.sleep(kill.late * durations.start_up)
         return ranks
-    step = run.wait_for_step(trained + kill.steps, since, deadline)
+    step = run.wait_for_step(trained + kill.steps, deadline)
     if kill.aim == "step":
         time.sleep(kill.late * durations.step)
         return ranks

@@ -41,27 +41,20 @@ class Said:
 class Watched:
     """The launchers of some hosts, and the ranks. A context manager, at whose end all of them are gone."""
 
-    def __init__(self, flags: Sequence[str], ranks: int, restarts: int, log: Path, hosts: int = 1) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "megatron_hetero.run",
-            *_meeting(hosts),
-            "--nproc-per-node",
-            str(ranks // hosts),
-        ]
+    def __init__(self, flags: Sequence[str], ranks: int, log: Path, hosts: int = 1) -> None:
+        command = [sys.executable, "-m", "megatron_hetero.run", "--nproc-per-node", str(ranks // hosts)]
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         self.ranks_wanted = ranks
         self.log = log
         self.agents = [
             subprocess.Popen(
-                [*command, "--max-restarts", str(restarts), str(PROGRAM), *flags],
+                [*command, *meeting, str(PROGRAM), *flags],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 env=environment | {"OMP_NUM_THREADS": "1"},
             )
-            for _ in range(hosts)
+            for meeting in _meetings(hosts)
         ]
         self._lines: list[str] = []
         self._copy = open(self.log, "w", encoding="utf-8")  # noqa: SIM115
@@ -73,7 +66,7 @@ class Watched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in [*self.agents, *self.ranks()]:  # the agents first: they would start others
+        for process in [*self.agents, *self.ranks()]:
             process.kill()
         for agent in self.agents:
             agent.wait()
@@ -91,14 +84,9 @@ class Watched:
         for reader in self._readers:
             reader.join()
 
-    @property
-    def printed(self) -> int:
-        """The number of lines so far."""
-        return len(self._lines)
-
-    def said(self, since: int = 0) -> Said:
-        """What was printed after the first `since` lines."""
-        return Said.of(self._lines[since:])
+    def said(self) -> Said:
+        """What was printed so far."""
+        return Said.of(self._lines)
 
     def ranks(self) -> list[psutil.Process]:
         """The processes that train, by now."""
@@ -115,9 +103,9 @@ class Watched:
             time.sleep(0.01)
         return ranks
 
-    def wait_for_step(self, after: int, since: int, deadline: float) -> int:
-        """The first step of at least `after` in the lines from `since` on, once it is printed. Raises `Off`."""
-        while not (steps := [step for step in self.said(since).steps if step >= after]):
+    def wait_for_step(self, after: int, deadline: float) -> int:
+        """The first step of at least `after`, once it is printed. Raises `Off`."""
+        while not (steps := [step for step in self.said().steps if step >= after]):
             self.require_going_on(f"train step {after}", deadline)
             time.sleep(0.002)
         return steps[0]
@@ -147,11 +135,11 @@ def _ranks_of(agent: subprocess.Popen[str]) -> list[psutil.Process]:
         return []
 
 
-def _meeting(hosts: int) -> list[str]:
-    """What has the launchers of so many hosts, all on this one, find each other."""
+def _meetings(hosts: int) -> list[list[str]]:
+    """Flags with which the launchers of so many hosts, all on this one, find each other."""
     if hosts == 1:
-        return ["--standalone"]
+        return [[]]
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{found.getsockname()[1]}"
-    return f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint {place} --rdzv-id torture".split()
+        port = found.getsockname()[1]
+    return [f"--nnodes {hosts} --node-rank {host} --master-port {port}".split() for host in range(hosts)]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_hetero.distributed.launch import STOPPED_FILE
-from megatron_hetero.run import main
+from megatron_hetero.run import FAILED, main
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 GUARDED = """
@@ -66,21 +66,9 @@ def test_nothing_is_added_to_what_the_ranks_say(name: str, tmp_path: Path, capfd
     assert len(lines) == len(parts) and all(part in line for part, line in zip(parts, lines, strict=True)), lines
 
 
-AGAIN = {
-    "an error of the user": ("raise UserError('found X')", 1),
-    "a bad command line": ("print('usage', file=sys.stderr)\nsys.exit(2)", 1),
-    "an exception": ("print('begins', file=sys.stderr)\nraise MemoryError", 2),
-}
-
-
-@pytest.mark.parametrize("name", AGAIN)
-def test_ranks_are_started_again_where_that_may_help(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    body, times = AGAIN[name]
-    assert main(["--max-restarts", "1", program(tmp_path, body)]) > 0
-    lines = capfd.readouterr().err.splitlines()
-    assert sum(any(part in line for part in ("found X", "usage", "begins")) for line in lines) == times
+def test_an_exception_has_a_status_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([program(tmp_path, "raise MemoryError")]) == FAILED
+    assert capfd.readouterr().err.startswith("rank 0 failed:\nTraceback")
 
 
 WARNED = """def say(number, frame):
@@ -117,7 +105,18 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "fewer than none": (["--nproc-per-node", "-1", __file__], "--nproc-per-node: found -1"),
     "alone and not": (["--standalone", "--nnodes", "2", __file__], "--standalone: found --nnodes 2, expected one host"),
     "no such host": (["--nnodes", "2", "--node-rank", "5", __file__], "--node-rank: found 5, expected 0 to 1"),
-    "rendezvous": (["--rdzv-backend", "pigeons", "--rdzv-endpoint", "x:1", __file__], "pigeons"),
+    "rendezvous": (
+        ["--rdzv-backend", "c10d", "--rdzv-endpoint", "x:1", __file__],
+        "found c10d and 1:1, expected static",
+    ),
+    "elastic": (["--nnodes", "1:2", __file__], "found static and 1:2, expected static"),
+    "restarts": (["--max-restarts", "3", __file__], "--max-restarts: found 3, expected none"),
+    "no such address": (["--master-addr", "no.such.invalid", __file__], "no.such.invalid:0: cannot be opened"),
+    "another's address": (
+        ["--master-addr", "192.0.2.1", __file__],
+        "cannot be opened (cannot assign requested address)",
+    ),
+    "no such port": (["--master-port", "70000", __file__], "--master-port: found 70000"),
 }
 
 
@@ -145,26 +144,67 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def meeting(port: int) -> list[str]:
-    return ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
+@pytest.mark.parametrize("flag", ["--master-port {}", "--rdzv-endpoint 127.0.0.1:{}"])
+def test_a_port_that_is_taken_is_named_at_once(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        assert main([*flag.format(port := mute.getsockname()[1]).split(), __file__]) == 1
+    err = capsys.readouterr().err
+    assert f"127.0.0.1:{port}: cannot be opened (address already in use). Choose another port" in err
+
+
+LISTENING = """import psutil
+print(*{f"{place.laddr.ip}" for process in (psutil.Process(), psutil.Process().parent())
+        for place in process.net_connections() if place.status == "LISTEN"})"""
+
+
+def test_a_run_on_one_host_listens_on_its_loopback_interface_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The store, and what gloo opens."""
+    body = "from megatron_hetero.distributed.launch import process_group\nwith process_group():\n"
+    assert main(["--nproc-per-node", "1", program(tmp_path, body + f"    exec({LISTENING!r})")]) == 0
+    assert capfd.readouterr().out == "127.0.0.1\n"
+
+
+def hosts(number: int, *flags: str) -> list[str]:
+    return ["--nnodes", "2", "--node-rank", str(number), *flags]
 
 
 def test_hosts_that_do_not_come_are_waited_for_with_a_word_and_an_end(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*meeting(free_port()), "--rdzv-conf", "join_timeout=1", program(tmp_path, "pass")]) == 1
+    text = program(tmp_path, "pass")
+    assert main([*hosts(0, "--master-port", str(free_port()), "--rdzv-conf", "timeout=1"), text]) == 1
     waiting, *_, last = capfd.readouterr().err.splitlines()
-    assert waiting.startswith("waiting for other hosts since") and "--nnodes 2 at 127.0.0.1" in waiting
-    assert last.startswith("error: rendezvous of the hosts") and "RendezvousTimeoutError" in last
+    assert waiting.startswith("waiting for host 1 since") and "found no host 1 after 1 s" in last
+    assert main([*hosts(1, "--rdzv-endpoint", "no.such.invalid:80", "--rdzv-conf", "timeout=1"), text]) == 1
+    waiting, *_, last = capfd.readouterr().err.splitlines()
+    assert waiting.startswith("waiting for host 0 at no.such.invalid:80 (whose name does not resolve) since")
+    assert last.startswith("error: ") and "found no host 0 at no.such.invalid:80" in last
 
 
-def test_one_error_on_all_hosts_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_hetero.run", *meeting(free_port())]
-    text = program(tmp_path, "raise UserError('found X')")
+ON_BOTH = {
+    "one error on all": ("raise UserError('found X')", (1, 1), "error: found X\n"),
+    "a death on the first": (
+        "with process_group():\n    if rank() == 0: os.kill(os.getpid(), signal.SIGKILL)\n    dist.barrier()",
+        (137, 1),
+        "rank 0 of ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_BOTH)
+def test_what_ends_one_host_ends_both(name: str, tmp_path: Path) -> None:
+    body, statuses, told = ON_BOTH[name]
+    body = f"import torch.distributed as dist\nfrom megatron_hetero.distributed.launch import process_group\n{body}"
+    command = [sys.executable, "-m", "megatron_hetero.run"]
+    text, port = program(tmp_path, body), str(free_port())
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    hosts = [
-        subprocess.Popen([*command, text], env=os.environ | {"PYTHONPATH": os.getcwd()}, **pipes) for _ in range(2)
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    launched = [
+        subprocess.Popen([*command, *hosts(number, "--master-port", port), text], env=environment, **pipes)
+        for number in range(2)
     ]
-    outputs = [host.communicate(timeout=240)[0] for host in hosts]
-    assert [host.returncode for host in hosts] == [1, 1]
-    assert "".join(outputs) == "error: found X\n"
+    outputs = [host.communicate(timeout=240)[0] for host in launched]
+    assert tuple(host.returncode for host in launched) == statuses, outputs
+    assert told in "".join(outputs) and all(output.count("\n") <= 1 for output in outputs), outputs

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,21 +20,19 @@ from tests.support.shapes import shapes_of_folder
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = ("disjoint.sbatch", "many_nodes.sbatch", "one_node.sbatch", "requeue.sbatch")
 NODES = {"disjoint.sbatch": 3, "many_nodes.sbatch": 2, "one_node.sbatch": 1, "requeue.sbatch": 2}
-MEETING: dict[str, Callable[[int], tuple[str, ...]]] = {
-    "disjoint.sbatch": lambda node: (f"--node-rank {node}", "--master-addr 10.0.0.0 --master-port 20007"),
-    "many_nodes.sbatch": lambda node: (f"--node-rank {node}", "--master-addr 10.0.0.0 --master-port 20007"),
-    "one_node.sbatch": lambda _: ("--standalone",),
-    "requeue.sbatch": lambda node: (f"--rdzv-conf is_host={int(node == 0)}", "--rdzv-endpoint 10.0.0.0:20007"),
-}
-"""What torchrun is told on each node of where they meet."""
+MEETING = "--master-addr 10.0.0.0 --master-port 20007"
+"""What torchrun is told on each of several nodes of where they meet."""
 SRUN = """\
-nodes=$SLURM_JOB_NUM_NODES
+worst=0 nodes=$SLURM_JOB_NUM_NODES
 while [[ $1 == -* ]]; do echo "$1" >>FOLDER/srun_flags; [[ $1 != --nodes=1 ]] || nodes=1; shift; done
 gpus=($GPUS_OF_NODES)
 for ((i = 0; i < nodes; i++)); do
     here="SLURM_NODEID=$i SLURM_GPUS_ON_NODE=${gpus[i]:-$SLURM_GPUS_ON_NODE}"
-    if [[ ${SLURM_EXPORT_ENV:-ALL} == ALL ]]; then env $here "$@"; else env -i PATH="$PATH" $here "$@"; fi || exit
+    status=0
+    if [[ ${SLURM_EXPORT_ENV:-ALL} == ALL ]]; then env $here "$@"; else env -i PATH="$PATH" $here "$@"; fi || status=$?
+    ((status <= worst)) || worst=$status
 done
+exit $worst
 """
 """On one node after the other, with what `sbatch --export` lets through."""
 SCONTROL = """\
@@ -141,7 +138,7 @@ def test_a_torchrun_starts_on_every_node(script: str, cluster: Cluster) -> None:
         words = cluster.node(number)
         assert after(words, "--nnodes") == str(NODES[script]) and after(words, "--nproc-per-node") == "8"
         assert after(words, "--local-addr") == f"10.0.0.{number}"
-        assert all(text in " ".join(words) for text in MEETING[script](number))
+        assert after(words, "--node-rank") == str(number) and (MEETING in " ".join(words)) == (NODES[script] > 1)
         assert "--train.iters 5" in " ".join(own_flags(words))
     assert not (cluster.folder / f"node{NODES[script]}").exists()
 
@@ -296,12 +293,28 @@ def test_a_preempted_job_is_queued_again(task: dict[str, str], name: str, cluste
     assert (cluster.folder / "asked").read_text() == f"requeue {name}\n"
 
 
-@pytest.mark.parametrize("preempted", ["None", in_seconds(-600)], ids=["never", "another time"])
-def test_a_job_that_fails_is_not_queued_again(preempted: str, cluster: Cluster) -> None:
-    (cluster.folder / "job").write_text(f"JobId=7 EndTime={in_seconds(7200)} PreemptTime={preempted} Deadline=N/A\n")
-    (cluster.folder / "train").write_text("exit 3")
+SAVED = "echo step-00000005 >runs/first/latest; "
+ENDS = {
+    "a stop": (SAVED + "exit 75", 0, "stopped at step-00000005; queued again"),
+    "a killed rank": (SAVED + "exit 137", 0, "failed with status 137 at step-00000005; queued again"),
+    "an exception, seen on both nodes": (SAVED + "exit 70", 0, "failed with status 70 at step-00000005; queued again"),
+    "an exception before a checkpoint": ("exit 70", 70, "status 70; the newest checkpoint is none; not queued again"),
+    "an error of the user": (SAVED + "exit 1", 1, "failed with status 1; the newest checkpoint is step-00000005\n"),
+    "one that srun answers": (SAVED + "exit $((SLURM_NODEID ? 143 : 1))", 1, "failed with status 1; the newest"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_job_is_queued_again_where_that_may_help(name: str, cluster: Cluster) -> None:
+    """Preempted long ago, if at all."""
+    train, status, said = ENDS[name]
+    times = f"EndTime={in_seconds(7200)} PreemptTime={in_seconds(-600)}"
+    (cluster.folder / "job").write_text(f"JobId=7 {times} Deadline=N/A\n")
+    (cluster.folder / "runs/first").mkdir(parents=True)
+    (cluster.folder / "train").write_text(train)
     done = cluster.run("requeue.sbatch")
-    assert done.returncode == 3 and "failed with status 3" in done.stderr and not (cluster.folder / "asked").exists()
+    assert done.returncode == status and said in done.stdout + done.stderr
+    assert (cluster.folder / "asked").exists() == ("queued again" in said and status == 0)
 
 
 def test_a_job_that_slurm_does_not_queue_again_says_so(cluster: Cluster) -> None:

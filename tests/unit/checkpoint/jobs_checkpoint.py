@@ -132,13 +132,6 @@ def in_pieces(size: int, flags: list[str], until: int | None = None) -> dict[str
         return train(flags, None, until)
 
 
-def started_again_on(flags: list[str], rank: int) -> int:
-    """The step that a restarted run resumes from, as torchrun counted on the host of `rank` alone."""
-    counted = {"TORCHELASTIC_RESTART_COUNT": str(int(dist.get_rank() == rank))}
-    with mock.patch.dict(os.environ, counted):
-        return build(flags).resumed.step
-
-
 def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:
     """One rank gets a signal in the midst of step `at`. Returns the step after which this rank stopped, and whether the
     handlers are as before.

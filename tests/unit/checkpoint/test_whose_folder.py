@@ -64,11 +64,6 @@ def test_a_run_that_is_started_again_resumes_wherever_it_began(run: Path) -> Non
     assert not started_again({"SLURM_RESTART_COUNT": "", "TORCHELASTIC_RESTART_COUNT": "0"})
 
 
-def test_restarts_count_on_whichever_host_they_were_counted(run: Path, folders: Path, pools: Pools) -> None:
-    again = flags(folders, run, "tp:2", "tp:2", "--checkpoint.resume never")
-    assert pools(2).run(jobs.started_again_on, again, 1) == [4, 4]
-
-
 def test_one_run_alone_writes_into_a_folder(run: Path, folders: Path, pools: Pools) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run / "checkpoints/.lock")], stdout=subprocess.PIPE

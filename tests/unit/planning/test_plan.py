@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hetero.cli.plan import show_plan
 from megatron_hetero.config.schema import DatasetConfig, load_command, load_config
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.common.weights.slices import split_length
+from megatron_hetero.planning.command import show_plan
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.files import require_files
 from megatron_hetero.planning.plot import draw_plan
