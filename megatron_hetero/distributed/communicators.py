@@ -150,11 +150,6 @@ class CommunicatorKind:
         """Whether it does other than messages and all-to-alls, which attention under `sp` exchanges heads by."""
         return any(isinstance(use, Axes) and use.axes != ("sp",) for use in self.uses)
 
-    @property
-    def max_ctas(self) -> int | None:
-        """The most CTAs of its kernels; None leaves them to NCCL."""
-        return max_ctas(self.uses[0])
-
     def uses_of(self, rank: int) -> tuple[Use, ...]:
         """What `rank` uses its communicator of this kind for; nothing where it has none."""
         return tuple(use for use, groups in self.members if group_of(groups, rank) is not None)
@@ -179,8 +174,7 @@ def require_streams(kinds: Collection[CommunicatorKind]) -> None:
         raise UserError.at(
             f"communicators of rank {rank}",
             found=f"{count} for links of pipelines, edges and gradients",
-            expected=f"at most {POOL_STREAMS}, the streams that PyTorch has for them",
-            because="two on one stream would wait for each other",
+            expected=f"at most {POOL_STREAMS}, as PyTorch has streams: two on one would wait for each other",
             fix="give modules ranks of their own, or use fewer modules",
         )
 

@@ -26,6 +26,7 @@ from megatron_hetero.environment.ranks import (
     host_number,
     local_rank,
     meeting_address,
+    raise_open_files,
     rank,
     require_interfaces,
     require_meeting_place,
@@ -78,6 +79,7 @@ def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0, *, connect
     require_torch_settings()
     stay_on_host()
     require_interfaces()
+    raise_open_files(world_size())
     prepare_environment(connections=connections)
     import torch.distributed as dist
 

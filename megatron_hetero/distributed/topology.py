@@ -1,7 +1,8 @@
 """All modules' layouts bound to a world of ranks, with the process groups that they need.
 
 Which groups there are, and which of them are made together, is in `communicators`. They are made eagerly, by every
-rank, in one order, and each is checked once: by a sum of known values, or a known value that is sent.
+rank, in one order, and each is checked once: by a sum of known values, or a known value that is sent. Then all
+collectives are used once, since on NCCL hosts wait in first uses.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from megatron_hetero.distributed.communicators import (
     edge_peers,
     edge_ranks,
     group_of,
+    max_ctas,
     replica_groups,
     require_streams,
 )
@@ -271,7 +273,7 @@ def _make(kind: CommunicatorKind, everybody: Ranks, platform: Platform) -> dist.
     """The communicator of this rank, None where it has none of that kind."""
     if kind.groups == (everybody,) and kind.is_synchronous:
         return dist.group.WORLD
-    return platform.split(kind.groups, str(kind), max_ctas=kind.max_ctas, beside=not kind.is_synchronous)
+    return platform.split(kind.groups, str(kind), max_ctas=max_ctas(kind.uses[0]), beside=not kind.is_synchronous)
 
 
 def _boundaries(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 from collections.abc import Mapping, MutableMapping
 
@@ -13,6 +14,7 @@ LAUNCHER = "python -m megatron_hetero.run"
 """Starts the ranks: torchrun, with our handling of their exit."""
 MOST_PORT = 65535
 _LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0, "MASTER_PORT": 1}
+_HOST_GROUPS, _OTHER_FILES = 2, 256
 _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 _FIX = f"start the ranks with {LAUNCHER} or torchrun, which set it"
 
@@ -128,6 +130,22 @@ def require_interfaces(environ: Mapping[str, str] = os.environ) -> None:
         fix = "name one by which the other hosts reach this one, or unset it"
         found = f"{listed([f'`{name}`' for name in missing])} on {socket.gethostname()}"
         raise _wrong("GLOO_SOCKET_IFNAME", found, f"some of its interfaces, {', '.join(there)}", fix)
+
+
+def raise_open_files(ranks: int) -> None:
+    """Raise this process's limit of open files to the hard one, and check that it is enough.
+
+    Two host groups have a socket for each other rank each: 2,046 of 1,024 ranks, where the limit is often 1,024.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < (needed := _HOST_GROUPS * ranks + _OTHER_FILES):
+        raise UserError.at(
+            "open files",
+            found=f"at most {hard:,} of a process (ulimit -Hn)",
+            expected=f"at least {needed:,} with {ranks:,} ranks",
+            fix="raise the hard limit (LimitNOFILE of the service that starts the ranks), or start fewer ranks",
+        )
 
 
 def _unset(name: str, what: str) -> UserError:

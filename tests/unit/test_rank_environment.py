@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 
 import pytest
 
 from megatron_hetero.environment.ranks import (
     named_place,
+    raise_open_files,
     rank,
     require_interfaces,
     require_meeting_place,
@@ -78,3 +80,17 @@ def test_a_rank_that_is_no_number_can_be_asked_for(monkeypatch: pytest.MonkeyPat
 def test_a_place_whose_name_does_not_resolve_is_said_to_be_one() -> None:
     assert named_place("127.0.0.1", 80) == "127.0.0.1:80"
     assert named_place("no.such.invalid", 80) == "no.such.invalid:80 (whose name does not resolve)"
+
+
+@pytest.mark.parametrize("hard, ranks", [(4096, 1024), (2304, 1024), (2303, 1024), (1024, 8)])
+def test_open_files(hard: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The soft limit, often 1,024, is raised; two host groups take a socket for each two ranks."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    if hard >= 2 * ranks + 256:
+        raise_open_files(ranks)
+    else:
+        with pytest.raises(UserError, match="found at most 2,303 of a process .* expected at least 2,304 with 1,024"):
+            raise_open_files(ranks)
+    assert asked == [(hard, hard)]

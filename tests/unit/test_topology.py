@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +100,19 @@ def test_equal_sets_share_a_group_but_the_loader_and_gradients_have_their_own() 
     assert topology.group("vision", "cp", "sp") is topology.world
     with pytest.raises(KeyError, match="no module `audio`; there are vision, text"):
         topology.group("audio", "tp")
+
+
+def sockets() -> int:
+    """How many this process has open."""
+    return sum(link.exists() and link.is_socket() for link in Path("/proc/self/fd").iterdir())
+
+
+@on_ranks(4)
+def test_a_host_group_takes_a_socket_for_each_rank() -> None:
+    """What `raise_open_files` counts: those of a topology are two, whatever its modules."""
+    before = sockets()
+    kept = PLATFORM.host_group("one more")
+    assert 3 <= sockets() - before <= 4, kept
 
 
 @on_ranks(4)

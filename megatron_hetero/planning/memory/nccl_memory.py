@@ -1,8 +1,7 @@
 """What communicators take of a GPU's memory, about. Pure.
 
-NCCL allocates buffers for each connection and channel when ranks first use an algorithm, and keeps them; start-up uses
-all that a run does (`Topology.build`), so that no step allocates. How many channels there are depends on the GPUs and
-links; the figures here are those of a node of eight H100:
+NCCL allocates buffers for each connection and channel when ranks first use an algorithm, at start-up, and keeps them.
+How many channels there are depends on the GPUs and links; the figures here are those of a node of eight H100:
 
   * messages and all-to-alls connect every two ranks that have something for each other: a first `all_to_all_single` of
     eight ranks took 3.28 GB, or 0.47 GB for each of the seven others (NVIDIA/nccl issue 1685, 32 channels). Those of
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_hetero.distributed.communicators import Axes, CommunicatorKind, Ranks
+from megatron_hetero.distributed.communicators import Axes, CommunicatorKind, Ranks, max_ctas
 
 NODE = 8
 """Ranks of a node."""
@@ -53,7 +52,7 @@ def bytes_by_rank(kinds: Sequence[CommunicatorKind], world_size: int) -> np.ndar
 def _exchange_bytes(kind: CommunicatorKind) -> int:
     """What messages and all-to-alls take. Attention under `sp` exchanges heads for tokens."""
     exchanges = any(not isinstance(use, Axes) or use.axes == ("sp",) for use in kind.uses)
-    channels = min(kind.max_ctas or PEER_CHANNELS, PEER_CHANNELS)
+    channels = max_ctas(kind.uses[0]) or PEER_CHANNELS
     return exchanges * max(map(_others, kind.groups)) * PEER_BYTES * channels // PEER_CHANNELS
 
 

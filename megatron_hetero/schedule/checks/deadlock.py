@@ -16,9 +16,9 @@ All of these are conjunctions: each event waits for all of its predecessors. So 
 of beginnings and ends has no cycle, whatever the durations. What a batch of data skips, it skips on all ranks that take
 part, which adds no cycle.
 
-Hosts never wait here. On NCCL they do when two ranks first send to each other on a communicator: the two connect, and
-each call returns when the other rank has made its own. Many schedules would deadlock on that, since they post early; so
-ranks are assumed to be connected before a schedule begins.
+Hosts never wait here, and kernels find room (`residency`). On NCCL hosts do wait in the first use of each algorithm of
+a communicator, and when two ranks first send to each other: ranks connect, and each call returns when the others have
+made their own. Many schedules would deadlock on that, since they post early; so `Topology.build` connects all ranks.
 
 Ranks are checked in classes. First by role, as if each rank depended on what any rank of the role depends on, which
 finds every cycle. If there is one, again by classes of ranks whose peers in all pipelines are of one class too. Then

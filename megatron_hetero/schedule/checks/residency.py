@@ -1,9 +1,8 @@
 """How many CTAs of communication wait on a rank's GPU at a time.
 
-That operations on several communicators end (`deadlock`) takes all kernels that begin to fit on the GPU beside each
-other: one that finds no SM waits for others to end, which may wait for it. A receive posted early, and a send whose
-receive has not been posted, occupy their SMs all the while. A communicator runs one kernel at a time, of at most its
-`max_ctas`; a CTA of NCCL has up to 640 threads, and is counted as an SM.
+That they end (`deadlock`) takes all kernels that begin to fit on the GPU beside each other: one that finds no SM waits
+for others to end, which may wait for it. A receive posted early occupies its SMs all the while. A communicator runs one
+kernel at a time, of at most its `max_ctas`; a CTA of NCCL has up to 640 threads, and is counted as an SM.
 """
 
 from __future__ import annotations
