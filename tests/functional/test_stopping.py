@@ -116,11 +116,21 @@ def test_a_second_ctrl_c_ends_a_run_at_once(folder: Path, tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------ examples/slurm
 
 
+SRUN = """\
+while [[ $1 == -* ]]; do shift; done
+set -m
+SLURM_NODEID=0 "$@" &
+trap 'kill -USR1 -- -$!' USR1
+while :; do wait $!; status=$?; ((status > 128)) && kill -0 $! 2>/dev/null || exit $status; done
+"""
+"""It passes a signal on to all processes of a task."""
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
     """A folder that jobs are submitted from, on a cluster of one node. Slurm's two programs are stood in for."""
     programs = {
-        "srun": 'while [[ $1 == -* ]]; do shift; done; SLURM_NODEID=0 exec "$@"',
+        "srun": SRUN,
         "scontrol": f"case $1 in show) echo localhost;; *) echo $@ >> {tmp_path}/asked;; esac",
         ".venv/bin/python": f'exec {sys.executable} "$@"',
     }

@@ -82,6 +82,26 @@ def test_a_terminal_that_goes_is_no_error() -> None:
         print("three")
 
 
+@pytest.mark.parametrize(
+    "ranks, told", [({}, (141, 0)), ({"RANK": "0", "WORLD_SIZE": "1"}, (1, 1))], ids=["alone", "a rank"]
+)
+def test_a_closed_pipe_ends_a_command_in_silence(ranks: dict[str, str], told: tuple[int, int]) -> None:
+    """As in `--help | head`; a rank says why it ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    status, _, err = run("print('something')", out=writer, **ranks)
+    os.close(writer)
+    assert (status, err.count("\n")) == told, err
+
+
+def test_a_start_outside_the_environment_is_an_error_in_one_line() -> None:
+    """Without any package; an interpreter that is too old fails at the same place."""
+    command = [sys.executable, "-S", "-E", "pretrain_vlm.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("error: No module named ") and "make venv" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_file_does_not_cut_tables() -> None:
     assert "a" * 90 + " │ " + "b" * 90 in run(TABLE.strip())[1]
 

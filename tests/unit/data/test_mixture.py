@@ -117,9 +117,13 @@ def test_shares_round_trip(text: str) -> None:
     assert str(SampledDataset.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["c%", "c%0", "c%0.0", "c%-5", "c%half", "c%nan", "c%1e3", "%50", "c%50%"])
+@pytest.mark.parametrize(
+    "text", ["c%", "c%0", "c%0.0", "c%-5", "c%half", "c%nan", "c%1e300", f"c%{10**300}", "%50", "c%50%"]
+)
 def test_bad_rates_are_named(registry: dict[str, DatasetConfig], text: str) -> None:
-    with pytest.raises(UserError, match=r"data\.datasets: found '.*a percentage > 0.*%50") as caught:
+    with pytest.raises(
+        UserError, match=r"data\.datasets: found '.*a percentage > 0 and ≤ 1000000, in digits.*%50"
+    ) as caught:
         Mixture.parse([text], registry, shuffle=False, seed=0)
     assert repr(text) in str(caught.value)
 
