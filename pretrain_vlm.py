@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
 
 def train(config: Config, request: StopRequest) -> None:
     """Train and evaluate the model, export it, and answer the held-out questions with it."""
-    with process_group(config.schedule.timeout_s, connections=config.connections) as platform:
+    with process_group(config.schedule.timeout_s) as platform:
         finished = train_and_export(config, platform, request)
     if not finished:
         note_stop()
@@ -116,4 +116,4 @@ def train_steps(run: Trainer, writer: Writer, request: StopRequest) -> int | Non
 
 
 if __name__ == "__main__":
-    guarded(main, sys.argv[1:], connections=None)  # The configuration says how many.
+    guarded(main, sys.argv[1:])

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.roofline.cases import LAYOUTS, WORLD, Step, steps
-from benchmarks.roofline.devices import GPUS, Gpu
+from benchmarks.roofline.devices import ASSUMED, BEST, GPUS, Gpu
 from benchmarks.roofline.measured import read, with_measured
 from benchmarks.roofline.prediction import Prediction, phase_times
-from benchmarks.roofline.report import Measured, numbers_of, text_of
+from benchmarks.roofline.report import Found, Measured, numbers_of, text_of
 from tests.fake_cuda import guard
 from tests.fake_cuda.cases import Case
 
@@ -42,13 +42,14 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"--measured: {error}")
     every = steps(gpu.usable, options.model or LAYOUTS)
-    counted = _counted([step.case for step in every])
-    found, measured = list[tuple[Step, Prediction, float]](), list[Measured]()
+    counted = _counted([step.case for step in every], gpu)
+    found, measured = list[Found](), list[Measured]()
     for step, counts in zip(every, counted, strict=True):
-        alone = _predicted(step, counts["costs"], gpu)
-        prediction, seconds = with_measured(step, alone, shares)
-        found.append((step, prediction, counts["peak"]))
-        measured += [(step, alone, seconds)] if seconds else []
+        alone = {name: _predicted(step, counts["costs"], gpu, name) for name in ASSUMED}
+        both = {name: with_measured(step, each, shares) for name, each in alone.items()}
+        found.append((step, {name: prediction for name, (prediction, _) in both.items()}, counts["peak"]))
+        _, seconds = both[BEST]
+        measured += [(step, alone[BEST], seconds)] if seconds else []
     page = text_of(found, gpu, measured)
     print(page)
     if options.results is not None:
@@ -73,7 +74,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _counted(cases: Sequence[Case]) -> list[dict[str, Any]]:
+def _counted(cases: Sequence[Case], gpu: Gpu) -> list[dict[str, Any]]:
     """What the worker finds of each case. Raises `RuntimeError` with the output of a process that failed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -81,7 +82,9 @@ def _counted(cases: Sequence[Case]) -> list[dict[str, Any]]:
         file = folder / "cases.json"
         file.write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
         shares = [map(str, range(first, len(cases), PROCESSES)) for first in range(PROCESSES)]
-        started = [_start([str(library), str(file), *share], folder / str(n)) for n, share in enumerate(shares)]
+        started = [
+            _start([str(library), gpu.name, str(file), *share], folder / str(n)) for n, share in enumerate(shares)
+        ]
         found: dict[int, dict[str, Any]] = {}
         for number, process in enumerate(started):
             if process.wait() != 0:
@@ -101,9 +104,9 @@ def _start(arguments: Sequence[str], files: Path) -> subprocess.Popen[str]:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=errors, text=True)
 
 
-def _predicted(step: Step, costs: Sequence[Sequence[Any]], gpu: Gpu) -> Prediction:
+def _predicted(step: Step, costs: Sequence[Sequence[Any]], gpu: Gpu, assumed: str = BEST) -> Prediction:
     pictures = step.samples * step.layouts.replicas
-    times = phase_times(costs, gpu)
+    times = phase_times(costs, assumed)
     return Prediction(times, step.micro_batches, step.flops, pictures * step.picture.patches, WORLD, gpu)
 
 

@@ -86,8 +86,8 @@ class Layouts:
     @property
     def overlapped(self) -> Layouts:
         """The same, where MLPs exchange tokens over tp beside their products."""
-        flags = [f"--model.tp_overlap.{name} 4" for name in ("vision", "text") if "tp" in getattr(self, name)]
-        return replace(self, label="tp_overlap 4", more=" ".join(flags))
+        flags = [f"--model.tp_overlap.{name} 2" for name in ("vision", "text") if "tp" in getattr(self, name)]
+        return replace(self, label="tp_overlap 2", more=" ".join(flags))
 
 
 ZERO3 = Layouts("ZeRO-3", "dp:8", "dp:8", 8, "ZeRO-3", "--zero.vision 3 --zero.text 3")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from math import ceil
 from typing import Any, Self
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks.roofline.devices import COLLECTIVE, GPUS, LINKS, MEMORY, PRODUCTS, Gpu
+from benchmarks.roofline.devices import ASSUMED, BEST, COLLECTIVE, LINKS, MEMORY, PRODUCTS, Assumed, Gpu
 from benchmarks.roofline.timeline import Timeline, works_noted
 from tests.fake_cuda.device import FakeGpu
 from tests.fake_cuda.rank import BEFORE, SUMS, WEIGHTS
@@ -38,51 +40,82 @@ FILLING = frozenset(
 @dataclass(frozen=True)
 class Ask:
     """One kernel. `kind`: "product", "attention", "memory" or "wire"; `flops`; `memory`: bytes read and written;
-    `wire`: bytes that this rank sends.
+    `wire`: bytes that this rank sends. `shape`: rows and columns of a product.
     """
 
     kind: str
     flops: float = 0.0
     memory: float = 0.0
     wire: float = 0.0
+    shape: tuple[int, int] = (0, 0)
 
-    def seconds(self, gpu: Gpu) -> float:
-        """The least that a device takes: as long as what it is slowest at."""
-        rate = gpu.attention * gpu.peak if self.kind == "attention" else PRODUCTS * gpu.peak
-        sending = self.wire / (LINKS * gpu.links) + COLLECTIVE if self.kind == "wire" else 0.0
-        return max(self.flops / rate, self.memory / (MEMORY * gpu.memory), sending)
+    def seconds(self, gpu: Gpu, assumed: Assumed = ASSUMED[BEST]) -> float:
+        """What a device takes at the least, `assumed` that: as long as what it is slowest at."""
+        if self.kind == "wire":
+            return (self.wire + assumed.ramp) / (LINKS * gpu.links) + COLLECTIVE
+        share = gpu.attention * assumed.attention if self.kind == "attention" else PRODUCTS * assumed.products
+        if assumed.waves and self.kind == "product":
+            share *= filled(*self.shape, gpu.processors)
+        return max(self.flops / (share * gpu.peak), self.memory / (MEMORY * gpu.memory))
+
+
+TILES = {(128, 256): 1.0, (256, 128): 1.0, (128, 128): 0.93, (64, 256): 0.85, (256, 64): 0.85, (64, 64): 0.6}
+"""Rows and columns of a result that a multiprocessor computes at a time, and how fast it does so."""
+CUTS = {1: 1.0, 2: 0.95, 4: 0.9}
+"""Into how many parts, to be added up, a product may be cut along its inner dimension, and how fast it is then."""
+
+
+@cache
+def filled(rows: int, columns: int, processors: int) -> float:
+    """How fast a product is whose last wave of tiles may leave multiprocessors idle, 1 if none is: by the best choice
+    of tiles.
+    """
+
+    def speed(tile: tuple[int, int], cuts: int) -> float:
+        tiles = ceil(rows / tile[0]) * ceil(columns / tile[1]) * cuts
+        used = rows * columns * cuts / (tile[0] * tile[1])
+        return TILES[tile] * CUTS[cuts] * used / (ceil(tiles / processors) * processors)
+
+    return max((speed(tile, cuts) for tile in TILES for cuts in CUTS), default=1.0) if rows and columns else 1.0
 
 
 @dataclass
 class Costs:
-    """Kernels of one kind in a phase, on one stream, added up. `seconds`: by GPU."""
+    """Kernels of one kind in a phase, on one stream, added up. `seconds`: by what is `ASSUMED`."""
 
     kernels: int = 0
     flops: float = 0.0
     memory: float = 0.0
     wire: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(GPUS, 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ASSUMED, 0.0))
 
-    def add(self, ask: Ask) -> None:
+    def add(self, ask: Ask, seconds: Mapping[str, float]) -> None:
         """Take one more."""
         self.kernels += 1
         self.flops += ask.flops
         self.memory += ask.memory
         self.wire += ask.wire
-        for gpu in GPUS.values():
-            self.seconds[gpu.name] += ask.seconds(gpu)
+        for name, each in seconds.items():
+            self.seconds[name] += each
 
 
 class CountingGpu(FakeGpu):
     """A fake device that adds up what it is asked for: `costs` by phase of a step, stream ("main", "side", "links") and
-    kind.
+    kind. `gpu`: whose seconds are counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         super().__init__()
+        self.gpu = gpu
         self.costs: dict[tuple[str, str, str], Costs] = defaultdict(Costs)
-        self._timelines = {name: Timeline() for name in GPUS}
-        self._ends: dict[str, float] | None = None  # by GPU, when the collective that was issued last ends
+        self._seconds = cache(lambda ask: {name: ask.seconds(gpu, assumed) for name, assumed in ASSUMED.items()})
+        self.start_again()
+
+    def start_again(self) -> None:
+        """Forget what was counted."""
+        self.costs.clear()
+        self._timelines = {name: Timeline(each.queues, each.slowed, each.late) for name, each in ASSUMED.items()}
+        self._issuing: Ask | None = None
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -101,28 +134,29 @@ class CountingGpu(FakeGpu):
                 self._add(Ask("memory", memory=_bytes(args) / (kernels if apart else 1) + _bytes(out) / kernels))
 
     def _add(self, ask: Ask) -> None:
-        assert self._ends is None, "a method that issues collectives is missing in COLLECTIVES"
-        if self.beside:  # What its own stream carries is in order.
-            self._ends = {} if ask.kind == "wire" else None
-            self.costs[self.phase, "side", ask.kind].add(ask)
-            return
-        self.costs[self.phase, "links" if ask.kind == "wire" else "main", ask.kind].add(ask)
-        for name, timeline in self._timelines.items():
-            seconds = ask.seconds(GPUS[name])
-            if ask.kind == "wire":
-                self._ends = self._ends or {}
-                once = SUMS in self.phase or self.phase in (WEIGHTS, BEFORE)
-                self._ends[name] = timeline.issue(seconds, "once" if once else "")
-            else:
-                timeline.compute(seconds)
+        assert self._issuing is None, "a method that issues collectives is missing in COLLECTIVES"
+        self._issuing = ask if ask.kind == "wire" else None
+        stream = "side" if self.beside else "links" if self._issuing else "main"
+        seconds = self._seconds(ask)
+        self.costs[self.phase, stream, ask.kind].add(ask, seconds)
+        if stream == "main":
+            for name, timeline in self._timelines.items():
+                for link, late in timeline.compute(seconds[name]).items():
+                    self.costs[link or self.phase, "main", "wire"].seconds[name] += late
 
-    def _issued(self) -> dict[str, float]:
-        ends, self._ends = self._ends or {}, None
-        return ends
+    def _issued(self, communicator: str) -> dict[str, int]:
+        """The number of a collective on each timeline. What its own stream carries ("side") is in order there."""
+        ask, self._issuing = self._issuing, None
+        if ask is None or self.beside:
+            return {}
+        # What is done once in a step has a link of its own, named by the phase that what waits for it counts to.
+        once = SUMS if SUMS in self.phase else WEIGHTS if self.phase in (WEIGHTS, BEFORE) else ""
+        seconds = self._seconds(ask)
+        return {name: each.issue(seconds[name], once, communicator) for name, each in self._timelines.items()}
 
-    def _wait(self, ends: Mapping[str, float]) -> None:
-        for name, end in ends.items():
-            idle = self._timelines[name].wait(end)
+    def _wait(self, works: Mapping[str, int]) -> None:
+        for name, work in works.items():
+            idle = self._timelines[name].wait(work)
             self.costs[self.phase, "main", "wire"].seconds[name] += idle
 
 
@@ -134,7 +168,8 @@ def ask_of(packet: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Ask:
         return Ask("attention", _attention(packet, args), _moved(args, kwargs, out))
     if packet in OF_MATRICES:
         factors = [x for x in args if isinstance(x, Tensor)]  # And not the dtype of the result.
-        return Ask("product", flop_registry[packet](*factors, out_val=out), _moved(args, kwargs, out))
+        flops, columns = flop_registry[packet](*factors, out_val=out), out.shape[-1]
+        return Ask("product", flops, _moved(args, kwargs, out), shape=(out.numel() // max(1, columns), columns))
     if name in _WIRE:
         return Ask("wire", wire=_WIRE[name](args))
     if name in CHOOSING:

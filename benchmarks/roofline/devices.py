@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_hetero.config.gpus import USABLE_GIB, GpuName
 
@@ -13,17 +13,54 @@ an H100 (Shah et al. 2024, arXiv 2407.08608).
 """
 FLASH_3 = {"forward": 1.75, "backward": 1.6}
 """How many times as fast FlashAttention-3 is on Hopper: 1.5 to 2 and 1.5 to 1.75 (the same paper)."""
-LAUNCH, COLLECTIVE = 5e-6, 10e-6
-"""Assumed: seconds of the host for a kernel that PyTorch launches from Python, forward or backward; seconds that a
-collective takes besides moving its bytes.
-"""
+COLLECTIVE = 10e-6
+"""Assumed: seconds that a collective takes besides moving its bytes."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What nobody knows before it is measured. `launch`: seconds of the host for a kernel that PyTorch launches from
+    Python, forward or backward. `ramp`: bytes of a message of which half the links' rate is reached. `slowed`: share of
+    the device that a kernel lacks while the links carry something. `late`: seconds until a collective begins where the
+    kernel issued behind it begins first. `waves`: whether products take whole waves of tiles.
+    `products`, `attention`: times what `PRODUCTS` and `ATTENTION` say. `queues`: hardware queues.
+    """
+
+    launch: float = 5e-6
+    ramp: float = 0.0
+    slowed: float = 0.0
+    late: float = 0.0
+    waves: bool = False
+    products: float = 1.0
+    attention: float = 1.0
+    queues: int = 32
+
+
+WORST = Assumed(launch=12e-6, ramp=15e6, slowed=0.18, late=40e-6, waves=True, products=0.9, attention=0.85)
+"""The other end of the range."""
+BEST, LEAST = "optimistic", "pessimistic"
+ASSUMED = {
+    BEST: Assumed(),
+    LEAST: WORST,
+    "one hardware queue": Assumed(queues=1),
+    "eight hardware queues": Assumed(queues=8),
+    "links by size of message": Assumed(ramp=WORST.ramp),
+    "kernels slower beside collectives": Assumed(slowed=WORST.slowed),
+    "collectives begin late": Assumed(late=WORST.late),
+    "products in whole waves of tiles": Assumed(waves=True),
+    "slower products": Assumed(products=WORST.products),
+    "slower attention": Assumed(attention=WORST.attention),
+    "slower host": Assumed(launch=WORST.launch),
+    "pessimistic, one hardware queue": replace(WORST, queues=1),
+}
+"""The range, and what each assumption is worth alone."""
 
 
 @dataclass(frozen=True)
 class Gpu:
     """A device, eight of them in a node. From its data sheet: dense bfloat16 operations per second (`peak`), bytes per
     second of its memory and of its links, one way. `attention`: the share of `peak` that attention reaches. `usable`:
-    bytes of memory.
+    bytes of memory. `processors`: multiprocessors.
     """
 
     name: str
@@ -32,6 +69,7 @@ class Gpu:
     links: float
     attention: float
     usable: float
+    processors: int = 132
 
     @property
     def is_hopper(self) -> bool:
@@ -39,8 +77,9 @@ class Gpu:
         return self.name in ("h100", "h200")
 
 
-def _gpu(name: GpuName, peak: float, memory: float, links: float, attention: float = ATTENTION) -> Gpu:
-    return Gpu(name, peak, memory, links, attention, USABLE_GIB[name] * 2**30)
+def _gpu(name: GpuName, peak: float, memory: float, links: float, *more: float) -> Gpu:
+    attention, processors = more or (ATTENTION, 132)
+    return Gpu(name, peak, memory, links, attention, USABLE_GIB[name] * 2**30, int(processors))
 
 
 GPUS = {
@@ -49,6 +88,6 @@ GPUS = {
         # NVIDIA's data sheets of the SXM modules.
         _gpu("h100", 989.4e12, 3.35e12, 450e9),
         _gpu("h200", 989.4e12, 4.8e12, 450e9),
-        _gpu("a100-80", 312e12, 2.039e12, 300e9, 0.6),  # 50 to 73 %: Dao 2023, arXiv 2307.08691
+        _gpu("a100-80", 312e12, 2.039e12, 300e9, 0.6, 108),  # 50 to 73 %: Dao 2023, arXiv 2307.08691
     )
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.roofline.devices import LAUNCH, Gpu
+from benchmarks.roofline.devices import ASSUMED, BEST, Gpu
 from tests.fake_cuda.rank import within
 
 DIRECTIONS = ("forward", "backward")
@@ -20,12 +20,14 @@ ENDING = ("gradient sums", "update", "weights", "rest")
 class PhaseTime:
     """Seconds of a phase: of the device (the longer of its streams), and of the host that launches `kernels`.
     `by_kind`: of the stream that computes, by kind of kernel; "wire" is what it waits for the `links`.
+    `launch`: seconds of the host for a kernel.
     """
 
     device: float
     kernels: int
     by_kind: Mapping[str, float]
     links: float = 0.0
+    launch: float = ASSUMED[BEST].launch
 
     def with_attention(self, times: float) -> PhaseTime:
         """Where attention is so many times as fast."""
@@ -41,7 +43,7 @@ class PhaseTime:
     @property
     def host(self) -> float:
         """Seconds in which the kernels are launched."""
-        return self.kernels * LAUNCH
+        return self.kernels * self.launch
 
     @property
     def seconds(self) -> float:
@@ -49,17 +51,17 @@ class PhaseTime:
         return max(self.device, self.host)
 
 
-def phase_times(costs: Sequence[Sequence[Any]], gpu: Gpu) -> dict[str, PhaseTime]:
-    """By phase, of `costs` as the worker writes them."""
+def phase_times(costs: Sequence[Sequence[Any]], assumed: str = BEST) -> dict[str, PhaseTime]:
+    """By phase, of `costs` as the worker writes them, `assumed` what is `ASSUMED` by that name."""
     streams: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: {"main": {}, "side": {}, "links": {}})
     kernels: dict[str, int] = defaultdict(int)
     for phase, stream, kind, found in costs:
-        streams[phase][stream][kind] = found["seconds"][gpu.name]
+        streams[phase][stream][kind] = found["seconds"][assumed]
         kernels[phase] += found["kernels"]
 
     def of_phase(phase: str, of: Mapping[str, Mapping[str, float]]) -> PhaseTime:
         main, side, links = (sum(of[stream].values()) for stream in ("main", "side", "links"))
-        return PhaseTime(max(main, side), kernels[phase], of["main"], links)
+        return PhaseTime(max(main, side), kernels[phase], of["main"], links, ASSUMED[assumed].launch)
 
     return {phase: of_phase(phase, of) for phase, of in streams.items()}
 

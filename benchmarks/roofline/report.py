@@ -7,7 +7,20 @@ from typing import Any
 
 from benchmarks.report import table
 from benchmarks.roofline.cases import PICTURES, TEXT_TOKENS, WORLD, Picture, Step
-from benchmarks.roofline.devices import ATTENTION, COLLECTIVE, FLASH_3, LAUNCH, LINKS, MEMORY, PRODUCTS, Gpu
+from benchmarks.roofline.costs import Ask
+from benchmarks.roofline.devices import (
+    ASSUMED,
+    ATTENTION,
+    BEST,
+    COLLECTIVE,
+    FLASH_3,
+    LEAST,
+    LINKS,
+    MEMORY,
+    PRODUCTS,
+    WORST,
+    Gpu,
+)
 from benchmarks.roofline.prediction import MODULES, Prediction
 
 COLUMNS = (
@@ -15,13 +28,13 @@ COLUMNS = (
     "| waits for the host, ms | MFU vision | MFU text | MFU micro-batch | with FlashAttention-3 "
     "| MFU step | patches/s | published"
 )
-Found = Sequence[tuple[Step, Prediction, float]]
-"""Steps, what is predicted of them, and the peak of their memory in bytes."""
+Found = tuple[Step, Mapping[str, Prediction], float]
+"""A step, what is predicted of it by what is `ASSUMED`, and the peak of its memory in bytes."""
 Measured = tuple[Step, Prediction, Mapping[str, float]]
 """A step, what is predicted of it, and seconds of phases that were measured, without what they wait for links."""
 
 
-def text_of(found: Found, gpu: Gpu, measured: Sequence[Measured] = ()) -> str:
+def text_of(found: Sequence[Found], gpu: Gpu, measured: Sequence[Measured] = ()) -> str:
     """The whole page."""
     models = list(dict.fromkeys(step.model for step, *_ in found))
     parts = [
@@ -35,6 +48,7 @@ def text_of(found: Found, gpu: Gpu, measured: Sequence[Measured] = ()) -> str:
     for model in models:
         of_model = [each for each in found if each[0].model == model]
         parts.append(f"## Qwen2.5-VL-{model.upper()}")
+        parts += ["### What each assumption is worth", worth(of_model)]
         parts += [_of_picture(picture, of_model) for picture in PICTURES]
         parts += ["### `sp|tp` over the best of the others", _ratios(of_model)]
     return "\n\n".join(parts)
@@ -52,7 +66,7 @@ def compared(measured: Sequence[Measured]) -> str:
     return table("layout | step | phase | measured, ms | predicted, ms | measured / predicted", rows)
 
 
-def numbers_of(found: Found) -> list[dict[str, Any]]:
+def numbers_of(found: Sequence[Found]) -> list[dict[str, Any]]:
     """For JSON."""
     return [
         {
@@ -79,8 +93,11 @@ def numbers_of(found: Found) -> list[dict[str, Any]]:
             "step_s": p.step,
             "mfu": {**p.mfu_of_modules, "micro_batch": p.mfu_of_micro_batch, "step": p.mfu_of_step},
             "patches_per_s": p.patches_per_second,
+            "mfu_of_micro_batch_assumed": {name: each.mfu_of_micro_batch for name, each in every.items()},
+            "mfu_of_step_assumed": {name: each.mfu_of_step for name, each in every.items()},
         }
-        for step, p, peak in found
+        for step, every, peak in found
+        for p in [every[BEST]]
     ]
 
 
@@ -92,31 +109,59 @@ Assumed of the device: {PRODUCTS * gpu.peak / 1e12:.0f} of {gpu.peak / 1e12:.0f}
 its ranges),
 {MEMORY * gpu.memory / 1e12:.2f} of {gpu.memory / 1e12:.2f} TB/s of memory, {LINKS * gpu.links / 1e9:.0f} of
 {gpu.links / 1e9:.0f} GB/s of links, {COLLECTIVE * 1e6:.0f} µs for a collective besides its bytes; of the host
-{LAUNCH * 1e6:.0f} µs for a kernel. The second number of each pair is the data sheet's. A kernel takes as long as what
-it is slowest at, kernels of one stream follow each other, and a phase takes as long as the slower of device and host.
-Collectives run beside kernels from where they are issued, one after another, until the program waits for them.
+{ASSUMED[BEST].launch * 1e6:.0f} µs for a kernel. The second number of each pair is the data sheet's. A kernel takes as
+long as what it is slowest at, kernels of one stream follow each other, and a phase takes as long as the slower of
+device and host. Collectives run beside kernels as streams and hardware queues let them (`roofline/timeline.py`).
+
+That is the optimistic end of what is predicted. Times of phases, MFU by module and the MFU with FlashAttention-3 are
+of it, and of ranges it is the second number. The first, the pessimistic end, assumes besides: {WORST.launch * 1e6:.0f}
+µs of the host for a kernel; messages of {WORST.ramp / 1e6:.0f} MB reach half the links' rate, of 30 to 60 MB
+{_rate(gpu, 30e6)} to {_rate(gpu, 60e6)} GB/s, larger ones up to {_rate(gpu, 1e12)}; kernels lack {WORST.slowed:.0%} of
+the device while the links carry something (NCCL's CTAs, power, memory); a collective begins {WORST.late * 1e6:.0f} µs
+late where the kernel issued behind it fills the device first; products take whole waves of tiles, and reach
+{WORST.products:.0%} of the rate above, attention {WORST.attention:.0%}.
+
 MFU is of the data sheet's peak, and counts no recomputation.
 
-Left out: caches (each kernel reads and writes all it names), that kernels are slower while collectives run (NCCL takes
-some of the multiprocessors), waiting for slower ranks (all are as the first), that small matrix products and attention
-in small windows reach less than large ones, that some kernels are several launches (`_foreach`, AdamW), the host's work
-besides launching, the loader. Functions that a GPU compiles run here as the kernels they are made of. A sample has one
-picture and {TEXT_TOKENS} tokens where nothing else is said: the published table (Ray, Qwen2.5-VL-32B on 8 H100) does
-not state its texts."""
+Left out: caches (each kernel reads and writes all it names), waiting for slower ranks (all are as the first), that
+attention in small windows reaches less than in large ones, that some kernels are several launches (`_foreach`, AdamW),
+the loader. Functions that a GPU compiles run here as the kernels they are made of. A sample has one picture and
+{TEXT_TOKENS} tokens where nothing else is said: the published table (Ray, Qwen2.5-VL-32B on 8 H100) does not state its
+texts."""
 
 
-def _of_picture(picture: Picture, found: Found) -> str:
+def _rate(gpu: Gpu, message: float) -> str:
+    """GB/s at the pessimistic end."""
+    return f"{message / Ask('wire', wire=message).seconds(gpu, WORST) / 1e9:.0f}"
+
+
+def _of_picture(picture: Picture, found: Sequence[Found]) -> str:
     rows = [_row(*each) for each in found if each[0].picture == picture]
     return f"### {picture}\n\n{table(COLUMNS, rows)}"
 
 
-def _row(step: Step, p: Prediction, peak: float) -> str:
+def worth(found: Sequence[Found]) -> str:
+    """A table of the MFU of a micro-batch, and of a step, of the longest packs by what is assumed."""
+    steps = [each for each in found if each[0].picture is PICTURES[0]]
+    rows = []
+    for name in ASSUMED:
+        cells = [f"{every[name].mfu_of_micro_batch:.1%} / {every[name].mfu_of_step:.1%}" for _, every, _ in steps]
+        rows.append(" | ".join([name, *cells]))
+    return table(" | ".join(["assumed", *(_name(step) for step, *_ in steps)]), rows)
+
+
+def _name(step: Step) -> str:
+    return f"`{step.layouts}`".replace("|", "\\|")
+
+
+def _row(step: Step, every: Mapping[str, Prediction], peak: float) -> str:
+    p, least = every[BEST], every[LEAST]
     memory = f"{peak / 2**30:.1f}" + ("" if peak <= p.gpu.usable else " (does not fit)")
     waits = sum(max(0.0, t.host - t.device) for t in p.phases.values())
     published = dict(step.picture.published).get(step.layouts.kind) if step.model == "32b" else None
     boundary = p.micro_batch - sum(map(p.module, MODULES))
     cells = (
-        f"`{step.layouts}`".replace("|", "\\|"),
+        _name(step),
         f"{p.micro_batches} × {step.samples}",
         " and ".join(step.recomputed),
         memory,
@@ -125,19 +170,19 @@ def _row(step: Step, p: Prediction, peak: float) -> str:
         f"{1e3 * p.end:.0f}",
         f"{1e3 * waits:.0f}",
         *(f"{p.mfu_of_modules[name]:.0%}" for name in MODULES),
-        f"{p.mfu_of_micro_batch:.0%}",
+        f"{100 * least.mfu_of_micro_batch:.0f}–{p.mfu_of_micro_batch:.0%}",
         f"{p.with_attention(**FLASH_3).mfu_of_micro_batch:.0%}" if p.gpu.is_hopper else "",
-        f"{p.mfu_of_step:.0%}",
-        f"{p.patches_per_second:,.0f}",
+        f"{100 * least.mfu_of_step:.0f}–{p.mfu_of_step:.0%}",
+        f"{least.patches_per_second:,.0f}–{p.patches_per_second:,.0f}",
         f"{published:,}" if published else "",
     )
     return " | ".join(cells)
 
 
-def _ratios(found: Found) -> str:
+def _ratios(found: Sequence[Found]) -> str:
     rows = []
     for picture in PICTURES:
-        best = _best({kind: [p for s, p, peak in found if (s.picture, s.layouts.kind) == (picture, kind)]
+        best = _best({kind: [every[BEST] for s, every, _ in found if (s.picture, s.layouts.kind) == (picture, kind)]
                       for kind in ("sp|tp", "uniform tp", "ZeRO-3")})  # fmt: skip
         published = dict(picture.published)
         over = (f"{published['sp|tp'] / published['uniform tp']:.2f}",) if published else ("",)

@@ -415,14 +415,6 @@ class Config:
         return self.zero.get(module, 1)
 
     @property
-    def connections(self) -> int:
-        """Hardware queues of a GPU (CUDA_DEVICE_MAX_CONNECTIONS): 1, for the order that Megatron's linear layers rely
-        on; 8, CUDA's default, where weights or activations travel in streams of their own, which one queue holds up.
-        """
-        streams = any(zero > 1 for zero in self.zero.values()) or any(o.activations for o in self.offload.values())
-        return 8 if streams else 1
-
-    @property
     def answers(self) -> bool:
         """Whether the exported model answers the questions of `eval.datasets` after training. Plain `transformers`
         supports this with one encoder only.

@@ -64,12 +64,12 @@ _LOST_PEER = (
 
 
 @contextlib.contextmanager
-def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0, *, connections: int = 1) -> Iterator[Platform]:
+def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0) -> Iterator[Platform]:
     """The platform of this process, with the default process group inside the context.
 
     `timeout_s`: what the interpreter is given, seconds after which its watchdog ends a process. The process groups' own
     time-out is longer (`group_timeout`). `start_s`: seconds within which all ranks must come; who is missing is said
-    before. `connections`: hardware queues of a GPU, see `prepare_environment`.
+    before.
 
     Raises `UserError` where ranks do not come, where the environment does not say how to find them, or where this rank
     has no device.
@@ -80,7 +80,7 @@ def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0, *, connect
     stay_on_host()
     require_interfaces()
     raise_open_files(world_size())
-    prepare_environment(connections=connections)
+    prepare_environment()
     import torch.distributed as dist
 
     from megatron_hetero.distributed.meeting import meet
@@ -96,16 +96,15 @@ def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0, *, connect
     dist.destroy_process_group()
 
 
-def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str], *, connections: int | None = 1) -> None:
-    """Run `main`. Whatever goes wrong is reported on one rank and ends the process at once. `connections`: hardware
-    queues of a GPU, see `prepare_environment`.
+def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
+    """Run `main`. Whatever goes wrong is reported on one rank and ends the process at once.
 
     Exit status: 1 for an error, 130 for Ctrl-C. Where torchrun is killed, its ranks end too (on Linux).
     """
     _end_with_torchrun()
     open_closed_outputs()
     hide_stack_traces()
-    prepare_environment(connections=connections)
+    prepare_environment()
     try:
         _run(main, argv)
     except KeyboardInterrupt:

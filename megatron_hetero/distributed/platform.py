@@ -301,6 +301,10 @@ class Platform:
     def prepare_megatron(self) -> None:
         """Make the places of Megatron-Core that take CUDA for granted work on this platform. Idempotent."""
         prepare_environment()  # A no-op where the process group is ours.
+        from megatron.core.tensor_parallel import layers
+
+        # It would advise one hardware queue; collectives of high priority begin in time with several.
+        cast("Any", layers.linear_with_grad_accumulation_and_async_allreduce).warned = True
         if self.is_cuda:
             return
         import megatron.core.tensor_parallel.random as megatron_random

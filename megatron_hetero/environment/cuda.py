@@ -4,11 +4,14 @@ CUDA reads its variables when its context is created, which eager initialisation
 first use. Variables that the user has set are never changed.
 
     variable                       read by               set to
-    CUDA_DEVICE_MAX_CONNECTIONS    CUDA's driver         1: kernels start in the order in which they are issued;
-                                                         8 where streams must not wait for each other
+    CUDA_DEVICE_MAX_CONNECTIONS    CUDA's driver         32 hardware queues, the most. With 1, which Megatron asks for,
+                                                         a collective that waits for the one before it holds up
+                                                         everything issued after it, on every stream
     PYTORCH_ALLOC_CONF             PyTorch's allocator   expandable_segments:True: packs of varying length do not
                                                          fragment memory
-    TORCH_FR_BUFFER_SIZE           NCCL's process group  2000 operations in its flight recorder
+    TORCH_NCCL_HIGH_PRIORITY       NCCL's process group  1: a collective gets multiprocessors before the rest of the
+                                                         matrix product beside it, whichever began first
+    TORCH_FR_BUFFER_SIZE           the same              2000 operations in its flight recorder
     TORCH_NCCL_DUMP_ON_TIMEOUT     the same              1: all ranks dump them to a file when an operation times out
     TORCH_FR_DUMP_TEMP_FILE        the same              path prefix of these files; the rank is appended
     TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC  the same           the time-out of the process groups
@@ -27,9 +30,12 @@ from collections.abc import MutableMapping
 from datetime import timedelta
 from pathlib import Path
 
-_CONNECTIONS = ("CUDA_DEVICE_MAX_CONNECTIONS",)
-_BEFORE_CUDA = {("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True"}
+_BEFORE_CUDA = {
+    ("CUDA_DEVICE_MAX_CONNECTIONS",): "32",
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
+}
 _BEFORE_NCCL = {
+    ("TORCH_NCCL_HIGH_PRIORITY",): "1",
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
     ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
 }
@@ -37,18 +43,14 @@ _TRACES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 _HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
 
-def prepare_environment(environ: MutableMapping[str, str] = os.environ, *, connections: int | None = 1) -> None:
+def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables of CUDA, the allocator and NCCL that the user has not set. Idempotent; call it before CUDA is
     initialised, ideally before torch is imported. Warns on rank 0 if it is too late.
-
-    `connections`: hardware queues of a GPU. With 1, kernels start in the order in which they are issued: Megatron's
-    linear layers start a collective before a GEMM that it is to run beside. None: left for a later call to say.
     """
-    before_cuda = _BEFORE_CUDA if connections is None else {_CONNECTIONS: str(connections), **_BEFORE_CUDA}
-    late = [names[0] for names in _set(before_cuda, environ)] if _cuda_is_initialized() else []
-    _set(before_cuda | _BEFORE_NCCL, environ)
+    late = [names[0] for names in _set(_BEFORE_CUDA, environ)] if _cuda_is_initialized() else []
+    _set(_BEFORE_CUDA | _BEFORE_NCCL, environ)
     if late and environ.get("RANK", "0") == "0":
-        wanted = " ".join(f"{names[0]}={value}" for names, value in before_cuda.items() if names[0] in late)
+        wanted = " ".join(f"{names[0]}={value}" for names, value in _BEFORE_CUDA.items() if names[0] in late)
         warnings.warn(
             f"CUDA was initialised without {' and '.join(late)}, which it reads only then. Start the program with "
             f"{wanted}, or call `prepare_environment` first",

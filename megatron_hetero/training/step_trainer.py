@@ -38,10 +38,10 @@ SUMS = "the sums of gradients over ranks"
 
 @dataclass(frozen=True)
 class _EndOfStep:
-    """What is known when all ranks have updated: the most memory of a rank, whether one was asked to stop, the share of
-    the encoder ranks' time in which they wait for the slowest of their encoder, in each forward and backward of each
-    micro-batch, this rank's seconds in boundaries, and the share of padding in the tokens that ranks of the text module
-    compute, and in the patches that those of encoders embed.
+    """What all ranks know of a step before they update: the most memory of a rank, whether one was asked to stop, the
+    share of the encoder ranks' time in which they wait for the slowest of their encoder, in each forward and backward
+    of each micro-batch, this rank's seconds in boundaries, and the share of padding in the tokens that ranks of the
+    text module compute, and in the patches that those of encoders embed.
     """
 
     peak_memory_bytes: int
@@ -96,8 +96,9 @@ class StepTrainer(OfJob):
             norm = summary.norm / batch.supervised
             factor = clip_factor(norm, self.config.optimizer.clip_grad) / batch.supervised
             with self.watched(f"the update of step {step}"):
-                rate = self._update(step, factor)
+                # Before weights are gathered: the host would wait for these, and the next step's kernels for the host.
                 end = self._end_of_step(batch, laps, stop)
+                rate = self._update(step, factor)
         return self._metrics(step, batch, summary.loss_sum / batch.supervised, norm, rate, start - waited, waited, end)
 
     def _train_nothing(self, step: int, batch: StepBatch, waited: float, stop: object) -> StepMetrics:
@@ -178,7 +179,7 @@ class StepTrainer(OfJob):
         return self.schedule if count == self.schedule.micro_batches else self.job.schedule_of(count)
 
     def _end_of_step(self, batch: StepBatch, laps: Mapping[str, Sequence[float]], stop: object) -> _EndOfStep:
-        """What all ranks exchange, once, when they have updated; this waits for the device.
+        """What all ranks exchange, once, before they update; the host waits for it.
         `laps`: this rank's seconds of each run of its modules.
         """
         schedule = self._schedule_of(batch)

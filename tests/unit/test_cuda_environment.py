@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_hetero.config.schema import load_config
 from megatron_hetero.environment.cuda import group_timeout, prepare_environment, prepare_traces, write_trace
 
 VARIABLES = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
@@ -38,8 +38,8 @@ PROGRAMS = {
     "the program": """
 import pretrain_vlm
 pretrain_vlm.train_and_export = lambda *_: False
-config = SimpleNamespace(schedule=SimpleNamespace(timeout_s=60.0), answers=False, connections=1)
-pretrain_vlm.guarded(lambda _: pretrain_vlm.train(config, None), [], connections=None)
+config = SimpleNamespace(schedule=SimpleNamespace(timeout_s=60.0), answers=False)
+pretrain_vlm.guarded(lambda _: pretrain_vlm.train(config, None), [])
 """,
     "a library user's": """
 from megatron_hetero.distributed.launch import process_group
@@ -71,25 +71,13 @@ def test_variables_are_set_before_torch_is_imported(program: str) -> None:
 
 def test_what_a_user_has_set_stays() -> None:
     users = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCH_NCCL_HIGH_PRIORITY": "0",
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",  # the older name
         "TORCH_FR_BUFFER_SIZE": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
     assert found_at_the_import_of_torch("the program", **users) == users
-
-
-@pytest.mark.parametrize(
-    "flags, connections", [("", "1"), ("--zero.vision 3", "8"), ("--offload.text.activations true", "8")]
-)
-def test_streams_of_their_own_have_queues(flags: str, connections: str) -> None:
-    usual = "--model.hf_path model --data.registry.d.annotations data.jsonl --data.datasets d"
-    config = load_config([*usual.split(), *flags.split()])
-    environ: dict[str, str] = {}
-    prepare_environment(environ, connections=None)
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environ
-    prepare_environment(environ, connections=config.connections)
-    assert environ["CUDA_DEVICE_MAX_CONNECTIONS"] == connections
 
 
 def test_an_older_name_of_the_flight_recorder_counts() -> None:
@@ -103,7 +91,7 @@ def test_too_late_is_said_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"RANK": "0", "PYTORCH_ALLOC_CONF": "x:1"}
     with pytest.warns(UserWarning, match="CUDA was initialised without CUDA_DEVICE_MAX_CONNECTIONS, which") as told:
         prepare_environment(environ)
-    assert "\n" not in str(told[0].message) and environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert "\n" not in str(told[0].message) and environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prepare_environment(environ)  # said already
