@@ -19,7 +19,8 @@ What is posted early occupies the GPU while it waits: a receive is a kernel that
 chooses, and a CTA takes an SM. So `max_ctas` bounds those of links and edges, which also shrinks their buffers;
 `schedule.checks.residency` bounds what a rank has begun at a time. And a communicator takes one of the 32 streams of
 PyTorch's pool (c10/cuda/CUDAStream.cpp): from the 33rd on two share one, and are one queue. There is a second pool, of
-high priority, for what is beside the computation; what is in step with it may share streams.
+high priority, for what is to get multiprocessors before the rest of a product that runs: all that is beside the
+computation, and `tp`, whose exchanges run beside products. Other communicators may share streams.
 
 Groups that have no rank in common are made together, by one call that every rank makes (`ncclCommSplit`, a colour for
 each group). They are one *kind* here, so that the number of calls does not grow with the number of ranks or with
@@ -146,6 +147,11 @@ class CommunicatorKind:
         return all(isinstance(use, Axes) and not use.is_beside for use in self.uses)
 
     @property
+    def is_urgent(self) -> bool:
+        """Whether its kernels run beside products, and are not to wait for those."""
+        return not self.is_synchronous or any(isinstance(use, Axes) and use.axes == ("tp",) for use in self.uses)
+
+    @property
     def collects(self) -> bool:
         """Whether it does other than messages and all-to-alls, which attention under `sp` exchanges heads by."""
         return any(isinstance(use, Axes) and use.axes != ("sp",) for use in self.uses)
@@ -167,13 +173,13 @@ def max_ctas(use: Use) -> int | None:
 
 
 def require_streams(kinds: Collection[CommunicatorKind]) -> None:
-    """Check that no two communicators of a rank that run beside the computation share a stream of PyTorch's pool."""
-    counts = Counter(rank for kind in kinds if not kind.is_synchronous for ranks in kind.groups for rank in ranks)
+    """Check that no two communicators of a rank that run beside products share a stream of PyTorch's pool."""
+    counts = Counter(rank for kind in kinds if kind.is_urgent for ranks in kind.groups for rank in ranks)
     rank, count = max(counts.items(), key=itemgetter(1), default=(0, 0))
     if count > POOL_STREAMS:
         raise UserError.at(
             f"communicators of rank {rank}",
-            found=f"{count} for links of pipelines, edges and gradients",
+            found=f"{count} for `tp`, links of pipelines, edges and gradients",
             expected=f"at most {POOL_STREAMS}, as PyTorch has streams: two on one would wait for each other",
             fix="give modules ranks of their own, or use fewer modules",
         )

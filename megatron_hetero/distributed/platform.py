@@ -190,30 +190,32 @@ class Platform:
             # it, communicators are made one by one, at first use.
             if dist.get_debug_level() != dist.DebugLevel.DETAIL:
                 options["device_id"] = self.device
+            # That of a module whose `tp` spans all ranks.
+            options["pg_options"] = self._options(None, urgent=True)
         dist.init_process_group(self.backend, **options)
 
     def split(
-        self, groups: Sequence[tuple[int, ...]], what: str, *, max_ctas: int | None = None, beside: bool = False
+        self, groups: Sequence[tuple[int, ...]], what: str, *, max_ctas: int | None = None, urgent: bool = False
     ) -> dist.ProcessGroup | None:
         """Make the process groups of `groups`, which have no rank in common, for tensors of the device.
 
         Every rank of the world calls it, with the same groups. Returns the one that this rank is in, or None.
         `what` names them in traces and debuggers. `max_ctas`: of their kernels on a GPU, if not NCCL's choice.
-        `beside`: they run beside the computation, on streams of high priority.
+        `urgent`: they run beside products, on streams of high priority.
         """
-        options = self._options(max_ctas, beside)
+        options = self._options(max_ctas, urgent)
         if dist.group.WORLD.bound_device_id is not None:  # pyright: ignore[reportOptionalMemberAccess]
             # One `ncclCommSplit` of all ranks. `new_group` would make one for each group, on all ranks too.
             ranks = list(map(list, groups))
             return dist.split_group(split_ranks=ranks, timeout=self.timeout, pg_options=options, group_desc=what)
         return self._own_group(groups, self.backend, what, options)
 
-    def _options(self, max_ctas: int | None, beside: bool) -> Any:
+    def _options(self, max_ctas: int | None, urgent: bool) -> Any:
         """What NCCL is asked for; None for other backends. A split has a configuration of its own (`ncclCommSplit`)."""
         if self.backend != "nccl":
             return None
         nccl: Any = dist.ProcessGroupNCCL  # Builds of PyTorch for CPUs have none.
-        options = nccl.Options(is_high_priority_stream=beside)
+        options = nccl.Options(is_high_priority_stream=urgent)
         if max_ctas is not None:
             options.config.max_ctas = max_ctas
         return options

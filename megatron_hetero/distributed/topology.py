@@ -273,7 +273,7 @@ def _make(kind: CommunicatorKind, everybody: Ranks, platform: Platform) -> dist.
     """The communicator of this rank, None where it has none of that kind."""
     if kind.groups == (everybody,) and kind.is_synchronous:
         return dist.group.WORLD
-    return platform.split(kind.groups, str(kind), max_ctas=max_ctas(kind.uses[0]), beside=not kind.is_synchronous)
+    return platform.split(kind.groups, str(kind), max_ctas=max_ctas(kind.uses[0]), urgent=kind.is_urgent)
 
 
 def _boundaries(

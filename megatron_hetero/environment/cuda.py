@@ -9,9 +9,7 @@ first use. Variables that the user has set are never changed.
                                                          everything issued after it, on every stream
     PYTORCH_ALLOC_CONF             PyTorch's allocator   expandable_segments:True: packs of varying length do not
                                                          fragment memory
-    TORCH_NCCL_HIGH_PRIORITY       NCCL's process group  1: a collective gets multiprocessors before the rest of the
-                                                         matrix product beside it, whichever began first
-    TORCH_FR_BUFFER_SIZE           the same              2000 operations in its flight recorder
+    TORCH_FR_BUFFER_SIZE           NCCL's process group  2000 operations in its flight recorder
     TORCH_NCCL_DUMP_ON_TIMEOUT     the same              1: all ranks dump them to a file when an operation times out
     TORCH_FR_DUMP_TEMP_FILE        the same              path prefix of these files; the rank is appended
     TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC  the same           the time-out of the process groups
@@ -35,7 +33,6 @@ _BEFORE_CUDA = {
     ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
 }
 _BEFORE_NCCL = {
-    ("TORCH_NCCL_HIGH_PRIORITY",): "1",
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
     ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
 }

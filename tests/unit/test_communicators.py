@@ -217,7 +217,9 @@ def test_too_many_communicators_for_the_streams() -> None:
     names = [f"encoder{i}" for i in range(15)]
     layouts = {name: Layout.parse("dp:2", 2) for name in (*names, "text")}
     require_streams(communicators(layouts, edges=[], megatron=[]))
-    with pytest.raises(UserError, match="found 46 for links of pipelines, edges and gradients, expected at most 32"):
+    with pytest.raises(
+        UserError, match="found 46 for `tp`, links of pipelines, edges and gradients, expected at most 32"
+    ):
         require_streams(communicators(layouts, edges=[(name, "text") for name in names]))
 
 
@@ -230,7 +232,7 @@ class Options:
 
 
 def test_options_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links and edges, which wait on the GPU, get few CTAs; what is beside the computation, the other pool of streams.
+    """Links and edges, which wait on the GPU, get few CTAs; what runs beside products, streams of high priority.
     Gradients over all ranks have a communicator of their own too.
     """
     made: dict[str, Any] = {}
@@ -247,7 +249,7 @@ def test_options_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
         Topology.build(_layouts(4, "sp:4", "tp:2,pp:2"), platform, edges=[EDGE], megatron=[], check=False)
     assert made == {
         "vision sp,cp,dp": (-1, True),
-        "text tp": (-1, False),
+        "text tp": (-1, True),
         "text forward from stages 0": (CTAS, True),
         "text backward from stages 1": (CTAS, True),
         "vision>text": (CTAS, True),

@@ -18,7 +18,6 @@ from megatron_hetero.environment.cuda import group_timeout, prepare_environment,
 VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    "TORCH_NCCL_HIGH_PRIORITY": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
@@ -72,7 +71,6 @@ def test_variables_are_set_before_torch_is_imported(program: str) -> None:
 def test_what_a_user_has_set_stays() -> None:
     users = {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "TORCH_NCCL_HIGH_PRIORITY": "0",
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",  # the older name
         "TORCH_FR_BUFFER_SIZE": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,8 +53,11 @@ def test_communicators_are_made_eagerly_unless_they_cannot_be_split(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.distributed, "get_debug_level", lambda: level)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **options: given.update(options))
+    nccl = SimpleNamespace(Options=SimpleNamespace)  # Builds of PyTorch for CPUs have none.
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)
     device = torch.device("cuda", 1)
     Platform(device, "nccl").init_process_group(rank=0)
+    assert given.pop("pg_options").is_high_priority_stream, "exchanges over tp run beside products"
     assert given == ({"rank": 0} if detail else {"rank": 0, "device_id": device})
 
 
