@@ -89,7 +89,7 @@ def test_a_closed_pipe_ends_a_command_in_silence(ranks: dict[str, str], told: tu
     """As in `--help | head`; a rank says why it ends."""
     reader, writer = os.pipe()
     os.close(reader)
-    status, _, err = run("print('something')", out=writer, **ranks)
+    status, _, err = run("print('something')", out=writer, unbuffered=False, **ranks)
     os.close(writer)
     assert (status, err.count("\n")) == told, err
 
