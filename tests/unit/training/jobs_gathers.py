@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.engine.weight_gathers import WeightGathers
 from megatron_hetero.execution import gathering
 from megatron_hetero.training.trainer import Trainer
 from tests.unit.training.jobs_run import build, stored
+
+COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_gather_object", "broadcast")
 
 
 class Run(NamedTuple):
@@ -29,11 +33,14 @@ class Run(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What steps did on this rank. `runs`: of layers; `left`: buckets in flight behind the last step, by module, before
-    anyone read a weight; `weights`: on rank 0. `ranges`: what a trace of the last step calls its parts.
+    """What steps did on this rank. `runs`: of layers; `behind`: what each step did, once its gathers had begun, that
+    waits for these: collectives of all ranks, and copies to the host; `left`: buckets in flight behind the last step,
+    by module, before anyone read a weight; `weights`: on rank 0. `ranges`: what a trace of the last step calls its
+    parts.
     """
 
     runs: list[Run]
+    behind: list[list[str]]
     left: Mapping[str, int]
     weights: Mapping[str, np.ndarray]
     ranges: Collection[str]
@@ -43,15 +50,42 @@ def train(flags: list[str]) -> Trained:
     """Train all steps, with small buckets."""
     with mock.patch.object(gathering, "BUCKET", 1000):
         run = build(flags)
-    runs, ranges = list[Run](), set[str]()
+    runs, behind, ranges = list[Run](), list[list[str]](), set[str]()
     now = _note_runs(run, runs)
     for step, batch, _ in run.batches():
         now[0] = step
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
+        with profile(activities=[ProfilerActivity.CPU]) as trace, _behind() as found:
             run.train_step(step, batch)
+        behind.append(found)
         ranges = {event.name for event in trace.events() or []}
     left = {name: len(gathers._works) for name, gathers in _gathers(run).items()}
-    return Trained(runs, left, stored(run), ranges)
+    return Trained(runs, behind, left, stored(run), ranges)
+
+
+@contextlib.contextmanager
+def _behind() -> Iterator[list[str]]:
+    """What waits for gathers of weights that have begun inside, but for these: see `Trained`."""
+    found, begun, start = list[str](), [False], WeightGathers.start
+
+    def starting(gathers: WeightGathers) -> None:
+        begun[0] = False
+        start(gathers)
+        begun[0] = True
+
+    def noting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if begun[0] and (name == "cpu" or kwargs["group"].size() == dist.get_world_size()):
+                found.append(name)
+            return real(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(WeightGathers, "start", starting))
+        for where, names in ((dist, COLLECTIVES), (Tensor, ("cpu",))):
+            for name in names:
+                stack.enter_context(mock.patch.object(where, name, noting(name, getattr(where, name))))
+        yield found
 
 
 def _gathers(run: Trainer) -> dict[str, WeightGathers]:

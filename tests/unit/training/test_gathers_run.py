@@ -35,7 +35,7 @@ def test_weights_come_before_they_are_read(
     tmp_path: Path,
 ) -> None:
     """Each layer's before it runs, others' later; also in steps without pictures; with the same bits as when all come
-    at the end of the step.
+    at the end of the step. Nothing else at that end waits for them.
     """
     data = write_data(tmp_path, 8, seed=4, pictures=pictures)
     model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=4))
@@ -47,6 +47,7 @@ def test_weights_come_before_they_are_read(
     for trained, at_once in zip(found, later, strict=True):
         assert trained.runs and not any(run.in_flight & run.own for run in trained.runs)
         assert not any(run.in_flight for run in trained.runs if run.step == 1)
+        assert trained.behind == [[], [], []]
         beside |= {run.module for run in trained.runs if run.in_flight}
         assert all(trained.left.values()) and {f"{name} weights" for name in trained.left} <= set(trained.ranges)
         assert not any(run.in_flight for run in at_once.runs) and not any(at_once.left.values())
