@@ -242,7 +242,7 @@ class _Dispatch(TorchDispatchMode):
             self.gpu.written.append(out)
         self._account(packet, out)
         if packet is aten._flash_attention_backward:
-            self.gpu.works_in(_flash_workspace(*args[1:3], args[6]))
+            self.gpu.works_in(_flash_workspace(args[1], args[2], args[6]))
         if packet.__name__ not in NO_KERNELS and not self.gpu.inside:
             self.gpu.ran(func, args, kwargs, out)
         return out

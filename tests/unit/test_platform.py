@@ -8,9 +8,8 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
-from unittest import mock
-
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
