@@ -62,7 +62,7 @@ _LOST_PEER = (
 
 
 @contextlib.contextmanager
-def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0, *, connections: int = 1) -> Iterator[Platform]:
+def process_group(timeout_s: float = 300.0, start_s: float = 1800.0, *, connections: int = 1) -> Iterator[Platform]:
     """The platform of this process, with the default process group inside the context.
 
     `timeout_s`: what the interpreter is given, seconds after which its watchdog ends a process. The process groups' own

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
-from megatron_hetero.recipe.agreement import require_alike, shared
+from megatron_hetero.recipe.agreement import require_alike, require_equal, shared
 from megatron_hetero.recipe.gradients import (
     Tokens,
     factor_of,
@@ -186,6 +186,8 @@ def build_optimizers(
         return held, configs, clip_of(configs.values(), clip_grad)
 
     held, configs, clip = shared(topology, read)
+    facts = {"check": str(check), "clip_grad": str(clip)}
+    require_equal(topology, "build_optimizers", facts, "call it alike on all ranks")
     shared(topology, lambda: require_alike(held))
     for module in held:
         equal_replicas(module)
