@@ -91,7 +91,7 @@ def test_what_rows_are_is_checked_when_a_boundary_is_opened() -> None:
 
 
 TERMS = {
-    "transport": "torch.float32, transport=torch.bfloat16, check=True' on rank 0 and 'width=4, .*float32, transport=.*32,",
+    "transport": "transport=torch.bfloat16, check=True' on rank 0 and 'width=4, .*, transport=torch.float32,",
     "check": "check=False' on rank 0 and 'width=4, dtype=torch.float32, transport=torch.float32, check=True' on rank 1",
     "width": "found 'width=5, .* on rank 0 and 'width=4, .* on rank 1, expected the same on all ranks. Open it alike",
 }
