@@ -27,7 +27,7 @@ from torch._compile import _disable_dynamo
 
 from megatron_hetero.boundary.autograd import requires_grad, returns_gradients, widened
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
-from megatron_hetero.boundary.crossings import MicroBatchCrossings
+from megatron_hetero.boundary.crossings import MicroBatchCrossings, require_no_backward
 from megatron_hetero.boundary.loaded import LoadedPlan, load_plan
 from megatron_hetero.boundary.local_ids import Known, Sides, ownerships_of
 from megatron_hetero.boundary.ownership import Gradient
@@ -75,7 +75,7 @@ class Boundary:
         dtype: torch.dtype | None = None,
         transport: torch.dtype | None = None,
         check: bool = True,
-        timeout_s: float = 1800.0,
+        timeout_s: float = 300.0,
     ) -> Boundary:
         """The boundary from module `source` to `target`, on a rank of either.
 
@@ -160,16 +160,18 @@ class Boundary:
 
         Raises:
             UserError: on all ranks. A row is held or needed twice, or needed and not held; or ranks that hold a common
-                row do not hold the same rows; or ranks differ in `gradient`, or plan different boundaries.
+                row do not hold the same rows; or ranks differ in `gradient`, plan different boundaries, or have opened
+                this one differently. On its own rank, at once: amid a backward pass, see `__call__`.
         """
         return self.plans([Rows(held, needed, gradient)])[0]
 
     @_disable_dynamo
     def plans(self, crossings: Sequence[Rows]) -> list[LoadedPlan]:
         """As `plan`, of several crossings at once, with one exchange between the hosts."""
-        mine, name = dist.get_rank(), str(self.edge)
+        require_no_backward(self._micro_batch)
+        mine, name, terms = dist.get_rank(), str(self.edge), self.communicator.terms
         with self._doing("a plan"):
-            everyone = on_every(self._hosts, lambda: [Known.of(name, mine, *rows) for rows in crossings])
+            everyone = on_every(self._hosts, lambda: [Known.of(name, mine, *rows, terms) for rows in crossings])
         ranks = dist.get_process_group_ranks(self._hosts)
         for rank, known in zip(ranks, everyone, strict=True):
             if len(known) != len(everyone[0]):
@@ -199,6 +201,7 @@ class Boundary:
                 expected="what `Boundary.plan` or `load_plan` returns",
                 fix="give the plan first, then the rows",
             )
+        require_no_backward(self._micro_batch)
         rows = self.communicator.no_rows() if rows is None else rows
         with self._doing("a crossing"):
             if self._micro_batch is None:

@@ -90,6 +90,11 @@ class BoundaryCommunicator:
         """Bytes of a row on the wire."""
         return self.width * self.transport.itemsize
 
+    @property
+    def terms(self) -> str:
+        """What all ranks must have opened the boundary with."""
+        return f"width={self.width}, dtype={self.dtype}, transport={self.transport}, check={self.check}"
+
     def no_rows(self) -> Tensor:
         """The input of a rank that holds no rows: [0, width]."""
         return torch.empty(0, self.width, dtype=self.dtype, device=self.device)

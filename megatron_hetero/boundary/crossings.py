@@ -37,9 +37,9 @@ _NOT_KEPT = str(
 _MADE_AGAIN = str(
     UserError.at(
         "micro_batch",
-        problem="a crossing amid a backward pass",
+        problem="a plan or a crossing amid a backward pass",
         because="rows would cross twice, as under `torch.utils.checkpoint`, which calls its function again",
-        fix="call the boundary outside of what is checkpointed",
+        fix="plan and cross outside of what is checkpointed",
     )
 )
 _TWICE = (
@@ -135,9 +135,6 @@ class MicroBatchCrossings:
         self, edge: Edge, communicator: BoundaryCommunicator, plan: LoadedPlan, rows: Tensor, doing: Doing
     ) -> Tensor:
         """As `Boundary.__call__`. `doing`: around what waits for other ranks when the gradients return."""
-        if torch._C._current_graph_task_id() != -1:
-            self.problem = _MADE_AGAIN
-            raise UserError(_MADE_AGAIN)
         returns = returns_gradients(communicator, plan, rows)
         arrived = communicator.forward(plan, widened(rows, communicator.dtype))
         if not returns:
@@ -197,6 +194,16 @@ class MicroBatchCrossings:
         for crossing in self.crossings:
             crossing.rows = None
         self.crossings.clear()
+
+
+def require_no_backward(current: MicroBatchCrossings | None) -> None:
+    """Check, before waiting for other ranks, that this one is not amid a backward pass: they may have no such pass, and
+    learn of it at the end of the micro-batch. Raises `UserError`.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        if current is not None:
+            current.problem = _MADE_AGAIN
+        raise UserError(_MADE_AGAIN)
 
 
 def _made_of(rows: Tensor, crossing: _Crossing) -> bool:

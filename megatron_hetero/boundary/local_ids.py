@@ -16,23 +16,24 @@ PADDING = -1
 
 class Known(NamedTuple):
     """What one rank knows of a crossing of `boundary`: ids of rows, int64, in order, `PADDING` among those held, and
-    how gradients of needed rows are held.
+    how gradients of needed rows are held. `terms`: with which the rank has opened the boundary.
     """
 
     boundary: str
     held: np.ndarray
     needed: np.ndarray
     gradient: Gradient
+    terms: str = ""
 
     @classmethod
-    def of(cls, boundary: str, rank: int, held: Any, needed: Any, gradient: Gradient) -> Self:
+    def of(cls, boundary: str, rank: int, held: Any, needed: Any, gradient: Gradient, terms: str = "") -> Self:
         """Those of `rank`, checked. Raises `UserError`."""
         where = f"boundary {boundary} on rank {rank}"
         if gradient not in ("invariant", "partial"):
             expected = "'invariant' or 'partial'"
             raise UserError.at(f"{where}: gradient", found=repr(gradient), expected=expected, fix="correct it")
         own = _ids(f"{where}: held", held, least=PADDING), _ids(f"{where}: needed", needed)
-        return cls(boundary, *own, gradient)
+        return cls(boundary, *own, gradient, terms)
 
 
 Sides = tuple[Sequence[int], Sequence[int]]
@@ -49,6 +50,7 @@ def ownerships_of(
     sources, targets = sides or (ranks, ranks)
     boundary = known[0].boundary
     _require_one("boundary", "plan the boundaries in one order on all ranks", ranks, [k.boundary for k in known])
+    _require_one(f"boundary {boundary}", "open it alike on all ranks", ranks, [k.terms for k in known])
     _require_one(f"boundary {boundary}: gradient", "give all ranks the same", ranks, [k.gradient for k in known])
     numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *(each.held[each.held != PADDING] for each in known)]))
     for rank, each in zip(ranks, known, strict=True):

@@ -6,6 +6,7 @@ torchrun stops the others.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -13,12 +14,13 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron_hetero.environment.cuda import group_timeout, prepare_environment
 from megatron_hetero.environment.ranks import (
@@ -64,7 +66,7 @@ _LOST_PEER = (
 
 
 @contextlib.contextmanager
-def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0) -> Iterator[Platform]:
+def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator[Platform]:
     """The platform of this process, with the default process group inside the context.
 
     `timeout_s`: what the interpreter is given, seconds after which its watchdog ends a process. The process groups' own
@@ -97,9 +99,10 @@ def process_group(timeout_s: float = 1800.0, start_s: float = 1800.0) -> Iterato
 
 
 def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
-    """Run `main`. Whatever goes wrong is reported on one rank and ends the process at once.
+    """Run `main`, and end the process. Whatever goes wrong is reported on one rank and ends it at once.
 
-    Exit status: 1 for an error, 130 for Ctrl-C. Where torchrun is killed, its ranks end too (on Linux).
+    Exit status: 0 where `main` returns, 1 for an error, 130 for Ctrl-C. Where torchrun is killed, its ranks end too (on
+    Linux).
     """
     _end_with_torchrun()
     open_closed_outputs()
@@ -107,6 +110,7 @@ def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
     prepare_environment()
     try:
         _run(main, argv)
+        _leave_well()
     except KeyboardInterrupt:
         leave_interrupted()
 
@@ -228,7 +232,17 @@ def note_stop() -> None:
         Path(path).touch()
 
 
-def leave(message: str, status: int, *, final: bool = False) -> None:
+def _leave_well() -> NoReturn:
+    """Exit with status 0 after other threads and exit handlers, without tearing the interpreter down: a thread of
+    gloo's that drops the tensors of the last collective meanwhile would abort the process, with "terminate called
+    without an active exception" (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    leave("", 0)
+
+
+def leave(message: str, status: int, *, final: bool = False) -> NoReturn:
     """Say `message` and exit without waiting for threads or for other ranks. `final`: the next start would fail too."""
     if status:
         _leave_word(message, final)

@@ -39,7 +39,7 @@ class Interpreter(RankResources):
         dtype: torch.dtype,
         outputs: Mapping[Edge, Sequence[str]] | None = None,
         transport: torch.dtype | None = None,
-        timeout_s: float = 1800.0,
+        timeout_s: float = 300.0,
         watch: Stopwatch | None = None,
         watchdog: Watchdog | None = None,
         random: RandomStates | None = None,
@@ -58,24 +58,23 @@ class Interpreter(RankResources):
             watch: measures times; default: none are recorded.
             watchdog: the rank's existing watchdog, instead of a new one with `timeout_s`.
             random: the states of the generators that models use; default: PyTorch's own.
-            check: whether ranks share errors in these arguments, compare the first hidden states between any two
-                stages with the receiver's `hidden_shape`, and the first gradients of rows that several ranks need with
-                what the plan says of them; the same on all ranks. Otherwise an error is raised on its own rank, hidden
-                states of another shape hang, abort, or go unnoticed if they have as many bytes, and gradients are
-                counted too often or too seldom.
+            check: whether ranks compare the first hidden states between any two stages with the receiver's
+                `hidden_shape`, and the first gradients of rows that several ranks need with what the plan says of them.
+                Otherwise hidden states of another shape hang, abort, or go unnoticed if they have as many bytes, and
+                gradients are counted too often or too seldom.
 
         Raises:
-            UserError: on all ranks, with `check`. `modules` are not those that the topology places on a rank, or lack a
-                stage, or are wrapped in PyTorch's `DistributedDataParallel`; or `outputs` has an edge that the topology
-                does not have.
+            UserError: on all ranks. `modules` are not those that the topology places on a rank, or lack a stage, or are
+                wrapped in PyTorch's `DistributedDataParallel`; or `outputs` has an edge that the topology does not
+                have; or ranks differ in `dtype`, `transport` or `check`.
         """
 
-        def require() -> str:
+        def require() -> tuple[str, str]:
             _require_placed(topology, modules)
             _require_no_ddp(topology.rank, modules)
             _require_edges(topology, outputs or {})
             _require_rows_fit_together(_by_edge(width, topology), crossing)
-            return uuid.uuid4().hex
+            return uuid.uuid4().hex, f"dtype={dtype}, transport={transport or dtype}, check={check}"
 
         known = topology.layouts.keys()
         further = {
@@ -84,7 +83,8 @@ class Interpreter(RankResources):
             if {edge.source, edge.target} <= known
         }
         crossing = dict.fromkeys(topology.boundaries, (ROWS,)) | further
-        keys = on_every(topology.host, require) if check else [require()]
+        (key, terms), *others = on_every(topology.host, require)
+        _require_one_call(terms, [theirs for _, theirs in others])
         named = _by_edge(width, topology)
         widths = {edge: named[edge] * len(crossing[edge]) for edge in topology.boundaries}
         return cls(
@@ -99,8 +99,8 @@ class Interpreter(RankResources):
             watch=watch or Stopwatch(topology.platform, record=False),
             watchdog=watchdog or Watchdog.of_world(timeout_s, topology.platform),
             random=random or RandomStates.of(topology.platform),
-            shapes=AnnouncedShapes(keys[0]) if check else None,
-            copies=ComparedCopies(keys[0]) if check else None,
+            shapes=AnnouncedShapes(key) if check else None,
+            copies=ComparedCopies(key) if check else None,
         )
 
     def run(
@@ -132,6 +132,13 @@ class Interpreter(RankResources):
         """
         _require_same_edges(self, schedule)
         return StepExecution(self, schedule, load, after_backward or _nothing, before_last or _nothing).run()
+
+
+def _require_one_call(terms: str, others: Sequence[str]) -> None:
+    for rank, theirs in enumerate(others, 1):
+        if theirs != terms:
+            found = f"{terms} on rank 0 and {theirs} on rank {rank}"
+            raise UserError.at("interpreter", found=found, expected="the same on all ranks", fix="build it alike")
 
 
 def _nothing(*_: object) -> None:

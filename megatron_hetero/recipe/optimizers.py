@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
-from megatron_hetero.recipe.agreement import require_alike, shared
+from megatron_hetero.recipe.agreement import require_alike, require_equal, shared
 from megatron_hetero.recipe.gradients import (
     Tokens,
     factor_of,
@@ -39,13 +40,14 @@ class JointOptimizer(Optimizer):
         held: tuple[HeldModule, ...],
         parts: Mapping[str, Part],
         clip_grad: float,
+        defaults: dict[str, Any],
         *,
         check: bool,
     ):
         self._check = check
         # Not that of PyTorch's class, which refuses to have no parameters.
         self._topology, self._held, self._parts, self.clip_grad = topology, held, dict(parts), clip_grad
-        self.defaults: dict[str, Any] = {}
+        self.defaults = defaults
         self.norms = torch.zeros(len(topology.layouts), device=topology.platform.device)
 
     @property
@@ -186,6 +188,8 @@ def build_optimizers(
         return held, configs, clip_of(configs.values(), clip_grad)
 
     held, configs, clip = shared(topology, read)
+    facts = {"check": str(check), "clip_grad": str(clip)}
+    require_equal(topology, "build_optimizers", facts, "call it alike on all ranks")
     shared(topology, lambda: require_alike(held))
     for module in held:
         equal_replicas(module)
@@ -194,4 +198,23 @@ def build_optimizers(
         trained = (module for module in held if module.parameters)
         return {module.name: build_part(module, configs[module.name]) for module in trained}
 
-    return JointOptimizer(topology, held, shared(topology, build), clip, check=check)
+    parts = shared(topology, build)
+    return JointOptimizer(topology, held, parts, clip, _common_defaults(topology, parts), check=check)
+
+
+def _common_defaults(topology: Topology, parts: Mapping[str, Part]) -> dict[str, Any]:
+    """The defaults that the optimizers of all modules have: by them schedulers such as `OneCycleLR` know what they may
+    change, also on ranks that train nothing.
+    """
+    of_ranks = on_every(topology.host, lambda: [_defaults_of(part.optimizer) for part in parts.values()])
+    everyone = [defaults for of_rank in of_ranks for defaults in of_rank]
+    common = set[str].intersection(*(set(defaults) for defaults in everyone)) if everyone else set[str]()
+    return {name: everyone[0][name] for name in sorted(common)}
+
+
+def _defaults_of(optimizer: Any) -> dict[str, Any]:
+    """Defaults of an optimizer of PyTorch, also inside one of Megatron's."""
+    while optimizer is not None and not isinstance(optimizer, Optimizer):
+        chained = getattr(optimizer, "chained_optimizers", None)
+        optimizer = chained[0] if chained else getattr(optimizer, "optimizer", None)
+    return {} if optimizer is None else dict(optimizer.defaults)

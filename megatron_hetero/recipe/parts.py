@@ -13,6 +13,7 @@ from megatron_hetero.distributed.communicators import GRADIENT_AXES
 from megatron_hetero.errors import UserError
 from megatron_hetero.recipe.gradients import gradients_of
 from megatron_hetero.recipe.held import HeldModule, is_sharded, local
+from megatron_hetero.recipe.masters import MasterOptimizer
 from megatron_hetero.recipe.reduction import copy_from_first
 
 Config = Any  # A union with a function would hide the fields of the first.
@@ -123,12 +124,8 @@ class TorchPart:
     def __init__(self, module: HeldModule, make: Callable[[list[nn.Parameter]], Optimizer], masters: bool = False):
         self._module = module
         own: list[Any] = [each.parameter for each in module.parameters]
-        self._masters: dict[Any, Any] = {
-            p: nn.Parameter(p.detach().float()) for p in own if masters and p.element_size() < 4
-        }
-        for p, master in self._masters.items():
-            vars(master).update({key: value for key, value in vars(p).items() if not key.startswith("_")})
-        self.optimizer = make([self._masters.get(p, p) for p in own])
+        self.optimizer = MasterOptimizer(own, make) if masters else make(own)
+        self._masters = self.optimizer.masters if isinstance(self.optimizer, MasterOptimizer) else {}
 
     def prepare(self) -> Tensor:
         """See `Part`."""
@@ -146,8 +143,6 @@ class TorchPart:
     def update(self) -> None:
         """See `Part`."""
         self.optimizer.step()
-        for p, master in self._masters.items():
-            p.copy_(master)
 
     def zero(self) -> None:
         """See `Part`."""
@@ -161,14 +156,11 @@ class TorchPart:
 
     def state_dict(self) -> dict[str, Any]:
         """See `Part`."""
-        return {"optimizer": self.optimizer.state_dict(), "masters": [m.detach() for m in self._masters.values()]}
+        return {"optimizer": self.optimizer.state_dict()}
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Part`."""
         self.optimizer.load_state_dict(state["optimizer"])
-        for master, saved in zip(self._masters.values(), state["masters"], strict=True):
-            master.copy_(saved)
 
 
 def _torch_from(module: HeldModule, config: Any) -> Callable[[list[nn.Parameter]], Optimizer]:

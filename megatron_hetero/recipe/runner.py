@@ -92,7 +92,7 @@ class Runner:
         *,
         settings: ScheduleSettings | None = None,
         forward_only: Collection[str] = (),
-        timeout_s: float = 1800.0,
+        timeout_s: float = 300.0,
         check: bool = True,
     ):
         graph = topology.graph
@@ -100,10 +100,10 @@ class Runner:
             raise UserError.at("Runner", problem="the topology has no graph", fix="make it with `build`")
         self.topology, self.graph, self._check = topology, graph, check
         self._settings, self._forward_only = settings, tuple(forward_only)
+        facts = {"check": str(check), "settings": str(settings), "forward_only": str(sorted(self._forward_only))}
+        require_equal(topology, "Runner", facts, "make it alike on all ranks")
         if check:
             shared(topology, lambda: _require_frozen(self._forward_only, modules))
-            facts = {"settings": str(settings), "forward_only": str(sorted(self._forward_only))}
-            require_equal(topology, "Runner", facts, "make it alike on all ranks")
         # Of each object: a cache of the class would keep its groups, and their threads, alive.
         self._cached_schedule = lru_cache(maxsize=8)(self._build_schedule)
         self.schedule(1)  # What cannot run is refused now.

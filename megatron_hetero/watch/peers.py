@@ -7,7 +7,7 @@ The store is not used before a rank has waited for long.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
@@ -24,11 +24,12 @@ _PREFIX = "watchdog"
 
 @dataclass(frozen=True)
 class RollCall:
-    """The answers when a rank gives up. `first`: whether it was the first to give up, and reports for all. `absent`:
-    ranks that did not answer that they wait, too.
+    """The answers when a rank gives up. `first`: whether it was the first to give up, and reports for all. `doing`: by
+    rank, what those that answered wait in. `absent`: those that did not.
     """
 
     first: bool
+    doing: Mapping[int, str]
     absent: tuple[int, ...]
 
 
@@ -54,18 +55,21 @@ class Peers:
         """Whether any rank has given up."""
         return self._connected().add(f"{_PREFIX}/given up", 0) > 0
 
-    def answer(self) -> None:
-        """Report that this rank waits."""
-        self._connected().set(self._key(self.rank), "waits")
+    def answer(self, doing: str) -> None:
+        """Report what this rank waits in."""
+        self._connected().set(self._key(self.rank), doing)
 
-    def roll_call(self, seconds: float) -> RollCall:
-        """Give up, and wait up to `seconds` for the others to answer that they wait, too."""
-        self.answer()
+    def roll_call(self, seconds: float, doing: str) -> RollCall:
+        """Give up `doing`, and wait up to `seconds` for the others to answer what they wait in."""
+        self.answer(doing)
         first = self._connected().add(f"{_PREFIX}/given up", 1) == 1
-        absent, end = tuple(range(self.ranks)), time.monotonic() + seconds
-        while first and not self._connected().check(list(map(self._key, absent))) and time.monotonic() < end:
+        if not first:
+            return RollCall(first, {}, ())
+        store, keys, end = self._connected(), list(map(self._key, range(self.ranks))), time.monotonic() + seconds
+        while not store.check(keys) and time.monotonic() < end:
             time.sleep(min(0.2, seconds / 10))
-        return RollCall(first, tuple(rank for rank in absent if not self._connected().check([self._key(rank)])))
+        answers = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
+        return RollCall(first, answers, tuple(rank for rank in range(self.ranks) if rank not in answers))
 
     def _connected(self) -> Store:
         # A separate connection: the main thread may block in the other one, which serves one request at a time.

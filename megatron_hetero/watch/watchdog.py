@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import sys
+import sysconfig
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -27,6 +29,9 @@ MAX_ISSUED = 1024
 """The most actions tracked on the device. Its launch queue holds no more, so the host is rarely further ahead."""
 EXIT_TIMEOUT_S = 30.0
 """Seconds after which a process that has given up ends, even if `on_exit` has not returned."""
+_UNWATCHED = "nothing that is watched"
+_MOST_LINES = 32
+_INSTALLED = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen"
 _ROLL_CALL_S = 5.0
 """The most seconds in which other ranks can answer that they wait, too."""
 
@@ -88,7 +93,7 @@ class Watchdog:
     On a device with a `clock`, an action lasts until its work there has ended, counted from the end of the action
     before it. So the action named is the first that has not ended, however far ahead the host is. `on_exit` is called
     before the process ends and returns further text to print. With `peers`, the first rank that gives up reports for
-    all, and names those that do not wait. It watches as long as it is referenced.
+    all: what each rank waits in, and which did not answer. It watches as long as it is referenced.
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class Watchdog:
         self._current: _Current | None = None
         # One thread appends, another pops from the front.
         self._issued: deque[_Issued] = deque()
-        self._device_idle_since = self._heard = time.monotonic()
+        self._device_idle_since = self._heard = self._resumed = time.monotonic()
         self._lock, self._at_work, self._work_done = threading.Lock(), 0, 0
         self._asks_peers = False
         if timeout_s <= 0:
@@ -172,12 +177,19 @@ class Watchdog:
 
     def _resume(self, outer: _Current | None) -> None:
         # The inner activity counts as progress of the outer one.
-        self._current = outer and outer._replace(began=time.monotonic())
+        self._resumed = time.monotonic()
+        self._current = outer and outer._replace(began=self._resumed)
+
+    def _doing(self) -> tuple[str, float]:
+        """What this rank does, and since when, in a watched action or outside of any."""
+        oldest = self.oldest()
+        what, since = (_UNWATCHED, self._resumed) if oldest is None else (oldest[0]().rstrip(","), oldest[1])
+        return f"{what}{_place()}", since
 
     def _guard(self) -> float:
         """Look whether an action takes too long. Returns the seconds until the next look."""
         oldest = self.oldest()
-        age = time.monotonic() - oldest[1] if oldest else 0.0
+        age = time.monotonic() - (oldest[1] if oldest else self._resumed)
         # Work that comes in short pieces may be over whenever this looks.
         works = self._at_work or self._work_done
         if self._peers is not None and not self._asks_peers and (works or age > self.timeout_s / 8):
@@ -202,10 +214,10 @@ class Watchdog:
 
     def _exchange_reports(self, state: _PeerReports) -> float | None:
         """Exchange reports of work and of waits with the other ranks, as long as the store answers."""
-        now, oldest, current, peers = time.monotonic(), self.oldest(), self._current, state.peers
+        now, (doing, since), current, peers = time.monotonic(), self._doing(), self._current, state.peers
         with contextlib.suppress(Exception):  # The store is gone: no more reports.
-            if oldest is not None and now - oldest[1] > self.timeout_s / 2 and peers.given_up():
-                peers.answer()
+            if now - since > self.timeout_s / 2 and peers.given_up():
+                peers.answer(doing)
             patient, done = current is not None and current.patient, self._work_done
             works = self._at_work > 0 or done != state.reported
             if (patient or works) and now - state.asked >= self.timeout_s / 8:
@@ -223,7 +235,7 @@ class Watchdog:
             print(
                 f"rank {self.rank}: found {what} unfinished after {waited:.0f} s, expected it within "
                 f"{self._setting} = {self.timeout_s:g}, because {_suspected(called)}. Look for the first error of "
-                f"another rank, or raise {self._setting}",
+                f"another rank, or raise {self._setting}{_listed(called)}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -241,7 +253,8 @@ class Watchdog:
         if self._peers is None:
             return None
         peers = Peers(self._peers.store, self.rank, self._peers.ranks)
-        return within(2 * self._roll_call_s, lambda: peers.roll_call(self._roll_call_s))
+        doing, _ = self._doing()
+        return within(2 * self._roll_call_s, lambda: peers.roll_call(self._roll_call_s, doing))
 
     @property
     def _roll_call_s(self) -> float:
@@ -251,10 +264,35 @@ class Watchdog:
 def _suspected(called: RollCall | None) -> str:
     if called is None:
         return "a rank that it waits for is gone or does something else"
-    if not called.absent:
-        return "all ranks wait for each other"
-    ranks = f"rank{'s' if len(called.absent) > 1 else ''} {format_ranks(called.absent)}"
-    return f"{ranks} did not say to wait too, and may be stopped, gone or busy with something else"
+    if called.absent:
+        return f"{_named(called.absent)} did not say to wait too, and may be stopped, gone or busy with something else"
+    if elsewhere := [rank for rank, doing in called.doing.items() if doing.startswith(_UNWATCHED)]:
+        return f"{_named(elsewhere)} did not come"
+    return "all ranks wait for each other"
+
+
+def _listed(called: RollCall | None) -> str:
+    """A line for each thing that ranks wait in."""
+    ranks: dict[str, list[int]] = {}
+    for rank, doing in called.doing.items() if called else ():
+        ranks.setdefault(doing, []).append(rank)
+    lines = [f"\n  {_named(own)}: {doing}" for doing, own in ranks.items()]
+    return "".join(lines[:_MOST_LINES]) + ("\n  ..." if len(lines) > _MOST_LINES else "")
+
+
+def _named(ranks: Collection[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+
+
+def _place() -> str:
+    """The line of the user's program at which the main thread is."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_INSTALLED) and "site-packages" not in file:
+            return f", at {Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def _traced(rank: int) -> str:

@@ -6,6 +6,7 @@ Each rank that comes to its end, and would exit with 0, leaves FOLDER/ended-RANK
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pretrain_vlm
@@ -14,8 +15,12 @@ from megatron_hetero.distributed.launch import guarded, rank
 
 def main(folder: str, *flags: str) -> None:
     """Run the program, and say so."""
-    guarded(pretrain_vlm.main, flags)
-    (Path(folder) / f"ended-{rank()}").touch()
+
+    def run(argv: Sequence[str]) -> None:
+        pretrain_vlm.main(argv)
+        (Path(folder) / f"ended-{rank()}").touch()
+
+    guarded(run, flags)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,10 @@ def test_the_others_end_and_say_who_did_not_come(left_out: str, said: str, tmp_p
         for rank in ranks.ranks[:2]:
             rank.join(60)
         assert [rank.exitcode for rank in ranks.ranks] == [1, 1, None]
-        messages = [line for rank in (0, 1) for line in ranks.said(rank).splitlines() if "unfinished" in line]
+        all_said = "".join(map(ranks.said, (0, 1)))
+        messages = [line for line in all_said.splitlines() if "unfinished" in line]
     assert len(messages) == 1, messages
     assert f"found {said} boundary vision>text, with all its ranks, unfinished after" in messages[0]
-    assert "expected it within timeout_s = 2" in messages[0] and "rank 2" in messages[0]
+    assert "expected it within timeout_s = 2" in messages[0] and "because rank 2 did not come" in messages[0]
+    assert f"\n  ranks 0-1: {said} boundary vision>text, with all its ranks, at test_plain_loop_hang.py:" in all_said
+    assert "\n  rank 2: nothing that is watched, at test_plain_loop_hang.py:" in all_said

@@ -23,7 +23,7 @@ VARIABLES = {
 }
 
 RECORD = """
-import json, os, sys
+import atexit, json, os, sys
 from types import SimpleNamespace
 class Record:
     def find_spec(self, name, path=None, target=None):
@@ -31,6 +31,7 @@ class Record:
             found.update({name: os.environ.get(name) for name in %r})
 found = {}
 sys.meta_path.insert(0, Record())
+atexit.register(lambda: print(json.dumps(found)))
 """ % [*VARIABLES, "PYTORCH_CUDA_ALLOC_CONF"]
 
 PROGRAMS = {
@@ -56,7 +57,7 @@ def found_at_the_import_of_torch(program: str, **users: str) -> dict[str, str]:
     """The variables that a program has set when it begins to import torch."""
     clean = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, "RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"{RECORD}{PROGRAMS[program]}print(json.dumps(found))"],
+        [sys.executable, "-W", "ignore", "-c", f"{RECORD}{PROGRAMS[program]}"],
         env=clean | users, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -55,6 +55,21 @@ def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+def test_threads_that_still_work_do_not_abort_the_process_as_it_ends() -> None:
+    """As those of gloo do, which drop the tensors of the last collective. Exit handlers run, and output is flushed."""
+    body = """import atexit
+atexit.register(print, "handled")
+def work():
+    tensor = torch.ones(100)
+    while True:
+        tensor + tensor
+for _ in range(2):
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.05)
+"""
+    assert list(map(outcome, [start(body), start(body)])) == [(0, "handled\n", "")] * 2
+
+
 def test_a_process_alone_needs_no_launcher() -> None:
     body = """with process_group() as platform:
     total = torch.ones(1, device=platform.device)

@@ -90,6 +90,34 @@ def test_what_rows_are_is_checked_when_a_boundary_is_opened() -> None:
             mh.Boundary.open(topology, "vision", "text", **options | wrong)
 
 
+TERMS = {
+    "transport": "transport=torch.bfloat16, check=True' on rank 0 and 'width=4, .*, transport=torch.float32,",
+    "check": "check=False' on rank 0 and 'width=4, dtype=torch.float32, transport=torch.float32, check=True' on rank 1",
+    "width": "found 'width=5, .* on rank 0 and 'width=4, .* on rank 1, expected the same on all ranks. Open it alike",
+}
+
+
+@pytest.mark.parametrize("term", TERMS)
+@on_ranks(4)
+def test_ranks_that_opened_a_boundary_differently_learn_it_when_they_plan(term: str) -> None:
+    others = {"transport": torch.bfloat16, "check": False, "width": 5}
+    topology = mh.Topology.build(LAYOUTS, platform(), edges=EDGES, planned=EDGES)
+    options = {"width": 4, "dtype": torch.float32} | ({term: others[term]} if topology.rank == 0 else {})
+    boundary = mh.Boundary.open(topology, "vision", "text", **options)
+    with pytest.raises(mh.UserError, match=TERMS[term]):
+        boundary.plan(held=[topology.rank], needed=[topology.rank])
+
+
+@pytest.mark.parametrize("term, other", [("check", False), ("transport", torch.bfloat16)])
+@on_ranks(4)
+def test_ranks_that_build_an_interpreter_differently_learn_it(term: str, other: Any) -> None:
+    topology = mh.Topology.build(LAYOUTS, platform(), edges=EDGES)
+    held = {name: mh.ModuleOnRank({0: nn.Linear(1, 1)}) for name in LAYOUTS if topology.has(name)}
+    options: dict[str, Any] = {term: other} if topology.rank == 0 else {}
+    with pytest.raises(mh.UserError, match=f"interpreter: found .*{term}={other}.* on rank 0 and .*on rank 1"):
+        mh.Interpreter.build(topology, held, width=4, dtype=torch.float32, **options)  # pyright: ignore[reportArgumentType]
+
+
 @on_ranks(4)
 def test_the_modules_of_an_interpreter_say_which_stages_they_are() -> None:
     topology, modules = mh.Topology.build(LAYOUTS, platform(), edges=EDGES), {"vision": nn.Linear(1, 1)}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_hetero.boundary.boundary import micro_batch
+from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.errors import UserError
 from tests.support.ranks import on_ranks
 from tests.unit.boundary.plain_loop import (
@@ -48,24 +49,30 @@ def test_gradients_that_do_not_go_back_are_refused_on_all_ranks(placement: str) 
     train(alone=False)  # Looked at, and made again by a loss: as in one process.
 
 
+@pytest.mark.parametrize("planned", ["inside", "outside"])
+@pytest.mark.parametrize("placement", ["disjoint", "mixed"])
 @on_ranks(4)
-def test_a_crossing_under_a_checkpoint_is_refused_on_all_ranks() -> None:
-    """Recomputed on two ranks of four, on others the micro-batch is over."""
-    loop = Loop(Case(), "disjoint")
+def test_a_crossing_under_a_checkpoint_is_refused_on_all_ranks(placement: str, planned: str) -> None:
+    """Recomputed on the ranks with a loss, on others the micro-batch is over."""
+    loop = Loop(Case(), placement)
     mine, seen = loop.mine("text", range(12)), loop.mine("vision", range(12))
 
+    def plan() -> LoadedPlan:
+        return loop.link.plan(held=ids_of(seen), needed=ids_of(mine))
+
     def crossed(made: Tensor | None) -> Tensor:
-        return (loop.link(plan, made) ** 2).sum()
+        return (loop.link(plan() if planned == "inside" else before, made) ** 2).sum()
 
     def train() -> None:
         with micro_batch(loop.link):
+            rows = encode(loop.case, loop.modules["vision"], seen) if "vision" in loop.modules else None
             if "text" in loop.modules:
-                checkpoint(crossed, None, use_reentrant=False).backward()  # pyright: ignore[reportOptionalMemberAccess]
+                checkpoint(crossed, rows, use_reentrant=False).backward()  # pyright: ignore[reportOptionalMemberAccess]
             else:
-                crossed(encode(loop.case, loop.modules["vision"], seen))
+                crossed(rows)
 
-    plan = loop.link.plan(held=ids_of(seen), needed=ids_of(mine))
-    with pytest.raises(UserError, match=r"a crossing amid a backward pass.* Call the boundary outside"):
+    before = plan()
+    with pytest.raises(UserError, match=r"a plan or a crossing amid a backward pass.* Plan and cross outside"):
         train()
     with loop.forward(range(12)) as (_, losses):
         if losses is not None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
@@ -175,6 +176,64 @@ def test_a_learning_rate_scheduler_of_pytorch_drives_it() -> None:
     optimizer.load_state_dict(state)
     with pytest.raises(UserError, match="found no modules, expected"):
         optimizer.load_state_dict({})
+
+
+@pytest.mark.parametrize("kind", [partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW, adam()])
+@on_ranks(2, timeout_s=40)
+def test_one_cycle_by_its_defaults(kind: Any) -> None:
+    """It cycles momentum, also on a rank that trains nothing."""
+    topology = running.topology_of_world(2, vision="dp:1@0", text="dp:1@1")
+    weight = nn.Linear(2, 2).requires_grad_(topology.rank == 0)
+    optimizer = build_optimizers(topology, {"vision" if topology.rank == 0 else "text": weight}, kind)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
+    seen = []
+    for _ in range(9):
+        seen += [group["betas"][0] if "betas" in group else group["momentum"] for group in optimizer.param_groups]
+        weight.weight.sum().backward() if topology.rank == 0 else None
+        optimizer.step(tokens=1)
+        scheduler.step()
+    assert not seen if topology.rank else (min(seen) == pytest.approx(0.85, abs=0.01) and max(seen) > 0.94)
+
+
+@on_ranks(2, timeout_s=40)
+def test_optimizers_with_other_settings_on_other_ranks_are_refused() -> None:
+    topology = running.topology_of_world(2, text="dp:2")
+    for setting in ("check", "clip_grad"):
+        with pytest.raises(UserError, match=f"build_optimizers: {setting}: found .* on rank 0 and .* on rank 1"):
+            build_optimizers(topology, {"text": nn.Linear(2, 2)}, adam(), **{setting: topology.rank == 0})
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
+@on_ranks(2, timeout_s=40)
+def test_pytorchs_checkpoints_have_the_fp32_copies(wrapper: str) -> None:
+    """Two steps are those of one, a checkpoint, and another in fresh objects."""
+    topology = running.topology_of_world(2, text="dp:2")
+
+    def fresh() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = running.wrapped(nn.Linear(4, 4).bfloat16(), wrapper, topology)
+        return model, build_optimizers(topology, {"text": model}, adam(bf16=True))
+
+    def step(model: nn.Module, optimizer: Any, number: int) -> None:
+        model(pictures(number)[:, :4].bfloat16()).square().sum().backward()
+        optimizer.step(tokens=8)
+        optimizer.zero_grad()
+
+    whole, model = fresh(), fresh()
+    for number in range(2):
+        step(*whole, number)
+    step(*model, 0)
+    saved: Any = get_state_dict(model[0], model[1].parts["text"])
+    assert saved[1]["state"]["weight"]["master"].dtype == torch.float32
+    other = fresh()
+    other[1].param_groups[0]["lr"] = 7.0
+    set_state_dict(other[0], other[1].parts["text"], model_state_dict=saved[0], optim_state_dict=saved[1])
+    assert other[1].param_groups[0]["lr"] == RATE
+    step(*other, 1)
+    for expected, found in zip(whole[0].parameters(), other[0].parameters(), strict=True):
+        assert torch.equal(expected, found)
+    masters = zip(whole[1].parts["text"].masters.values(), other[1].parts["text"].masters.values(), strict=True)
+    assert all(torch.equal(expected, found) for expected, found in masters)
 
 
 @on_ranks(2, timeout_s=40)

@@ -306,6 +306,7 @@ def test_one_rank_speaks_for_all_and_names_the_one_that_is_stopped(scenes: dict[
     assert status == [1, 1, 1] and said.count("found") == 1
     assert re.match(r"rank [023]: found (the others|an action) unfinished after [12] s, expected it within", said)
     assert "because rank 1 did not say to wait too, and may be stopped" in said
+    assert re.search(r"\n  ranks 0,3: the others, at <string>:\d+\n  rank 2: an action, at <string>:\d+\n", said)
 
 
 def test_ranks_that_all_wait_say_so(scenes: dict[str, tuple[list[int], str]]) -> None:
