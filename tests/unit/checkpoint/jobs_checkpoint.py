@@ -142,7 +142,7 @@ def asked_to_stop(flags: list[str], rank: int, at: int) -> tuple[int, bool]:
         if in_step == at and run.topology.rank == rank:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    with stop_requests() as request, run.writer, _calling(Trainer, "_update", signalled):
+    with stop_requests() as request, run.writer, _calling(Trainer, "_refuse_faults", signalled):
         for step, batch, _ in run.batches():
             metrics = run.train_step(step, batch, stop=request)
             run.saver.after(step, metrics.stopping)
@@ -161,7 +161,7 @@ def program(flags: list[str], asked: str = "") -> tuple[bool, str]:
         return lambda step, *_: request.note(signal.SIGTERM, None) if f"{what} {step}" == asked and last else None
 
     last = dist.get_rank() == dist.get_world_size() - 1
-    with _calling(Trainer, "_update", in_("step")), _calling(HeldOutEvaluation, "_evaluate", in_("evaluation")):
+    with _calling(Trainer, "_refuse_faults", in_("step")), _calling(HeldOutEvaluation, "_evaluate", in_("evaluation")):
         try:
             return pretrain_vlm.train_and_export(load_config(flags), platform(), request), ""
         except UserError as error:

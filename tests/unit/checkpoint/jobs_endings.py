@@ -15,6 +15,7 @@ import torch.distributed as dist
 import pretrain_vlm
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed import collective
+from megatron_hetero.engine.gradients import GradientSummary
 from megatron_hetero.errors import UserError
 from megatron_hetero.training.stopping import StopRequest
 from megatron_hetero.training.trainer import Trainer
@@ -28,16 +29,16 @@ def program(flags: list[str], step: int, harm: Harm, folder: Path) -> tuple[bool
     """What the program does, from its start to the export, where something is harmed in the midst of `step`: whether it
     was finished, and the error that ended it.
     """
-    original = Trainer._update
+    original = Trainer._refuse_faults
 
-    def update(self: Trainer, number: int, factor: float) -> float:
+    def before_update(self: Trainer, number: int, summary: GradientSummary) -> None:
         if number == step:
             harm(dist.get_rank(), folder)
             collective.on_every(self.topology.files, lambda: None)  # done everywhere
-        return original(self, number, factor)
+        original(self, number, summary)
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with mock.patch.object(Trainer, "_update", update):
+    with mock.patch.object(Trainer, "_refuse_faults", before_update):
         try:
             return pretrain_vlm.train_and_export(load_config(flags), platform(), StopRequest()), ""
         except UserError as error:
