@@ -53,6 +53,14 @@ class DataParallel(ABC):
         """Whether gradients are reduced in each backward pass: a rank keeps weights and gradients of its own."""
 
     @property
+    def sums_shares(self) -> bool:
+        """Whether `reduce` gives a rank the sums of what it owns only."""
+        return True
+
+    def zero_unsummed(self, names: Collection[str]) -> None:  # noqa: B027 (nothing where no rank accumulates others)
+        """Zero what `reduce` has not summed of the gradients of these parameters."""
+
+    @property
     @abstractmethod
     def owned(self) -> Mapping[str, Range]:
         """Of each trained parameter what this rank has the reduced gradient of, and updates."""
@@ -186,6 +194,17 @@ class Replicated(DataParallel):
 
     @property
     @override
+    def sums_shares(self) -> bool:
+        return self.sharded and not self.platform.prefers_all_reduce
+
+    @override
+    def zero_unsummed(self, names: Collection[str]) -> None:
+        for name in names if self.sums_shares else ():
+            gradient, (start, stop) = self.accumulated(name)[0], self.owned[name]
+            torch._foreach_zero_([gradient[:start], gradient[stop:]])
+
+    @property
+    @override
     def owned(self) -> Mapping[str, Range]:
         return self._owned
 
@@ -216,9 +235,12 @@ class Replicated(DataParallel):
 
     def summed_buckets(self) -> list[Bucket]:
         """In the order in which they are summed: about that in which gradients come."""
-        share = self.sharded and not self.platform.prefers_all_reduce
         return [
-            Bucket(each.grad_data, self._share(each.grad_data) if share else each.grad_data, tuple(each.params_list))
+            Bucket(
+                each.grad_data,
+                self._share(each.grad_data) if self.sums_shares else each.grad_data,
+                tuple(each.params_list),
+            )
             for each in self._ddp_buckets
         ]
 

@@ -149,6 +149,7 @@ def _sum_parts_over_tp(module: TrainedModule) -> None:
     gradients, views = list[Tensor](), list[Tensor]()
     rounds = dict[int, list[int]]()
     times = Counter[Any]()
+    module.data_parallel.zero_unsummed({name for name, _ in own})
     for name, tensor_slice in own:
         gradient, before = _accumulated_rows(module, name, tensor_slice)
         # What one kernel adds to must not have the same memory twice.
@@ -158,8 +159,8 @@ def _sum_parts_over_tp(module: TrainedModule) -> None:
         views.append(buffer.narrow(0, slots[tensor_slice.rectangle] + before, gradient.numel()).view_as(gradient))
     for places in rounds.values():
         torch._foreach_add_([views[place] for place in places], [gradients[place] for place in places])
-    if module.data_parallel.reduces_early:
-        # Ranks of a tp group may keep other rows of a slice: it may lie elsewhere in their parameters.
+    if module.data_parallel.sums_shares:
+        # Ranks of a tp group may have the sums of other rows of a slice: it may lie elsewhere in their parameters.
         dist.all_reduce(buffer, group=module.groups.dp_cp)
     dist.all_reduce(buffer, group=module.groups.tp)
     if gradients:

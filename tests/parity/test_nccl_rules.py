@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.parity.cases import Ask, Case, gradients_equal, three_steps_equal
+from tests.parity import jobs
+from tests.parity.cases import Ask, Case, flags_of, gradients_equal, norm_of, three_steps_equal
 from tests.parity.test_parity import CASES
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
@@ -95,3 +96,14 @@ def test_axes(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> 
 @pytest.mark.parametrize("case", thinned(OTHERS[::2], 3), ids=str)
 def test_three_steps(case: Case, expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
     three_steps_equal(case, "adamw", expected(case), rules_pools(case.ranks))
+
+
+def test_shares_that_differ_between_the_ranks_of_tp(expected: Ask, rules_pools: Callable[[int], Pool]) -> None:
+    """Four key heads over three ranks: what two ranks hold of one lies in different buckets, of which each rank has the
+    sums of a half.
+    """
+    case = Case("sp:2,dp:3", "tp:3,dp:2", 6, model="twelve-heads", micro=2)
+    want = expected(case)
+    loss, norm = rules_pools(6).run(jobs.losses_in_buckets, flags_of(case, want.folder, "--optimizer.name", "adamw"))[0]
+    assert loss == pytest.approx(want.loss, rel=1e-5)
+    assert norm == pytest.approx(norm_of(want.gradients), rel=1e-4)
