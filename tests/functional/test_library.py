@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from examples.custom_modules import Options
-from megatron_hetero import ScheduleSettings
+from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.functional import library_jobs as jobs
 from tests.support.pool import Pool
 
@@ -181,24 +183,42 @@ def test_the_first_action_that_the_device_has_not_ended_is_named(pools: Pools) -
     assert "action decoder.1>0.B0 of micro-batch 0, with rank 2 over decoder backward from stage 1," in last
 
 
-def launched(*flags: str, ranks: int) -> subprocess.CompletedProcess[str]:
+def launched(program: str, *flags: str, ranks: int, folder: Path) -> list[str]:
+    """The lines that an example prints, run in a folder."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
-        [*command, "examples/custom_modules.py", *flags],
-        cwd=ROOT,
+    finished = subprocess.run(
+        [*command, str(ROOT / "examples" / program), *flags],
+        cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=90,
     )
-
-
-def test_under_torchrun() -> None:
-    finished = launched(
-        "--check", "--steps", "2", "--encoder-parallel", "dp:1@0", "--decoder-parallel", "dp:1@1", ranks=2
-    )
     assert finished.returncode == 0, finished.stderr
-    first, *schedule, before, last = finished.stdout.splitlines()
+    return finished.stdout.splitlines()
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    layouts = ("--encoder-parallel", "dp:1@0", "--decoder-parallel", "dp:1@1")
+    lines = launched("custom_modules.py", "--check", "--steps", "2", *layouts, ranks=2, folder=tmp_path)
+    first, *schedule, before, last = lines
     assert first == "encoder dp:1@0, decoder dp:1@1"
     assert [line.split()[:2] for line in schedule] == [["0", "encoder.0"], ["1", "decoder.0"]]
     assert before.startswith("step 1/2: loss ") and last.startswith("step 2/2: loss ")
+
+
+def losses(lines: list[str]) -> dict[int, float]:
+    """By step."""
+    found = [re.fullmatch(r"step (\d+): loss (\d+\.\d+)", line) for line in lines]
+    return {int(match[1]): float(match[2]) for match in found if match}
+
+
+def test_the_recipe_to_copy_learns_and_resumes(tmp_path: Path) -> None:
+    assert len((ROOT / "examples/recipe.py").read_text(encoding="utf-8").splitlines()) <= 60
+    first = losses(launched("recipe.py", ranks=2, folder=tmp_path))
+    assert list(first) == list(range(1, 21))
+    shutil.rmtree(tmp_path / "runs/recipe/00000020")
+    second = losses(launched("recipe.py", ranks=2, folder=tmp_path))
+    assert list(second) == list(range(11, 31))
+    assert {step: second[step] for step in range(11, 21)} == {step: first[step] for step in range(11, 21)}
+    assert sum(second[step] for step in range(26, 31)) < 0.85 * sum(first[step] for step in range(1, 6))

@@ -1,8 +1,8 @@
-"""The same training in one process, on every rank, to compare with."""
+"""SigLIP and a `GPTModel` trained in one process, on every rank, to compare with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import megatron_hetero as mh
+from megatron_hetero import build
+from megatron_hetero.distributed.topology import Topology
 
 
 class Step(NamedTuple):
@@ -20,25 +21,14 @@ class Step(NamedTuple):
     loss_apart: float
     gradients_apart: float
 
-    def __str__(self) -> str:
-        apart = f"loss {self.loss_apart:.1e}, gradients {self.gradients_apart:.1e}"
-        return f"loss {self.loss:.4f}; from one process: {apart}"
-
 
 class OneProcess:
     """Whole models, of which the modules of a topology are parts with the same weights."""
 
-    def __init__(
-        self,
-        topology: mh.Topology,
-        modules: Mapping[str, nn.Module],
-        whole: Mapping[str, nn.Module],
-        *,
-        layers: int,
-        rate: float,
-        clip: float,
-    ):
-        self.topology, self.modules, self.whole, self.layers, self.clip = topology, dict(modules), whole, layers, clip
+    def __init__(self, recipe: Any, topology: Topology, modules: Mapping[str, nn.Module], words: int, rate: float):
+        everywhere = f"dp:{dist.get_world_size()}"
+        whole = recipe.build_models(build(recipe.GRAPH, vision=everywhere, text=everywhere), words)
+        self.topology, self.modules, self.whole, self.clip = topology, dict(modules), whole, recipe.CLIP
         self.parameters = [parameter for module in whole.values() for parameter in module.parameters()]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, weight_decay=0.0)
         for parameter in self.parameters:
@@ -46,8 +36,10 @@ class OneProcess:
         for own, value in self._counterparts({name: module.state_dict() for name, module in whole.items()}):
             own.data.copy_(value)
 
-    def compare(self, loss: Tensor, expected: Tensor) -> Step:
-        """Compute the gradients of `expected`, the loss in one process, and compare."""
+    def compare(self, batch: Sequence[Any], loss: Tensor) -> Step:
+        """Compute the loss of a batch and its gradients, and compare."""
+        rows = self.whole["vision"](torch.cat([sample.pictures for sample in batch]))
+        expected = self.whole["text"](batch, rows) / torch.stack([sample.answers for sample in batch]).sum()
         expected.backward()
         return Step(loss.item(), abs(loss.item() / expected.item() - 1), self.gradients_apart())
 
@@ -80,7 +72,7 @@ class OneProcess:
         if "text" not in self.modules:
             return
         groups = self.topology.collection("text")
-        first = groups.pp.rank() * self.layers // groups.pp.size()
+        first = groups.pp.rank() * len(self.whole["text"].model.decoder.layers) // groups.pp.size()
         for name, own in self.modules["text"].named_parameters():
             names = name.split(".")
             if "layers" in names:
