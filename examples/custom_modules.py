@@ -27,28 +27,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_hetero import (
-    DeviceMicroBatch,
-    Edge,
-    Interpreter,
-    Layout,
-    ModuleOnRank,
-    ModuleShape,
-    Ownership,
-    Platform,
-    Topology,
-    UserError,
-    build_schedule,
-    check_schedule,
-    finish_gradients,
-    guarded,
-    load_plan,
-    plan_boundary,
-    process_group,
-    resolve,
-    simulate,
-    timeline,
-)
+from megatron_hetero import Layout, UserError, finish_gradients, guarded, process_group
+from megatron_hetero.boundary.loaded import load_plan
+from megatron_hetero.boundary.ownership import Ownership
+from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank
+from megatron_hetero.execution.runtime import Interpreter
+from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.layout import ModuleShape
+from megatron_hetero.layout.modules import resolve
+from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.checks.check import check_schedule
+from megatron_hetero.schedule.drawing import timeline
+from megatron_hetero.schedule.simulator import simulate
 
 WIDTH = 32
 SIDE = 8  # pixels of a picture

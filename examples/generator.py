@@ -24,17 +24,17 @@ from torch import Tensor, nn
 
 from megatron_hetero import (
     Graph,
-    MicroBatch,
+    MicroBatchInputs,
     Rows,
     Runner,
     Stage,
-    Topology,
     UserError,
     build,
     build_optimizers,
     guarded,
     process_group,
 )
+from megatron_hetero.distributed.topology import Topology
 
 TEXT, GENERATOR = "text", "generator"
 TOKENS, WORDS, WIDTH, SIDE = 5, 16, 32, 6
@@ -97,13 +97,13 @@ def micro_batches(step: int) -> list[list[int]]:
     return [list(range(first + m * SAMPLES, first + (m + 1) * SAMPLES)) for m in range(MICRO_BATCHES)]
 
 
-def part_of(topology: Topology, samples: Sequence[int]) -> MicroBatch:
+def part_of(topology: Topology, samples: Sequence[int]) -> MicroBatchInputs:
     """This rank's part: replicas take samples in turn. The row of a sample has its number."""
     own = {n: samples[layout.replica_of(topology.rank) :: layout.dp] for n, layout in held(topology).items()}
     inputs = {name: batch(numbers, topology.platform.device)[name] for name, numbers in own.items()}
     makes = topology.has(TEXT) and stage_of(topology) == topology.layouts[TEXT].pp - 1
     rows = Rows(held=own[TEXT] if makes else (), needed=own.get(GENERATOR, ()))
-    return MicroBatch(inputs, {(TEXT, GENERATOR): rows})
+    return MicroBatchInputs(inputs, {(TEXT, GENERATOR): rows})
 
 
 def held(topology: Topology) -> dict[str, Any]:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_hetero import Boundary, Layout, Topology, UserError, guarded, micro_batch, process_group
+from megatron_hetero import Boundary, Layout, UserError, guarded, micro_batch, process_group
+from megatron_hetero.distributed.topology import Topology
 
 VISION, TEXT = "vision", "text"
 WIDTH, ROWS, SIDE, LABELS = 32, 4, 8, 4

@@ -57,4 +57,4 @@ def _train(layouts):
             dcp.save({"step": step, **{k: get_state_dict(*parts[k]) for k in parts}}, checkpoint_id=RUN / f"{step:08}")
 
 
-mh.guarded(_train, ["dp:2", "tp:2"])  # vision: dp; text: tp and dp, on GPUs perhaps "tp:4,dp:2". Stages: megatron_recipe.py
+mh.guarded(_train, ["dp:2", "tp:2"])  # The tower: dp. The text model: tp and dp, with pp see megatron_recipe.py.

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-import megatron_hetero as mh
+from megatron_hetero.distributed.topology import Topology
 
 HIDDEN, HEADS, LAYERS = 64, 4, 6
 
@@ -39,7 +39,7 @@ class Tower(nn.Module):
 class TextStage(nn.Module):
     """This rank's stage of the text model, as `mh.Runner` calls it."""
 
-    def __init__(self, topology: mh.Topology, words: int):
+    def __init__(self, topology: Topology, words: int):
         super().__init__()
         layout, groups = topology.layouts["text"], topology.collection("text")
         self.stage, self.tp = layout.coordinate(topology.rank).pp, layout.tp

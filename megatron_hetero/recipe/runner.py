@@ -51,10 +51,10 @@ class _StageModel(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatch:
+class MicroBatchInputs:
     """This rank's part of a micro-batch.
 
-        MicroBatch({"vision": pictures, "text": tokens}, {("vision", "text"): Rows(held, needed)})
+        MicroBatchInputs({"vision": pictures, "text": tokens}, {("vision", "text"): Rows(held, needed)})
 
     `inputs`: of each module of this rank, by name, what all of its models are called with. A module that takes only
     rows is given anything, such as `()`. Without an input, on all of its ranks alike, a module has no work in the
@@ -122,7 +122,7 @@ class Runner:
             check=check,
         )
 
-    def __call__(self, micro_batches: Sequence[MicroBatch], *, forward_only: bool | None = None) -> Tensor:
+    def __call__(self, micro_batches: Sequence[MicroBatchInputs], *, forward_only: bool | None = None) -> Tensor:
         """Run a step; gradients accumulate in the parameters.
 
         Args:
@@ -167,7 +167,7 @@ class Runner:
         check_schedule(schedule)
         return schedule
 
-    def _plans(self, micro_batches: Sequence[MicroBatch]) -> dict[Edge, list[LoadedPlan]]:
+    def _plans(self, micro_batches: Sequence[MicroBatchInputs]) -> dict[Edge, list[LoadedPlan]]:
         """By edge, the plans of all micro-batches. The ranks of an edge share its errors, and then all ranks do."""
         plans: dict[Edge, list[LoadedPlan]] = {}
         problems: list[UserError] = []
@@ -189,13 +189,13 @@ class Runner:
             require()
         return plans
 
-    def _with_input(self, name: str, micro_batches: Sequence[MicroBatch]) -> str | None:
+    def _with_input(self, name: str, micro_batches: Sequence[MicroBatchInputs]) -> str | None:
         """The numbers of the micro-batches in which a module of this rank has an input."""
         if not self.topology.has(name):
             return None
         return str([m for m, each in enumerate(micro_batches) if each.inputs.get(name) is not None])
 
-    def _require_known(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def _require_known(self, micro_batches: Sequence[MicroBatchInputs]) -> None:
         """Check that inputs are of modules of this rank, rows of edges of the graph, and that modules with rows have an
         input.
         """

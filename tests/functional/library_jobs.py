@@ -14,23 +14,17 @@ from torch import Tensor
 from examples import generator as generator_example
 from examples import plain_loop
 from examples.custom_modules import Options, train
-from megatron_hetero import (
-    DeviceMicroBatch,
-    Edge,
-    Interpreter,
-    Layout,
-    ModuleOnRank,
-    Ownership,
-    Platform,
-    ScheduleSettings,
-    Topology,
-    UserError,
-    build,
-    build_schedule,
-    load_plan,
-    plan_boundary,
-)
-from megatron_hetero.distributed.platform import CPU
+from megatron_hetero import Layout, UserError, build
+from megatron_hetero.boundary.loaded import load_plan
+from megatron_hetero.boundary.ownership import Ownership
+from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.distributed.platform import CPU, Platform
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank
+from megatron_hetero.execution.runtime import Interpreter
+from megatron_hetero.layout.edge import Edge
+from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.watch.watchdog import Watchdog
 
 

@@ -15,19 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero import (
-    DeviceMicroBatch,
-    Edge,
-    Interpreter,
-    Layout,
-    ModuleOnRank,
-    ScheduleSettings,
-    Topology,
-    build_schedule,
-    load_plan,
-)
+from megatron_hetero import Layout
+from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import BoundaryPlan, plan_boundary
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank
+from megatron_hetero.execution.runtime import Interpreter
+from megatron_hetero.layout.edge import Edge
+from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.pool import platform
 from tests.unit.boundary.cases import random_ownership
 from tests.unit.boundary.jobs import CPU, Spy

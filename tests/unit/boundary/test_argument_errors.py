@@ -10,35 +10,43 @@ import torch
 from torch import nn
 
 import megatron_hetero as mh
+from megatron_hetero.boundary.loaded import load_plan
+from megatron_hetero.boundary.ownership import Ownership
+from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.execution.contract import ModuleOnRank
+from megatron_hetero.execution.runtime import Interpreter
+from megatron_hetero.layout.edge import Edge
+from megatron_hetero.schedule.builders import build_schedule
 from tests.support.pool import platform
 from tests.support.ranks import on_ranks
 
 EDGES = [("vision", "text")]
 LAYOUTS = {"vision": mh.Layout.parse("dp:4", 4), "text": mh.Layout.parse("tp:2,dp:2", 4)}
-SOURCE, TARGET = mh.Ownership.of({(0,): [0, 1], (1,): [2]}), mh.Ownership.of({(0, 1): [2]})
+SOURCE, TARGET = Ownership.of({(0,): [0, 1], (1,): [2]}), Ownership.of({(0, 1): [2]})
 
 PURE: dict[str, Callable[[], Any]] = {
     r"plan_boundary: found 2 rows that are needed but held by nobody, such as row 0, needed by ranks 0, expected": (
-        lambda: mh.plan_boundary(TARGET, SOURCE, row_bytes=4)
+        lambda: plan_boundary(TARGET, SOURCE, row_bytes=4)
     ),
     r"load_plan: plan: found a BoundaryPlan, .* Give it `plan.rank\(rank\)`": (
-        lambda: mh.load_plan(mh.plan_boundary(SOURCE, TARGET, row_bytes=4), torch.device("cpu"))  # pyright: ignore[reportArgumentType]
+        lambda: load_plan(plan_boundary(SOURCE, TARGET, row_bytes=4), torch.device("cpu"))  # pyright: ignore[reportArgumentType]
     ),
-    r"Ownership.of: found 0 as a group of ranks, expected tuples": lambda: mh.Ownership.of({0: [0]}),  # pyright: ignore[reportArgumentType]
+    r"Ownership.of: found 0 as a group of ranks, expected tuples": lambda: Ownership.of({0: [0]}),  # pyright: ignore[reportArgumentType]
     r"Ownership.of: gradient: found 'whole', expected 'invariant' or 'partial'": (
-        lambda: mh.Ownership.of({(0,): [0]}, "whole")  # pyright: ignore[reportArgumentType]
+        lambda: Ownership.of({(0,): [0]}, "whole")  # pyright: ignore[reportArgumentType]
     ),
-    r"edge a to b: found a stage at one end, .* `source_stage` and `target_stage`": lambda: mh.Edge("a", "b", 1),
+    r"edge a to b: found a stage at one end, .* `source_stage` and `target_stage`": lambda: Edge("a", "b", 1),
     r"layouts: found no layout for module `decoder` among vision, text": (
-        lambda: mh.build_schedule(LAYOUTS, 2, text="decoder")
+        lambda: build_schedule(LAYOUTS, 2, text="decoder")
     ),
     r"layout `xp:2`.*: found axis `xp`, expected one of tp, sp, cp, dp, pp": lambda: mh.Layout.parse("xp:2", 4),
 }
 MISSING: dict[str, Callable[[], Any]] = {
     "no direction `back`; there are forward, backward": (
-        lambda: mh.plan_boundary(SOURCE, TARGET, row_bytes=4).traffic("back", 0)
+        lambda: plan_boundary(SOURCE, TARGET, row_bytes=4).traffic("back", 0)
     ),
-    "rank 7 holds no module; ranks 0-3 do": lambda: mh.build_schedule(LAYOUTS, 2).actions_of(7),
+    "rank 7 holds no module; ranks 0-3 do": lambda: build_schedule(LAYOUTS, 2).actions_of(7),
 }
 
 
@@ -75,13 +83,13 @@ def test_a_topology_says_what_it_expects(said: str) -> None:
     options = dict(TOPOLOGIES[said])
     layouts = LAYOUTS | ({"audio": options.pop("audio")} if "audio" in options else {})
     with pytest.raises(mh.UserError, match=said):
-        mh.Topology.build(layouts, platform(), **options)
-    mh.Topology.build(LAYOUTS, platform(), edges=EDGES)
+        Topology.build(layouts, platform(), **options)
+    Topology.build(LAYOUTS, platform(), edges=EDGES)
 
 
 @on_ranks(4)
 def test_what_rows_are_is_checked_when_a_boundary_is_opened() -> None:
-    topology = mh.Topology.build(LAYOUTS, platform(), edges=EDGES, planned=EDGES)
+    topology = Topology.build(LAYOUTS, platform(), edges=EDGES, planned=EDGES)
     options: dict[str, Any] = {"width": 4, "dtype": torch.float32}
     wrongs: list[dict[str, Any]] = [{"width": 0}, {"width": "4"}, {"dtype": torch.int32}, {"transport": torch.int8}]
     for wrong in wrongs:
@@ -101,7 +109,7 @@ TERMS = {
 @on_ranks(4)
 def test_ranks_that_opened_a_boundary_differently_learn_it_when_they_plan(term: str) -> None:
     others = {"transport": torch.bfloat16, "check": False, "width": 5}
-    topology = mh.Topology.build(LAYOUTS, platform(), edges=EDGES, planned=EDGES)
+    topology = Topology.build(LAYOUTS, platform(), edges=EDGES, planned=EDGES)
     options = {"width": 4, "dtype": torch.float32} | ({term: others[term]} if topology.rank == 0 else {})
     boundary = mh.Boundary.open(topology, "vision", "text", **options)
     with pytest.raises(mh.UserError, match=TERMS[term]):
@@ -111,15 +119,15 @@ def test_ranks_that_opened_a_boundary_differently_learn_it_when_they_plan(term: 
 @pytest.mark.parametrize("term, other", [("check", False), ("transport", torch.bfloat16)])
 @on_ranks(4)
 def test_ranks_that_build_an_interpreter_differently_learn_it(term: str, other: Any) -> None:
-    topology = mh.Topology.build(LAYOUTS, platform(), edges=EDGES)
-    held = {name: mh.ModuleOnRank({0: nn.Linear(1, 1)}) for name in LAYOUTS if topology.has(name)}
+    topology = Topology.build(LAYOUTS, platform(), edges=EDGES)
+    held = {name: ModuleOnRank({0: nn.Linear(1, 1)}) for name in LAYOUTS if topology.has(name)}
     options: dict[str, Any] = {term: other} if topology.rank == 0 else {}
     with pytest.raises(mh.UserError, match=f"interpreter: found .*{term}={other}.* on rank 0 and .*on rank 1"):
-        mh.Interpreter.build(topology, held, width=4, dtype=torch.float32, **options)  # pyright: ignore[reportArgumentType]
+        Interpreter.build(topology, held, width=4, dtype=torch.float32, **options)  # pyright: ignore[reportArgumentType]
 
 
 @on_ranks(4)
 def test_the_modules_of_an_interpreter_say_which_stages_they_are() -> None:
-    topology, modules = mh.Topology.build(LAYOUTS, platform(), edges=EDGES), {"vision": nn.Linear(1, 1)}
+    topology, modules = Topology.build(LAYOUTS, platform(), edges=EDGES), {"vision": nn.Linear(1, 1)}
     with pytest.raises(mh.UserError, match=r"found a Linear for `vision`, .* Write `ModuleOnRank\(\{0: model\}\)`"):
-        mh.Interpreter.build(topology, modules, width=4, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
+        Interpreter.build(topology, modules, width=4, dtype=torch.float32)  # pyright: ignore[reportArgumentType]

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero import Edge, Layout, ScheduleSettings
+from megatron_hetero import Layout
 from megatron_hetero.batch.step_plan import MicroBatchPlan, PackShape, StepPlanner
+from megatron_hetero.layout.edge import Edge
 from megatron_hetero.names import ROWS
+from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.sharding.balance import assign_in_order
 from megatron_hetero.sharding.encoder_shards import EncoderShards
 from megatron_hetero.sharding.token_shards import TokenShards

@@ -10,21 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from megatron_hetero import (
-    Boundary,
-    Edge,
-    Graph,
-    Layout,
-    MicroBatch,
-    Rows,
-    Runner,
-    ScheduleSettings,
-    Stage,
-    Topology,
-    UserError,
-    build,
-)
+from megatron_hetero import Boundary, Graph, Layout, MicroBatchInputs, Rows, Runner, Stage, UserError, build
 from megatron_hetero import micro_batch as block
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.layout.edge import Edge
+from megatron_hetero.schedule.settings import ScheduleSettings
 from tests.support.ranks import on_ranks
 
 WIDTH, SAMPLES, MICRO_BATCHES = 4, 6, 3
@@ -81,7 +71,7 @@ def mine(topology: Topology, name: str) -> list[int]:
     return list(range(layout.replica_of(topology.rank), SAMPLES, layout.dp)) if topology.has(name) else []
 
 
-def part_of(topology: Topology, m: int) -> MicroBatch:
+def part_of(topology: Topology, m: int) -> MicroBatchInputs:
     samples = {name: mine(topology, name) for name in topology.layouts}
     layout = topology.layouts["text"]
     stage = layout.coordinate(topology.rank).pp if topology.has("text") else 0
@@ -90,7 +80,7 @@ def part_of(topology: Topology, m: int) -> MicroBatch:
         ("vision", "text"): Rows(held=samples["vision"], needed=samples["text"] if first else []),
         Edge("text", "generator"): Rows(held=samples["text"] if last else [], needed=samples["generator"]),
     }
-    return MicroBatch({name: inputs(name, m)[samples[name]] for name in samples if topology.has(name)}, rows)
+    return MicroBatchInputs({name: inputs(name, m)[samples[name]] for name in samples if topology.has(name)}, rows)
 
 
 def alone() -> dict[str, Any]:
@@ -151,7 +141,9 @@ def test_without_gradients_there_is_no_backward_pass() -> None:
     assert all(p.grad is None for model in held.values() for p in model.parameters())
     assert torch.equal(evaluated, runner(batches, forward_only=True))
     images_only = {name: each for name, each in batches[0].inputs.items() if name == "vision"}
-    assert runner([MicroBatch(images_only, {("vision", "text"): Rows(batches[0].rows["vision", "text"].held)})]) == 0
+    assert (
+        runner([MicroBatchInputs(images_only, {("vision", "text"): Rows(batches[0].rows["vision", "text"].held)})]) == 0
+    )
 
 
 @pytest.mark.parametrize("placement", ["colocated", "disjoint"])
@@ -219,7 +211,7 @@ def test_modules_that_no_edge_joins() -> None:
     rows, values = torch.zeros(SAMPLES, WIDTH, dtype=torch.float64), [inputs("text", m) for m in range(MICRO_BATCHES)]
     last = Stage(lambda _, hidden: found.end(hidden)["loss"], hidden_shape=lambda tokens: tokens.shape)
     runner = Runner(topology, {"text": last if topology.rank else lambda tokens: found.begin(tokens, rows)})
-    loss = runner([MicroBatch({"text": each}) for each in values])
+    loss = runner([MicroBatchInputs({"text": each}) for each in values])
     expected = models()["text"]
     losses = torch.stack([expected(each, rows)["loss"] for each in values]).sum()
     losses.backward()
@@ -232,7 +224,7 @@ def test_modules_that_no_edge_joins() -> None:
     stages = {"vision": nn.Identity(), "text": lambda _, rows: rows.sum(), "critic": lambda values: 2 * values.sum()}
     part = Rows(held=[topology.rank], needed=[topology.rank])
     values = torch.ones(1, WIDTH, dtype=torch.float64)
-    given = MicroBatch(dict.fromkeys(stages, values), {("vision", "text"): part})
+    given = MicroBatchInputs(dict.fromkeys(stages, values), {("vision", "text"): part})
     assert Runner(topology, stages)([given]).item() == 3 * WIDTH
 
 
@@ -246,7 +238,7 @@ def test_edges_are_known_by_the_stages_that_they_join() -> None:
     last = {"vision": Stage(lambda _, hidden: 2 * hidden, hidden_shape=(1, WIDTH))}
     values = torch.ones(1, WIDTH, dtype=torch.float64, requires_grad=True)
     part = {Edge("vision", "text", 1, 0): Rows(held=[0] * topology.rank, needed=[0] * (1 - topology.rank))}
-    batch = MicroBatch({"vision": values, "text": values} if topology.rank == 0 else {"vision": values}, part)
+    batch = MicroBatchInputs({"vision": values, "text": values} if topology.rank == 0 else {"vision": values}, part)
     assert Runner(topology, last if topology.rank else first)([batch]).item() == (1 - topology.rank) * 2 * WIDTH
     with pytest.raises(UserError, match="`vision>text` twice"):
         build(Graph([ends, ("vision", "text")], width=2, dtype=torch.float64), vision="pp:2", text="dp:1@0")
@@ -276,7 +268,9 @@ def test_virtual_stages_of_a_module_that_others_feed() -> None:
     for m in range(4):
         part = Rows(held=held, needed=range(SAMPLES) if topology.rank == 0 else [])
         batches.append(
-            MicroBatch({"vision": inputs("vision", m)[held], "text": inputs("text", m)}, {("vision", "text"): part})
+            MicroBatchInputs(
+                {"vision": inputs("vision", m)[held], "text": inputs("text", m)}, {("vision", "text"): part}
+            )
         )
     runner(batches)
     found = {
@@ -348,24 +342,24 @@ def test_wrong_uses_are_errors_on_all_ranks() -> None:
         Runner(topology, models() | {"vision": frozen}, forward_only=["vision"] if rank == 2 else [])
     with pytest.raises(UserError, match="forward_only `vision`: it has parameters that require gradients"):
         Runner(topology, models(), forward_only=["vision"])
-    nothing = MicroBatch({**batches[0].inputs, "generator": None}, batches[0].rows)
+    nothing = MicroBatchInputs({**batches[0].inputs, "generator": None}, batches[0].rows)
     with pytest.raises(UserError, match="on rank 3: inputs: found none of `generator`, and 1 needed rows of `text>gen"):
         runner([nothing if rank == 3 else batches[0]])
-    no_rows = MicroBatch({name: each for name, each in batches[0].inputs.items() if name != "text" or rank != 2})
+    no_rows = MicroBatchInputs({name: each for name, each in batches[0].inputs.items() if name != "text" or rank != 2})
     with pytest.raises(UserError, match=r"with an input of `text`: found \[0\] on rank 0 and \[\] on rank 2"):
         runner([no_rows])
     a_tuple: Any = {("vision", "text"): ([], [])}
     with pytest.raises(UserError, match="Runner on rank 2: rows of `vision>text`: found a tuple, expected `Rows`"):
-        runner([MicroBatch(batches[0].inputs, a_tuple) if rank == 2 else batches[0]])
-    scalar = MicroBatch(batches[0].inputs, {("vision", "text"): Rows(torch.tensor(3), [])})
+        runner([MicroBatchInputs(batches[0].inputs, a_tuple) if rank == 2 else batches[0]])
+    scalar = MicroBatchInputs(batches[0].inputs, {("vision", "text"): Rows(torch.tensor(3), [])})
     with pytest.raises(
         UserError, match=r"boundary vision>text on rank 2: held: found .*, expected int64 of shape \[rows\]"
     ):
         runner([scalar if rank == 2 else batches[0]])
     with pytest.raises(UserError, match="Runner on rank 1: inputs: found an input of `sound`"):
-        runner([MicroBatch({**batches[0].inputs, "sound": 0}) if rank == 1 else batches[0]])
+        runner([MicroBatchInputs({**batches[0].inputs, "sound": 0}) if rank == 1 else batches[0]])
     with pytest.raises(UserError, match="rows: found rows of `text>vision`, expected of vision>text, text>generator"):
-        runner([MicroBatch(batches[0].inputs, {("text", "vision"): Rows([0], [0])}) if rank == 1 else batches[0]])
+        runner([MicroBatchInputs(batches[0].inputs, {("text", "vision"): Rows([0], [0])}) if rank == 1 else batches[0]])
     runner(batches)  # It can be used afterwards.
 
 
@@ -376,7 +370,7 @@ def test_an_error_of_one_edge_is_that_of_all_ranks() -> None:
     runner, part = Runner(topology, held_by(topology)), part_of(topology, 0)
     wrong = {**part.rows, ("vision", "text"): Rows(held=part.rows["vision", "text"].held, needed=[99])}
     with pytest.raises(UserError, match="vision>text: needed: found row 99 on rank 1"):
-        runner([MicroBatch(part.inputs, wrong) if topology.rank == 1 else part])
+        runner([MicroBatchInputs(part.inputs, wrong) if topology.rank == 1 else part])
 
 
 @on_ranks(2)
@@ -396,7 +390,7 @@ def test_a_last_stage_that_feeds_nobody_returns_its_loss() -> None:
     inputs = {name: values for name in topology.layouts if topology.has(name)}
     ids = [0, 1] if topology.rank == 0 else []
     rows = Rows(held=ids, needed=ids)
-    loss = runner([MicroBatch(inputs, {("vision", "text"): rows, Edge("text", "critic", 0, 0): rows})])
+    loss = runner([MicroBatchInputs(inputs, {("vision", "text"): rows, Edge("text", "critic", 0, 0): rows})])
     if topology.rank == 1:
         assert (
             torch.allclose(loss.double(), layer(2 * values).sum().detach(), rtol=1e-6) and layer.weight.grad is not None
