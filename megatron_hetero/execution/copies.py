@@ -35,7 +35,7 @@ class ComparedCopies:
         """Check gradients of needed rows, [needed, width]. Waits for the other ranks that need them. Raises
         `UserError` on all of these.
         """
-        where = f"{edge} on {plan.copies}"
+        where = f"{edge} on {plan.copies}, {'parts' if plan.summed else 'whole'}"
         if where in self._compared or not can_compare(plan, grads):
             return
         turn = f"{where} {self._turns[where]}"

@@ -10,6 +10,7 @@ import torch
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.distributed.topology import Links
 from megatron_hetero.execution.announced import AnnouncedShapes
+from megatron_hetero.execution.called import CalledModules
 from megatron_hetero.execution.contract import ModuleOnRank, RandomStates
 from megatron_hetero.execution.copies import ComparedCopies
 from megatron_hetero.layout.edge import Edge
@@ -36,6 +37,7 @@ class RankResources:
         random: the states of the random generators that models use.
         shapes: with which the first hidden states of each link are compared; None: they are not.
         copies: with which the first gradients of rows that several ranks need are compared; None: they are not.
+        called: with which the first call of each stage is observed; None: it is not.
     """
 
     modules: Mapping[str, ModuleOnRank]
@@ -51,6 +53,7 @@ class RankResources:
     random: RandomStates
     shapes: AnnouncedShapes | None
     copies: ComparedCopies | None
+    called: CalledModules | None
 
     def width_of(self, edge: Edge) -> int:
         """Elements of a row of one output that crosses along the edge."""

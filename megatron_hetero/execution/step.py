@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +31,15 @@ from megatron_hetero.boundary.communicator import Crossing
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.distributed.communicators import Link
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.contract import LOSS, DeviceMicroBatch, StageOutput, require_known, require_together
+from megatron_hetero.execution.contract import (
+    LOSS,
+    METRICS,
+    DeviceMicroBatch,
+    StageOutput,
+    StepResult,
+    require_known,
+    require_together,
+)
 from megatron_hetero.execution.gathering import stays_gathered
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.rows import ReceivedRows, grad_of, wrong_outputs
@@ -65,7 +74,8 @@ class StepExecution:
         self.last_of_stage = {(action.module, action.stage): i for i, action in backward}
         self.last_use = {action.micro_batch: i for i, action in enumerate(self.actions)}
         self.position = 0
-        self.loss = torch.zeros((), dtype=torch.float32, device=resources.device)
+        self.losses: dict[str, Tensor] = {}  # by module
+        self.metrics: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         self.batches: dict[int, DeviceMicroBatch] = {}
         self.calls: dict[tuple[str, int], range] = {}  # by module and micro-batch, where they are of several
         self.called: dict[ActivationKey, dict[str, Tensor]] = {}  # outputs of these, by their last micro-batch
@@ -88,8 +98,8 @@ class StepExecution:
             if module.gathered
         }
 
-    def run(self) -> Tensor:
-        """Execute the actions; returns this rank's sum of losses, fp32 scalar."""
+    def run(self) -> StepResult:
+        """Execute the actions; returns what this rank has summed."""
         handlers = {
             "run": self._run, "send": self._send, "irecv": self._irecv, "wait": self._wait, "start": self._start,
             "finish": self._finish,
@@ -112,7 +122,8 @@ class StepExecution:
         for work, _, action in self.sends:
             with self.resources.watchdog.doing(self._description(action)), self._annotating_errors(action):
                 work.wait()
-        return self.loss
+        losses = [*self.losses.values()] or [torch.zeros((), device=self.resources.device)]
+        return StepResult(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), self.losses, self.metrics)
 
     def _description(self, action: Action) -> Callable[[], str]:
         """For the watchdog, which keeps it until the device has executed the action: it must hold no tensor."""
@@ -181,13 +192,17 @@ class StepExecution:
             else:
                 inputs += self._embedding(action)
             inputs += self._rows_of_stage(action)
-            output = self._model(action)(self._module_input(action), *inputs)
+            with self.resources.called.observing(action.module, key[1]) if self.resources.called else nullcontext():
+                output = self._model(action)(self._module_input(action), *inputs)
             if not keeps:
                 self.inputs.pop(key, None)
         outputs = self._named(action, output)
         if LOSS in outputs:
             if action.kind == "F":
-                self.loss += outputs[LOSS].detach()
+                loss, so_far = outputs[LOSS].detach(), self.losses.get(action.module)
+                self.losses[action.module] = loss.to(torch.float32, copy=True) if so_far is None else so_far.add_(loss)
+            if keeps and self.resources.called and not outputs[LOSS].requires_grad:
+                self.resources.called.require_frozen(action.module, key[1], inputs, outputs[LOSS])
             if not keeps:  # an evaluation, or a forward that will be recomputed
                 del outputs[LOSS]
         if len(call := self._call(action)) > 1:
@@ -204,11 +219,21 @@ class StepExecution:
         expected = [*([] if is_last else [HIDDEN]), *self._crossing_names(action)] or [LOSS]
         # A module that feeds others may have a loss of its own.
         may_have = [LOSS] if is_last and expected != [LOSS] else []
+        if is_last and isinstance(output, Mapping) and METRICS in output:
+            output = dict(output)
+            self._add_metrics(action, output.pop(METRICS))
         problem = wrong_outputs(output, expected, may_have)
         self._require(not problem, action, problem, f"a tensor by each of the names {', '.join(expected)}")
         outputs = {expected[0]: output} if isinstance(output, Tensor) else dict(output)
         self._require_result(action, outputs)
         return outputs
+
+    def _add_metrics(self, action: Action, metrics: Mapping[str, Tensor]) -> None:
+        sums = self.metrics[action.module]
+        for name, value in metrics.items() if action.kind == "F" else ():
+            found = f"{METRICS} `{name}` of shape {tuple(value.shape)}"
+            self._require(value.dim() == 0, action, found, "a scalar, a sum over this rank's part")
+            sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()
 
     def _keep_parts(self, action: Action, outputs: Mapping[str, Tensor], call: range, *, keeps: bool) -> None:
         """Part the rows that a call returned into those of its micro-batches, without copies. What has a graph
