@@ -276,9 +276,8 @@ def test_the_norm_of_fsdp_over_tensor_parallelism_of_pytorch() -> None:
         assert torch.allclose(each.parameter.grad.full_tensor(), cast("Any", expected.grad), rtol=1e-5, atol=1e-6)
     squares = sum_of_squares([each.gradient() for each in found[0].parameters if each.counts], torch.device("cpu"))
     dist.all_reduce(squares)
-    assert squares.sqrt().item() == pytest.approx(
-        nn.utils.get_total_norm([cast("Tensor", p.grad) for p in alone.parameters()]).item()
-    )
+    whole = nn.utils.get_total_norm([cast("Tensor", p.grad) for p in alone.parameters()])
+    assert squares.sqrt().item() == pytest.approx(whole.item())
 
 
 @on_ranks(2, timeout_s=40)
