@@ -13,10 +13,8 @@ from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.distributed.communicators import edge_ranks
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.announced import AnnouncedShapes
-from megatron_hetero.execution.called import CalledModules, require_no_ddp
+from megatron_hetero.execution.checks import RunChecks, require_no_ddp
 from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, RandomStates, StepResult
-from megatron_hetero.execution.copies import ComparedCopies
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.step import StepExecution
 from megatron_hetero.layout.edge import Edge, as_edge
@@ -101,9 +99,7 @@ class Interpreter(RankResources):
             watch=watch or Stopwatch(topology.platform, record=False),
             watchdog=watchdog or Watchdog.of_world(timeout_s, topology.platform),
             random=random or RandomStates.of(topology.platform),
-            shapes=AnnouncedShapes(key) if check else None,
-            copies=ComparedCopies(key) if check else None,
-            called=CalledModules() if check else None,
+            checks=RunChecks(key) if check else None,
         )
 
     def run(

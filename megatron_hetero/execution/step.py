@@ -67,7 +67,7 @@ class StepExecution:
         before_last: Callable[[str, int], None],
     ):
         self.resources, self.schedule, self.load, self.after_backward = resources, schedule, load, after_backward
-        self.before_last = before_last
+        self.before_last, self.checks = before_last, resources.checks
         self.actions = schedule.actions_of(resources.rank)
         backward = [(i, action) for i, action in enumerate(self.actions) if _is_backward(action)]
         self.last_backward = {action.module: i for i, action in backward}
@@ -192,7 +192,7 @@ class StepExecution:
             else:
                 inputs += self._embedding(action)
             inputs += self._rows_of_stage(action)
-            with self.resources.called.observing(action.module, key[1]) if self.resources.called else nullcontext():
+            with self.checks.watching(*key[:2]) if self.checks else nullcontext():
                 output = self._model(action)(self._module_input(action), *inputs)
             if not keeps:
                 self.inputs.pop(key, None)
@@ -201,8 +201,8 @@ class StepExecution:
             if action.kind == "F":
                 loss, so_far = outputs[LOSS].detach(), self.losses.get(action.module)
                 self.losses[action.module] = loss.to(torch.float32, copy=True) if so_far is None else so_far.add_(loss)
-            if keeps and self.resources.called and not outputs[LOSS].requires_grad:
-                self.resources.called.require_frozen(action.module, key[1], inputs, outputs[LOSS])
+            if keeps and self.checks and not outputs[LOSS].requires_grad:
+                self.checks.require_frozen(*key[:2], inputs, outputs[LOSS])
             if not keeps:  # an evaluation, or a forward that will be recomputed
                 del outputs[LOSS]
         if len(call := self._call(action)) > 1:
@@ -346,8 +346,8 @@ class StepExecution:
             f"{self.resources.dtype}",
         )
         tensor = tensor.contiguous()
-        if self.resources.shapes and action.kind != "B":
-            expected = self.resources.shapes.misfit_to_send(self._link(action, tensor), tensor.shape)
+        if self.checks and action.kind != "B":
+            expected = self.checks.misfit_to_send(self._link(action, tensor), tensor.shape)
             self._require_shapes(not expected, action, self.resources.rank, tuple(tensor.shape), expected)
         work = dist.isend(tensor, self._peer_rank(action), group=self._pipeline(action))
         assert work is not None, "this rank is in the group of its pipeline"
@@ -361,8 +361,8 @@ class StepExecution:
             return
         if action.kind != "B":
             shape = self._model(action).hidden_shape(batch)
-            if self.resources.shapes:
-                self.resources.shapes.announce(self._link(action), shape)
+            if self.checks:
+                self.checks.announce(self._link(action), shape)
             self._receive(action, shape)
             return
         # A gradient has the shape of its output, which may be computed only after the irecv.
@@ -387,8 +387,8 @@ class StepExecution:
             return
         assert posted in self.receives, f"{action} has no irecv"
         buffer, work = self.receives.pop(posted)
-        if self.resources.shapes and action.kind != "B":
-            found = self.resources.shapes.misfit_to_receive(self._link(action))
+        if self.checks and action.kind != "B":
+            found = self.checks.misfit_to_receive(self._link(action))
             self._require_shapes(not found, action, self._peer_rank(action), found, tuple(buffer.shape))
         work.wait()
         self.received[action.kind, _activation_key(action)] = buffer
@@ -433,8 +433,8 @@ class StepExecution:
         else:
             rows = self.rows.pop((edge, action.micro_batch), None)
             grads = communicator.no_rows() if rows is None else rows.grad()
-            if self.resources.copies:
-                self.resources.copies.require_fit(edge, plan, grads)
+            if self.checks:
+                self.checks.require_fit(edge, plan, grads)
             self.crossings[key] = communicator.start_backward(plan, grads)
 
     def _refuse_plan(self, action: Action, plan: LoadedPlan) -> None:
