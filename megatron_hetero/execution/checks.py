@@ -6,16 +6,16 @@ Waits have no time-out of their own: a watchdog ends those that take too long.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_hetero.boundary.agreement import Copy, can_compare, require_fit, state
@@ -24,6 +24,8 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
 
 _POLL_S = 0.005
+_DEEPEST, _LONGEST = 4, 1000
+"""How far from a callable, or from a module, others are looked for, and in how long lists."""
 
 
 class RunChecks:
@@ -34,7 +36,6 @@ class RunChecks:
         self._seen: set[tuple[str, str]] = set()
         self._turns: Counter[str] = Counter()
         self._compared: set[str] = set()
-        self._trains: dict[tuple[str, int], bool] = {}
 
     # --------------------------------------------------------------------------------------- hidden states
     # A receive buffer of another shape with as many bytes would be filled without an error, and one of another size
@@ -86,52 +87,71 @@ class RunChecks:
             time.sleep(_POLL_S)
         return self._store.get(key).decode()
 
-    # ------------------------------------------------------------------------------------------------ models
-    # They may be any callables, and hold modules of PyTorch out of sight.
 
-    @contextlib.contextmanager
-    def watching(self, module: str, stage: int) -> Iterator[None]:
-        """Around a call of a stage. Raises `UserError` amid the first one if that calls DDP."""
-        if (module, stage) in self._trains:
-            yield
-            return
-        called: list[nn.Module] = []
-
-        def note(each: nn.Module, _: Any) -> None:
-            require_no_ddp(module, stage, [each])
-            called.append(each)
-
-        hook = register_module_forward_pre_hook(note)
-        try:
-            yield
-        finally:
-            hook.remove()
-        self._trains[module, stage] = any(p.requires_grad for each in called for p in each.parameters(recurse=False))
-
-    def require_frozen(self, module: str, stage: int, inputs: Sequence[Any], loss: Tensor) -> None:
-        """Check that a stage whose `loss` has no graph has nothing to train. A loss of 0 is that of no tokens. Raises
-        `UserError`.
-        """
-        given = [each for some in inputs for each in (some.values() if isinstance(some, Mapping) else [some])]
-        trains = self._trains[module, stage] or any(each.requires_grad and each.numel() for each in given)
-        if trains and loss.item():
-            raise UserError.at(
-                f"stage {stage} of `{module}`",
-                found="a loss that requires no gradient",
-                expected="one with a graph",
-                because="nothing would be trained by it",
-                fix="return it without `detach()`; where it is to be measured only, run inside `torch.no_grad()`, name "
-                "the module in `forward_only`, or return it among `metrics`",
-            )
-
-
-def require_no_ddp(module: str, stage: int, parts: Iterable[nn.Module]) -> None:
+def require_no_ddp(rank: int, module: str, stage: int, model: object) -> None:
     """Check that a stage does not reduce its gradients by itself. Raises `UserError`."""
-    if any(isinstance(part, DistributedDataParallel) for part in parts):
+    if any(isinstance(part, DistributedDataParallel) for part in modules_in(model)):
         raise UserError.at(
-            f"stage {stage} of `{module}`",
-            found="PyTorch's DistributedDataParallel",
+            f"interpreter on rank {rank}",
+            found=f"DistributedDataParallel in stage {stage} of `{module}`",
             expected="the module itself",
             because="DDP averages gradients in every backward pass, and expects one per forward pass",
             fix="leave it out: `build_optimizers` makes replicas equal, and its `step` sums their gradients",
         )
+
+
+def require_frozen(module: str, stage: int, model: object, inputs: Sequence[Any], loss: Tensor) -> None:
+    """Check that a stage whose `loss` has no graph has nothing to train. A loss of 0 is that of no tokens. Raises
+    `UserError`.
+    """
+    given = [each for some in inputs for each in (some.values() if isinstance(some, Mapping) else [some])]
+    trains = any(p.requires_grad for each in modules_in(model) for p in each.parameters(recurse=False))
+    if (trains or any(each.requires_grad and each.numel() for each in given)) and loss.item():
+        raise UserError.at(
+            f"stage {stage} of `{module}`",
+            found="a loss that requires no gradient",
+            expected="one with a graph",
+            because="nothing would be trained by it",
+            fix="return it without `detach()`; where it is to be measured only, run inside `torch.no_grad()`, name "
+            "the module in `forward_only`, or return it among `metrics`",
+        )
+
+
+def modules_in(model: object) -> list[nn.Module]:
+    """The modules of PyTorch that a callable holds: as its parts or attributes, in a closure, as arguments of a partial
+    function, or by the names of globals.
+    """
+    found, seen = list[nn.Module](), set[int]()
+    left: list[tuple[Any, int]] = [(model, 0)]
+    while left:
+        each, depth = left.pop()
+        if id(each) in seen or isinstance(each, (Tensor, type, ModuleType, str, bytes)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, nn.Module):
+            found.append(each)
+            depth = 0
+        if depth <= _DEEPEST:
+            left += [(inside, depth + 1) for inside in _inside(each)]
+    return found
+
+
+def _inside(each: Any) -> Collection[Any]:
+    if isinstance(each, (list, tuple, dict)):
+        return () if len(each) > _LONGEST else each.values() if isinstance(each, dict) else each
+    if isinstance(each, partial):
+        return each.func, *each.args, *each.keywords.values()
+    if isinstance(each, MethodType):
+        return each.__self__, each.__func__
+    if isinstance(each, FunctionType):
+        cells = [cell.cell_contents for cell in each.__closure__ or () if _is_filled(cell)]
+        named = [each.__globals__[name] for name in each.__code__.co_names if name in each.__globals__]
+        return *cells, *named, *(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()
+    return getattr(each, "__dict__", {}).values()
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

@@ -58,9 +58,8 @@ class Interpreter(RankResources):
             random: the states of the generators that models use; default: PyTorch's own.
             check: whether ranks compare the first hidden states between any two stages with the receiver's
                 `hidden_shape`, and the first gradients of rows that several ranks need with what the plan says of them,
-                and look for `DistributedDataParallel` within the first call of each stage, and for losses without a
-                graph. Otherwise hidden states of another shape hang, abort, or go unnoticed if they have as many bytes,
-                and gradients are counted too often, too seldom or not at all.
+                and losses have a graph where something trains. Otherwise hidden states of another shape hang, abort, or
+                go unnoticed if they have as many bytes, and gradients are counted too often, too seldom or not at all.
 
         Raises:
             UserError: on all ranks. `modules` are not those that the topology places on a rank, or lack a stage, or are
@@ -198,11 +197,11 @@ def _require_fitting_models(rank: int, modules: Mapping[str, ModuleOnRank]) -> N
     """Check that no stage reduces its gradients by itself, and that later ones say what they receive."""
     for name, module in modules.items():
         for number, model in module.stages.items():
-            require_no_ddp(name, number, model.modules() if isinstance(model, torch.nn.Module) else ())
+            require_no_ddp(rank, name, number, model)
             if number and not callable(getattr(model, "hidden_shape", None)):
                 raise UserError.at(
-                    f"stage {number} of `{name}` on rank {rank}",
-                    found=f"a {type(model).__name__} without `hidden_shape`",
+                    f"interpreter on rank {rank}",
+                    found=f"a {type(model).__name__} without `hidden_shape` as stage {number} of `{name}`",
                     expected="the shape of the hidden states that it receives",
                     fix="add a method `hidden_shape(batch)`, or give a Runner `Stage(model, hidden_shape)`",
                 )

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,6 +30,7 @@ from megatron_hetero.boundary.communicator import Crossing
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.distributed.communicators import Link
 from megatron_hetero.errors import UserError
+from megatron_hetero.execution.checks import require_frozen
 from megatron_hetero.execution.contract import (
     LOSS,
     METRICS,
@@ -192,8 +192,7 @@ class StepExecution:
             else:
                 inputs += self._embedding(action)
             inputs += self._rows_of_stage(action)
-            with self.checks.watching(*key[:2]) if self.checks else nullcontext():
-                output = self._model(action)(self._module_input(action), *inputs)
+            output = self._model(action)(self._module_input(action), *inputs)
             if not keeps:
                 self.inputs.pop(key, None)
         outputs = self._named(action, output)
@@ -202,7 +201,7 @@ class StepExecution:
                 loss, so_far = outputs[LOSS].detach(), self.losses.get(action.module)
                 self.losses[action.module] = loss.to(torch.float32, copy=True) if so_far is None else so_far.add_(loss)
             if keeps and self.checks and not outputs[LOSS].requires_grad:
-                self.checks.require_frozen(*key[:2], inputs, outputs[LOSS])
+                require_frozen(*key[:2], self._model(action), inputs, outputs[LOSS])
             if not keeps:  # an evaluation, or a forward that will be recomputed
                 del outputs[LOSS]
         if len(call := self._call(action)) > 1:

@@ -14,6 +14,7 @@ from megatron_hetero.boundary.boundary import Boundary, Rows
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
+from megatron_hetero.execution.checks import modules_in
 from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, StageModel, StepResult
 from megatron_hetero.execution.runtime import Interpreter
 from megatron_hetero.layout.edge import Edge, as_edge
@@ -234,9 +235,7 @@ def _require_frozen(names: Collection[str], modules: Mapping[str, Any]) -> None:
     """Check that what runs without a backward pass is not to be trained."""
     for name in names:
         given = modules.get(name)
-        models = list(given.values()) if isinstance(given, Mapping) else [given]
-        inner = [each.model if isinstance(each, Stage) else each for each in models]
-        if any(p.requires_grad for each in inner if isinstance(each, nn.Module) for p in each.parameters()):
+        if any(p.requires_grad for each in modules_in(given) for p in each.parameters(recurse=False)):
             because, fix = "they would get no gradients", f"freeze them: `{name}.requires_grad_(False)`"
             where, problem = f"Runner: forward_only `{name}`", "it has parameters that require gradients"
             raise UserError.at(where, problem=problem, because=because, fix=fix)

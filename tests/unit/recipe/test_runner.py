@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -435,8 +436,7 @@ def test_losses_and_metrics_of_each_module(placement: str) -> None:
 
 
 @on_ranks(2)
-def test_what_the_first_call_of_a_stage_shows() -> None:
-    """Modules that a callable holds out of sight."""
+def test_what_callables_hold_out_of_sight() -> None:
     graph = Graph({"vision": ["text"]}, width=WIDTH, dtype=torch.float64)
     topology = build(graph, vision="dp:2", text="dp:2")
     head, vision = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -447,8 +447,19 @@ def test_what_the_first_call_of_a_stage_shows() -> None:
     def with_text(text: Any, **options: Any) -> Runner:
         return Runner(topology, {"vision": vision, "text": text}, **options)
 
-    with pytest.raises(UserError, match="stage 0 of `text`: found PyTorch's DistributedDataParallel"):
-        with_text(lambda _, rows: wrapped(rows).sum())([batch])
+    class Recipe:
+        def __init__(self) -> None:
+            self.parts = {"language": [wrapped]}
+
+        def loss(self, _: Any, rows: Tensor) -> Tensor:
+            return self.parts["language"][0](rows).sum()
+
+    def of_part(part: nn.Module, _: Any, rows: Tensor) -> Tensor:
+        return part(rows).sum()
+
+    for hides in (lambda _, rows: wrapped(rows).sum(), Recipe().loss, partial(of_part, wrapped)):
+        with pytest.raises(UserError, match="found DistributedDataParallel in stage 0 of `text`"):
+            with_text(hides)
     for detached in (lambda _, rows: head(rows.detach()).sum().detach(), lambda _, rows: rows.sum().detach()):
         with pytest.raises(UserError, match="stage 0 of `text`: found a loss that requires no gradient"):
             with_text(detached)([batch])
@@ -465,7 +476,7 @@ def test_what_the_first_call_of_a_stage_shows() -> None:
 @on_ranks(2)
 def test_a_later_stage_without_the_shape_of_what_it_receives() -> None:
     topology = build(Graph({"text": []}, width=WIDTH, dtype=torch.float64), text="pp:2")
-    with pytest.raises(UserError, match="stage 1 of `text` on rank 1: found a Linear without `hidden_shape`"):
+    with pytest.raises(UserError, match="on rank 1: found a Linear without `hidden_shape` as stage 1 of `text`"):
         Runner(topology, {"text": nn.Linear(WIDTH, WIDTH)})
 
 
