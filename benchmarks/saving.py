@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.systems import Memory
 from measuring.scheduling import run_flags
-from megatron_hetero.checkpoint.background import HostCopies
-from megatron_hetero.checkpoint.saver import Saver
+from megatron_hetero.checkpoint.saver import HostCopies, Saver
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.training.starting import build_trainer

@@ -128,7 +128,7 @@ def train(topology: Topology) -> dict[str, nn.Module]:
     run = Runner(topology, stages)
     optimizer = build_optimizers(topology, own, AdamW, clip_grad=CLIP)
     for step in range(STEPS):
-        loss = run([part_of(topology, samples) for samples in micro_batches(step)])
+        loss = run([part_of(topology, samples) for samples in micro_batches(step)]).loss
         optimizer.step(tokens=MICRO_BATCHES * SAMPLES)
         optimizer.zero_grad()
         dist.all_reduce(loss)

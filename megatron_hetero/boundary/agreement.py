@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +48,8 @@ _FEW = 8
 
 class Copy(NamedTuple):
     """What a rank says of its gradients of rows that other ranks need, too: their sum, with weights that depend on the
-    place, and that of their absolute values; the first of these ranks, itself, and whether gradients are parts.
+    place, and that of their absolute values; the first of these ranks, itself, whether gradients are parts, and whether
+    all rows have the same one.
     """
 
     projection: float
@@ -55,12 +57,13 @@ class Copy(NamedTuple):
     leader: int
     rank: int
     summed: bool
+    pooled: bool
 
     @classmethod
     def of(cls, stated: Sequence[float]) -> Copy:
         """From a statement."""
-        projection, size, leader, rank, summed = stated
-        return cls(projection, size, int(leader), int(rank), bool(summed))
+        projection, size, leader, rank, summed, pooled = stated
+        return cls(projection, size, int(leader), int(rank), bool(summed), bool(pooled))
 
 
 def can_compare(plan: LoadedPlan, grads: Tensor) -> bool:
@@ -72,7 +75,8 @@ def state(plan: LoadedPlan, grads: Tensor) -> Tensor:
     """The fields of this rank's `Copy`, fp64 on the device; its leader is -1 where it cannot be compared."""
     leader = min(plan.copies) if can_compare(plan, grads) else -1
     size = torch.linalg.vector_norm(grads, 1, dtype=torch.float64)
-    return torch.stack([_projection(grads), size, *size.new_tensor([leader, plan.rank, plan.summed])])
+    pooled = (grads == grads[:1]).all().to(size)
+    return torch.stack([_projection(grads), size, *size.new_tensor([leader, plan.rank, plan.summed]), pooled])
 
 
 def require_fitting_copies(title: str, plan: LoadedPlan, grads: Tensor, group: dist.ProcessGroup) -> None:
@@ -114,11 +118,15 @@ def _misfit(copies: Sequence[Copy]) -> str:
     for number, copy in enumerate(copies if copies[0].summed else ()):
         same = [other.rank for other in copies[number:] if other[:2] == copy[:2]]
         if copy.size > 0 and len(same) > 1:
-            return (
+            problem = (
                 f"that are equal on ranks {format_ranks(same)}, expected parts, because the plan has them as `partial` "
                 "and adds them up; plan with gradient='invariant' if each rank computes the whole gradient, and let "
                 "ranks with other tokens need other rows"
             )
+            if not copy.pooled:
+                return problem
+            # Equal parts of a mean over rows look like this, too.
+            warnings.warn(f"found gradients of rows {problem}", stacklevel=2)
     return ""
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
-from megatron_hetero.checkpoint.background import HostCopies, in_background
+import torch
+from torch import Tensor
+
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.state import History, Saved, TrainState, save
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.agreement import Watched
 from megatron_hetero.distributed.collective import on_every
+from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.weight_files import all_finite
 from megatron_hetero.terminal import size_text
@@ -156,3 +161,45 @@ class Saver:
             f"checkpoint {self.saved.path.name}: {size_text(self.saved.size)} in {seconds:.1f} s; "
             f"training waited for {min(held, seconds):.2f} s"
         ]
+
+
+T = TypeVar("T")
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Start `work` in a daemon thread."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # Whoever asks for the result gets it.
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint writer", daemon=True).start()
+    return outcome
+
+
+class HostCopies:
+    """Copies of entries in host memory, which is reused, since allocating costs more than copying. On GPUs it is
+    pinned, which makes copies several times faster.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self._copies: list[Tensor] = []
+
+    def of(self, entries: Sequence[Entry]) -> list[Entry]:
+        """The entries with copies of their values, valid until the next call. Waits until they are copied."""
+        values = [entry.values for entry in entries]
+        if list(map(_kind, values)) != list(map(_kind, self._copies)):
+            self._copies = []  # Free them first.
+            self._copies = [torch.empty(v.shape, dtype=v.dtype, pin_memory=self._platform.is_cuda) for v in values]
+        for copy, entry in zip(self._copies, entries, strict=True):
+            copy.copy_(entry.current(), non_blocking=True)
+        self._platform.synchronize()
+        return [replace(entry, values=copy, load=None) for entry, copy in zip(entries, self._copies, strict=True)]
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype

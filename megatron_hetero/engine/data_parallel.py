@@ -199,9 +199,12 @@ class Replicated(DataParallel):
 
     @override
     def zero_unsummed(self, names: Collection[str]) -> None:
-        for name in names if self.sums_shares else ():
-            gradient, (start, stop) = self.accumulated(name)[0], self.owned[name]
-            torch._foreach_zero_([gradient[:start], gradient[stop:]])
+        if not self.sums_shares:
+            return
+        found = ((self.accumulated(name)[0], *self.owned[name]) for name in names)
+        parts = [part for gradient, start, stop in found for part in (gradient[:start], gradient[stop:])]
+        if parts := [part for part in parts if part.numel()]:
+            torch._foreach_zero_(parts)
 
     @property
     @override

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from megatron_hetero.distributed.platform import Platform, compiled, on_device
 from megatron_hetero.engine.fused_batches import Batch, Brought, batches_of, ends_on, is_fused, numbers_of
 from megatron_hetero.engine.fused_update import CallRates, SegmentRates, update_
 from megatron_hetero.engine.gradients import scale_gradients
-from megatron_hetero.engine.learning_rate import learning_rate
 from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.engine.noise import Noise
 from megatron_hetero.engine.number_formats import PIECE, Fp32Master, Fp32Weights, Plain, Stored, batch_elements
@@ -354,3 +354,37 @@ def rate_of(peak: float, minimum: float, step: int, config: OptimizerConfig, tot
     return learning_rate(
         step, peak=peak, minimum=minimum, schedule=config.schedule, warmup=config.warmup_iters, total=total
     )
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    minimum: float,
+    schedule: Literal["constant", "linear", "cosine"],
+    warmup: int,
+    total: int,
+) -> float:
+    """The learning rate of a step.
+
+    In warm-up it rises linearly from ``peak / warmup`` at step 1 to `peak` at step `warmup`. Then it stays, or falls
+    along a line or half a cosine wave (SGDR, arXiv 1608.03983, without restarts) to `minimum` at step `total`,
+    where it stays.
+
+    Args:
+        step: counted from 1.
+        peak: highest value.
+        minimum: value at the end; unused by the constant schedule.
+        schedule: how it decays after warm-up, if at all.
+        warmup: number of warm-up steps, may be 0.
+        total: number of steps of the run.
+    """
+    assert step >= 1, f"steps count from 1, not {step}"
+    if step <= warmup:
+        return peak * step / warmup
+    if schedule == "constant":
+        return peak
+    # Without warm-up, step 0 would be the peak: the first step already falls, and the last reaches the minimum.
+    progress = min(1.0, (step - warmup) / (total - warmup)) if total > warmup else 1.0
+    share = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return minimum + (peak - minimum) * share

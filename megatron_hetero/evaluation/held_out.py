@@ -2,6 +2,11 @@
 
 Samples take the path of a training step without its backward pass, through loaders and a forward-only schedule of their
 own. The state of training is untouched: weights, gradients, random states and the position in its data.
+
+Greedy decoding reproduces an answer if and only if, given the answer so far, the most likely token at each of its
+positions is the answer's, end of turn included. So the teacher-forced pass that computes the loss gives the exact match
+too, in any layout and without generation, for the cost of an argmax. The tokens of a sample may be on several ranks:
+their counts are summed.
 """
 
 from __future__ import annotations
@@ -17,14 +22,41 @@ import torch
 from megatron_hetero.batch.step_loader import StepBatch, StepLoader
 from megatron_hetero.batch.to_device import to_device
 from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.errors import SharedError
-from megatron_hetero.evaluation.exact_match import answer_counts, exact_match, supervised_samples
 from megatron_hetero.execution.contract import DeviceMicroBatch
 from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.training.log.history import evaluated_after
 from megatron_hetero.training.log.metrics import EvaluationMetrics
 from megatron_hetero.training.trainer import Trainer
+
+
+def supervised_samples(pack: PackedBatch, tokens: np.ndarray) -> np.ndarray:
+    """The sample of the pack, from 0, of each supervised token among `tokens`, in their order: int64 [t].
+
+    `tokens`: int64 [n], positions in the pack.
+    """
+    supervised = tokens[pack.labels[tokens] != IGNORED]
+    return np.searchsorted(pack.cu_seqlens[1:], supervised, side="right")
+
+
+def answer_counts(samples: np.ndarray, hits: np.ndarray, number: int) -> np.ndarray:
+    """For each of `number` samples the supervised tokens, and those predicted correctly: int64 [2, number].
+
+    `samples`: int64 [t], the sample of each supervised token. `hits`: bool [t], whether it was predicted correctly.
+    """
+    counted = [np.bincount(chosen, minlength=number) for chosen in (samples, samples[hits])]
+    return np.stack(counted).astype(np.int64)
+
+
+def exact_match(counts: np.ndarray) -> tuple[int, int]:
+    """The number of samples with all supervised tokens correct, and of those with any supervised token. `counts`: those
+    of `answer_counts`, summed over ranks.
+    """
+    supervised, hits = counts
+    asked = supervised > 0
+    return int((asked & (hits == supervised)).sum()), int(asked.sum())
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,8 @@ rows by the name of the output, as the last argument also where it is not the fi
 
 Other graphs of modules are alike: a stage that rows enter is called with them as its last argument, one that rows leave
 returns them, and a last stage that none leave returns the loss. One that they leave may have a loss, too, and returns
-both by name. Rows that cross to several modules get the sum of their gradients.
+both by name. Rows that cross to several modules get the sum of their gradients. With its loss or rows a last stage may
+return "metrics": further sums by name, such as {"loss": loss, "metrics": {"correct": number}}.
 
 Hidden states have the shape given by the next stage's `hidden_shape` and the interpreter's dtype. The loss is a scalar,
 the sum over this rank's part of the micro-batch.
@@ -52,8 +53,10 @@ from megatron_hetero.schedule.program import Schedule
 
 LOSS = "loss"
 """The name of the sum of losses; further names are in `megatron_hetero.names`."""
+METRICS = "metrics"
+"""The name under which a last stage may return further sums by name, scalars without gradients."""
 
-StageOutput = Tensor | Mapping[str, Tensor]
+StageOutput = Tensor | Mapping[str, Any]
 """The only output of a stage, or its outputs by name."""
 
 
@@ -149,6 +152,19 @@ class DeviceMicroBatch:
     inputs: Mapping[str, Any]
     boundaries: Mapping[Edge, LoadedPlan]
     calls: Mapping[str, range] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a step has summed on this rank, over its micro-batches: scalars on the device.
+
+    `loss`: the losses of all modules, fp32; 0 without any. `losses`, `metrics`: by module those of its last stage,
+    without modules that have none on this rank.
+    """
+
+    loss: Tensor
+    losses: Mapping[str, Tensor]
+    metrics: Mapping[str, Mapping[str, Tensor]]
 
 
 def require_known(micro_batch: int, batch: DeviceMicroBatch, modules: Collection[str], edges: Collection[Edge]) -> None:

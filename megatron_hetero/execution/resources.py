@@ -9,9 +9,8 @@ import torch
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.distributed.topology import Links
-from megatron_hetero.execution.announced import AnnouncedShapes
+from megatron_hetero.execution.checks import RunChecks
 from megatron_hetero.execution.contract import ModuleOnRank, RandomStates
-from megatron_hetero.execution.copies import ComparedCopies
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.watch.stopwatch import Stopwatch
 from megatron_hetero.watch.watchdog import Watchdog
@@ -34,8 +33,7 @@ class RankResources:
         watch: measures the seconds of each module, by name, of "boundary" and of "pipeline".
         watchdog: is notified of every action before it begins.
         random: the states of the random generators that models use.
-        shapes: with which the first hidden states of each link are compared; None: they are not.
-        copies: with which the first gradients of rows that several ranks need are compared; None: they are not.
+        checks: of hidden states, gradients of rows and models; None: there are none.
     """
 
     modules: Mapping[str, ModuleOnRank]
@@ -49,8 +47,7 @@ class RankResources:
     watch: Stopwatch
     watchdog: Watchdog
     random: RandomStates
-    shapes: AnnouncedShapes | None
-    copies: ComparedCopies | None
+    checks: RunChecks | None
 
     def width_of(self, edge: Edge) -> int:
         """Elements of a row of one output that crosses along the edge."""

@@ -7,16 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from megatron_hetero.boundary.communicator import boundary_communicators
 from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.distributed.communicators import edge_ranks
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.announced import AnnouncedShapes
-from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, RandomStates
-from megatron_hetero.execution.copies import ComparedCopies
+from megatron_hetero.execution.checks import RunChecks, require_no_ddp
+from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, RandomStates, StepResult
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.step import StepExecution
 from megatron_hetero.layout.edge import Edge, as_edge
@@ -59,19 +57,20 @@ class Interpreter(RankResources):
             watchdog: the rank's existing watchdog, instead of a new one with `timeout_s`.
             random: the states of the generators that models use; default: PyTorch's own.
             check: whether ranks compare the first hidden states between any two stages with the receiver's
-                `hidden_shape`, and the first gradients of rows that several ranks need with what the plan says of them.
-                Otherwise hidden states of another shape hang, abort, or go unnoticed if they have as many bytes, and
-                gradients are counted too often or too seldom.
+                `hidden_shape`, and the first gradients of rows that several ranks need with what the plan says of them,
+                and losses have a graph where something trains. Otherwise hidden states of another shape hang, abort, or
+                go unnoticed if they have as many bytes, and gradients are counted too often, too seldom or not at all.
 
         Raises:
             UserError: on all ranks. `modules` are not those that the topology places on a rank, or lack a stage, or are
-                wrapped in PyTorch's `DistributedDataParallel`; or `outputs` has an edge that the topology does not
-                have; or ranks differ in `dtype`, `transport` or `check`.
+                wrapped in PyTorch's `DistributedDataParallel`, or a stage after the first has no `hidden_shape`;
+                or `outputs` has an edge that the topology does not have; or ranks differ in `dtype`, `transport` or
+                `check`.
         """
 
         def require() -> tuple[str, str]:
             _require_placed(topology, modules)
-            _require_no_ddp(topology.rank, modules)
+            _require_fitting_models(topology.rank, modules)
             _require_edges(topology, outputs or {})
             _require_rows_fit_together(_by_edge(width, topology), crossing)
             return uuid.uuid4().hex, f"dtype={dtype}, transport={transport or dtype}, check={check}"
@@ -99,8 +98,7 @@ class Interpreter(RankResources):
             watch=watch or Stopwatch(topology.platform, record=False),
             watchdog=watchdog or Watchdog.of_world(timeout_s, topology.platform),
             random=random or RandomStates.of(topology.platform),
-            shapes=AnnouncedShapes(key) if check else None,
-            copies=ComparedCopies(key) if check else None,
+            checks=RunChecks(key) if check else None,
         )
 
     def run(
@@ -130,6 +128,16 @@ class Interpreter(RankResources):
                 not, or gradients of rows are not what their plan says. On the ranks that see it: the others wait, until
                 the launcher or the watchdog ends them.
         """
+        return self.step(schedule, load, after_backward, before_last).loss
+
+    def step(
+        self,
+        schedule: Schedule,
+        load: Callable[[int], DeviceMicroBatch],
+        after_backward: Callable[[str], None] | None = None,
+        before_last: Callable[[str, int], None] | None = None,
+    ) -> StepResult:
+        """As `run`; returns the losses of each module, and their metrics."""
         _require_same_edges(self, schedule)
         return StepExecution(self, schedule, load, after_backward or _nothing, before_last or _nothing).run()
 
@@ -185,18 +193,17 @@ def _require_placed(topology: Topology, modules: Mapping[str, ModuleOnRank]) -> 
         )
 
 
-def _require_no_ddp(rank: int, modules: Mapping[str, ModuleOnRank]) -> None:
-    """Check that no stage reduces its gradients by itself."""
+def _require_fitting_models(rank: int, modules: Mapping[str, ModuleOnRank]) -> None:
+    """Check that no stage reduces its gradients by itself, and that later ones say what they receive."""
     for name, module in modules.items():
         for number, model in module.stages.items():
-            parts = model.modules() if isinstance(model, torch.nn.Module) else ()
-            if any(isinstance(part, DistributedDataParallel) for part in parts):
+            require_no_ddp(rank, name, number, model)
+            if number and not callable(getattr(model, "hidden_shape", None)):
                 raise UserError.at(
                     f"interpreter on rank {rank}",
-                    found=f"DistributedDataParallel in stage {number} of `{name}`",
-                    expected="the module itself",
-                    because="it averages gradients in every backward pass, and expects one per forward pass",
-                    fix=f"after the step, add them up over the group `topology.group({name!r}, 'sp', 'cp', 'dp')`",
+                    found=f"a {type(model).__name__} without `hidden_shape` as stage {number} of `{name}`",
+                    expected="the shape of the hidden states that it receives",
+                    fix="add a method `hidden_shape(batch)`, or give a Runner `Stage(model, hidden_shape)`",
                 )
 
 

@@ -30,7 +30,16 @@ from megatron_hetero.boundary.communicator import Crossing
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.distributed.communicators import Link
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.contract import LOSS, DeviceMicroBatch, StageOutput, require_known, require_together
+from megatron_hetero.execution.checks import require_frozen
+from megatron_hetero.execution.contract import (
+    LOSS,
+    METRICS,
+    DeviceMicroBatch,
+    StageOutput,
+    StepResult,
+    require_known,
+    require_together,
+)
 from megatron_hetero.execution.gathering import stays_gathered
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.rows import ReceivedRows, grad_of, wrong_outputs
@@ -58,14 +67,15 @@ class StepExecution:
         before_last: Callable[[str, int], None],
     ):
         self.resources, self.schedule, self.load, self.after_backward = resources, schedule, load, after_backward
-        self.before_last = before_last
+        self.before_last, self.checks = before_last, resources.checks
         self.actions = schedule.actions_of(resources.rank)
         backward = [(i, action) for i, action in enumerate(self.actions) if _is_backward(action)]
         self.last_backward = {action.module: i for i, action in backward}
         self.last_of_stage = {(action.module, action.stage): i for i, action in backward}
         self.last_use = {action.micro_batch: i for i, action in enumerate(self.actions)}
         self.position = 0
-        self.loss = torch.zeros((), dtype=torch.float32, device=resources.device)
+        self.losses: dict[str, Tensor] = {}  # by module
+        self.metrics: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         self.batches: dict[int, DeviceMicroBatch] = {}
         self.calls: dict[tuple[str, int], range] = {}  # by module and micro-batch, where they are of several
         self.called: dict[ActivationKey, dict[str, Tensor]] = {}  # outputs of these, by their last micro-batch
@@ -88,8 +98,8 @@ class StepExecution:
             if module.gathered
         }
 
-    def run(self) -> Tensor:
-        """Execute the actions; returns this rank's sum of losses, fp32 scalar."""
+    def run(self) -> StepResult:
+        """Execute the actions; returns what this rank has summed."""
         handlers = {
             "run": self._run, "send": self._send, "irecv": self._irecv, "wait": self._wait, "start": self._start,
             "finish": self._finish,
@@ -112,7 +122,8 @@ class StepExecution:
         for work, _, action in self.sends:
             with self.resources.watchdog.doing(self._description(action)), self._annotating_errors(action):
                 work.wait()
-        return self.loss
+        losses = [*self.losses.values()] or [torch.zeros((), device=self.resources.device)]
+        return StepResult(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), self.losses, self.metrics)
 
     def _description(self, action: Action) -> Callable[[], str]:
         """For the watchdog, which keeps it until the device has executed the action: it must hold no tensor."""
@@ -187,7 +198,10 @@ class StepExecution:
         outputs = self._named(action, output)
         if LOSS in outputs:
             if action.kind == "F":
-                self.loss += outputs[LOSS].detach()
+                loss, so_far = outputs[LOSS].detach(), self.losses.get(action.module)
+                self.losses[action.module] = loss.to(torch.float32, copy=True) if so_far is None else so_far.add_(loss)
+            if keeps and self.checks and not outputs[LOSS].requires_grad:
+                require_frozen(*key[:2], self._model(action), inputs, outputs[LOSS])
             if not keeps:  # an evaluation, or a forward that will be recomputed
                 del outputs[LOSS]
         if len(call := self._call(action)) > 1:
@@ -204,11 +218,21 @@ class StepExecution:
         expected = [*([] if is_last else [HIDDEN]), *self._crossing_names(action)] or [LOSS]
         # A module that feeds others may have a loss of its own.
         may_have = [LOSS] if is_last and expected != [LOSS] else []
+        if is_last and isinstance(output, Mapping) and METRICS in output:
+            output = dict(output)
+            self._add_metrics(action, output.pop(METRICS))
         problem = wrong_outputs(output, expected, may_have)
         self._require(not problem, action, problem, f"a tensor by each of the names {', '.join(expected)}")
         outputs = {expected[0]: output} if isinstance(output, Tensor) else dict(output)
         self._require_result(action, outputs)
         return outputs
+
+    def _add_metrics(self, action: Action, metrics: Mapping[str, Tensor]) -> None:
+        sums = self.metrics[action.module]
+        for name, value in metrics.items() if action.kind == "F" else ():
+            found = f"{METRICS} `{name}` of shape {tuple(value.shape)}"
+            self._require(value.dim() == 0, action, found, "a scalar, a sum over this rank's part")
+            sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()
 
     def _keep_parts(self, action: Action, outputs: Mapping[str, Tensor], call: range, *, keeps: bool) -> None:
         """Part the rows that a call returned into those of its micro-batches, without copies. What has a graph
@@ -321,8 +345,8 @@ class StepExecution:
             f"{self.resources.dtype}",
         )
         tensor = tensor.contiguous()
-        if self.resources.shapes and action.kind != "B":
-            expected = self.resources.shapes.misfit_to_send(self._link(action, tensor), tensor.shape)
+        if self.checks and action.kind != "B":
+            expected = self.checks.misfit_to_send(self._link(action, tensor), tensor.shape)
             self._require_shapes(not expected, action, self.resources.rank, tuple(tensor.shape), expected)
         work = dist.isend(tensor, self._peer_rank(action), group=self._pipeline(action))
         assert work is not None, "this rank is in the group of its pipeline"
@@ -336,8 +360,8 @@ class StepExecution:
             return
         if action.kind != "B":
             shape = self._model(action).hidden_shape(batch)
-            if self.resources.shapes:
-                self.resources.shapes.announce(self._link(action), shape)
+            if self.checks:
+                self.checks.announce(self._link(action), shape)
             self._receive(action, shape)
             return
         # A gradient has the shape of its output, which may be computed only after the irecv.
@@ -362,8 +386,8 @@ class StepExecution:
             return
         assert posted in self.receives, f"{action} has no irecv"
         buffer, work = self.receives.pop(posted)
-        if self.resources.shapes and action.kind != "B":
-            found = self.resources.shapes.misfit_to_receive(self._link(action))
+        if self.checks and action.kind != "B":
+            found = self.checks.misfit_to_receive(self._link(action))
             self._require_shapes(not found, action, self._peer_rank(action), found, tuple(buffer.shape))
         work.wait()
         self.received[action.kind, _activation_key(action)] = buffer
@@ -408,8 +432,8 @@ class StepExecution:
         else:
             rows = self.rows.pop((edge, action.micro_batch), None)
             grads = communicator.no_rows() if rows is None else rows.grad()
-            if self.resources.copies:
-                self.resources.copies.require_fit(edge, plan, grads)
+            if self.checks:
+                self.checks.require_fit(edge, plan, grads)
             self.crossings[key] = communicator.start_backward(plan, grads)
 
     def _refuse_plan(self, action: Action, plan: LoadedPlan) -> None:

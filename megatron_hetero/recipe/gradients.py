@@ -23,8 +23,9 @@ from torch import Tensor
 from megatron_hetero.distributed.communicators import ENDS, GRADIENT_AXES
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
+from megatron_hetero.execution.contract import StepResult
 from megatron_hetero.recipe.agreement import require_equal, shared
-from megatron_hetero.recipe.held import Chunks, HeldModule, HeldParameter, held_modules
+from megatron_hetero.recipe.held import Chunks, HeldModule, HeldParameter, held_modules, local
 from megatron_hetero.recipe.reduction import sum_over
 
 Tokens = int | float | Tensor
@@ -45,19 +46,20 @@ def finish_gradients(topology: Topology, modules: Mapping[str, Chunks | None], t
     Args:
         topology: of all modules.
         modules: by name what this rank holds, as it is called: wrapped, if it is. A list for virtual stages.
-        tokens: of the whole step over all ranks, the same on all of them: a number, or a tensor [] on the device, for
-            which no host waits and which is not checked; with zero tokens gradients become zero. See `count_tokens`. In
-            place of tokens, whatever losses were summed over.
+        tokens: of the whole step over all ranks, the same on all of them: a number, or a tensor [] on the device; with
+            zero tokens in it gradients become zero. For what `count_tokens` returns no host waits. In place of tokens,
+            whatever losses were summed over.
 
     Raises:
         UserError: on all ranks. `modules` are not those of a rank, gradients are finished already, `tokens` is a number
-            that is not positive or not the same on all ranks, or a wrapper reduced over ranks that do not lie along
-            axes of the layout.
+            that is not positive or not the same on all ranks, a wrapper reduced over ranks that do not lie along axes
+            of the layout, or PyTorch's DDP did not reduce in the last backward pass.
     """
 
     def check() -> tuple[tuple[HeldModule, ...], float | Tensor]:
         held = held_modules(topology, modules)
         require_unfinished(held)
+        require_reduced(held)
         return held, factor_of(tokens, topology.platform.device)
 
     held, factor = shared(topology, check)
@@ -74,17 +76,22 @@ def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
         mine: tokens in this rank's part of the losses. Ranks along `tp` have the same: those of the first count. Of
             stages the last counts; what other ranks, and those without the module, say does not matter.
     """
-    return _total(topology, "count_tokens", module, torch.as_tensor(mine, dtype=torch.int64))
+    total: Any = _total(topology, "count_tokens", module, torch.as_tensor(mine, dtype=torch.int64))
+    total.is_of_all_ranks = True
+    return total
 
 
-def total_loss(topology: Topology, module: str, mine: float | Tensor) -> Tensor:
+def total_loss(topology: Topology, module: str, mine: float | Tensor | StepResult) -> Tensor:
     """The loss of the whole step from the sums of each rank, fp32 [] on the device. All ranks call it.
 
     Args:
         topology: of all modules.
         module: whose loss it is.
-        mine: this rank's sum, as a `Runner` returns it; which ranks count is as for `count_tokens`.
+        mine: what a `Runner` returned, or this rank's sum of the module's losses, or of another number. Which ranks
+            count is as for `count_tokens`.
     """
+    if isinstance(mine, StepResult):
+        mine = mine.losses.get(module, 0.0)
     return _total(topology, "total_loss", module, torch.as_tensor(mine, dtype=torch.float32).detach())
 
 
@@ -113,7 +120,7 @@ def finish(held: Iterable[HeldModule], factor: float | Tensor) -> None:
             _scale(module, factor)
             for each in module.parameters[:1]:  # All are finished together.
                 gradient: Any = each.gradient()
-                gradient.finished_version = gradient._version
+                gradient.finished_version, gradient.is_applied = gradient._version, False
 
 
 @torch.no_grad()
@@ -131,6 +138,41 @@ def require_unfinished(held: Iterable[HeldModule]) -> None:
 
 
 @torch.no_grad()
+def set_applied(held: Iterable[HeldModule], applied: bool) -> None:
+    """Note that finished gradients have been, or have not been, applied by an optimizer."""
+    for module in held:
+        if (gradient := _finished_gradient(module)) is not None:
+            gradient.is_applied = applied
+
+
+@torch.no_grad()
+def require_not_applied(held: Iterable[HeldModule]) -> None:
+    """Check that gradients are not those of a step before, or added to them. Raises `UserError`."""
+    for module in held:
+        gradient = _finished_gradient(module)
+        if gradient is not None and gradient.is_applied:
+            raise UserError.at(
+                f"gradients of `{module.name}`",
+                problem="they are those of the step before, which has applied them",
+                because="gradients of this step are added to them",
+                fix="call `zero_grad()` of the optimizer after each step",
+            )
+
+
+def require_reduced(held: Iterable[HeldModule]) -> None:
+    """Check that PyTorch's DDP has averaged gradients. Raises `UserError`."""
+    for module in held:
+        # PyTorch's own note of the last forward pass.
+        if any(not ddp.require_forward_param_sync for ddp in module.torch_ddps):
+            raise UserError.at(
+                f"module `{module.name}`",
+                problem="the last forward pass of its DistributedDataParallel was inside `no_sync()` or `no_grad()`",
+                because="DDP averages gradients in the backward pass of one outside, and these are taken to be means",
+                fix="leave the last micro-batch of each step out of `no_sync()`, and evaluate after the step",
+            )
+
+
+@torch.no_grad()
 def require_finished(held: Iterable[HeldModule]) -> None:
     """Check that gradients were finished, and perhaps changed since. Raises `UserError`."""
     for module in held:
@@ -144,8 +186,11 @@ def require_finished(held: Iterable[HeldModule]) -> None:
 
 
 def require_equal_tokens(topology: Topology, tokens: Tokens | None) -> None:
-    """Check that numbers are the same on all ranks. Raises `UserError` on all of them."""
-    shown = "a tensor" if isinstance(tokens, Tensor) else "None" if tokens is None else f"{float(tokens):.17g}"
+    """Check that they are the same on all ranks. The host waits for a tensor that is not as `count_tokens` returned it.
+    Raises `UserError` on all ranks.
+    """
+    counted = getattr(tokens, "is_of_all_ranks", False)
+    shown = "counted" if counted else "None" if tokens is None else f"{float(tokens):.17g}"
     fix = "give the tokens of the whole step, which `count_tokens` adds up"
     require_equal(topology, "gradients", {"tokens": shown}, fix)
 
@@ -153,8 +198,9 @@ def require_equal_tokens(topology: Topology, tokens: Tokens | None) -> None:
 def _finished_gradient(module: HeldModule) -> Any:
     """The gradient of the first parameter, which has `finished_version`; None if it has not been finished."""
     for each in module.parameters[:1]:
-        if (each.in_main_grad or each.parameter.grad is not None) and hasattr(each.gradient(), "finished_version"):
-            return each.gradient()
+        gradient = each.parameter.main_grad if each.in_main_grad else each.parameter.grad
+        if gradient is not None and hasattr(own := local(gradient), "finished_version"):
+            return own
     return None
 
 
@@ -177,7 +223,7 @@ def gradients_of(parameters: Iterable[HeldParameter]) -> list[Tensor]:
 
 def _reduce(module: HeldModule) -> None:
     topology = module.topology
-    for chunk in module.in_megatrons_ddp:
+    for chunk in module.megatrons_ddps:
         chunk.finish_grad_sync(force_all_reduce=topology.platform.prefers_all_reduce)
     _reduce_over_tp(module)
     for axes in dict.fromkeys(each.axes for each in module.parameters):

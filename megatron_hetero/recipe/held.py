@@ -1,5 +1,5 @@
 """A module on this rank as a training program gives it: which parameters train, where their gradients are, and what
-its wrapper has done to them.
+wrappers have done to them. A wrapper may be around the whole module or around any part of it.
 
     wrapper                     gradients after the backward pass          what is left to do here
     none                        of this rank's tokens                      sums over sp, cp and dp
@@ -10,7 +10,7 @@ its wrapper has done to them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_hetero.distributed.communicators import GRADIENT_AXES
 from megatron_hetero.distributed.fsdp import fsdp_groups
@@ -75,17 +76,23 @@ class HeldModule:
         """Those that train, in the order in which all replicas have them."""
         found: dict[int, HeldParameter] = {}
         for chunk in self.chunks:
-            fsdp = _of_fsdp(chunk)
-            _require_attributes(self, chunk, fsdp)
+            inside = _Inside.of(chunk)
+            _require_megatron_fits(self, inside)
             for name, parameter in chunk.named_parameters():
                 if parameter.requires_grad and id(parameter) not in found:
-                    found[id(parameter)] = _held(self, chunk, name, parameter, fsdp)
+                    found[id(parameter)] = _held(self, inside, name, parameter)
         return tuple(found.values())
 
     @property
-    def in_megatrons_ddp(self) -> tuple[Any, ...]:
-        """The chunks that Megatron's `DistributedDataParallel` wraps."""
-        return tuple(chunk for chunk in self.chunks if is_megatrons_ddp(chunk))
+    def megatrons_ddps(self) -> tuple[Any, ...]:
+        """Each `DistributedDataParallel` of Megatron in the module."""
+        return tuple(part for chunk in self.chunks for part in chunk.modules() if is_megatrons_ddp(part))
+
+    @property
+    def torch_ddps(self) -> tuple[DistributedDataParallel, ...]:
+        """Each `DistributedDataParallel` of PyTorch in the module."""
+        parts = (part for chunk in self.chunks for part in chunk.modules())
+        return tuple(part for part in parts if isinstance(part, DistributedDataParallel))
 
 
 def held_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tuple[HeldModule, ...]:
@@ -142,71 +149,95 @@ class _Wrapped:
     divisor: float = 1.0
 
 
-def _held(
-    module: HeldModule, chunk: nn.Module, name: str, parameter: Any, fsdp: Mapping[int, float | None]
-) -> HeldParameter:
+@dataclass(frozen=True, eq=False)
+class _Inside:
+    """What is inside a module, by the identities of the parameters concerned.
+
+    `fsdp`: what FSDP2 divides gradients by, None for the number of its ranks. `ddp`, `megatrons_ddp`: the wrapper.
+    `megatron`: the outermost module of Megatron and the configuration of the innermost, wrappers apart.
+    """
+
+    fsdp: Mapping[int, float | None]
+    ddp: Mapping[int, DistributedDataParallel]
+    megatrons_ddp: Mapping[int, Any]
+    megatron: Mapping[int, tuple[nn.Module, Any]]
+
+    @classmethod
+    def of(cls, chunk: nn.Module) -> _Inside:
+        fsdp, ddp, megatrons_ddp, megatron = dict[int, float | None](), dict[int, Any](), dict[int, Any](), {}
+        for part in chunk.modules():  # From the outside to the inside.
+            for group in fsdp_groups(part):
+                fsdp |= dict.fromkeys((id(each.sharded_param) for each in group.fsdp_params), _divisor_of(group))
+            if isinstance(part, DistributedDataParallel):
+                ddp |= dict.fromkeys(map(id, part.parameters()), part)
+            elif is_megatrons_ddp(part):
+                megatrons_ddp |= dict.fromkeys(map(id, part.parameters()), part)
+            elif hasattr(config := getattr(part, "config", None), "tensor_model_parallel_size"):
+                megatron |= {key: (megatron.get(key, [part])[0], config) for key in map(id, part.parameters())}
+        return cls(fsdp, ddp, megatrons_ddp, megatron)
+
+
+def _held(module: HeldModule, inside: _Inside, name: str, parameter: Any) -> HeldParameter:
     topology, degrees = module.topology, module.topology.layouts[module.name].degrees
-    wrapped = _wrapped(module, chunk, name, parameter, fsdp)
+    wrapped = _wrapped(module, inside, name, parameter)
     place = topology.layouts[module.name].coordinate(topology.rank)._asdict()
     if is_sharded(parameter):
-        inside = _axes_between(module, parameter.device_mesh.mesh.flatten().tolist(), name, tp=True)
-        counts = _is_first_copy(parameter) and all(place[axis] == 0 for axis in GRADIENT_AXES if axis not in inside)
-        split = "tp" in inside or getattr(parameter, "tensor_model_parallel", False)
+        along = _axes_between(module, parameter.device_mesh.mesh.flatten().tolist(), name, tp=True)
+        counts = _is_first_copy(parameter) and all(place[axis] == 0 for axis in GRADIENT_AXES if axis not in along)
+        split = "tp" in along or getattr(parameter, "tensor_model_parallel", False)
     else:
         counts = all(place[axis] == 0 for axis in GRADIENT_AXES)
         split = getattr(parameter, "tensor_model_parallel", False)
     return HeldParameter(
         name=name,
         parameter=parameter,
-        in_main_grad=is_megatrons_ddp(chunk),
+        in_main_grad=id(parameter) in inside.megatrons_ddp,
         axes=tuple(axis for axis in GRADIENT_AXES if axis not in wrapped.axes and degrees[axis] > 1),
         factor=wrapped.divisor,
-        over_tp=_over_tp(name, parameter, _configuration(chunk)) if degrees["tp"] > 1 else None,
+        over_tp=_over_tp(name, parameter, inside.megatron.get(id(parameter), [None])[-1])
+        if degrees["tp"] > 1
+        else None,
         counts=counts and bool(split or place["tp"] == 0) and not getattr(parameter, "shared", False),
         tied=bool(getattr(parameter, "shared_embedding", False)),
     )
 
 
-def _wrapped(
-    module: HeldModule, chunk: nn.Module, name: str, parameter: Any, fsdp: Mapping[int, float | None]
-) -> _Wrapped:
-    degrees = module.topology.layouts[module.name].degrees
-    if is_megatrons_ddp(chunk):
-        sums = _configuration(chunk).calculate_per_token_loss
+def _wrapped(module: HeldModule, inside: _Inside, name: str, parameter: Any) -> _Wrapped:
+    degrees, key = module.topology.layouts[module.name].degrees, id(parameter)
+    if key in inside.megatrons_ddp:
+        sums = inside.megatrons_ddp[key].config.calculate_per_token_loss
         return _Wrapped(GRADIENT_AXES, 1.0 if sums else prod(degrees[axis] for axis in GRADIENT_AXES))
-    if id(parameter) in fsdp:
-        inside = _axes_between(module, parameter.device_mesh.mesh.flatten().tolist(), name, tp=True)
-        axes = tuple(axis for axis in inside if axis in GRADIENT_AXES)
-        return _Wrapped(axes, fsdp[id(parameter)] or prod(degrees[axis] for axis in axes))
-    if isinstance(chunk, nn.parallel.DistributedDataParallel):
-        ranks = torch.distributed.get_process_group_ranks(chunk.process_group)
+    if key in inside.fsdp:
+        along = _axes_between(module, parameter.device_mesh.mesh.flatten().tolist(), name, tp=True)
+        axes = tuple(axis for axis in along if axis in GRADIENT_AXES)
+        return _Wrapped(axes, inside.fsdp[key] or prod(degrees[axis] for axis in axes))
+    if key in inside.ddp:
+        ranks = torch.distributed.get_process_group_ranks(inside.ddp[key].process_group)
         return _Wrapped(_axes_between(module, ranks, name, tp=False), len(ranks))
     return _Wrapped()
 
 
-def _of_fsdp(chunk: nn.Module) -> dict[int, float | None]:
-    """By the parameters that FSDP2 shards, what it divides their gradients by; None: by the number of its ranks."""
-    found: dict[int, float | None] = {}
-    for module in chunk.modules():
-        for group in fsdp_groups(module):
-            found |= dict.fromkeys((id(each.sharded_param) for each in group.fsdp_params), _divisor_of(group))
-    return found
-
-
-def _require_attributes(module: HeldModule, chunk: nn.Module, fsdp: Collection[int]) -> None:
-    """Check that parameters of a Megatron model still say how they are split: `fully_shard` makes new ones that do not.
-    Raises `UserError`.
+def _require_megatron_fits(module: HeldModule, inside: _Inside) -> None:
+    """Check that models of Megatron have no expert parallelism, which no layout has, and that their parameters still
+    say how they are split: `fully_shard` makes new ones that do not. Raises `UserError`.
     """
-    layout, configuration = module.topology.layouts[module.name], _configuration(chunk)
-    if not fsdp or not hasattr(configuration, "tensor_model_parallel_size") or layout.tp == layout.pp == 1:
-        return
-    if not any(hasattr(p, "tensor_model_parallel") for p in chunk.parameters()):
-        raise UserError.at(
-            f"module `{module.name}`",
-            problem="its parameters have lost the attributes that Megatron gave them, such as `tensor_model_parallel`",
-            because="FSDP2 puts new ones in their place, and sums over tp and between stages depend on them",
-            fix="keep vars(p) of each parameter by name before `fully_shard` and put them back after (docs/library.md)",
-        )
+    layout, where = module.topology.layouts[module.name], f"module `{module.name}`"
+    if any((size := getattr(config, "expert_model_parallel_size", 1)) > 1 for _, config in inside.megatron.values()):
+        because, fix = "layouts have no expert parallelism yet", "set it to 1: experts are split over tp, or not at all"
+        found = f"config.expert_model_parallel_size {size}"
+        raise UserError.at(where, found=found, expected="1", because=because, fix=fix)
+    models = dict.fromkeys(model for key, (model, _) in inside.megatron.items() if key in inside.fsdp)
+    for model in models if layout.tp * layout.pp > 1 else ():
+        sharded = (parameter for parameter in model.parameters() if id(parameter) in inside.fsdp)
+        if not any(hasattr(parameter, "tensor_model_parallel") for parameter in sharded):
+            raise UserError.at(
+                where,
+                problem="its parameters have lost the attributes that Megatron gave them, such as "
+                "`tensor_model_parallel`",
+                because="FSDP2 puts new ones in their place, and sums over tp and between stages depend on them",
+                fix="keep vars(p) of each parameter by name before `fully_shard` and put them back after "
+                "(docs/library.md)",
+            )
 
 
 def _divisor_of(group: Any) -> float | None:
@@ -236,7 +267,8 @@ def _axes_between(module: HeldModule, ranks: Sequence[int], name: str, *, tp: bo
 def _is_first_copy(parameter: Any) -> bool:
     """Whether no rank before this one in the mesh of a `DTensor` holds the same elements."""
     mesh = parameter.device_mesh
-    return all(p.is_shard() or mesh.get_local_rank(dim) == 0 for dim, p in enumerate(parameter.placements))
+    # FSDP2 over tensor parallelism has a kind of shards of its own, which says that it is none.
+    return all(not p.is_replicate() or mesh.get_local_rank(dim) == 0 for dim, p in enumerate(parameter.placements))
 
 
 def _over_tp(name: str, parameter: Any, configuration: Any) -> OverTp | None:
@@ -245,11 +277,3 @@ def _over_tp(name: str, parameter: Any, configuration: Any) -> OverTp | None:
         return "mean"
     norms_heads = getattr(configuration, "qk_layernorm", False) and ("q_layernorm" in name or "k_layernorm" in name)
     return "sum" if norms_heads or getattr(parameter, "sequence_parallel", False) else None
-
-
-def _configuration(chunk: nn.Module) -> Any:
-    """Of a model of Megatron, inside its wrappers; None of others."""
-    inner: Any = chunk
-    while not hasattr(inner, "config") and isinstance(getattr(inner, "module", None), nn.Module):
-        inner = inner.module
-    return getattr(inner, "config", None)

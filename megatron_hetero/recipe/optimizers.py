@@ -20,7 +20,10 @@ from megatron_hetero.recipe.gradients import (
     finish,
     require_equal_tokens,
     require_finished,
+    require_not_applied,
+    require_reduced,
     require_unfinished,
+    set_applied,
 )
 from megatron_hetero.recipe.held import Chunks, HeldModule, held_modules
 from megatron_hetero.recipe.parts import Config, Part, build_part, clip_of, config_of, equal_replicas
@@ -78,13 +81,13 @@ class JointOptimizer(Optimizer):
             waited for it. It is NaN or infinite where a gradient is, and so are then the weights.
 
         Raises:
-            UserError: on all ranks. There is a closure; or `tokens` is as `finish_gradients` refuses it, or is left out
-                or given wrongly, as far as that is seen.
+            UserError: on all ranks. There is a closure; `zero_grad` was not called since the step before; or
+                `finish_gradients` would refuse `tokens` or the gradients.
         """
         if closure is not None:
             raise UserError.at("JointOptimizer.step", found="a closure", expected="none", fix="call backward before")
         if self._check:
-            shared(self._topology, lambda: (require_finished if tokens is None else require_unfinished)(self._held))
+            shared(self._topology, lambda: _require_ready(self._held, finished=tokens is None))
             require_equal_tokens(self._topology, tokens)
         if tokens is not None:
             finish(self._held, factor_of(tokens, self._topology.platform.device))
@@ -97,6 +100,7 @@ class JointOptimizer(Optimizer):
                     part.scale(factor)
             for part in self._parts.values():
                 part.update()
+        set_applied(self._held, True)
         return norm
 
     def _norm(self, squares: Mapping[str, Tensor]) -> Tensor:
@@ -120,10 +124,12 @@ class JointOptimizer(Optimizer):
         for part in self._parts.values():
             part.reload_model_params()
 
+    @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Before the first backward pass of a step."""
+        set_applied(self._held, False)
         for module in self._held:
-            for chunk in module.in_megatrons_ddp:
+            for chunk in module.megatrons_ddps:
                 chunk.zero_grad_buffer()
             for each in module.parameters:
                 if set_to_none or each.parameter.grad is None:
@@ -200,6 +206,16 @@ def build_optimizers(
 
     parts = shared(topology, build)
     return JointOptimizer(topology, held, parts, clip, _common_defaults(topology, parts), check=check)
+
+
+def _require_ready(held: tuple[HeldModule, ...], *, finished: bool) -> None:
+    """Check that gradients are of this step, and finished or not. Raises `UserError`."""
+    require_not_applied(held)
+    if finished:
+        require_finished(held)
+    else:
+        require_unfinished(held)
+        require_reduced(held)
 
 
 def _common_defaults(topology: Topology, parts: Mapping[str, Part]) -> dict[str, Any]:

@@ -56,20 +56,22 @@ class Part(Protocol):
 
 def build_part(module: HeldModule, config: Config) -> Part:
     """The optimizer of a module with something to train. Raises `UserError`."""
-    in_buffers = len(module.in_megatrons_ddp)
+    outside = [each.name for each in module.parameters if not each.in_main_grad]
+    in_buffers = len(outside) < len(module.parameters)
     if not is_megatron_config(config):
         if in_buffers:
             _refuse(module, "Megatron's DistributedDataParallel", "an OptimizerConfig of Megatron for it")
         return TorchPart(module, config)
-    if in_buffers not in (0, len(module.chunks)):
-        _refuse(module, "some chunks in Megatron's DistributedDataParallel", "all, or none")
+    if in_buffers and outside:
+        found = f"Megatron's DistributedDataParallel around some parameters, not around {outside[0]}"
+        _refuse(module, found, "it around all that train, or none")
     if getattr(config, "fp16", False):
         _refuse(module, "config.fp16", "bf16 or fp32, since a loss scale would have to be shared by all modules")
     return MegatronPart(module, config) if in_buffers else TorchPart(module, _torch_from(module, config), config.bf16)
 
 
 def _refuse(module: HeldModule, found: str, expected: str) -> None:
-    fix = "change the configuration of that module; they may be given by name"
+    fix = "change the wrapper of that module or its configuration, which may be given by name"
     raise UserError.at(f"build_optimizers: `{module.name}`", found=found, expected=expected, fix=fix)
 
 
@@ -209,13 +211,13 @@ class MegatronPart:
         from megatron_hetero.distributed.megatron import own_parameter_groups
 
         topology = module.topology
-        for chunk in module.in_megatrons_ddp:
+        for chunk in module.megatrons_ddps:
             if (found := chunk.ddp_config.use_distributed_optimizer) != config.use_distributed_optimizer:
                 _refuse(module, f"use_distributed_optimizer {found} in DDP and not in config", "the same in both")
         with topology.platform.megatron_scope(), own_parameter_groups():
             self.optimizer: Any = get_megatron_optimizer(
                 config,
-                list(module.in_megatrons_ddp),  # pyright: ignore[reportArgumentType]
+                list(module.megatrons_ddps),  # pyright: ignore[reportArgumentType]
                 use_gloo_process_groups=False,
                 pg_collection=topology.collection(module.name),
             )

@@ -8,13 +8,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_hetero.boundary.boundary import Boundary, Rows
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, StageModel
+from megatron_hetero.execution.checks import modules_in
+from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, StageModel, StepResult
 from megatron_hetero.execution.runtime import Interpreter
 from megatron_hetero.layout.edge import Edge, as_edge
 from megatron_hetero.recipe.agreement import require_equal, shared
@@ -71,7 +72,8 @@ class Runner:
 
     Models are called as the interpreter does (docs/library.md, section 5): with a module's input of the micro-batch,
     with hidden states if the stage is not the first, and with the rows that enter it, if there are such edges. They
-    return rows, hidden states, or the sum of losses; several of them by name.
+    return rows, hidden states, or the sum of losses; several of them by name, and last stages "metrics" with further
+    sums.
 
     Args:
         topology: with a graph.
@@ -122,7 +124,7 @@ class Runner:
             check=check,
         )
 
-    def __call__(self, micro_batches: Sequence[MicroBatchInputs], *, forward_only: bool | None = None) -> Tensor:
+    def __call__(self, micro_batches: Sequence[MicroBatchInputs], *, forward_only: bool | None = None) -> StepResult:
         """Run a step; gradients accumulate in the parameters.
 
         Args:
@@ -130,7 +132,7 @@ class Runner:
             forward_only: whether there is no backward pass, as in an evaluation; default: inside `torch.no_grad()`.
 
         Returns:
-            This rank's sum of losses, fp32 []; 0 on ranks whose stages have none.
+            This rank's sums of losses and metrics by module; `total_loss` adds them up over ranks.
 
         Raises:
             UserError: on all ranks, with `check`. Ranks differ in the number of micro-batches or in `forward_only`, or
@@ -148,13 +150,13 @@ class Runner:
             require_equal(self.topology, "Runner", facts, "give all ranks their part of the same micro-batches")
         plans = self._plans(micro_batches)
         if not any(self.topology.has(name) for name in self.topology.layouts):
-            return torch.zeros((), device=self.topology.platform.device)
+            return StepResult(torch.zeros((), device=self.topology.platform.device), {}, {})
 
         def load(m: int) -> DeviceMicroBatch:
             inputs = {name: given for name, given in micro_batches[m].inputs.items() if given is not None}
             return DeviceMicroBatch(inputs, {edge: each[m] for edge, each in plans.items()})
 
-        return self._interpreter.run(self.schedule(len(micro_batches), forward_only=forward_only), load)
+        return self._interpreter.step(self.schedule(len(micro_batches), forward_only=forward_only), load)
 
     def schedule(self, micro_batches: int, *, forward_only: bool = False) -> Schedule:
         """The checked schedule of a step."""
@@ -233,9 +235,7 @@ def _require_frozen(names: Collection[str], modules: Mapping[str, Any]) -> None:
     """Check that what runs without a backward pass is not to be trained."""
     for name in names:
         given = modules.get(name)
-        models = list(given.values()) if isinstance(given, Mapping) else [given]
-        inner = [each.model if isinstance(each, Stage) else each for each in models]
-        if any(p.requires_grad for each in inner if isinstance(each, nn.Module) for p in each.parameters()):
+        if any(p.requires_grad for each in modules_in(given) for p in each.parameters(recurse=False)):
             because, fix = "they would get no gradients", f"freeze them: `{name}.requires_grad_(False)`"
             where, problem = f"Runner: forward_only `{name}`", "it has parameters that require gradients"
             raise UserError.at(where, problem=problem, because=because, fix=fix)

@@ -17,7 +17,6 @@ from megatron_hetero.config.schema import Config, flat_settings, to_yaml
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError, os_errors_as, reason
-from megatron_hetero.hf.fingerprint import fingerprint
 from megatron_hetero.hf.stored_weights import StoredWeights
 
 OWN = ("log.dir",)
@@ -81,3 +80,23 @@ def _source() -> str:
         digest.update(f"{path.relative_to(folder)}\0".encode())
         digest.update(path.read_bytes())
     return f"SHA-256 {digest.hexdigest()[:12]}"
+
+
+_SAMPLES, _SAMPLE_BYTES = 8, 4096
+_LONGEST_HEADER = 100_000_000
+"""Bytes; the limit of safetensors itself."""
+
+
+def fingerprint(path: Path) -> str:
+    """Size and a hash of the header and of evenly spaced samples of a safetensors file. It changes with the tensors and
+    with their values, as after more training. Raises `OSError`.
+    """
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with open(path, "rb") as file:
+        length = file.read(8)
+        start = 8 + min(int.from_bytes(length, "little"), _LONGEST_HEADER)
+        digest.update(length + file.read(start - 8))
+        for sample in range(_SAMPLES + 1):
+            file.seek(start + max(0, size - start - _SAMPLE_BYTES) * sample // _SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return f"{size} bytes, {digest.hexdigest()[:12]}"

@@ -31,7 +31,7 @@ CALLS = {
     "update": ("megatron_hetero.training.trainer", "Trainer._update", 2),
     "evaluation": ("megatron_hetero.training.step_trainer", "StepTrainer.all_reduce", 1),
     "save": ("megatron_hetero.checkpoint.state", "write_entries", 2),
-    "save, written": ("megatron_hetero.checkpoint.format.hashed_files", "HashedFile.record", 2),
+    "save, written": ("megatron_hetero.checkpoint.format.storage", "HashedFile.record", 2),
     "export": ("megatron_hetero.training.export", "gather_parameters", 1),
     "export, written": ("megatron_hetero.hf.folder_writer", "FolderWriter.finish", 1),
 }

@@ -74,6 +74,9 @@ class Weight(torch.nn.Module):
     def forward(self, batch: Tensor) -> Tensor:
         return self.weight * batch
 
+    def hidden_shape(self, batch: Tensor) -> torch.Size:
+        return batch.shape
+
 
 def two_rows(_: int) -> DeviceMicroBatch:
     """A micro-batch in which two rows of one element stay where they are."""
@@ -261,6 +264,13 @@ def crossing_rows(_: int) -> DeviceMicroBatch:
     return DeviceMicroBatch({"encoder": batch, "decoder": batch}, parts)
 
 
+class Widening(torch.nn.Module):
+    """The first stage of a decoder, which returns another dtype than the interpreter's."""
+
+    def forward(self, batch: Tensor, rows: Tensor) -> Tensor:
+        return batch.double()
+
+
 def misfit(kind: str) -> str:
     """What the interpreter says on each rank of a model that does not fit."""
     try:
@@ -272,7 +282,8 @@ def misfit(kind: str) -> str:
 def _staged(kind: str) -> str:
     topology, rank = Topology.build(STAGED, Platform(CPU, "gloo"), edges=[("encoder", "decoder")]), dist.get_rank()
     first = {"encoder": ModuleOnRank({0: Weight()})}
-    decoder = ModuleOnRank({max(0, rank - 2) if kind == "other type" else 0: lambda batch, rows: batch.double()})
+    model = Widening() if rank < 3 else Weight()
+    decoder = ModuleOnRank({max(0, rank - 2) if kind == "other type" else 0: model})
     held = first if rank < 2 else {"decoder": decoder}
     if kind == "unknown" and rank == 0:
         held = first | {"audio": ModuleOnRank({0: Weight()})}

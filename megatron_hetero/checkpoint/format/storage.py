@@ -7,6 +7,7 @@ and flat ranges of the distributed optimizer. Its files, as those of `torch.dist
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -15,13 +16,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.checkpoint.format.blocks import common
-from megatron_hetero.checkpoint.format.hashed_files import HashedFile
 from megatron_hetero.checkpoint.format.index import (
     ANOTHER,
     DTYPES,
@@ -41,6 +42,26 @@ from megatron_hetero.files.opening import open_regular
 from megatron_hetero.hf.folder_writer import plan_shards
 from megatron_hetero.hf.weight_map import Interval
 from megatron_hetero.outputs.checkpoints import FileRecord, wait_for, write_synced
+
+
+class HashedFile:
+    """A file that is written in order."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._digest, self._size = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """As any file's."""
+        self._digest.update(data)
+        self._size += len(data)
+        self._file.write(data)
+
+    def record(self) -> FileRecord:
+        """Size and hash, once the disk has all of it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileRecord(self._size, self._digest.hexdigest())
+
 
 FILE_BYTES = 5 * 10**9
 """Maximum size of a tensor file, unless one tensor is larger: ranks verify a checkpoint file by file."""

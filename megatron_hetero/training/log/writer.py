@@ -24,7 +24,7 @@ from megatron_hetero.outputs.logs import METRICS as FILE_NAME
 from megatron_hetero.training.log.folder import LogFolder, unwritable
 from megatron_hetero.training.log.metrics import EvaluationMetrics, StepMetrics, Value
 from megatron_hetero.training.log.skipped import Skipped
-from megatron_hetero.training.log.trackers.tracker import open_trackers, scalars
+from megatron_hetero.training.log.trackers import open_trackers, scalars
 
 _TRACKER_FIX = "free space or restore access for the next run; metrics.jsonl has all steps"
 TERMINAL, REMOVED = "terminal", "removed"

@@ -187,6 +187,17 @@ def test_copies_of_gradients_are_what_the_plan_says(kind: str) -> None:
 
 
 @on_ranks(4)
+def test_equal_parts_of_a_mean_are_warned_of() -> None:
+    """Ranks that share the tokens of a pooled sample may have equal parts, as do those that compute the whole."""
+    boundary = between(SHARDS, PARTS)
+    rows = boundary.x[boundary.held].requires_grad_()
+    pooled = cross(communicator(), boundary.loaded, rows, gradients=True).mean(0).sum()
+    with pytest.warns(UserWarning, match="found gradients of rows that are equal on ranks .*, expected parts"):
+        (pooled / 2).backward()
+    assert rows.grad is not None and (not len(rows) or rows.grad.abs().min() > 0)
+
+
+@on_ranks(4)
 def test_disjoint_sides_in_one_graph() -> None:
     """Those that only encode have no loss, those that only read hold no rows."""
     boundary = between(*APART)

@@ -178,7 +178,7 @@ class LiveActivations:
         self.execution = StepExecution(
             run.interpreter, schedule, load, after_backward or (lambda _: None), before_last or (lambda *_: None)
         )
-        return self.execution.run()
+        return self.execution.run().loss
 
     def _pack(self, tensor: Tensor) -> Any:
         is_weight = any(isinstance(t, torch.nn.Parameter) for t in (tensor, tensor._base))

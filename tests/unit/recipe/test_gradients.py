@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from itertools import product
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.recipe import reduction
-from megatron_hetero.recipe.gradients import count_tokens, finish_gradients, total_loss
+from megatron_hetero.recipe.gradients import count_tokens, finish, finish_gradients, total_loss
+from megatron_hetero.recipe.held import held_modules
+from megatron_hetero.recipe.parts import sum_of_squares
 from tests.support.matrix import thinned
 from tests.support.ranks import on_ranks
 from tests.unit.recipe import gpt, running
@@ -67,6 +72,32 @@ def test_gradients_and_loss_are_those_of_one_process(layout: str, wrapper: str, 
     finish_gradients(topology, {"text": model}, tokens)
     assert abs(running.total_loss(topology, loss, tokens) - expected_loss) < 1e-6 * expected_loss
     running.require_gradients(topology, model, reference, expected, tied)
+
+
+INSIDE = [
+    ("tp:2,dp:2", "plain", {"qk_layernorm": True}),
+    ("tp:2,dp:2", "fsdp", {"qk_layernorm": True}),
+    ("tp:2,dp:2", "megatron", {"sequence_parallel": True}),
+    ("dp:4", "megatron-mean", {"calculate_per_token_loss": False}),
+    ("dp:4", "ddp", {}),
+]
+
+
+@pytest.mark.parametrize("layout, wrapper, options", INSIDE)
+@on_ranks(4, timeout_s=40)
+def test_a_model_inside_a_module_of_the_user(layout: str, wrapper: str, options: dict) -> None:
+    """Megatron's configuration and what wrappers do are found there, and norms of queries and keys summed over tp."""
+    topology, batch = running.topology_of(text=layout), gpt.samples(8)
+    own = {key: options[key] for key in options.keys() - {"sequence_parallel", "calculate_per_token_loss"}}
+    reference = gpt.whole(topology.rank, **own)
+    _, expected = gpt.gradients(reference, batch, sum(sample.supervised for sample in batch))
+    part = gpt.model(gpt.configuration(topology.layouts["text"], **options), topology.collection("text"))
+    gpt.fill(part, reference, False)
+    model = running.wrapped(part, wrapper, topology)
+    _, mine = running.backward(topology, model, batch)
+    recipe = nn.ModuleDict({"deep": nn.ModuleDict({"language": model})})
+    finish_gradients(topology, {"text": recipe}, running.tokens_of(topology, mine))
+    running.require_gradients(topology, model, reference, expected)
 
 
 @on_ranks(4, timeout_s=40)
@@ -188,8 +219,65 @@ def test_wrappers_that_cannot_be_known() -> None:
         finish_gradients(topology, modules, 1)
     config = gpt.configuration(topology.layouts["text"], sequence_parallel=True)
     bare = fully_shard(gpt.model(config, topology.collection("text")), mesh=topology.mesh("text")["dp"])
-    with pytest.raises(UserError, match=r"have lost the attributes that Megatron gave them"):
-        finish_gradients(topology, {"vision": Weight(), "text": bare}, 1)
+    inside = nn.Sequential(gpt.model(config, topology.collection("text")))
+    fully_shard(inside, mesh=topology.mesh("text")["dp"])
+    for text in (bare, inside):
+        with pytest.raises(UserError, match=r"have lost the attributes that Megatron gave them"):
+            finish_gradients(topology, {"vision": Weight(), "text": text}, 1)
+    of_experts = nn.ModuleDict({"layer": Weight()})
+    of_experts["layer"].config = replace(config, **EXPERTS, expert_model_parallel_size=2)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match=r"`text`: found config.expert_model_parallel_size 2, expected 1"):
+        finish_gradients(topology, {"vision": Weight(), "text": of_experts}, 1)
+
+
+@on_ranks(4, timeout_s=40)
+def test_ddp_that_did_not_reduce() -> None:
+    topology = running.topology_of(text="dp:4")
+    model = nn.parallel.DistributedDataParallel(Weight(), process_group=topology.group("text", "dp"))
+    recipe = nn.ModuleDict({"deep": model})
+    with model.no_sync():
+        model(1.0).backward()
+    with pytest.raises(UserError, match=r"last forward pass of its DistributedDataParallel was inside `no_sync\(\)`"):
+        finish_gradients(topology, {"text": recipe}, 1)
+    model(float(1 + topology.rank)).backward()
+    finish_gradients(topology, {"text": recipe}, 2)
+    grad: Any = model.module.weight.grad
+    assert torch.equal(grad, torch.full((8,), (4 + 1 + 2 + 3 + 4) / 2))
+
+
+@on_ranks(2, timeout_s=40)
+def test_tokens_in_a_tensor_are_those_of_the_whole_step() -> None:
+    """Each rank's own would let replicas drift."""
+    topology, model = running.topology_of_world(2, text="dp:2"), Weight()
+    model(1.0).backward()
+    with pytest.raises(UserError, match=r"gradients: tokens: found 3 on rank 0 and 4 on rank 1"):
+        finish_gradients(topology, {"text": model}, torch.tensor(3 + topology.rank))
+    counted = count_tokens(topology, "text", 3 + topology.rank)
+    finish_gradients(topology, {"text": model}, counted)
+    assert torch.allclose(cast("Any", model.weight.grad), torch.full((8,), 2 / 7))
+
+
+@on_ranks(4, timeout_s=40)
+def test_the_norm_of_fsdp_over_tensor_parallelism_of_pytorch() -> None:
+    """Shards of shards count, each of them once; what tp copies counts on its first rank."""
+    topology = running.topology_of(text="tp:2,dp:2")
+    mesh = topology.mesh("text")
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8))
+    model = deepcopy(alone)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    inputs = torch.randn(4, 8)
+    model(inputs[topology.layouts["text"].replica_of(topology.rank) :: 2]).sin().sum().backward()
+    alone(inputs).sin().sum().backward()
+    found = held_modules(topology, {"text": model})
+    finish(found, 1.0)
+    for each, expected in zip(found[0].parameters, alone.parameters(), strict=True):
+        assert torch.allclose(each.parameter.grad.full_tensor(), cast("Any", expected.grad), rtol=1e-5, atol=1e-6)
+    squares = sum_of_squares([each.gradient() for each in found[0].parameters if each.counts], torch.device("cpu"))
+    dist.all_reduce(squares)
+    whole = nn.utils.get_total_norm([cast("Tensor", p.grad) for p in alone.parameters()])
+    assert squares.sqrt().item() == pytest.approx(whole.item())
 
 
 @on_ranks(2, timeout_s=40)

@@ -188,6 +188,7 @@ def test_one_cycle_by_its_defaults(kind: Any) -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
     seen = []
     for _ in range(9):
+        optimizer.zero_grad()
         seen += [group["betas"][0] if "betas" in group else group["momentum"] for group in optimizer.param_groups]
         weight.weight.sum().backward() if topology.rank == 0 else None
         optimizer.step(tokens=1)
@@ -283,6 +284,51 @@ def test_gradients_are_finished_once() -> None:
         torch.testing.assert_close(model.weight, before - 0.5)
     fresh = build_optimizers(topology, {"text": model}, partial(torch.optim.SGD, lr=1.0), check=False)
     fresh.step(tokens=2)  # Whatever they are.
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp", "zero1"])
+@on_ranks(2, timeout_s=40)
+def test_gradients_are_applied_once(wrapper: str, clip: float) -> None:
+    """A second step, or one whose gradients were added to those of the step before, is refused."""
+    topology = running.topology_of_world(2, text="dp:2")
+    part = gpt.model(gpt.configuration(topology.layouts["text"]), topology.collection("text"))
+    model = running.wrapped(part, wrapper, topology)
+    config = adam(use_distributed_optimizer=wrapper == "zero1") if wrapper == "zero1" else of_pytorch
+    optimizer = build_optimizers(topology, {"text": model}, config, clip_grad=clip)
+    for _ in range(2):
+        running.backward(topology, model, batch_of(0))
+        optimizer.step(tokens=7)
+        with pytest.raises(UserError, match="gradients of `text`: they are those of the step before"):
+            optimizer.step(tokens=7)
+        with pytest.raises(UserError, match="gradients of `text`: they are those of the step before"):
+            optimizer.step(tokens=None)
+        running.backward(topology, model, batch_of(1))
+        with pytest.raises(UserError, match=r"Call `zero_grad\(\)` of the optimizer after each step"):
+            optimizer.step(tokens=7)
+        optimizer.zero_grad()
+
+
+@on_ranks(2, timeout_s=40)
+def test_megatrons_ddp_inside_a_module_of_the_user() -> None:
+    """Its weights move as if it were the whole module; what trains beside it is refused."""
+    topology = running.topology_of_world(2, text="dp:2")
+    trained = []
+    for deep in (False, True):
+        part = gpt.model(gpt.configuration(topology.layouts["text"]), topology.collection("text"))
+        gpt.fill(part, gpt.whole(topology.rank))
+        ddp = running.wrapped(part, "megatron", topology)
+        model = nn.ModuleDict({"language": ddp}) if deep else ddp
+        optimizer = build_optimizers(topology, {"text": model}, adam())
+        for step in range(2):
+            running.backward(topology, ddp, batch_of(step))
+            optimizer.step(tokens=7)
+            optimizer.zero_grad()
+        trained.append([p.detach().clone() for p in part.parameters()])
+    assert all(torch.equal(*each) for each in zip(*trained, strict=True))
+    beside = nn.ModuleDict({"language": ddp, "projector": nn.Linear(2, 2)})
+    with pytest.raises(UserError, match=r"found Megatron's .* not around projector\.weight, expected it around all"):
+        build_optimizers(topology, {"text": beside}, adam())
 
 
 @on_ranks(2, timeout_s=40)

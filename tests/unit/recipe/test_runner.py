@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from megatron_hetero import Boundary, Graph, Layout, MicroBatchInputs, Rows, Runner, Stage, UserError, build
+from megatron_hetero import Boundary, Graph, Layout, MicroBatchInputs, Rows, Runner, Stage, UserError, build, total_loss
 from megatron_hetero import micro_batch as block
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.layout.edge import Edge
@@ -125,7 +126,7 @@ def test_a_step_of_the_runner(placement: str) -> None:
     held = held_by(topology)
     runner = Runner(topology, stages_of(topology, held))
     batches = [part_of(topology, m) for m in range(MICRO_BATCHES)]
-    evaluated, trained = runner(batches, forward_only=True), runner(batches)
+    evaluated, trained = runner(batches, forward_only=True).loss, runner(batches).loss
     assert torch.equal(evaluated, trained) and runner.schedule(MICRO_BATCHES).micro_batches == MICRO_BATCHES
     compare(topology, held)
 
@@ -137,12 +138,13 @@ def test_without_gradients_there_is_no_backward_pass() -> None:
     held = held_by(topology)
     runner, batches = Runner(topology, held), [part_of(topology, m) for m in range(2)]
     with torch.no_grad():
-        evaluated = runner(batches)
+        evaluated = runner(batches).loss
     assert all(p.grad is None for model in held.values() for p in model.parameters())
-    assert torch.equal(evaluated, runner(batches, forward_only=True))
+    assert torch.equal(evaluated, runner(batches, forward_only=True).loss)
     images_only = {name: each for name, each in batches[0].inputs.items() if name == "vision"}
     assert (
-        runner([MicroBatchInputs(images_only, {("vision", "text"): Rows(batches[0].rows["vision", "text"].held)})]) == 0
+        runner([MicroBatchInputs(images_only, {("vision", "text"): Rows(batches[0].rows["vision", "text"].held)})]).loss
+        == 0
     )
 
 
@@ -211,7 +213,7 @@ def test_modules_that_no_edge_joins() -> None:
     rows, values = torch.zeros(SAMPLES, WIDTH, dtype=torch.float64), [inputs("text", m) for m in range(MICRO_BATCHES)]
     last = Stage(lambda _, hidden: found.end(hidden)["loss"], hidden_shape=lambda tokens: tokens.shape)
     runner = Runner(topology, {"text": last if topology.rank else lambda tokens: found.begin(tokens, rows)})
-    loss = runner([MicroBatchInputs({"text": each}) for each in values])
+    loss = runner([MicroBatchInputs({"text": each}) for each in values]).loss
     expected = models()["text"]
     losses = torch.stack([expected(each, rows)["loss"] for each in values]).sum()
     losses.backward()
@@ -225,7 +227,7 @@ def test_modules_that_no_edge_joins() -> None:
     part = Rows(held=[topology.rank], needed=[topology.rank])
     values = torch.ones(1, WIDTH, dtype=torch.float64)
     given = MicroBatchInputs(dict.fromkeys(stages, values), {("vision", "text"): part})
-    assert Runner(topology, stages)([given]).item() == 3 * WIDTH
+    assert Runner(topology, stages)([given]).loss.item() == 3 * WIDTH
 
 
 @on_ranks(2)
@@ -239,7 +241,7 @@ def test_edges_are_known_by_the_stages_that_they_join() -> None:
     values = torch.ones(1, WIDTH, dtype=torch.float64, requires_grad=True)
     part = {Edge("vision", "text", 1, 0): Rows(held=[0] * topology.rank, needed=[0] * (1 - topology.rank))}
     batch = MicroBatchInputs({"vision": values, "text": values} if topology.rank == 0 else {"vision": values}, part)
-    assert Runner(topology, last if topology.rank else first)([batch]).item() == (1 - topology.rank) * 2 * WIDTH
+    assert Runner(topology, last if topology.rank else first)([batch]).loss.item() == (1 - topology.rank) * 2 * WIDTH
     with pytest.raises(UserError, match="`vision>text` twice"):
         build(Graph([ends, ("vision", "text")], width=2, dtype=torch.float64), vision="pp:2", text="dp:1@0")
 
@@ -390,13 +392,105 @@ def test_a_last_stage_that_feeds_nobody_returns_its_loss() -> None:
     inputs = {name: values for name in topology.layouts if topology.has(name)}
     ids = [0, 1] if topology.rank == 0 else []
     rows = Rows(held=ids, needed=ids)
-    loss = runner([MicroBatchInputs(inputs, {("vision", "text"): rows, Edge("text", "critic", 0, 0): rows})])
+    loss = runner([MicroBatchInputs(inputs, {("vision", "text"): rows, Edge("text", "critic", 0, 0): rows})]).loss
     if topology.rank == 1:
         assert (
             torch.allclose(loss.double(), layer(2 * values).sum().detach(), rtol=1e-6) and layer.weight.grad is not None
         )
     else:
         assert loss == 0
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@on_ranks(4)
+def test_losses_and_metrics_of_each_module(placement: str) -> None:
+    """Of several modules with losses, on the same ranks or others, each has its own total."""
+    topology = build(GRAPH, PLACEMENTS[placement])
+    held = held_by(topology)
+    stages: dict[str, Any] = stages_of(topology, held)
+    if "generator" in held:
+
+        def generate(noise: Tensor, rows: Tensor) -> dict[str, Any]:
+            return {"loss": held["generator"](noise, rows), "metrics": {"samples": torch.tensor(len(noise))}}
+
+        stages["generator"] = generate
+    result = Runner(topology, stages)([part_of(topology, m) for m in range(MICRO_BATCHES)])
+    found, expected = models(), dict.fromkeys(("text", "generator"), 0.0)
+    for m in range(MICRO_BATCHES):
+        text = found["text"](inputs("text", m), found["vision"](inputs("vision", m)))
+        expected["text"] += text["loss"].item()
+        expected["generator"] += found["generator"](inputs("generator", m), text["rows"]).item()
+    for name, loss in expected.items():
+        assert total_loss(topology, name, result).item() == pytest.approx(loss, rel=1e-5)
+    samples = result.metrics.get("generator", {}).get("samples", 0)
+    assert total_loss(topology, "generator", samples).item() == SAMPLES * MICRO_BATCHES
+    assert result.loss.item() == pytest.approx(sum(each.item() for each in result.losses.values()))
+
+
+@on_ranks(2)
+def test_what_callables_hold_out_of_sight() -> None:
+    graph = Graph({"vision": ["text"]}, width=WIDTH, dtype=torch.float64)
+    topology = build(graph, vision="dp:2", text="dp:2")
+    head, vision = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    wrapped = nn.parallel.DistributedDataParallel(head, process_group=topology.group("text", "dp"))
+    rows = Rows(held=[topology.rank], needed=[topology.rank])
+    batch = MicroBatchInputs(
+        {"vision": torch.ones(1, WIDTH, dtype=torch.float64), "text": ()}, {("vision", "text"): rows}
+    )
+
+    def with_text(text: Any, **options: Any) -> Runner:
+        return Runner(topology, {"vision": vision, "text": text}, **options)
+
+    class Recipe:
+        def __init__(self) -> None:
+            self.parts = {"language": [wrapped]}
+
+        def loss(self, _: Any, rows: Tensor) -> Tensor:
+            return self.parts["language"][0](rows).sum()
+
+    def of_part(part: nn.Module, _: Any, rows: Tensor) -> Tensor:
+        return part(rows).sum()
+
+    for hides in (lambda _, rows: wrapped(rows).sum(), Recipe().loss, partial(of_part, wrapped)):
+        with pytest.raises(UserError, match="found DistributedDataParallel in stage 0 of `text`"):
+            with_text(hides)
+    for detached in (lambda _, rows: head(rows.detach()).sum().detach(), lambda _, rows: rows.sum().detach()):
+        with pytest.raises(UserError, match="stage 0 of `text`: found a loss that requires no gradient"):
+            with_text(detached)([batch])
+        with torch.no_grad():
+            assert with_text(detached)([batch]).loss != 0
+    no_tokens = with_text(lambda _, rows: torch.zeros((), dtype=torch.float64))
+    assert no_tokens([batch]).loss == 0
+    for model in (head, vision):
+        model.zero_grad()
+    with_text(lambda _, rows: head(rows).sum())([batch])
+    assert all(p.grad is not None for model in (head, vision) for p in model.parameters())
+
+
+@on_ranks(2)
+def test_a_later_stage_without_the_shape_of_what_it_receives() -> None:
+    topology = build(Graph({"text": []}, width=WIDTH, dtype=torch.float64), text="pp:2")
+    with pytest.raises(UserError, match="on rank 1: found a Linear without `hidden_shape` as stage 1 of `text`"):
+        Runner(topology, {"text": nn.Linear(WIDTH, WIDTH)})
+
+
+@on_ranks(4)
+def test_the_kind_of_gradients_is_compared_for_each_kind() -> None:
+    """A later micro-batch may have another one."""
+    graph = Graph({"vision": ["text"]}, width=WIDTH, dtype=torch.float64)
+    topology = build(graph, vision="dp:4", text="tp:4")
+    torch.manual_seed(1)
+    weight = nn.Parameter(torch.randn(4, WIDTH, dtype=torch.float64))
+    run = Runner(topology, {"vision": nn.Identity(), "text": lambda _, rows: (rows * weight).sum()})
+    values = torch.ones(1, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def part(kind: Any) -> MicroBatchInputs:
+        rows = Rows(held=[topology.rank], needed=range(4), gradient=kind)
+        return MicroBatchInputs({"vision": values, "text": ()}, {("vision", "text"): rows})
+
+    run([part("invariant"), part("invariant")])
+    with pytest.raises(UserError, match="that are equal on ranks 0-3, expected parts"):
+        run([part("invariant"), part("partial")])
 
 
 def test_a_graph_is_checked() -> None:

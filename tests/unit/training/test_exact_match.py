@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.data.packing import IGNORED, PackedBatch
-from megatron_hetero.evaluation.exact_match import answer_counts, exact_match, supervised_samples
+from megatron_hetero.evaluation.held_out import answer_counts, exact_match, supervised_samples
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.sharding.token_shards import TokenShards
 

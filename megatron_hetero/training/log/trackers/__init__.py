@@ -1,1 +1,0 @@
-"""Experiment trackers that receive a run's metrics in addition to metrics.jsonl, each imported only if asked for."""
