@@ -19,7 +19,7 @@ from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
 from megatron_hetero.models.common.backend import spec_provider
-from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.models.common.inputs import EncoderInput
 from megatron_hetero.models.common.recompute.policy import EVERYTHING_KEPT
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape

@@ -16,6 +16,13 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
     return [group for group in found if group is not None]
 
 
+def has_reduced(module: nn.Module) -> bool:
+    """Whether FSDP2 keeps no gradients that it has not reduced."""
+    own = [each for group in fsdp_groups(module) for each in group.fsdp_params]
+    whole = [each._unsharded_param for each in own if hasattr(each, "_unsharded_param")]
+    return all(each.unsharded_accumulated_grad is None for each in own) and all(each.grad is None for each in whole)
+
+
 def forget_order(modules: Sequence[nn.Module]) -> None:
     """Drop FSDP2's record of the order in which modules ran, which it keeps until a backward pass, where none comes."""
     for group in (group for module in modules for group in fsdp_groups(module)):

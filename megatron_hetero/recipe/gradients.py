@@ -53,7 +53,7 @@ def finish_gradients(topology: Topology, modules: Mapping[str, Chunks | None], t
     Raises:
         UserError: on all ranks. `modules` are not those of a rank, gradients are finished already, `tokens` is a number
             that is not positive or not the same on all ranks, a wrapper reduced over ranks that do not lie along axes
-            of the layout, or PyTorch's DDP did not reduce in the last backward pass.
+            of the layout, or PyTorch's DDP or FSDP2 did not reduce in the last backward pass.
     """
 
     def check() -> tuple[tuple[HeldModule, ...], float | Tensor]:
@@ -160,15 +160,15 @@ def require_not_applied(held: Iterable[HeldModule]) -> None:
 
 
 def require_reduced(held: Iterable[HeldModule]) -> None:
-    """Check that PyTorch's DDP has averaged gradients. Raises `UserError`."""
+    """Check that PyTorch's DDP and FSDP2 have averaged gradients. Raises `UserError`."""
     for module in held:
-        # PyTorch's own note of the last forward pass.
-        if any(not ddp.require_forward_param_sync for ddp in module.torch_ddps):
+        if unreduced := module.unreduced():
             raise UserError.at(
                 f"module `{module.name}`",
-                problem="the last forward pass of its DistributedDataParallel was inside `no_sync()` or `no_grad()`",
-                because="DDP averages gradients in the backward pass of one outside, and these are taken to be means",
-                fix="leave the last micro-batch of each step out of `no_sync()`, and evaluate after the step",
+                problem=f"{unreduced} has not averaged its gradients: its last pass was inside `no_sync()`, "
+                "`no_grad()` or `set_requires_gradient_sync(False)`",
+                because="they are taken to be means over its ranks",
+                fix="leave the last micro-batch of each step out of these, and evaluate after the step",
             )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_hetero.distributed.communicators import GRADIENT_AXES
-from megatron_hetero.distributed.fsdp import fsdp_groups
+from megatron_hetero.distributed.fsdp import fsdp_groups, has_reduced
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.axes import AXES
@@ -88,11 +88,15 @@ class HeldModule:
         """Each `DistributedDataParallel` of Megatron in the module."""
         return tuple(part for chunk in self.chunks for part in chunk.modules() if is_megatrons_ddp(part))
 
-    @property
-    def torch_ddps(self) -> tuple[DistributedDataParallel, ...]:
-        """Each `DistributedDataParallel` of PyTorch in the module."""
-        parts = (part for chunk in self.chunks for part in chunk.modules())
-        return tuple(part for part in parts if isinstance(part, DistributedDataParallel))
+    def unreduced(self) -> str:
+        """The wrapper of PyTorch's that has not averaged gradients of the last backward pass, if one has not."""
+        for part in (part for chunk in self.chunks for part in chunk.modules()):
+            # DDP's own note of the last forward pass.
+            if isinstance(part, DistributedDataParallel) and not part.require_forward_param_sync:
+                return "DistributedDataParallel"
+            if not has_reduced(part):
+                return "FSDP2"
+        return ""
 
 
 def held_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tuple[HeldModule, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_hetero.data.packing import PackedBatch
 from megatron_hetero.data.sample import TokenizedSample
-from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.images.geometry import ImageSize
 
 
 def grids(source: TokenizedSample | PackedBatch) -> np.ndarray:

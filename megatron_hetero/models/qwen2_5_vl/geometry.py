@@ -12,8 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_hetero.models.common.images.geometry import patch_places
-from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.images.geometry import ImageSize, patch_places
 
 
 @dataclass(frozen=True, eq=False)

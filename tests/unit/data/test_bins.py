@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.sharding.bins import UNLIMITED, fill_bins, into_rounds
 from tests.unit.models.test_balance import SHAPE
 

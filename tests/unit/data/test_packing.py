@@ -15,8 +15,7 @@ from megatron_hetero.data.packing import PackedBatch, check_length, check_text, 
 from megatron_hetero.data.records import MOST_CHARACTERS, Record
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.common.images.positions import rope_positions
-from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.images.geometry import ImageSize, rope_positions
 from megatron_hetero.processor.processor import Processor
 
 MakeRecord = Callable[..., Record]

@@ -30,8 +30,7 @@ from megatron_hetero.data.records import Record
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.common.demo.template import chat_template as demo_template
-from megatron_hetero.models.common.images.positions import rope_positions
-from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.images.geometry import ImageSize, rope_positions
 from megatron_hetero.processor.processor import Processor
 from tests.support.sizes import grids
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_hetero.distributed.platform import CPU
 from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
-from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
 from megatron_hetero.names import HIDDEN, ROWS
 from megatron_hetero.sharding.encoder_shards import EncoderShards

@@ -28,7 +28,7 @@ from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.common.demo_sizes import DemoSizes
-from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.opening import open_encoders, open_modules
 from megatron_hetero.models.qwen3_vl.family import QWEN3_VL

@@ -14,7 +14,7 @@ from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.models.common.stages.rotary import multimodal_table
 from megatron_hetero.models.qwen3_vl.geometry import raster_order
 from megatron_hetero.models.qwen3_vl.joining import rope_settings

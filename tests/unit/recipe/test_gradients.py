@@ -231,18 +231,27 @@ def test_wrappers_that_cannot_be_known() -> None:
 
 
 @on_ranks(4, timeout_s=40)
-def test_ddp_that_did_not_reduce() -> None:
+def test_wrappers_that_did_not_reduce() -> None:
     topology = running.topology_of(text="dp:4")
     model = nn.parallel.DistributedDataParallel(Weight(), process_group=topology.group("text", "dp"))
     recipe = nn.ModuleDict({"deep": model})
     with model.no_sync():
         model(1.0).backward()
-    with pytest.raises(UserError, match=r"last forward pass of its DistributedDataParallel was inside `no_sync\(\)`"):
+    with pytest.raises(UserError, match="DistributedDataParallel has not averaged its gradients"):
         finish_gradients(topology, {"text": recipe}, 1)
     model(float(1 + topology.rank)).backward()
     finish_gradients(topology, {"text": recipe}, 2)
     grad: Any = model.module.weight.grad
     assert torch.equal(grad, torch.full((8,), (4 + 1 + 2 + 3 + 4) / 2))
+    shards: Any = fully_shard(Weight(), mesh=topology.mesh("text")["dp"])
+    shards.set_requires_gradient_sync(False)
+    shards(1.0).backward()
+    with pytest.raises(UserError, match="FSDP2 has not averaged its gradients"):
+        finish_gradients(topology, {"text": shards}, 1)
+    shards.set_requires_gradient_sync(True)
+    shards(float(1 + topology.rank)).backward()
+    finish_gradients(topology, {"text": shards}, 2)
+    assert torch.equal(shards.weight.grad.full_tensor(), grad)
 
 
 @on_ranks(2, timeout_s=40)

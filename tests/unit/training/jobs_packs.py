@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_hetero.batch.step_plan import Balance, Images, MicroBatchPlan, PackShape, StepPlanner, Together
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.sharding.token_shards import TokenShare
 

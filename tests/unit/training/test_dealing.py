@@ -18,7 +18,7 @@ from megatron_hetero.batch.dealing import ByBudget
 from megatron_hetero.batch.samples import SampleMetadata
 from megatron_hetero.batch.step_plan import Images
 from megatron_hetero.job import Budget
-from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.images.geometry import ImageSize
 from tests.support.folders import write_data
 from tests.support.pool import Pool
 from tests.unit.training import jobs_run as jobs

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_hetero.data.items import Modality
 from megatron_hetero.models.common.demo.template import IMAGE_TOKENS
-from megatron_hetero.models.common.images.positions import rope_positions
+from megatron_hetero.models.common.images.geometry import rope_positions
 from megatron_hetero.models.common.images.reader import ImageReader
 from megatron_hetero.models.family import ItemTokens
 

@@ -11,7 +11,7 @@ from PIL import Image
 from megatron_hetero.data import pictures
 from megatron_hetero.data.records import Record
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.images.geometry import ImageSize
 
 
 class ImageReader:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from megatron_hetero.models.common.images.size import ImageSize
+from megatron_hetero.models.common.images.geometry import ImageSize
 
 
 @dataclass(frozen=True)
