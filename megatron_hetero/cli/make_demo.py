@@ -210,10 +210,6 @@ def _make(given: argparse.Namespace) -> str:
     return f"{done} {given.folder}; next: --config {given.folder / 'config.yaml'}"
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
-
-
 # Positions are learned last, abruptly, between steps 150 and 300 depending on the seed; the other steps are margin.
 # With half of the pictures, the same steps fit the training pictures but generalize less.
 ITERS = 450
@@ -252,3 +248,7 @@ def run_config(seed: int) -> dict[str, dict[str, object]]:
         "export": {"hf_dir": "trained"},
         "eval": {"datasets": ["demo-heldout"], "limit": 320, "max_new_tokens": 8},
     }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,12 @@ def test_making_it_again_changes_nothing(demo: Path, small: DemoOptions):
     before = {path: path.stat().st_mtime_ns for path in demo.rglob("*")}
     assert make_demo(demo, small) is False
     assert before == {path: path.stat().st_mtime_ns for path in demo.rglob("*")}
+
+
+def test_it_runs_as_a_module(tmp_path: Path):
+    line = [sys.executable, "-m", "megatron_hetero.cli.make_demo", str(tmp_path / "demo"), "--train-pictures", "2"]
+    done = subprocess.run([*line, "--heldout-questions", "2"], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("wrote ")
 
 
 def test_a_part_that_is_gone_is_noticed(tmp_path: Path):
