@@ -232,7 +232,7 @@ def step_of(topology: Topology, modules: Mapping[str, nn.Module], options: Optio
         def load(number: int) -> DeviceMicroBatch:
             return to_device(batches[number], topology.layouts, topology.rank, topology.platform.device)
 
-        return interpreter.run(schedule, load)
+        return interpreter.run(schedule, load).loss
 
     return step
 

@@ -171,7 +171,7 @@ class RankOnDevice:
         with self.watch.part("zero gradients"):
             for module in trainer.modules:
                 module.data_parallel.zero_gradients()
-        loss = trainer.interpreter.run(trainer.schedule, self._load)
+        loss = trainer.interpreter.run(trainer.schedule, self._load).loss
         issued = time.perf_counter() - start
         with self.watch.part("gradient sums"):
             reduce_gradients(trainer.modules, loss, trainer.counts_loss, trainer.topology)

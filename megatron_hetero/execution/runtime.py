@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from megatron_hetero.boundary.communicator import boundary_communicators
 from megatron_hetero.distributed.collective import on_every
@@ -107,7 +106,7 @@ class Interpreter(RankResources):
         load: Callable[[int], DeviceMicroBatch],
         after_backward: Callable[[str], None] | None = None,
         before_last: Callable[[str, int], None] | None = None,
-    ) -> Tensor:
+    ) -> StepResult:
         """Execute this rank's actions.
 
         Args:
@@ -119,8 +118,7 @@ class Interpreter(RankResources):
                 there is something to compute.
 
         Returns:
-            This rank's sum of losses, fp32 scalar; 0 on ranks without a stage that has one. Gradients accumulate in the
-            parameters.
+            This rank's sums of losses and metrics. Gradients accumulate in the parameters.
 
         Raises:
             UserError: a model's output has the wrong shape or dtype, or a plan is of another rank or batch, or the
@@ -128,16 +126,6 @@ class Interpreter(RankResources):
                 not, or gradients of rows are not what their plan says. On the ranks that see it: the others wait, until
                 the launcher or the watchdog ends them.
         """
-        return self.step(schedule, load, after_backward, before_last).loss
-
-    def step(
-        self,
-        schedule: Schedule,
-        load: Callable[[int], DeviceMicroBatch],
-        after_backward: Callable[[str], None] | None = None,
-        before_last: Callable[[str, int], None] | None = None,
-    ) -> StepResult:
-        """As `run`; returns the losses of each module, and their metrics."""
         _require_same_edges(self, schedule)
         return StepExecution(self, schedule, load, after_backward or _nothing, before_last or _nothing).run()
 

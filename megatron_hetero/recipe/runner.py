@@ -156,7 +156,7 @@ class Runner:
             inputs = {name: given for name, given in micro_batches[m].inputs.items() if given is not None}
             return DeviceMicroBatch(inputs, {edge: each[m] for edge, each in plans.items()})
 
-        return self._interpreter.step(self.schedule(len(micro_batches), forward_only=forward_only), load)
+        return self._interpreter.run(self.schedule(len(micro_batches), forward_only=forward_only), load)
 
     def schedule(self, micro_batches: int, *, forward_only: bool = False) -> Schedule:
         """The checked schedule of a step."""

@@ -127,14 +127,14 @@ class StepTrainer(OfJob):
             if name in early:
                 early[name].expect(stage)
 
-        loss_sum = self.interpreter.run(
+        result = self.interpreter.run(
             self._schedule_of(batch),
             lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs),
             start,
             expect,
         )
         with self.watched(SUMS):
-            return reduce_gradients(self.modules, loss_sum, self.counts_loss, self.topology, started)
+            return reduce_gradients(self.modules, result.loss, self.counts_loss, self.topology, started)
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around what waits for other ranks between the actions of the schedule."""

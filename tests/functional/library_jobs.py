@@ -97,7 +97,7 @@ def run_decoder(kind: str) -> tuple[float, float]:
     }
     held = {"encoder": ModuleOnRank({0: encoder}), "decoder": ModuleOnRank({0: decoders[kind]})}
     interpreter = Interpreter.build(topology, held, width=1, dtype=torch.float32, timeout_s=0)
-    loss = interpreter.run(build_schedule(LAYOUTS, 2, text="decoder"), two_rows)
+    loss = interpreter.run(build_schedule(LAYOUTS, 2, text="decoder"), two_rows).loss
     assert encoder.weight.grad is not None
     return loss.item(), encoder.weight.grad.item()
 
@@ -182,7 +182,7 @@ def with_dropout(settings: ScheduleSettings) -> tuple[float, float, list[list[fl
 
     held = {"encoder": ModuleOnRank({0: encoder}), "decoder": ModuleOnRank({0: decoder})}
     interpreter = Interpreter.build(topology, held, width=16, dtype=torch.float32, timeout_s=0)
-    loss = interpreter.run(build_schedule(LAYOUTS, 3, settings, text="decoder"), sixteen_wide)
+    loss = interpreter.run(build_schedule(LAYOUTS, 3, settings, text="decoder"), sixteen_wide).loss
     assert encoder.weight.grad is not None
     return loss.item(), encoder.weight.grad.item(), encoder.returned, torch.rand(4).tolist()
 
@@ -341,7 +341,7 @@ def several_outputs(kind: str) -> tuple[float, float | None, str]:
         return 0.0, None, ""
     schedule = build_schedule(layouts, 2, text="decoder", edges=list(TWO_OUTPUTS))
     try:
-        loss = interpreter.run(schedule, rows_of_two_stages)
+        loss = interpreter.run(schedule, rows_of_two_stages).loss
     except UserError as error:
         return 0.0, None, str(error)
     return loss.item(), None if weight.grad is None else weight.grad.item(), ""

@@ -164,7 +164,7 @@ def crossed(graph: Graph) -> tuple[float, Arrays, dict[str, int]]:
         return DeviceMicroBatch({name: torch.tensor(m) for name in layouts}, mine)
 
     with Spy().watching() as spy:
-        loss = interpreter.run(schedule, load)
+        loss = interpreter.run(schedule, load).loss
     stages: list[Any] = list(held["encoder"].stages.values()) if "encoder" in held else []
     gradients = {name: gradient for stage in stages for name, gradient in stage.gradients().items()}
     moved = {"sent": spy.sent, "received": spy.received, "exchanges": spy.all_to_alls + spy.batches}

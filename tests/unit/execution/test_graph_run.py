@@ -173,7 +173,7 @@ def run_case(edges: Sequence[Edge], texts: Mapping[str, str], frozen: Sequence[s
                 plans[edge] = load_plan(plan.rank(rank), topology.platform.device)
         return DeviceMicroBatch(batch, plans)
 
-    loss = interpreter.run(schedule, load)
+    loss = interpreter.run(schedule, load).loss
     expected, alone = reference(edges, layouts)
     check_loss(loss, expected, layouts)
     for name, stage in held.items():

@@ -18,6 +18,7 @@ from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.fsdp import fsdp_groups
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.execution import gathering
+from megatron_hetero.execution.contract import StepResult
 from megatron_hetero.execution.step import StepExecution
 from megatron_hetero.models.common.offload import activations
 from megatron_hetero.planning.memory.parameters import parameters_of
@@ -174,11 +175,11 @@ class LiveActivations:
         load: Any,
         after_backward: Callable[[str], None] | None = None,
         before_last: Callable[[str, int], None] | None = None,
-    ) -> Tensor:
+    ) -> StepResult:
         self.execution = StepExecution(
             run.interpreter, schedule, load, after_backward or (lambda _: None), before_last or (lambda *_: None)
         )
-        return self.execution.run().loss
+        return self.execution.run()
 
     def _pack(self, tensor: Tensor) -> Any:
         is_weight = any(isinstance(t, torch.nn.Parameter) for t in (tensor, tensor._base))

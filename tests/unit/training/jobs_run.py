@@ -27,6 +27,7 @@ from megatron_hetero.engine.number_formats import upper_half
 from megatron_hetero.engine.optimizer import rate_of
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution import gathering
+from megatron_hetero.execution.contract import StepResult
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.weights import stored_shapes
@@ -255,12 +256,13 @@ def _before_last_backward(run: Trainer, edit: Callable[[str], None], loss_too: f
 
     def edited(
         schedule: Schedule, load: Any, after: Callable[[str], None], before: Callable[[str, int], None]
-    ) -> torch.Tensor:
+    ) -> StepResult:
         def before_last(module: str, stage: int) -> None:
             edit(module)
             before(module, stage)
 
-        return real(schedule, load, after, before_last) + loss_too
+        result = real(schedule, load, after, before_last)
+        return replace(result, loss=result.loss + loss_too)
 
     with mock.patch.object(run.interpreter, "run", edited):
         yield
