@@ -1,34 +1,15 @@
-"""Background work during training: a thread, and host memory for the copies that it writes."""
+"""Host memory for the copies that a thread writes while training goes on."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.distributed.platform import Platform
-
-T = TypeVar("T")
-
-
-def in_background(work: Callable[[], T]) -> Future[T]:
-    """Start `work` in a daemon thread."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:  # Whoever asks for the result gets it.
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint writer", daemon=True).start()
-    return outcome
 
 
 class HostCopies:

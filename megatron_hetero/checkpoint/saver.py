@@ -9,13 +9,14 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_hetero.checkpoint.background import HostCopies, in_background
+from megatron_hetero.checkpoint.background import HostCopies
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.checkpoint.state import History, Saved, TrainState, save
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.agreement import Watched
 from megatron_hetero.distributed.collective import on_every
+from megatron_hetero.distributed.meeting import in_background
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.weight_files import all_finite
 from megatron_hetero.terminal import size_text
@@ -117,7 +118,7 @@ class Saver:
         entries = self.state.entries()
         if in_thread:
             work = partial(self._write, step, self._copies.of(entries), history, start, keep, sound)
-            return _Writing(step, in_background(work), time.perf_counter() - start)
+            return _Writing(step, in_background(work, "checkpoint writer"), time.perf_counter() - start)
         outcome: Future[tuple[Saved, float]] = Future()
         try:
             outcome.set_result(self._write(step, entries, history, start, keep, sound))
