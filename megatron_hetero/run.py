@@ -19,6 +19,7 @@ the ranks too. The exit status:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import logging
 import os
@@ -30,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_hetero.distributed.launch import FINAL, STOPPED_FILE, ended, hide_stack_traces
+from megatron_hetero.distributed.launch import FINAL, INTERRUPTED, STOPPED_FILE, ended, hide_stack_traces
 from megatron_hetero.environment.ranks import LAUNCHER, MOST_PORT, require_torch_settings
 from megatron_hetero.errors import UserError, reason
 
@@ -85,8 +86,18 @@ def _launch(arguments: Sequence[str] | None) -> int:
         # Until the end: the store lives as long as somebody holds it.
         store = _serve(options) if config.max_nodes == 1 else _meet(options, config)
         status = _run(torchrun, options)
-        del store
-        return STOPPED if stopped.exists() and (status == 0 or status > 128) else status
+        if stopped.exists() and (status == 0 or status > 128):
+            status = STOPPED
+        if config.max_nodes > 1 and status:
+            from torch.distributed.elastic.multiprocessing import SignalException
+
+            from megatron_hetero.distributed.meeting import leave_word
+
+            # The other hosts start again where this one does: docs/checkpoints.md.
+            word = FINAL if status in (1, 2, STOPPED, INTERRUPTED) else ""
+            with contextlib.suppress(SignalException):  # A scheduler ends all of them.
+                leave_word(store, word, options.node_rank, config.max_nodes)
+        return status
 
 
 def _signals_to_handle() -> str:
@@ -234,8 +245,8 @@ def _run(torchrun: Any, options: argparse.Namespace) -> int:
         return 128 + error.sigval
     except DistError as error:
         found = f"{type(error).__name__}, {error}".splitlines()[0].rstrip(".")
-        problem, fix = f"connection lost ({found})", "look for the first error on another host"
-        raise UserError.at("store of the hosts", problem=problem, fix=fix) from None
+        print(f"{socket.gethostname()} lost the store of the hosts: {found}", file=sys.stderr)
+        return FAILED
     except ValueError as error:  # Of an option that is read only now.
         raise UserError.at(LAUNCHER, problem=str(error).rstrip("."), fix="see --help") from None
     return 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from megatron_hetero.checkpoint.state import History, Saved, TrainState, save
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.agreement import Watched
 from megatron_hetero.distributed.collective import on_every
+from megatron_hetero.distributed.meeting import in_background
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.weight_files import all_finite
@@ -122,7 +121,7 @@ class Saver:
         entries = self.state.entries()
         if in_thread:
             work = partial(self._write, step, self._copies.of(entries), history, start, keep, sound)
-            return _Writing(step, in_background(work), time.perf_counter() - start)
+            return _Writing(step, in_background(work, "checkpoint writer"), time.perf_counter() - start)
         outcome: Future[tuple[Saved, float]] = Future()
         try:
             outcome.set_result(self._write(step, entries, history, start, keep, sound))
@@ -161,23 +160,6 @@ class Saver:
             f"checkpoint {self.saved.path.name}: {size_text(self.saved.size)} in {seconds:.1f} s; "
             f"training waited for {min(held, seconds):.2f} s"
         ]
-
-
-T = TypeVar("T")
-
-
-def in_background(work: Callable[[], T]) -> Future[T]:
-    """Start `work` in a daemon thread."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:  # Whoever asks for the result gets it.
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint writer", daemon=True).start()
-    return outcome
 
 
 class HostCopies:

@@ -1,1 +1,1 @@
-"""Command-line tools around the training run: the plan, the data, import, export, evaluation, the demo."""
+"""Command-line tools around the training run: the data, import, export, evaluation, the demo."""

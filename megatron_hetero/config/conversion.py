@@ -141,7 +141,7 @@ def _integer(given: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         if abs(value) < 2**63:
             return value
-        raise ConversionError(show(given), "a 64-bit integer")
+        raise ConversionError(show(given), "an integer below 2^63")
     raise ConversionError(show(given), "an integer")
 
 

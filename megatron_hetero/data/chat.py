@@ -13,7 +13,7 @@ from megatron_hetero.names import VISION
 
 END_OF_TURN = "<|im_end|>"
 _MARK = "\ufdd0answer\ufdd0"
-"""Stands for each answer in a rendering that locates them. Text has no such character."""
+"""Stands for each answer in a rendering that locates them; longer where a text has it."""
 NONE: Mapping[str, str] = {}
 
 
@@ -60,8 +60,11 @@ def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> l
     messages = to_messages(record, shown)
     answers = [k for k, turn in enumerate(record.turns) if turn.role == "assistant"]
     full = _apply(tokenizer, messages, record, prompt=False)
-    marked = [each | {"content": _MARK} if each["role"] == "assistant" else each for each in messages]
-    between = _apply(tokenizer, marked, record, prompt=False).split(_MARK)
+    mark = _MARK
+    while any(mark in turn.text for turn in record.turns):
+        mark += _MARK[0]
+    marked = [each | {"content": mark} if each["role"] == "assistant" else each for each in messages]
+    between = _apply(tokenizer, marked, record, prompt=False).split(mark)
     runs, position = [], 0
     for before, k in zip(between, answers, strict=False):
         before, answer = before.removeprefix(END_OF_TURN) if runs else before, record.turns[k].text + END_OF_TURN

@@ -31,6 +31,9 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF
 _SEGMENT, _SCAN = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])"), b"\xda"
 """Begins a segment of a JPEG; the kind of segment that compressed data follows."""
 
+_MOST_BEHIND = 1 << 20
+"""Bytes of a JPEG between its last pixel and its end marker."""
+
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -96,8 +99,9 @@ def _require_end(image: Image.Image, file: IO[bytes]) -> None:
         with Image.open(file, formats=["PNG"]) as again:
             again.verify()
     elif image.format in ("JPEG", "MPO"):
+        end = file.tell()  # The decoder has read at least the pixels.
         file.seek(0)
-        if not _jpeg_ends(file.read()):
+        if not _jpeg_ends(file.read(end + _MOST_BEHIND)):
             raise OSError("truncated: it has no end marker")
 
 

@@ -12,7 +12,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, NoReturn
 from megatron_hetero.environment.cuda import group_timeout, prepare_environment
 from megatron_hetero.environment.ranks import (
     has_agent_store,
-    host_number,
     local_rank,
     meeting_address,
     raise_open_files,
@@ -50,7 +48,7 @@ INTERRUPTED = 130
 STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
 """The environment variable with which our launcher asks to be informed that the ranks stopped on request."""
 FINAL = "final"
-"""In the error file of a rank: whether it would fail in the same way at the next start."""
+"""In the error file of a rank, and as a host's last word: that the next start would fail in the same way."""
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER = (
     "Connection closed by peer",
@@ -121,7 +119,7 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
         require_numbers()
         with (
             open(os.devnull, "w") as nowhere,
-            contextlib.redirect_stdout(nowhere if _repeats_help(argv) else sys.stdout),
+            contextlib.redirect_stdout(nowhere if rank() > 0 and "--help" in argv else sys.stdout),
             guarded_output(),
         ):
             main(argv)
@@ -133,15 +131,20 @@ def _run(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
         raise
     except UserError as error:
         # What one rank found, the others usually found too: they leave the first one time to report it.
-        reported = rank() > 0 and _reported_elsewhere(2.0 + 0.5 * (rank() % 16))
+        reported = rank() > 0 and _word_of_others(2.0) is not None
         leave("" if reported else f"error: {error}", 1, final=True)
     except BaseException as error:
         if not is_lost_peer(error):
             leave(f"rank {rank()} failed:\n{traceback.format_exc()}", 1)
+        from megatron_hetero.distributed.meeting import GONE
+
         # Another rank's error; torchrun ends this process before it reports.
-        reported = _reported_elsewhere(10.0 + 0.5 * (rank() % 16))
-        said = f"rank {rank()} lost another rank, whose error is the cause: {_in_short(error)}"
-        leave("" if reported else said, 1, final=reported)
+        word = _word_of_others(10.0)
+        if word == GONE:
+            time.sleep(0.5 * local_rank())  # One rank says so, and torchrun ends the others.
+        cause = f"another rank, whose error is the cause: {_in_short(error)}"
+        lost = "the launcher of the first host" if word == GONE else cause
+        leave(f"rank {rank()} lost {lost}" if word in (GONE, None) else "", 1, final=word == FINAL)
 
 
 def hide_stack_traces() -> None:
@@ -169,29 +172,16 @@ def ended(work: Callable[[], str | None]) -> int:
     return 0
 
 
-def _reported_elsewhere(patience_s: float) -> bool:
-    """Wait for torchrun to end this rank, or for the torchrun of rank 0, on another host, to end. It does where one of
-    its ranks has reported an error; on this host nobody sees that. Returns whether it did.
-    """
-    end = time.monotonic() + patience_s
-    watched = host_number() > 0 and has_agent_store()
-    while (left := end - time.monotonic()) > 0:
-        if watched and _has_ended(*meeting_address()):
-            return True
+def _word_of_others(patience_s: float) -> str | None:
+    """Wait for torchrun to end this rank, or for the last word of another host, which has then reported an error."""
+    from megatron_hetero.distributed.meeting import last_word
+
+    end, word = time.monotonic() + patience_s + 0.5 * (rank() % 16), None
+    while word is None and (left := end - time.monotonic()) > 0:
         # Soon: NCCL looks for the same store every second, and says at length that it is gone.
         time.sleep(min(0.1, left))
-    return False
-
-
-def _has_ended(address: str, port: int) -> bool:
-    """Whether a host that is up says that nobody listens at a port."""
-    try:
-        socket.create_connection((address, port), timeout=5.0).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False
+        word = last_word(*meeting_address()) if has_agent_store() else None
+    return word
 
 
 def _in_short(error: BaseException) -> str:
@@ -219,11 +209,6 @@ def is_lost_peer(error: BaseException) -> bool:
 def leave_interrupted() -> None:
     """End the process at once, with the exit status of Ctrl-C."""
     leave("interrupted; nothing more is written" if rank() == 0 else "", INTERRUPTED)
-
-
-def _repeats_help(argv: Sequence[str]) -> bool:
-    """Whether this rank would print the help text that rank 0 prints."""
-    return rank() != 0 and "--help" in argv
 
 
 def note_stop() -> None:

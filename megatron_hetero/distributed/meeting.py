@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -32,10 +34,14 @@ from megatron_hetero.environment.ranks import (
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.grammar import format_ranks
 
+T = TypeVar("T")
 MOST_SILENT_S = 15.0
 """Longest silent wait for others."""
 AGENT_S = 60.0
 """Longest wait for torchrun's store, which exists before the ranks do."""
+GONE = "gone"
+"""In place of a `last_word`: nobody serves the store any more."""
+_LAST_WORD, _LEAVING_S = "last word", 5.0
 _SLOWEST_POLL_S = 0.25
 _STORE_S = 1800.0
 
@@ -98,6 +104,31 @@ def gather(store: dist.Store, what: str, number: int, size: int, timeout_s: floa
         patience.wait(lambda: f"word from {what} 0 that all have come")
 
 
+def leave_word(store: dist.Store, word: str, number: int, size: int) -> None:
+    """Leave `word` for the ranks of the other hosts, which lose those of this one, as it ends. The first one, which
+    serves the store, waits until all have ended, for five seconds at most.
+    """
+    with contextlib.suppress(RuntimeError):  # The first one may be gone.
+        store.set(_LAST_WORD, word)
+        store.set(f"{number} ended", "")
+        end = time.monotonic() + _LEAVING_S if number == 0 else 0.0
+        while time.monotonic() < end and not store.check([f"{other} ended" for other in range(size)]):
+            time.sleep(0.05)
+
+
+def last_word(address: str, port: int) -> str | None:
+    """The word of a host that has ended, or `GONE`; None as long as neither is known."""
+    with contextlib.suppress(OSError, RuntimeError):
+        try:
+            # torch would try for long, and say so.
+            socket.create_connection((address, port), timeout=5.0).close()
+        except ConnectionRefusedError:
+            return GONE
+        store = dist.TCPStore(address, port, None, False, timedelta(seconds=5), wait_for_workers=False)
+        return store.get(_LAST_WORD).decode() if store.check([_LAST_WORD]) else None
+    return None
+
+
 def _named(what: str, numbers: Collection[int]) -> str:
     return f"{what}{'s' if len(numbers) > 1 else ''} {format_ranks(sorted(numbers))}"
 
@@ -115,12 +146,12 @@ class Place:
 
     def connect(self, *, serves: bool) -> dist.TCPStore:
         """The store there; `serves`: of this process. Raises `UserError`."""
-        there = self.resolves if serves else self.listens
+        there = partial(resolves, self.address) if serves else self.listens
         patience = Patience(self.timeout_s, reports=self.reports or serves)
         while not there():
             patience.wait(lambda: f"{self.who} at {named_place(self.address, self.port)}")
         # On a thread: torch asks whatever listens there whether it is a store, and another service may never answer.
-        connected = _in_background(lambda: self._store(serves))
+        connected = in_background(lambda: self._store(serves), "connects to the store")
         patience = Patience(self.timeout_s, reports=True)
         while not connected.done():
             patience.wait(lambda: f"answer of a store at {self.address}:{self.port}, where something else may listen")
@@ -135,10 +166,6 @@ class Place:
                 fix="choose another port" if "EADDRINUSE" in str(error) else "correct them, or choose another port",
             ) from None
 
-    def resolves(self) -> bool:
-        """Whether the address has a meaning on this host."""
-        return resolves(self.address)
-
     def listens(self) -> bool:
         """Whether anybody listens there."""
         with contextlib.suppress(OSError), socket.create_connection((self.address, self.port), timeout=5.0):
@@ -150,15 +177,15 @@ class Place:
         return dist.TCPStore(self.address, self.port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
 
 
-def _in_background(make: Callable[[], dist.TCPStore]) -> Future[dist.TCPStore]:
-    """The result of `make`, computed on a thread that the process does not wait for at exit."""
-    future: Future[dist.TCPStore] = Future()
+def in_background(work: Callable[[], T], name: str) -> Future[T]:
+    """The result of `work`, computed on a thread that the process does not wait for at exit."""
+    outcome: Future[T] = Future()
 
-    def work() -> None:
+    def run() -> None:
         try:
-            future.set_result(make())
-        except BaseException as error:
-            future.set_exception(error)
+            outcome.set_result(work())
+        except BaseException as error:  # Whoever asks for the result gets it.
+            outcome.set_exception(error)
 
-    threading.Thread(target=work, name="connects to the store", daemon=True).start()
-    return future
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome

@@ -13,7 +13,7 @@ from megatron_hetero.errors import UserError, listed
 LAUNCHER = "python -m megatron_hetero.run"
 """Starts the ranks: torchrun, with our handling of their exit."""
 MOST_PORT = 65535
-_LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0, "MASTER_PORT": 1}
+_LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
 _HOST_GROUPS, _OTHER_FILES = 2, 256
 _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 _FIX = f"start the ranks with {LAUNCHER} or torchrun, which set it"
@@ -32,11 +32,6 @@ def world_size() -> int:
 def local_rank() -> int:
     """The number of this rank on its host."""
     return _number("LOCAL_RANK", 0)
-
-
-def host_number() -> int:
-    """The number of this rank's host under torchrun; 0 without it."""
-    return _number("GROUP_RANK", 0)
 
 
 def has_agent_store() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,6 +114,7 @@ def load_tokenizer(path: Path, template: str | None = None) -> Any:
     """The tokenizer, with the chat template that older folders keep in chat_template.json, or with another
     `template`.
     """
+    os.environ["RUST_BACKTRACE"] = "0"  # A panic is caught. Its trace would be printed, with RUST_BACKTRACE=1.
     from transformers import AutoTokenizer
 
     with _as_user_errors(path, "a tokenizer"):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
+
+from megatron_hetero.distributed.meeting import in_background
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -83,16 +83,7 @@ class Peers:
 
 def within(seconds: float, work: Callable[[], T]) -> T | None:
     """The result of `work`; None if it fails or takes longer: a store may be on a host that has stopped."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    Thread(target=run, name="watchdog-roll-call", daemon=True).start()
     try:
-        return outcome.result(seconds)
+        return in_background(work, "watchdog-roll-call").result(seconds)
     except Exception:
         return None

@@ -79,6 +79,16 @@ print(dist.is_initialized())"""
     assert outcome(start(body, "--x"))[:2] == (0, "0 1 1 1.0 ['--x']\nFalse\n")
 
 
+@pytest.mark.parametrize("wanted, level", [({}, "ERROR"), ({"TORCH_CPP_LOG_LEVEL": "INFO"}, "INFO")])
+def test_torch_is_told_to_print_no_stack_traces_before_it_is_imported(wanted: dict[str, str], level: str) -> None:
+    """It reads the variable then."""
+    body = "print('torch' in sys.modules, os.environ['TORCH_CPP_LOG_LEVEL'])"
+    clean = {k: v for k, v in os.environ.items() if k != "TORCH_CPP_LOG_LEVEL"}
+    text = program(body).replace("import torch, torch.distributed as dist", "")
+    done = subprocess.run([sys.executable, "-c", text], env=clean | wanted, capture_output=True, text=True)
+    assert done.stdout == f"False {level}\n", done.stderr
+
+
 def test_users_errors_are_reported_in_one_line() -> None:
     assert outcome(start("raise UserError('found X, expected Y')")) == (1, "", "error: found X, expected Y\n")
 

@@ -8,6 +8,7 @@ import os
 import re
 import struct
 import sys
+import tracemalloc
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -271,6 +272,18 @@ def test_a_jpeg_without_its_end_marker_is_refused(tmp_path: Path, options: dict[
         assert load_picture(path, WHERE).size == (80, 60)
 
 
+def test_what_follows_a_jpeg_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(encoded(Image.fromarray(NOISE), "JPEG"))
+    os.truncate(path, 2**30)
+    tracemalloc.start()
+    try:
+        assert load_picture(path, WHERE).size == (80, 60)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_picture_within_another_has_an_end_of_its_own(tmp_path: Path) -> None:
     image = Image.fromarray(NOISE)
     content = encoded(image, "MPO", save_all=True, append_images=[image])
@@ -327,6 +340,11 @@ def test_pictures_that_are_cut_off_are_refused(tmp_path: Path, kind: str) -> Non
         for share in (0.1, 1 / 3, 0.5, 0.9, 0.99):
             path.write_bytes(content[: int(share * len(content))])
             assert_refused(path, "cannot be read")
+        behind = {"PNG": 4, "GIF": 2}.get(kind, 0)
+        path.write_bytes(content[: -behind - 1])
+        assert_refused(path, "cannot be read")
+        path.write_bytes(content[: len(content) - behind])
+        assert load_picture(path, WHERE).size == (80, 60)
 
 
 def test_a_name_too_long_for_the_file_system_is_quoted_in_part(tmp_path: Path) -> None:
