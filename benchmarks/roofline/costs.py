@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil
 from typing import Any, Self
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks.roofline.devices import ASSUMED, BEST, COLLECTIVE, LINKS, MEMORY, PRODUCTS, Assumed, Gpu
+from benchmarks.roofline.devices import ASSUMED, BEST, COLLECTIVE, CTA, LINKS, MEMORY, PRODUCTS, Assumed, Gpu
 from benchmarks.roofline.timeline import Timeline, works_noted
+from megatron_hetero.distributed.platform import Platform
 from tests.fake_cuda.device import FakeGpu
 from tests.fake_cuda.rank import BEFORE, SUMS, WEIGHTS
 
@@ -40,7 +42,8 @@ FILLING = frozenset(
 @dataclass(frozen=True)
 class Ask:
     """One kernel. `kind`: "product", "attention", "memory" or "wire"; `flops`; `memory`: bytes read and written;
-    `wire`: bytes that this rank sends. `shape`: rows and columns of a product.
+    `wire`: bytes that this rank sends, by at most `ctas` CTAs (None: by NCCL's choice). `shape`: rows and columns of a
+    product.
     """
 
     kind: str
@@ -48,11 +51,13 @@ class Ask:
     memory: float = 0.0
     wire: float = 0.0
     shape: tuple[int, int] = (0, 0)
+    ctas: int | None = None
 
     def seconds(self, gpu: Gpu, assumed: Assumed = ASSUMED[BEST]) -> float:
         """What a device takes at the least, `assumed` that: as long as what it is slowest at."""
         if self.kind == "wire":
-            return (self.wire + assumed.ramp) / (LINKS * gpu.links) + COLLECTIVE
+            of_ctas = self.wire / (CTA * self.ctas) if self.ctas else 0.0
+            return max((self.wire + assumed.ramp) / (LINKS * gpu.links), of_ctas) + COLLECTIVE
         share = gpu.attention * assumed.attention if self.kind == "attention" else PRODUCTS * assumed.products
         if assumed.waves and self.kind == "product":
             share *= filled(*self.shape, gpu.processors)
@@ -108,6 +113,7 @@ class CountingGpu(FakeGpu):
         super().__init__()
         self.gpu = gpu
         self.costs: dict[tuple[str, str, str], Costs] = defaultdict(Costs)
+        self._ctas: dict[str, int | None] = {}  # by name of a process group
         self._seconds = cache(lambda ask: {name: ask.seconds(gpu, assumed) for name, assumed in ASSUMED.items()})
         self.start_again()
 
@@ -120,12 +126,25 @@ class CountingGpu(FakeGpu):
     def __enter__(self) -> Self:
         super().__enter__()
         self._stack.enter_context(works_noted(self._issued, self._wait))
+        self._stack.enter_context(mock.patch.object(Platform, "split", self._noting(Platform.split)))
         return self
+
+    def _noting(self, split: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(platform: Platform, *args: Any, max_ctas: int | None = None, **options: Any) -> Any:
+            if (group := split(platform, *args, max_ctas=max_ctas, **options)) is not None:
+                self._ctas[group.group_name] = max_ctas
+            return group
+
+        return noted
 
     def ran(self, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
         """Count a kernel. What runs outside of any phase is the building of the model."""
         if self.phase:
-            self._add(ask_of(func.overloadpacket, args, kwargs, out))
+            ask = ask_of(func.overloadpacket, args, kwargs, out)
+            if ask.kind == "wire":
+                group = next(each for each in args if isinstance(each, torch.ScriptObject))
+                ask = replace(ask, ctas=self._ctas.get(dist.ProcessGroup.unbox(group).group_name))
+            self._add(ask)
 
     def ran_compiled(self, kernels: int, args: Any, out: Any, *, apart: bool) -> None:
         """Count kernels that read all arguments, `apart` a part of them, and write a part of the result each."""

@@ -13,6 +13,8 @@ an H100 (Shah et al. 2024, arXiv 2407.08608).
 """
 FLASH_3 = {"forward": 1.75, "backward": 1.6}
 """How many times as fast FlashAttention-3 is on Hopper: 1.5 to 2 and 1.5 to 1.75 (the same paper)."""
+CTA = 20e9
+"""Assumed: bytes per second that a CTA of NCCL moves over NVLink, which bounds communicators with `max_ctas`."""
 COLLECTIVE = 10e-6
 """Assumed: seconds that a collective takes besides moving its bytes."""
 

@@ -13,6 +13,7 @@ from benchmarks.roofline.devices import (
     ATTENTION,
     BEST,
     COLLECTIVE,
+    CTA,
     FLASH_3,
     LEAST,
     LINKS,
@@ -108,7 +109,8 @@ Assumed of the device: {PRODUCTS * gpu.peak / 1e12:.0f} of {gpu.peak / 1e12:.0f}
 2407.08608; FlashAttention-3 {FLASH_3["forward"]} times that forward and {FLASH_3["backward"]} times backward: middle of
 its ranges),
 {MEMORY * gpu.memory / 1e12:.2f} of {gpu.memory / 1e12:.2f} TB/s of memory, {LINKS * gpu.links / 1e9:.0f} of
-{gpu.links / 1e9:.0f} GB/s of links, {COLLECTIVE * 1e6:.0f} µs for a collective besides its bytes; of the host
+{gpu.links / 1e9:.0f} GB/s of links, of which communicators with few CTAs (edges, pipelines, gradients) take
+{CTA / 1e9:.0f} GB/s for each; {COLLECTIVE * 1e6:.0f} µs for a collective besides its bytes; of the host
 {ASSUMED[BEST].launch * 1e6:.0f} µs for a kernel. The second number of each pair is the data sheet's. A kernel takes as
 long as what it is slowest at, kernels of one stream follow each other, and a phase takes as long as the slower of
 device and host. Collectives run beside kernels as streams and hardware queues let them (`roofline/timeline.py`).

@@ -15,11 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.roofline import __main__ as command
 from benchmarks.roofline.cases import LAYOUTS, PACK, PICTURES, Layouts, Step
 from benchmarks.roofline.costs import Ask, ask_of, filled
-from benchmarks.roofline.devices import ASSUMED, COLLECTIVE, GPUS
+from benchmarks.roofline.devices import ASSUMED, COLLECTIVE, CTA, GPUS
 from benchmarks.roofline.measured import read, with_measured
 from benchmarks.roofline.prediction import MODULES, PhaseTime, Prediction, phase_times
 from benchmarks.roofline.report import compared, numbers_of, text_of
 from benchmarks.roofline.timeline import Timeline
+from megatron_hetero.distributed.communicators import GRADIENT_CTAS
 from megatron_hetero.environment.cuda import prepare_environment
 from tests.fake_cuda import guard
 from tests.fake_cuda.rank import within
@@ -71,6 +72,8 @@ def test_a_kernel_takes_as_long_as_what_it_is_slowest_at() -> None:
     assert second.seconds(H100) == pytest.approx(1.0)
     assert Ask("memory", memory=0.78 * 3.35e12).seconds(H100) == pytest.approx(1.0)
     assert Ask("wire", wire=0.82 * 450e9).seconds(H100) == pytest.approx(1.0 + COLLECTIVE)
+    assert Ask("wire", wire=80e9, ctas=4).seconds(H100) == pytest.approx(1.0 + COLLECTIVE), "an edge's"
+    assert Ask("wire", wire=0.82 * 450e9, ctas=32).seconds(H100) == pytest.approx(1.0 + COLLECTIVE)
 
 
 def test_what_the_pessimistic_end_assumes() -> None:
@@ -314,6 +317,10 @@ def test_one_step_from_end_to_end() -> None:
     ran = sum(costs["flops"] for *_, costs in counted["costs"])
     assert ran * 8 == pytest.approx(sum(step.flops.values()), rel=0.1)
     assert all(0.05 < share < 0.9 for share in found.mfu_of_modules.values())
+    sums = within("text backward"), "links", "wire"
+    [of_sums] = [costs for *key, costs in counted["costs"] if tuple(key) == sums]
+    seconds = of_sums["wire"] / (GRADIENT_CTAS * CTA) + of_sums["kernels"] * COLLECTIVE
+    assert of_sums["seconds"]["optimistic"] == pytest.approx(seconds), "by the CTAs of their communicator"
     assert counted["peak"] == pytest.approx(step.planned_bytes, rel=0.05)
     [record] = numbers_of([(step, every, counted["peak"])])
     assert record["step_s"] == found.step

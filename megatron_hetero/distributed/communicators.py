@@ -16,11 +16,11 @@ Uses that are in step with the computation share a communicator where their grou
 included: a rank does one after the other anyway. Gradients, links and edges share with nobody.
 
 What is posted early occupies the GPU while it waits: a receive is a kernel that runs, of up to 32 CTAs where NCCL
-chooses, and a CTA takes an SM. So `max_ctas` bounds those of links and edges, which also shrinks their buffers;
-`schedule.checks.residency` bounds what a rank has begun at a time. And a communicator takes one of the 32 streams of
-PyTorch's pool (c10/cuda/CUDAStream.cpp): from the 33rd on two share one, and are one queue. There is a second pool, of
-high priority, for what is to get multiprocessors before the rest of a product that runs: all that is beside the
-computation, and `tp`, whose exchanges run beside products. Other communicators may share streams.
+chooses, and a CTA takes an SM. So `max_ctas` bounds those of links and edges, and of gradients, as modules that share a
+GPU sum theirs at the same time; `schedule.checks.residency` bounds what a rank has begun in all. And a communicator
+takes one of the 32 streams of a pool of PyTorch's (c10/cuda/CUDAStream.cpp): from the 33rd on two share one, and are
+one queue. The pool of the highest priority is for what is to get multiprocessors before the rest of a product that
+runs: all that is beside the computation, and `tp`, whose exchanges run beside products. Others may share streams.
 
 Groups that have no rank in common are made together, by one call that every rank makes (`ncclCommSplit`, a colour for
 each group). They are one *kind* here, so that the number of calls does not grow with the number of ranks or with
@@ -60,8 +60,13 @@ CTAS = 4
 computation beside which activations and rows travel. A power of two, as NCCL's channels of messages are.
 """
 
+GRADIENT_CTAS = 16
+"""Of a kernel that sums gradients or gathers weights: some 320 GB/s over NVLink, where messages of 30 to 60 MB reach
+220 to 300, and six times what a network card moves.
+"""
+
 POOL_STREAMS = 32
-"""Of each of PyTorch's two pools."""
+"""Of each of PyTorch's pools."""
 
 AXES_OF_GROUPS: tuple[tuple[str, ...], ...] = (("tp",), *((axis,) for axis in axes_of("tokens")), GRADIENT_AXES)
 """Along what every module communicates."""
@@ -156,6 +161,10 @@ class CommunicatorKind:
         """Whether it does other than messages and all-to-alls, which attention under `sp` exchanges heads by."""
         return any(isinstance(use, Axes) and use.axes != ("sp",) for use in self.uses)
 
+    def is_worlds(self, everybody: Ranks) -> bool:
+        """Whether it takes the communicator of the world: all is in step with the computation, over all ranks."""
+        return self.is_synchronous and self.groups == (everybody,)
+
     def uses_of(self, rank: int) -> tuple[Use, ...]:
         """What `rank` uses its communicator of this kind for; nothing where it has none."""
         return tuple(use for use, groups in self.members if group_of(groups, rank) is not None)
@@ -169,17 +178,23 @@ class CommunicatorKind:
 
 def max_ctas(use: Use) -> int | None:
     """The most CTAs of a kernel that communicates for `use`; None leaves them to NCCL."""
-    return None if isinstance(use, Axes) else CTAS
+    if isinstance(use, Axes):
+        return GRADIENT_CTAS if use.is_beside else None
+    return CTAS
 
 
-def require_streams(kinds: Collection[CommunicatorKind]) -> None:
-    """Check that no two communicators of a rank that run beside products share a stream of PyTorch's pool."""
-    counts = Counter(rank for kind in kinds if kind.is_urgent for ranks in kind.groups for rank in ranks)
-    rank, count = max(counts.items(), key=itemgetter(1), default=(0, 0))
+def require_streams(kinds: Collection[CommunicatorKind], everybody: Ranks) -> None:
+    """Check that no two communicators of a rank that run beside products, that of the world included, share a stream of
+    PyTorch's pool of the highest priority. FSDP2's streams are of priority -1, which is another pool on GPUs with more
+    than two priorities.
+    """
+    urgent = [kind for kind in kinds if kind.is_urgent and not kind.is_worlds(everybody)]
+    counts = Counter((*everybody, *(rank for kind in urgent for ranks in kind.groups for rank in ranks)))
+    rank, count = max(counts.items(), key=itemgetter(1))
     if count > POOL_STREAMS:
         raise UserError.at(
             f"communicators of rank {rank}",
-            found=f"{count} for `tp`, links of pipelines, edges and gradients",
+            found=f"{count} for the world, `tp`, links of pipelines, edges and gradients",
             expected=f"at most {POOL_STREAMS}, as PyTorch has streams: two on one would wait for each other",
             fix="give modules ranks of their own, or use fewer modules",
         )
@@ -240,13 +255,6 @@ def edge_peers(layouts: Mapping[str, Layout], use: EdgeUse, rank: int) -> tuple[
     return tuple(sorted(to - {rank})), tuple(sorted(back - {rank}))
 
 
-def groups_of(layout: Layout, axes: tuple[str, ...]) -> tuple[Ranks, ...]:
-    """The groups of ranks along `axes`; for `ENDS` some ranks may be in none."""
-    if axes != ENDS:
-        return layout.groups(*axes)
-    return tuple((ranks[0], ranks[-1]) for ranks in layout.groups("pp")) if layout.pp > 1 else ()
-
-
 def _axis_kinds(
     layouts: Mapping[str, Layout], tied: Collection[str], megatron: Collection[str]
 ) -> Iterator[CommunicatorKind]:
@@ -254,7 +262,8 @@ def _axis_kinds(
     for name, layout in layouts.items():
         own = (*AXES_OF_GROUPS, *([ENDS] if name in tied else []))
         for axes in dict.fromkeys((*own, *MEGATRON_AXES) if name in megatron else own):
-            groups = tuple(ranks for ranks in groups_of(layout, axes) if len(ranks) > 1)
+            along = layout.groups("pp") if axes == ENDS else layout.groups(*axes)
+            groups = tuple((ranks[0], ranks[-1]) if axes == ENDS else ranks for ranks in along if len(ranks) > 1)
             if groups:
                 use = Axes(name, axes)
                 found.setdefault((groups, use if use.is_beside else None), []).append(use)

@@ -28,7 +28,6 @@ from megatron_hetero.errors import UserError, os_errors_as
 
 CPU = torch.device("cpu")
 
-
 MOST_GRAPHS = 64
 """Of one function: modules, widths that tp leaves, number formats, padding or none, each with and without gradients.
 Beyond them PyTorch computes it in single operations, each of which takes memory.
@@ -216,6 +215,8 @@ class Platform:
             return None
         nccl: Any = dist.ProcessGroupNCCL  # Builds of PyTorch for CPUs have none.
         options = nccl.Options(is_high_priority_stream=urgent)
+        if self.timeout is not None:  # PyTorch warns where it differs from that of the group.
+            options._timeout = self.timeout
         if max_ctas is not None:
             options.config.max_ctas = max_ctas
         return options
@@ -273,21 +274,18 @@ class Platform:
         view = memoryview(pages)
         kept = torch.frombuffer(view, dtype=dtype, count=count)
         cuda: Any = torch.cuda.cudart()
-        code = int(cuda.cudaHostRegister(kept.data_ptr(), kept.nbytes, 1))
+        address = kept.data_ptr()
+        code = int(cuda.cudaHostRegister(address, kept.nbytes, 1))
         if code:
             raise _no_host_memory(size, f"CUDA error {code}")
         # The last tensor takes the view along. The pages, which would unmap themselves before their own finaliser runs,
         # are the finaliser's until it has ended. At exit the driver may be gone.
-        finalize(view, _unregister, cuda, kept.data_ptr(), pages).atexit = False
+        finalize(view, lambda _: cuda.cudaHostUnregister(address), pages).atexit = False
         return kept
 
     def side_streams(self, number: int) -> tuple[torch.cuda.Stream, ...]:
         """Streams of the device beside the current one; none on a CPU."""
         return tuple(torch.cuda.Stream() for _ in range(number)) if self.is_cuda else ()
-
-    def generator(self) -> torch.Generator:
-        """A generator of random numbers on the device, apart from the default one."""
-        return torch.Generator(self.device)
 
     def random_states(self) -> dict[str, torch.Tensor]:
         """The states of PyTorch's generators, uint8 [bytes] on the host, by name."""
@@ -315,9 +313,8 @@ class Platform:
         torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
         megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
         megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-        if not isinstance(megatron_random._CUDA_RNG_STATE_TRACKER, _OnCpu):
-            megatron_random._CUDA_RNG_STATE_TRACKER = _cpu_rng_tracker(megatron_random.CudaRNGStatesTracker)
-            megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+        megatron_random._CUDA_RNG_STATE_TRACKER = _cpu_rng_tracker(megatron_random.CudaRNGStatesTracker)
+        megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
 
     def enter_megatron_scope(self) -> None:
         """For the rest of the process, code with a literal `device="cuda"`, and `Tensor.cuda()`, use this platform's
@@ -327,24 +324,16 @@ class Platform:
         if not self.is_cuda and not any(isinstance(mode, _CudaMeansCpu) for mode in modes):
             _CudaMeansCpu().__enter__()
 
-    @contextlib.contextmanager
-    def megatron_scope(self) -> Iterator[None]:
+    def megatron_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, Megatron code with a literal `device="cuda"` runs on this platform's device, also that which makes
         optimizers.
         """
-        if self.is_cuda:
-            yield
-        else:
-            with _CudaTypeMeansCpu():
-                yield
+        return contextlib.nullcontext() if self.is_cuda else _CudaTypeMeansCpu()
 
 
-class _OnCpu:
-    """A tracker of random states on the generator of the CPU."""
-
-
+@cache
 def _cpu_rng_tracker(base: type) -> Any:
-    class CpuRNGStatesTracker(base, _OnCpu):
+    class CpuRNGStatesTracker(base):
         """Megatron's tracker of random states, on the generator of the CPU."""
 
         def add(self, name: str, seed: int) -> None:
@@ -354,13 +343,12 @@ def _cpu_rng_tracker(base: type) -> Any:
 
         @contextlib.contextmanager
         def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-            outside = torch.get_rng_state()
-            torch.set_rng_state(self.states_[name])
-            try:
-                yield
-            finally:
-                self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(outside)
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self.states_[name])
+                try:
+                    yield
+                finally:
+                    self.states_[name] = torch.get_rng_state()
 
     return CpuRNGStatesTracker()
 
@@ -384,11 +372,6 @@ class _CudaTypeMeansCpu(_CudaMeansCpu):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(args[0]).replace("torch.", "torch.cuda.")
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def _unregister(cuda: Any, address: int, _pages: mmap.mmap) -> None:
-    """Take mapped pages back from CUDA."""
-    cuda.cudaHostUnregister(address)
 
 
 def _no_host_memory(size: int, error: object) -> UserError:

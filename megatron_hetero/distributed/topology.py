@@ -141,12 +141,16 @@ class Topology:
         hosts = _host_groups({**replicas, **planning}, everybody, host, platform)
         own = layouts if megatron is None else megatron
         kinds = communicators(layouts, edges=edges, tied=tied, interleaved=interleaved, megatron=own)
-        require_streams(kinds)
+        if platform.backend == "nccl":
+            require_streams(kinds, everybody)
         groups = {kind: _make(kind, everybody, platform) for kind in kinds}
         mine = {kind: group for kind, group in groups.items() if group is not None}
         if check:
-            _check_all(hosts, files, everybody, rank)
+            _check_sum(files, everybody, rank, CPU)
             _check_sum(world, everybody, rank, platform.device)
+            for ranks, group in hosts.items():
+                if group is not None and (members := group_of(ranks, rank)):
+                    _check_sum(group, members, rank, CPU)
             for kind, group in mine.items():
                 _check_kind(kind, group, layouts, rank, platform.device)
             if platform.connects_late:
@@ -271,7 +275,7 @@ def _level(host: dist.ProcessGroup, platform: Platform) -> None:
 
 def _make(kind: CommunicatorKind, everybody: Ranks, platform: Platform) -> dist.ProcessGroup | None:
     """The communicator of this rank, None where it has none of that kind."""
-    if kind.groups == (everybody,) and kind.is_synchronous:
+    if kind.is_worlds(everybody):
         return dist.group.WORLD
     return platform.split(kind.groups, str(kind), max_ctas=max_ctas(kind.uses[0]), urgent=kind.is_urgent)
 
@@ -297,17 +301,6 @@ def _links(by_use: Mapping[Use, dist.ProcessGroup], module: str) -> Links:
 
 
 # ---------------------------------------------------------------------------------------- the self-check
-
-
-def _check_all(
-    hosts: Mapping[tuple[Ranks, ...], dist.ProcessGroup | None], files: dist.ProcessGroup, everybody: Ranks, rank: int
-) -> None:
-    """Check the groups of hosts."""
-    _check_sum(files, everybody, rank, CPU)
-    for groups, group in hosts.items():
-        ranks = group_of(groups, rank)
-        if ranks is not None and group is not None:
-            _check_sum(group, ranks, rank, CPU)
 
 
 def _check_kind(

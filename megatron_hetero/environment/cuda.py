@@ -28,8 +28,9 @@ from collections.abc import MutableMapping
 from datetime import timedelta
 from pathlib import Path
 
+_QUEUES, _FEW = "CUDA_DEVICE_MAX_CONNECTIONS", range(8)  # 8 is CUDA's default.
 _BEFORE_CUDA = {
-    ("CUDA_DEVICE_MAX_CONNECTIONS",): "32",
+    (_QUEUES,): "32",
     ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
 }
 _BEFORE_NCCL = {
@@ -42,17 +43,24 @@ _HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables of CUDA, the allocator and NCCL that the user has not set. Idempotent; call it before CUDA is
-    initialised, ideally before torch is imported. Warns on rank 0 if it is too late.
+    initialised, ideally before torch is imported. Warns on rank 0 if it is too late, or if the user of a GPU has set
+    few hardware queues.
     """
     late = [names[0] for names in _set(_BEFORE_CUDA, environ)] if _cuda_is_initialized() else []
     _set(_BEFORE_CUDA | _BEFORE_NCCL, environ)
-    if late and environ.get("RANK", "0") == "0":
+    if environ.get("RANK", "0") != "0":
+        return
+    if late:
         wanted = " ".join(f"{names[0]}={value}" for names, value in _BEFORE_CUDA.items() if names[0] in late)
         warnings.warn(
             f"CUDA was initialised without {' and '.join(late)}, which it reads only then. Start the program with "
             f"{wanted}, or call `prepare_environment` first",
             stacklevel=2,
         )
+    torch, queues = sys.modules.get("torch"), environ[_QUEUES]
+    if queues in map(str, _FEW) and torch is not None and torch.cuda.is_available():
+        found = f"{_QUEUES}={queues} makes streams wait for each other: little communication overlaps with computation"
+        warnings.warn(f"{found}. Unset it; 32 are used then", stacklevel=1)  # Once, as Python shows it of one line.
 
 
 def group_timeout(timeout_s: float, environ: MutableMapping[str, str] = os.environ) -> timedelta:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -128,18 +129,21 @@ def require_interfaces(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def raise_open_files(ranks: int) -> None:
-    """Raise this process's limit of open files to the hard one, and check that it is enough.
+    """Raise this process's limit of open files to the hard one where that may be, and check that it is enough.
 
-    Two host groups have a socket for each other rank each: 2,046 of 1,024 ranks, where the limit is often 1,024.
+    Two host groups have a socket for each other rank each: 2,046 of 1,024 ranks, where the limit is often 1,024. Not
+    counted is the host group of each edge in `Topology.build(planned=…)`: one more for each other rank of the edge.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard < (needed := _HOST_GROUPS * ranks + _OTHER_FILES):
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < (needed := _HOST_GROUPS * ranks + _OTHER_FILES):
         raise UserError.at(
             "open files",
-            found=f"at most {hard:,} of a process (ulimit -Hn)",
+            found=f"at most {most:,} of a process (ulimit -n)",
             expected=f"at least {needed:,} with {ranks:,} ranks",
-            fix="raise the hard limit (LimitNOFILE of the service that starts the ranks), or start fewer ranks",
+            fix="raise the limit (LimitNOFILE of the service that starts the ranks), or start fewer ranks",
         )
 
 

@@ -422,11 +422,8 @@ def _cuda_calls(gpu: FakeGpu) -> Iterator[None]:
             "_set_cuda_rng_state": lambda *_, **__: None,
         },
         generators.CudaRNGStatesTracker: {"fork": lambda *_, **__: contextlib.nullcontext()},
-        # Registered with the driver, and drawn by it: there is none.
-        Platform: {
-            "generator": lambda _: torch.Generator(),
-            "host_zeros": lambda _, count, dtype: torch.zeros(count, dtype=dtype).pin_memory(),
-        },
+        # Registered with the driver: there is none.
+        Platform: {"host_zeros": lambda _, count, dtype: torch.zeros(count, dtype=dtype).pin_memory()},
         # Objects travel as bytes, which the backend `fake` does not bring.
         torch.distributed: {"all_gather_object": alike},
         # Coalesced collectives have no shapes for fake tensors.

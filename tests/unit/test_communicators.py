@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_hetero.distributed.communicators import (
     AXES_OF_GROUPS,
     CTAS,
     GRADIENT_AXES,
+    GRADIENT_CTAS,
     MEGATRON_AXES,
     Axes,
     CommunicatorKind,
@@ -213,14 +215,27 @@ def test_what_runs_beside_the_computation_shares_with_nobody(drawn: tuple[dict[s
 
 
 def test_too_many_communicators_for_the_streams() -> None:
-    """PyTorch has 32 streams of high priority; a rank takes two for each edge and one for its own gradients."""
-    names = [f"encoder{i}" for i in range(15)]
-    layouts = {name: Layout.parse("dp:2", 2) for name in (*names, "text")}
-    require_streams(communicators(layouts, edges=[], megatron=[]))
-    with pytest.raises(
-        UserError, match="found 46 for `tp`, links of pipelines, edges and gradients, expected at most 32"
-    ):
-        require_streams(communicators(layouts, edges=[(name, "text") for name in names]))
+    """PyTorch has 32 streams of high priority; a rank takes two for each edge, one for the gradients of each module and
+    one for the world, which may be a module's `tp`.
+    """
+    names = [f"encoder{i}" for i in range(31)]
+    layouts = {name: Layout.parse("dp:2", 2) for name in names} | {"text": Layout.parse("tp:2", 2)}
+    require_streams(communicators(layouts, megatron=[]), (0, 1))
+    found = "found 33 for the world, `tp`, links of pipelines, edges and gradients, expected at most 32"
+    with pytest.raises(UserError, match=found):
+        require_streams(communicators(layouts | {"text": Layout.parse("dp:2", 2)}, megatron=[]), (0, 1))
+    edges = [(name, "text") for name in names]
+    for backend in ("gloo", "nccl"):
+        with _fake_world(0, 2), nullcontext() if backend == "gloo" else pytest.raises(UserError, match="found 94"):
+            platform = Fake(CPU, backend, host_backend="fake")
+            Topology.build(layouts, platform, edges=edges, megatron=[], check=False)
+
+
+class Fake(Platform):
+    """A platform of any backend whose groups do not communicate."""
+
+    def split(self, groups: Sequence[tuple[int, ...]], what: str, **options: Any) -> Any:
+        return self.split_hosts(groups, what)
 
 
 class Options:
@@ -228,27 +243,31 @@ class Options:
 
     def __init__(self, is_high_priority_stream: bool = False):
         self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=10)
         self.config = SimpleNamespace(blocking=-1, cga_cluster_size=-1, min_ctas=-1, max_ctas=-1)
 
 
 def test_options_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links and edges, which wait on the GPU, get few CTAs; what runs beside products, streams of high priority.
-    Gradients over all ranks have a communicator of their own too.
+    Gradients over all ranks have a communicator of their own too. PyTorch warns of options with another time-out.
     """
     made: dict[str, Any] = {}
+    hour = timedelta(hours=1)
 
     def split_group(*, split_ranks: Any, timeout: Any, pg_options: Any, group_desc: str) -> Any:
         made[group_desc] = pg_options.config.max_ctas, pg_options.is_high_priority_stream
+        assert pg_options._timeout == timeout == hour
         return dist.new_group(split_ranks[0])
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     monkeypatch.setattr(dist, "split_group", split_group)
     with _fake_world(0, 4):
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # pyright: ignore[reportOptionalMemberAccess]
-        platform = Platform(CPU, "nccl", host_backend="fake")
+        assert Platform(CPU, "nccl")._options(None, urgent=True)._timeout == timedelta(minutes=10), "PyTorch's"
+        platform = Platform(CPU, "nccl", host_backend="fake", timeout=hour)
         Topology.build(_layouts(4, "sp:4", "tp:2,pp:2"), platform, edges=[EDGE], megatron=[], check=False)
     assert made == {
-        "vision sp,cp,dp": (-1, True),
+        "vision sp,cp,dp": (GRADIENT_CTAS, True),
         "text tp": (-1, True),
         "text forward from stages 0": (CTAS, True),
         "text backward from stages 1": (CTAS, True),

@@ -98,6 +98,21 @@ def test_too_late_is_said_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         prepare_environment({"RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": ""})
 
 
+def test_few_hardware_queues_are_reported_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})  # There is no GPU.
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        for rank, queues in (("1", "1"), ("0", "8"), ("0", "32"), ("0", "many")):
+            prepare_environment({"RANK": rank, "CUDA_DEVICE_MAX_CONNECTIONS": queues})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            prepare_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    [told] = [str(each.message) for each in said]
+    assert told.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 makes streams wait for each other") and "\n" not in told
+
+
 @pytest.mark.parametrize(
     "watchdog_s, groups_s", [(5.0, 1800.0), (1800.0, 2700.0), (7200.0, 10800.0), (0.0, 86400.0), (1e9, 24 * 86400)]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import socket
+from contextlib import nullcontext
 
 import pytest
 
@@ -82,15 +83,34 @@ def test_a_place_whose_name_does_not_resolve_is_said_to_be_one() -> None:
     assert named_place("no.such.invalid", 80) == "no.such.invalid:80 (whose name does not resolve)"
 
 
-@pytest.mark.parametrize("hard, ranks", [(4096, 1024), (2304, 1024), (2303, 1024), (1024, 8)])
-def test_open_files(hard: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The soft limit, often 1,024, is raised; two host groups take a socket for each two ranks."""
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
-    if hard >= 2 * ranks + 256:
-        raise_open_files(ranks)
-    else:
-        with pytest.raises(UserError, match="found at most 2,303 of a process .* expected at least 2,304 with 1,024"):
-            raise_open_files(ranks)
-    assert asked == [(hard, hard)]
+@pytest.mark.parametrize(
+    "hard, refused, most",
+    [
+        (4096, None, None),
+        (2304, None, None),
+        (2303, None, 2303),
+        (resource.RLIM_INFINITY, None, None),
+        (4096, PermissionError, 1024),
+        (resource.RLIM_INFINITY, ValueError, 1024),
+    ],
+    ids=str,
+)
+def test_open_files(
+    hard: int, refused: type[Exception] | None, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The soft limit, often 1,024, is raised if the system lets it; two host groups take a socket for each two ranks.
+    `most`: what is too little.
+    """
+    limits = [(1024, hard)]
+
+    def set_limit(_: int, wanted: tuple[int, int]) -> None:
+        if refused:
+            raise refused
+        limits.append(wanted)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    told = f"found at most {most or 0:,} of a process .* expected at least 2,304 with 1,024"
+    with pytest.raises(UserError, match=told) if most else nullcontext():
+        raise_open_files(1024)
+    assert limits[-1] == ((1024, hard) if refused else (hard, hard))

@@ -44,8 +44,8 @@ def bytes_by_rank(kinds: Sequence[CommunicatorKind], world_size: int) -> np.ndar
     everybody = tuple(range(world_size))
     found = np.full(world_size, _collective_bytes(everybody) * (world_size > 1), np.int64)
     for kind in kinds:
-        is_world = kind.is_synchronous and kind.groups == (everybody,)
-        found[np.concatenate(kind.groups)] += _exchange_bytes(kind) if is_world else kind_bytes(kind)
+        taken = _exchange_bytes(kind) if kind.is_worlds(everybody) else kind_bytes(kind)
+        found[np.concatenate(kind.groups)] += taken
     return found
 
 

@@ -23,7 +23,7 @@ class StepMetrics:
         images: number of images.
         skipped_samples: samples skipped as too long; if all were, nothing was trained.
         step_time_s: wall-clock seconds.
-        peak_memory_bytes: maximum over ranks.
+        peak_memory_bytes: of the run before the step's update, maximum over ranks.
         data_time_s: seconds of the step spent waiting for data.
         boundary_time_s: seconds of the step in which this rank packed or awaited rows; transfers overlap with compute.
         mfu: model FLOPs utilisation, None if the device's peak is unknown.

@@ -5,7 +5,8 @@ waits of the compute queue for communication. Whatever may begin begins, whateve
 nothing changes. Nothing here is shared with `megatron_hetero.schedule.checks.streams`.
 
 A GPU has `sms`: kernels begin where they fit beside those that have begun and not ended, each of as many CTAs as `ctas`
-says of its queue. It has `streams`: from so many communicators on two share one, as in PyTorch's pool.
+says of its queue. Sums of gradients take `sum_ctas` of each module of the rank all the while. It has `streams`: from so
+many communicators on two share one, as in PyTorch's pool.
 
 A batch may leave things out: `absent` modules of micro-batches that have nothing for them, and `bare` messages of a
 crossing apart, which carry no row. Which start of a return comes in the middle of the backward, and which receive is
@@ -100,6 +101,7 @@ class Gpus:
     sms: float = float("inf")
     link_ctas: int = 1
     edge_ctas: int = 1
+    sum_ctas: int = 0
     streams: int | None = None
 
     def run(self) -> list[Entry]:
@@ -107,11 +109,16 @@ class Gpus:
         lists = [self._issued(rank) for role in self.schedule.roles for rank in role.ranks]
         for each in lists if self.streams else ():
             self._share_streams(each)
-        gpus = [Gpu(each, self.one_queue, self.sms, self._ctas) for each in lists if each]
+        gpus = [Gpu(each, self.one_queue, self._free(each[0].rank), self._ctas) for each in lists if each]
         tagged = {entry.tag: entry for each in lists for entry in each if entry.tag is not None}
         while any(gpu.advance(tagged) for gpu in gpus):
             pass
         return [entry for each in lists for entry in each if not entry.ended]
+
+    def _free(self, rank: int) -> float:
+        """SMs that sums of gradients, which wait for other ranks, leave."""
+        held = [m.layout for m in self.schedule.modules if rank in m.layout and m.backward]
+        return self.sms - self.sum_ctas * sum(layout.sp * layout.cp * layout.dp > 1 for layout in held)
 
     def _ctas(self, entry: Entry) -> int:
         """Of its kernel. Work is a collective of NCCL's choice, and the least that a product needs."""
