@@ -50,6 +50,7 @@ STOPPED_FILE = "MEGATRON_HETERO_STOPPED_FILE"
 FINAL = "final"
 """In the error file of a rank, and as a host's last word: that the next start would fail in the same way."""
 _PR_SET_PDEATHSIG = 1
+_DROPPED_S = 0.2
 _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset",
@@ -94,6 +95,8 @@ def process_group(timeout_s: float = 300.0, start_s: float = 1800.0) -> Iterator
     # Only after success: a group that lost a member may hang when it is torn down, and `guarded` leaves without it.
     dist.barrier()
     dist.destroy_process_group()
+    # gloo's threads drop the tensors of the last collectives: amid the end of the interpreter they would abort it.
+    time.sleep(_DROPPED_S)
 
 
 def guarded(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
