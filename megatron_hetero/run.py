@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import errno
 import logging
+import math
 import os
 import signal
 import socket
@@ -208,10 +209,20 @@ def _meet(options: argparse.Namespace, config: Any) -> dist.Store:
     from megatron_hetero.distributed.meeting import Place, gather
 
     where, host, port = _place(options, _PORT)
-    timeout_s = float(config.rdzv_configs.get("timeout", _JOIN_S))
+    if not port:
+        raise UserError.at(where, found="port 0", expected="one that all hosts know", fix="choose a port")
+    timeout_s = _timeout(config.rdzv_configs.get("timeout", _JOIN_S))
     store = Place(host, port, where, "host 0", timeout_s).connect(serves=options.node_rank == 0)
     gather(store, "host", options.node_rank, config.max_nodes, timeout_s)
     return store
+
+
+def _timeout(given: object) -> float:
+    """Seconds. Raises `UserError`."""
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(str(given))) < math.inf:
+            return seconds
+    raise UserError.at("--rdzv-conf timeout", found=str(given), expected="seconds, more than 0", fix="correct it")
 
 
 def _place(options: argparse.Namespace, port: int) -> tuple[str, str, int]:
@@ -224,6 +235,9 @@ def _place(options: argparse.Namespace, port: int) -> tuple[str, str, int]:
         if options.rdzv_endpoint:
             named = "--rdzv-endpoint"
             host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, port)
+        host.encode("idna")
+    except UnicodeError:
+        raise UserError.at(named, found=host[:99], expected="the name or address of a host", fix="correct it") from None
     except ValueError as error:
         raise UserError.at(named, problem=str(error).rstrip("."), fix="write HOST:PORT") from None
     if not 0 <= port <= MOST_PORT:

@@ -107,6 +107,10 @@ check_configuration() { # FLAG...: those of pretrain_vlm.py
     ((status != 127)) ||
         refuse "PYTHON: found $python, which cannot be run, expected an interpreter; make one with \`make venv\`, or set" \
             "PYTHON to another"
+    if ((status > 128)); then # A signal to all steps of the job, such as `scancel --signal`.
+        warned=yes
+        return
+    fi
     ((status == 0)) ||
         refuse "no rank was started: the configuration is wrong, see above, for $((nodes * ranks)) ranks"
 }

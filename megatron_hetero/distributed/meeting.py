@@ -101,7 +101,7 @@ def gather(store: dist.Store, what: str, number: int, size: int, timeout_s: floa
         room.set("all", "here")
     patience = Patience(timeout_s + 5.0, reports=False)  # Number 0 reports first.
     while not room.check(["all"]):
-        patience.wait(lambda: f"word from {what} 0 that all have come")
+        patience.wait(lambda: f"confirmation from {what} 0 that all have joined")
 
 
 def leave_word(store: dist.Store, word: str, number: int, size: int) -> None:
@@ -154,7 +154,7 @@ class Place:
         connected = in_background(lambda: self._store(serves), "connects to the store")
         patience = Patience(self.timeout_s, reports=True)
         while not connected.done():
-            patience.wait(lambda: f"answer of a store at {self.address}:{self.port}, where something else may listen")
+            patience.wait(lambda: f"TCPStore at {self.address}:{self.port}, where another service may listen,")
         try:
             return connected.result()
         except (RuntimeError, ValueError) as error:

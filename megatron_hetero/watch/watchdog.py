@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import sys
 import sysconfig
 import threading
@@ -31,7 +32,7 @@ EXIT_TIMEOUT_S = 30.0
 """Seconds after which a process that has given up ends, even if `on_exit` has not returned."""
 _UNWATCHED = "nothing that is watched"
 _MOST_LINES = 32
-_INSTALLED = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen"
+_INSTALLED = f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen"
 _ROLL_CALL_S = 5.0
 """The most seconds in which other ranks can answer that they wait, too."""
 
@@ -214,8 +215,9 @@ class Watchdog:
 
     def _exchange_reports(self, state: _PeerReports) -> float | None:
         """Exchange reports of work and of waits with the other ranks, as long as the store answers."""
-        now, (doing, since), current, peers = time.monotonic(), self._doing(), self._current, state.peers
+        now, current, peers = time.monotonic(), self._current, state.peers
         with contextlib.suppress(Exception):  # The store is gone: no more reports.
+            doing, since = self._doing()
             if now - since > self.timeout_s / 2 and peers.given_up():
                 peers.answer(doing)
             patient, done = current is not None and current.patient, self._work_done

@@ -29,7 +29,7 @@ def test_who_is_missing_is_reported_and_finally_an_error(capsys: pytest.CaptureF
         other = threads.submit(gather, store, "host", 2, 6, -4.0)
         with pytest.raises(UserError, match=r"found no hosts 1,3-5 after . s, expected all"):
             gather(store, "host", 0, 6, 0.4)
-        with pytest.raises(UserError, match="found no word from host 0 that all have come"):
+        with pytest.raises(UserError, match="found no confirmation from host 0 that all have joined"):
             other.result()
     told = capsys.readouterr().err.splitlines()
     assert 1 <= len(told) <= 3 and all(line.startswith("waiting for hosts 1,3-5 since") for line in told)
@@ -75,5 +75,5 @@ def test_a_service_that_is_no_store_is_named(monkeypatch: pytest.MonkeyPatch) ->
         for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("MASTER_PORT", str(mute.getsockname()[1]))
-        with pytest.raises(UserError, match="no answer of a store at 127.0.0.1:.* where something else may listen"):
+        with pytest.raises(UserError, match="no TCPStore at 127.0.0.1:.* where another service may listen"):
             meet(0.5)

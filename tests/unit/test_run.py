@@ -118,6 +118,11 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
         "cannot be opened (cannot assign requested address)",
     ),
     "no such port": (["--master-port", "70000", __file__], "--master-port: found 70000"),
+    "no port for all": (["--nnodes", "2", "--master-port", "0", __file__], "found port 0, expected one that all hosts"),
+    "no name": (["--master-addr", "a..b", __file__], "found a..b, expected the name or address of a host"),
+    "a long name": (["--master-addr", "a" * 64, __file__], "expected the name or address of a host"),
+    "a time-out": (["--nnodes", "2", "--rdzv-conf", "timeout=abc", __file__], "timeout: found abc, expected seconds"),
+    "never": (["--nnodes", "2", "--rdzv-conf", "timeout=nan", __file__], "timeout: found nan, expected seconds"),
 }
 
 

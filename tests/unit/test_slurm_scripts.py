@@ -317,6 +317,13 @@ def test_a_job_is_queued_again_where_that_may_help(name: str, cluster: Cluster) 
     assert (cluster.folder / "asked").exists() == ("queued again" in said and status == 0)
 
 
+def test_a_signal_to_the_check_of_the_configuration_queues_the_job_again(cluster: Cluster) -> None:
+    (cluster.folder / "plan").write_text("kill -USR1 $$")
+    done = cluster.run("requeue.sbatch")
+    assert done.returncode == 0 and "stopped before its start at none; queued again" in done.stdout, done.stderr
+    assert (cluster.folder / "asked").read_text() == "requeue 7\n"
+
+
 def test_a_job_that_slurm_does_not_queue_again_says_so(cluster: Cluster) -> None:
     (cluster.folder / "job").write_text(f"JobId=7 PreemptTime={in_seconds(1)} Deadline=N/A\n")
     (cluster.folder / "train").write_text("exit 1")

@@ -283,7 +283,7 @@ def _too_many_resident(schedule: Schedule, wiring: Wiring) -> Iterator[ScheduleP
                 ((index, most.at),),
                 f"communication that may occupy {most.ctas} SMs of a GPU at a time",
                 f"at most {MOST_CTAS}",
-                "kernels that wait for other ranks keep those out that these wait for",
+                "waiting kernels may keep out the kernels that they wait for",
                 (f"operations that have begun: {', '.join(most.communicators)}",),
                 "give modules ranks of their own, so that a rank takes part in fewer edges and pipelines",
             )

@@ -8,6 +8,7 @@ runs/
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -66,9 +67,10 @@ class LogFolder:
         return gone
 
     def history(self) -> History:
-        """All lines so far, also those that could not be written yet."""
-        if self._file.closed or self._is_there():
-            return History(self._path, _size(self._path), self._waiting)
+        """All lines so far, also those that could not be written yet, and where the folder cannot be read any more."""
+        with contextlib.suppress(OSError):
+            if self._file.closed or self._is_there():
+                return History(self._path, _size(self._path), self._waiting)
         return History(self._path, 0, self._content() + self._waiting)
 
     def close(self) -> None:

@@ -155,6 +155,16 @@ def test_a_removed_file_costs_a_checkpoint_no_line(tmp_path: Path) -> None:
     log.close()
 
 
+def test_a_folder_that_became_a_file_costs_a_checkpoint_no_line(tmp_path: Path) -> None:
+    log = LogFolder(tmp_path / "log", "", "")
+    log.append("one\n")
+    (tmp_path / "log").rename(tmp_path / "elsewhere")
+    (tmp_path / "log").write_text("")
+    history = log.history()
+    assert (history.size, history.waits) == (0, b"one\n")
+    log.close()
+
+
 def test_a_link_that_leads_nowhere_is_called_one(tmp_path: Path) -> None:
     """`mkdir` says of it that a file exists."""
     (tmp_path / "log").symlink_to("/nowhere/x")
