@@ -24,8 +24,7 @@ from pathlib import Path
 import yaml
 
 from megatron_hetero.cli.command import a_path
-from megatron_hetero.cli.demo.pictures import draw
-from megatron_hetero.cli.demo.records import Sample, held_out_samples, training_samples
+from megatron_hetero.cli.demo.records import Sample, draw, held_out_samples, training_samples
 from megatron_hetero.distributed.launch import ended
 from megatron_hetero.errors import UserError, quoted, reason
 from megatron_hetero.layout.grammar import did_you_mean

@@ -7,7 +7,7 @@ collectives are used once, since on NCCL hosts wait in first uses.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_hetero.distributed.communicators import (
     DIRECTIONS,
@@ -37,14 +38,13 @@ from megatron_hetero.distributed.communicators import (
 from megatron_hetero.distributed.local_group import LocalGroup
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.errors import UserError
+from megatron_hetero.layout.axes import AXES
 from megatron_hetero.layout.edge import Edge, as_edge
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.graph import Graph
 from megatron_hetero.layout.layout import Layout
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from megatron_hetero.distributed.module_groups import ModuleGroups
 
 CONNECTING_BYTES = (2**10, 2**20, 2**26)
@@ -185,8 +185,6 @@ class Topology:
         Its dimensions are named as the axes, `pp`, `dp`, `cp`, `sp` and `tp`; those of size 1 are there too:
         ``fully_shard(model, mesh=topology.mesh("vision")["dp"])``. `KeyError` as `group`.
         """
-        from megatron_hetero.distributed.mesh import mesh_of
-
         return mesh_of(self.layouts.get(module), self.platform.device, partial(self.group, module))
 
     def group(self, module: str, *axes: str) -> dist.ProcessGroup:
@@ -380,3 +378,18 @@ def _require(ranks: Ranks, rank: int, found: str, expected: str, group: dist.Pro
             f"expected {expected} and {ranks.index(rank)} on rank {rank}; the groups were created in different "
             "orders, or the ranks run different versions of the program"
         )
+
+
+NAMES = AXES[::-1]
+"""Of the dimensions, from the slowest among ranks to the fastest."""
+
+
+def mesh_of(layout: Layout | None, device: torch.device, group: Callable[..., dist.ProcessGroup]) -> DeviceMesh:
+    """The mesh of a layout. `group`: of this rank, by axis; it raises where there is no layout."""
+    groups = [group(axis) for axis in NAMES]
+    assert layout is not None, "`group` raises"
+    for each in groups:
+        if isinstance(each, LocalGroup):
+            each.register()  # A mesh knows its groups by name.
+    ranks = torch.tensor(layout.ranks, dtype=torch.int).view([layout.degrees[axis] for axis in NAMES])
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=NAMES)

@@ -6,12 +6,15 @@ Waits have no time-out of their own: a watchdog ends those that take too long.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -24,8 +27,8 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
 
 _POLL_S = 0.005
-_DEEPEST, _LONGEST = 4, 1000
-"""How far from a callable, or from a module, others are looked for, and in how long lists."""
+_LONGEST = 1000
+"""Of a list or of attributes, where modules are looked for."""
 
 
 class RunChecks:
@@ -68,14 +71,16 @@ class RunChecks:
 
     def require_fit(self, edge: Edge, plan: LoadedPlan, grads: Tensor) -> None:
         """Check that gradients of needed rows, [needed, width], are whole or parts, as the plan says: the other would
-        be counted too often or too seldom. Those of each kind along an edge are compared until some are not zero. Waits
-        for the other ranks that need them. Raises `UserError` on all of these.
+        be counted too often or too seldom. Those of each kind along an edge are compared until some are not zero, and
+        then the 2nd, 4th, 8th, ... Waits for the other ranks that need them. Raises `UserError` on all of these.
         """
         where = f"{edge} on {plan.copies}, {'parts' if plan.summed else 'whole'}"
-        if where in self._compared or not can_compare(plan, grads):
+        if not can_compare(plan, grads):
             return
-        turn = f"{where} {self._turns[where]}"
+        number, turn = self._turns[where], f"{where} {self._turns[where]}"
         self._turns[where] += 1
+        if where in self._compared and number & (number + 1):
+            return
         self._store.set(f"{turn} of {plan.rank}", json.dumps(state(plan, grads).tolist()))
         copies = [Copy.of(json.loads(self._get(f"{turn} of {rank}"))) for rank in plan.copies]
         if any(copy.size for copy in copies):
@@ -88,9 +93,27 @@ class RunChecks:
         return self._store.get(key).decode()
 
 
-def require_no_ddp(rank: int, module: str, stage: int, model: object) -> None:
-    """Check that a stage does not reduce its gradients by itself. Raises `UserError`."""
-    if any(isinstance(part, DistributedDataParallel) for part in modules_in(model)):
+@contextlib.contextmanager
+def without_ddp(rank: int, module: str, stage: int) -> Iterator[None]:
+    """Around a call of a stage, which must not reduce its gradients by itself, in whatever it keeps DDP. Raises
+    `UserError`.
+    """
+
+    def refuse(*_: object, **__: object) -> None:
+        require_no_ddp(rank, module, stage, [DistributedDataParallel])
+
+    # Hooks on modules would be seen by torch.compile.
+    forward = DistributedDataParallel.forward
+    try:
+        DistributedDataParallel.forward = refuse  # pyright: ignore[reportAttributeAccessIssue]
+        yield
+    finally:
+        DistributedDataParallel.forward = forward
+
+
+def require_no_ddp(rank: int, module: str, stage: int, kinds: Iterable[type]) -> None:
+    """Check that DDP is not among the kinds of a stage's parts. Raises `UserError`."""
+    if any(issubclass(kind, DistributedDataParallel) for kind in kinds):
         raise UserError.at(
             f"interpreter on rank {rank}",
             found=f"DistributedDataParallel in stage {stage} of `{module}`",
@@ -117,41 +140,21 @@ def require_frozen(module: str, stage: int, model: object, inputs: Sequence[Any]
         )
 
 
-def modules_in(model: object) -> list[nn.Module]:
-    """The modules of PyTorch that a callable holds: as its parts or attributes, in a closure, as arguments of a partial
-    function, or by the names of globals.
+def modules_in(held: object, depth: int = 3) -> Iterator[nn.Module]:
+    """The modules of PyTorch that a callable holds: as its parts or attributes, in a closure, or as arguments of a
+    partial function.
     """
-    found, seen = list[nn.Module](), set[int]()
-    left: list[tuple[Any, int]] = [(model, 0)]
-    while left:
-        each, depth = left.pop()
-        if id(each) in seen or isinstance(each, (Tensor, type, ModuleType, str, bytes)):
-            continue
-        seen.add(id(each))
-        if isinstance(each, nn.Module):
-            found.append(each)
-            depth = 0
-        if depth <= _DEEPEST:
-            left += [(inside, depth + 1) for inside in _inside(each)]
-    return found
-
-
-def _inside(each: Any) -> Collection[Any]:
-    if isinstance(each, (list, tuple, dict)):
-        return () if len(each) > _LONGEST else each.values() if isinstance(each, dict) else each
-    if isinstance(each, partial):
-        return each.func, *each.args, *each.keywords.values()
-    if isinstance(each, MethodType):
-        return each.__self__, each.__func__
-    if isinstance(each, FunctionType):
-        cells = [cell.cell_contents for cell in each.__closure__ or () if _is_filled(cell)]
-        named = [each.__globals__[name] for name in each.__code__.co_names if name in each.__globals__]
-        return *cells, *named, *(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()
-    return getattr(each, "__dict__", {}).values()
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
+    inside: Iterable[Any] = getattr(held, "__dict__", {}).values()
+    if isinstance(held, nn.Module):
+        yield from held.modules()
+    elif isinstance(held, FunctionType):
+        inside = inspect.getclosurevars(held).nonlocals.values()
+    elif isinstance(held, MethodType):
+        inside = [held.__self__]
+    elif isinstance(held, partial):
+        inside = held.func, *held.args, *held.keywords.values()
+    elif isinstance(held, (list, tuple, dict)):
+        inside = held.values() if isinstance(held, dict) else held
+    if depth and not isinstance(held, (Tensor, type, ModuleType)):
+        for each in islice(inside, _LONGEST):
+            yield from modules_in(each, depth - 1)

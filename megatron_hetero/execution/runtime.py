@@ -185,7 +185,7 @@ def _require_fitting_models(rank: int, modules: Mapping[str, ModuleOnRank]) -> N
     """Check that no stage reduces its gradients by itself, and that later ones say what they receive."""
     for name, module in modules.items():
         for number, model in module.stages.items():
-            require_no_ddp(rank, name, number, model)
+            require_no_ddp(rank, name, number, map(type, model.modules() if isinstance(model, torch.nn.Module) else ()))
             if number and not callable(getattr(model, "hidden_shape", None)):
                 raise UserError.at(
                     f"interpreter on rank {rank}",

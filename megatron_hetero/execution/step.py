@@ -30,7 +30,7 @@ from megatron_hetero.boundary.communicator import Crossing
 from megatron_hetero.boundary.loaded import LoadedPlan
 from megatron_hetero.distributed.communicators import Link
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.checks import require_frozen
+from megatron_hetero.execution.checks import require_frozen, without_ddp
 from megatron_hetero.execution.contract import (
     LOSS,
     METRICS,
@@ -192,7 +192,8 @@ class StepExecution:
             else:
                 inputs += self._embedding(action)
             inputs += self._rows_of_stage(action)
-            output = self._model(action)(self._module_input(action), *inputs)
+            with without_ddp(self.resources.rank, *key[:2]) if self.checks else contextlib.nullcontext():
+                output = self._model(action)(self._module_input(action), *inputs)
             if not keeps:
                 self.inputs.pop(key, None)
         outputs = self._named(action, output)
@@ -227,9 +228,10 @@ class StepExecution:
         self._require_result(action, outputs)
         return outputs
 
-    def _add_metrics(self, action: Action, metrics: Mapping[str, Tensor]) -> None:
+    def _add_metrics(self, action: Action, metrics: Mapping[str, Any]) -> None:
         sums = self.metrics[action.module]
         for name, value in metrics.items() if action.kind == "F" else ():
+            value = torch.as_tensor(value, device=self.resources.device)
             found = f"{METRICS} `{name}` of shape {tuple(value.shape)}"
             self._require(value.dim() == 0, action, found, "a scalar, a sum over this rank's part")
             sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()

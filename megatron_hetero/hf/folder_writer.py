@@ -20,8 +20,7 @@ from megatron_hetero.files import lock as file_lock
 from megatron_hetero.files.paths import try_to_write
 from megatron_hetero.hf.folder_files import COMPANIONS, CONFIG
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
-from megatron_hetero.outputs.export_mark import mark, what_would_be_lost
-from megatron_hetero.outputs.exports import lock_of, partial_of, replaced_of
+from megatron_hetero.outputs.exports import lock_of, mark, partial_of, replaced_of, what_would_be_lost
 
 K = TypeVar("K")
 SHARD_BYTES = 5 * 10**9

@@ -13,6 +13,7 @@ sum in the same division.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -58,8 +59,7 @@ def finish_gradients(topology: Topology, modules: Mapping[str, Chunks | None], t
 
     def check() -> tuple[tuple[HeldModule, ...], float | Tensor]:
         held = held_modules(topology, modules)
-        require_unfinished(held)
-        require_reduced(held)
+        require_ready(held, finished=False)
         return held, factor_of(tokens, topology.platform.device)
 
     held, factor = shared(topology, check)
@@ -76,8 +76,12 @@ def count_tokens(topology: Topology, module: str, mine: int | Tensor) -> Tensor:
         mine: tokens in this rank's part of the losses. Ranks along `tp` have the same: those of the first count. Of
             stages the last counts; what other ranks, and those without the module, say does not matter.
     """
-    total: Any = _total(topology, "count_tokens", module, torch.as_tensor(mine, dtype=torch.int64))
-    total.is_of_all_ranks = True
+    number = torch.as_tensor(mine)
+    if number.dim() or number.is_floating_point():
+        found = f"{number.dtype} of shape {tuple(number.shape)}"
+        raise UserError.at("count_tokens", found=found, expected="one integer", fix="give the sum of this rank")
+    total: Any = _total(topology, "count_tokens", module, number.long())
+    total.counted_version = total._version
     return total
 
 
@@ -87,8 +91,8 @@ def total_loss(topology: Topology, module: str, mine: float | Tensor | StepResul
     Args:
         topology: of all modules.
         module: whose loss it is.
-        mine: what a `Runner` returned, or this rank's sum of the module's losses, or of another number. Which ranks
-            count is as for `count_tokens`.
+        mine: what a `Runner` returned, or this rank's sum of that module's losses alone, or of another number. Which
+            ranks count is as for `count_tokens`.
     """
     if isinstance(mine, StepResult):
         mine = mine.losses.get(module, 0.0)
@@ -124,17 +128,37 @@ def finish(held: Iterable[HeldModule], factor: float | Tensor) -> None:
 
 
 @torch.no_grad()
-def require_unfinished(held: Iterable[HeldModule]) -> None:
-    """Check that gradients have changed since they were finished. Raises `UserError`."""
+def require_ready(held: Iterable[HeldModule], *, finished: bool) -> None:
+    """Check that gradients are of this step, and finished or not. Raises `UserError`."""
     for module in held:
-        gradient = _finished_gradient(module)
-        if gradient is not None and gradient._version == gradient.finished_version:
-            raise UserError.at(
-                f"gradients of `{module.name}`",
-                problem="they are finished already",
-                because="they would be summed and divided again",
-                fix="call `finish_gradients` and then `step(tokens=None)`, or `step(tokens=...)` alone",
+        gradient, problem, because, fix = _finished_gradient(module), "", "", ""
+        if gradient is not None and gradient.is_applied:
+            problem = "they are those of the step before, which has applied them"
+            because = "gradients of this step are added to them"
+            fix = "call `zero_grad()` of this optimizer after each step; zeros that others write are not seen"
+        elif finished and module.parameters and gradient is None:
+            problem, because = "they are not finished", "each rank has those of its own tokens"
+            fix = "give `tokens`, or call `finish_gradients` before"
+        # Megatron's buffers live on, and may have been zeroed since.
+        elif (
+            not finished
+            and gradient is not None
+            and not (module.parameters[0].in_main_grad and gradient._version != gradient.finished_version)
+        ):
+            problem, because = "they are finished already", "they would be summed and divided again"
+            fix = (
+                "call `finish_gradients` and then `step(tokens=None)`, or `step(tokens=...)` alone, once after the "
+                "last backward pass of a step; set gradients to None before the next"
             )
+        elif not finished and (unreduced := module.unreduced()):
+            problem = (
+                f"{unreduced} has not averaged them: its last pass was inside `no_sync()`, `no_grad()` or "
+                "`set_requires_gradient_sync(False)`"
+            )
+            because = "they are taken to be means over its ranks"
+            fix = "leave the last micro-batch of each step out of these, and evaluate after the step"
+        if problem:
+            raise UserError.at(f"gradients of `{module.name}`", problem=problem, because=because, fix=fix)
 
 
 @torch.no_grad()
@@ -143,56 +167,20 @@ def set_applied(held: Iterable[HeldModule], applied: bool) -> None:
     for module in held:
         if (gradient := _finished_gradient(module)) is not None:
             gradient.is_applied = applied
-
-
-@torch.no_grad()
-def require_not_applied(held: Iterable[HeldModule]) -> None:
-    """Check that gradients are not those of a step before, or added to them. Raises `UserError`."""
-    for module in held:
-        gradient = _finished_gradient(module)
-        if gradient is not None and gradient.is_applied:
-            raise UserError.at(
-                f"gradients of `{module.name}`",
-                problem="they are those of the step before, which has applied them",
-                because="gradients of this step are added to them",
-                fix="call `zero_grad()` of the optimizer after each step",
-            )
-
-
-def require_reduced(held: Iterable[HeldModule]) -> None:
-    """Check that PyTorch's DDP and FSDP2 have averaged gradients. Raises `UserError`."""
-    for module in held:
-        if unreduced := module.unreduced():
-            raise UserError.at(
-                f"module `{module.name}`",
-                problem=f"{unreduced} has not averaged its gradients: its last pass was inside `no_sync()`, "
-                "`no_grad()` or `set_requires_gradient_sync(False)`",
-                because="they are taken to be means over its ranks",
-                fix="leave the last micro-batch of each step out of these, and evaluate after the step",
-            )
-
-
-@torch.no_grad()
-def require_finished(held: Iterable[HeldModule]) -> None:
-    """Check that gradients were finished, and perhaps changed since. Raises `UserError`."""
-    for module in held:
-        if module.parameters and _finished_gradient(module) is None:
-            raise UserError.at(
-                f"gradients of `{module.name}`",
-                problem="they are not finished",
-                because="each rank has those of its own tokens",
-                fix="give `tokens`, or call `finish_gradients` before",
-            )
+            if not applied:
+                del gradient.finished_version
 
 
 def require_equal_tokens(topology: Topology, tokens: Tokens | None) -> None:
     """Check that they are the same on all ranks. The host waits for a tensor that is not as `count_tokens` returned it.
     Raises `UserError` on all ranks.
     """
-    counted = getattr(tokens, "is_of_all_ranks", False)
+    counted = isinstance(tokens, Tensor) and getattr(tokens, "counted_version", None) == tokens._version
     shown = "counted" if counted else "None" if tokens is None else f"{float(tokens):.17g}"
     fix = "give the tokens of the whole step, which `count_tokens` adds up"
     require_equal(topology, "gradients", {"tokens": shown}, fix)
+    if tokens is not None and not counted and not 0 <= float(tokens) < math.inf:
+        raise UserError.at("gradients: tokens", found=shown, expected="a finite number", fix=fix)
 
 
 def _finished_gradient(module: HeldModule) -> Any:

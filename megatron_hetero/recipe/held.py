@@ -11,17 +11,17 @@ wrappers have done to them. A wrapper may be around the whole module or around a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_hetero.distributed.communicators import GRADIENT_AXES
-from megatron_hetero.distributed.fsdp import fsdp_groups, has_reduced
+from megatron_hetero.distributed.fsdp import fsdp_groups, has_reduced, reshard
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.axes import AXES
@@ -76,7 +76,9 @@ class HeldModule:
         """Those that train, in the order in which all replicas have them."""
         found: dict[int, HeldParameter] = {}
         for chunk in self.chunks:
-            inside = _Inside.of(chunk)
+            reshard(chunk)
+            inside = _Inside()
+            inside.add(chunk, _Around())
             _require_megatron_fits(self, inside)
             for name, parameter in chunk.named_parameters():
                 if parameter.requires_grad and id(parameter) not in found:
@@ -116,8 +118,12 @@ def held_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tu
             fix="pass the part of each module that this rank holds, and None or nothing for others",
         )
     held = tuple(HeldModule(name, given[name], topology) for name in expected)
+    owner: dict[int, str] = {}
     for module in held:
-        _ = module.parameters  # What is wrong is said here, before ranks wait for each other.
+        for each in module.parameters:  # What is wrong is said here, before ranks wait for each other.
+            if (first := owner.setdefault(id(each.parameter), module.name)) != module.name:
+                found, fix = f"{each.name} in `{first}` too", "give each parameter to one module"
+                raise UserError.at(f"module `{module.name}`", found=found, expected="parameters of its own", fix=fix)
     return held
 
 
@@ -153,32 +159,37 @@ class _Wrapped:
     divisor: float = 1.0
 
 
+class _Around(NamedTuple):
+    """Wrappers around a parameter, and of Megatron's models the outermost module and innermost configuration."""
+
+    ddp: DistributedDataParallel | None = None
+    megatrons_ddp: Any = None
+    model: nn.Module | None = None
+    config: Any = None
+
+
 @dataclass(frozen=True, eq=False)
 class _Inside:
-    """What is inside a module, by the identities of the parameters concerned.
-
-    `fsdp`: what FSDP2 divides gradients by, None for the number of its ranks. `ddp`, `megatrons_ddp`: the wrapper.
-    `megatron`: the outermost module of Megatron and the configuration of the innermost, wrappers apart.
+    """What is inside a module, by the identities of its parameters: what is `around` each, and what FSDP2 divides
+    gradients by, None for the number of its ranks.
     """
 
-    fsdp: Mapping[int, float | None]
-    ddp: Mapping[int, DistributedDataParallel]
-    megatrons_ddp: Mapping[int, Any]
-    megatron: Mapping[int, tuple[nn.Module, Any]]
+    around: dict[int, _Around] = field(default_factory=dict)
+    fsdp: dict[int, float | None] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, chunk: nn.Module) -> _Inside:
-        fsdp, ddp, megatrons_ddp, megatron = dict[int, float | None](), dict[int, Any](), dict[int, Any](), {}
-        for part in chunk.modules():  # From the outside to the inside.
-            for group in fsdp_groups(part):
-                fsdp |= dict.fromkeys((id(each.sharded_param) for each in group.fsdp_params), _divisor_of(group))
-            if isinstance(part, DistributedDataParallel):
-                ddp |= dict.fromkeys(map(id, part.parameters()), part)
-            elif is_megatrons_ddp(part):
-                megatrons_ddp |= dict.fromkeys(map(id, part.parameters()), part)
-            elif hasattr(config := getattr(part, "config", None), "tensor_model_parallel_size"):
-                megatron |= {key: (megatron.get(key, [part])[0], config) for key in map(id, part.parameters())}
-        return cls(fsdp, ddp, megatrons_ddp, megatron)
+    def add(self, part: nn.Module, outer: _Around) -> None:
+        """Walk through `part`, which has `outer` around it."""
+        for group in fsdp_groups(part):
+            self.fsdp.update(dict.fromkeys((id(each.sharded_param) for each in group.fsdp_params), _divisor_of(group)))
+        if isinstance(part, DistributedDataParallel):
+            outer = outer._replace(ddp=part)
+        elif is_megatrons_ddp(part):
+            outer = outer._replace(megatrons_ddp=part)
+        elif hasattr(config := getattr(part, "config", None), "tensor_model_parallel_size"):
+            outer = outer._replace(model=part if outer.model is None else outer.model, config=config)
+        self.around.update((id(parameter), outer) for parameter in part.parameters(recurse=False))
+        for child in part.children():
+            self.add(child, outer)
 
 
 def _held(module: HeldModule, inside: _Inside, name: str, parameter: Any) -> HeldParameter:
@@ -186,7 +197,7 @@ def _held(module: HeldModule, inside: _Inside, name: str, parameter: Any) -> Hel
     wrapped = _wrapped(module, inside, name, parameter)
     place = topology.layouts[module.name].coordinate(topology.rank)._asdict()
     if is_sharded(parameter):
-        along = _axes_between(module, parameter.device_mesh.mesh.flatten().tolist(), name, tp=True)
+        along = axes_of_mesh(module, parameter, name)
         counts = _is_first_copy(parameter) and all(place[axis] == 0 for axis in GRADIENT_AXES if axis not in along)
         split = "tp" in along or getattr(parameter, "tensor_model_parallel", False)
     else:
@@ -195,28 +206,26 @@ def _held(module: HeldModule, inside: _Inside, name: str, parameter: Any) -> Hel
     return HeldParameter(
         name=name,
         parameter=parameter,
-        in_main_grad=id(parameter) in inside.megatrons_ddp,
+        in_main_grad=inside.around[id(parameter)].megatrons_ddp is not None,
         axes=tuple(axis for axis in GRADIENT_AXES if axis not in wrapped.axes and degrees[axis] > 1),
         factor=wrapped.divisor,
-        over_tp=_over_tp(name, parameter, inside.megatron.get(id(parameter), [None])[-1])
-        if degrees["tp"] > 1
-        else None,
+        over_tp=_over_tp(name, parameter, inside.around[id(parameter)].config) if degrees["tp"] > 1 else None,
         counts=counts and bool(split or place["tp"] == 0) and not getattr(parameter, "shared", False),
         tied=bool(getattr(parameter, "shared_embedding", False)),
     )
 
 
 def _wrapped(module: HeldModule, inside: _Inside, name: str, parameter: Any) -> _Wrapped:
-    degrees, key = module.topology.layouts[module.name].degrees, id(parameter)
-    if key in inside.megatrons_ddp:
-        sums = inside.megatrons_ddp[key].config.calculate_per_token_loss
+    degrees, around = module.topology.layouts[module.name].degrees, inside.around[id(parameter)]
+    if around.megatrons_ddp is not None:
+        sums = around.megatrons_ddp.config.calculate_per_token_loss
         return _Wrapped(GRADIENT_AXES, 1.0 if sums else prod(degrees[axis] for axis in GRADIENT_AXES))
-    if key in inside.fsdp:
-        along = _axes_between(module, parameter.device_mesh.mesh.flatten().tolist(), name, tp=True)
+    if id(parameter) in inside.fsdp:
+        along = axes_of_mesh(module, parameter, name)
         axes = tuple(axis for axis in along if axis in GRADIENT_AXES)
-        return _Wrapped(axes, inside.fsdp[key] or prod(degrees[axis] for axis in axes))
-    if key in inside.ddp:
-        ranks = torch.distributed.get_process_group_ranks(inside.ddp[key].process_group)
+        return _Wrapped(axes, inside.fsdp[id(parameter)] or prod(degrees[axis] for axis in axes))
+    if around.ddp is not None:
+        ranks = torch.distributed.get_process_group_ranks(around.ddp.process_group)
         return _Wrapped(_axes_between(module, ranks, name, tp=False), len(ranks))
     return _Wrapped()
 
@@ -226,18 +235,20 @@ def _require_megatron_fits(module: HeldModule, inside: _Inside) -> None:
     say how they are split: `fully_shard` makes new ones that do not. Raises `UserError`.
     """
     layout, where = module.topology.layouts[module.name], f"module `{module.name}`"
-    if any((size := getattr(config, "expert_model_parallel_size", 1)) > 1 for _, config in inside.megatron.values()):
+    if any((size := getattr(each.config, "expert_model_parallel_size", 1)) > 1 for each in inside.around.values()):
         because, fix = "layouts have no expert parallelism yet", "set it to 1: experts are split over tp, or not at all"
         found = f"config.expert_model_parallel_size {size}"
         raise UserError.at(where, found=found, expected="1", because=because, fix=fix)
-    models = dict.fromkeys(model for key, (model, _) in inside.megatron.items() if key in inside.fsdp)
+    models = dict.fromkeys(each.model for key, each in inside.around.items() if key in inside.fsdp)
     for model in models if layout.tp * layout.pp > 1 else ():
-        sharded = (parameter for parameter in model.parameters() if id(parameter) in inside.fsdp)
-        if not any(hasattr(parameter, "tensor_model_parallel") for parameter in sharded):
+        parts = () if model is None else model.modules()
+        sharded = [(part, p) for part in parts for p in part.parameters(recurse=False) if id(p) in inside.fsdp]
+        # Weights of layers that are split over tp say so.
+        split = [p for part, p in sharded if hasattr(part, "tp_group") and p is getattr(part, "weight", None)]
+        if sharded and not all(hasattr(p, "tensor_model_parallel") for p in split or [p for _, p in sharded]):
             raise UserError.at(
                 where,
-                problem="its parameters have lost the attributes that Megatron gave them, such as "
-                "`tensor_model_parallel`",
+                problem="parameters have lost the attributes that Megatron gave them, such as `tensor_model_parallel`",
                 because="FSDP2 puts new ones in their place, and sums over tp and between stages depend on them",
                 fix="keep vars(p) of each parameter by name before `fully_shard` and put them back after "
                 "(docs/library.md)",
@@ -246,6 +257,11 @@ def _require_megatron_fits(module: HeldModule, inside: _Inside) -> None:
 
 def _divisor_of(group: Any) -> float | None:
     return None if group.gradient_divide_factor is None else float(group.gradient_divide_factor)
+
+
+def axes_of_mesh(module: HeldModule, parameter: Any, name: str = "") -> tuple[str, ...]:
+    """The axes of the module's layout along which a `DTensor` is. Raises `UserError`."""
+    return _axes_between(module, parameter.device_mesh.mesh.flatten().tolist(), name, tp=True)
 
 
 def _axes_between(module: HeldModule, ranks: Sequence[int], name: str, *, tp: bool) -> tuple[str, ...]:

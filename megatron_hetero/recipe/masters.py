@@ -29,7 +29,19 @@ class MasterOptimizer(Optimizer):
             {**group, "params": [of_master.get(p, p) for p in group["params"]]} for group in self.inner.param_groups
         ]
         super().__init__(groups, self.inner.defaults)
-        self.state = self.inner.state
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """By parameter, with `master`; empty before the first step."""
+        kept, found = self.inner.state, {}
+        for p in chain.from_iterable(group["params"] for group in self.param_groups) if kept else ():
+            master = self.masters.get(p)
+            found[p] = kept[p] if master is None else {**kept[master], "master": master.detach()}
+        return found
+
+    @state.setter
+    def state(self, _: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        pass  # PyTorch's class sets it.
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -61,7 +73,6 @@ class MasterOptimizer(Optimizer):
         saved = state_dict["state"]
         others = {key: {name: v for name, v in own.items() if name != "master"} for key, own in saved.items()}
         self.inner.load_state_dict({**state_dict, "state": others})
-        self.state = self.inner.state
         _copy_settings(self.inner.param_groups, self.param_groups)
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)

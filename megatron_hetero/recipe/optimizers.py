@@ -19,10 +19,7 @@ from megatron_hetero.recipe.gradients import (
     factor_of,
     finish,
     require_equal_tokens,
-    require_finished,
-    require_not_applied,
-    require_reduced,
-    require_unfinished,
+    require_ready,
     set_applied,
 )
 from megatron_hetero.recipe.held import Chunks, HeldModule, held_modules
@@ -87,7 +84,7 @@ class JointOptimizer(Optimizer):
         if closure is not None:
             raise UserError.at("JointOptimizer.step", found="a closure", expected="none", fix="call backward before")
         if self._check:
-            shared(self._topology, lambda: _require_ready(self._held, finished=tokens is None))
+            shared(self._topology, lambda: require_ready(self._held, finished=tokens is None))
             require_equal_tokens(self._topology, tokens)
         if tokens is not None:
             finish(self._held, factor_of(tokens, self._topology.platform.device))
@@ -206,16 +203,6 @@ def build_optimizers(
 
     parts = shared(topology, build)
     return JointOptimizer(topology, held, parts, clip, _common_defaults(topology, parts), check=check)
-
-
-def _require_ready(held: tuple[HeldModule, ...], *, finished: bool) -> None:
-    """Check that gradients are of this step, and finished or not. Raises `UserError`."""
-    require_not_applied(held)
-    if finished:
-        require_finished(held)
-    else:
-        require_unfinished(held)
-        require_reduced(held)
 
 
 def _common_defaults(topology: Topology, parts: Mapping[str, Part]) -> dict[str, Any]:

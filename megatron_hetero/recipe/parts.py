@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from megatron_hetero.distributed.communicators import GRADIENT_AXES
 from megatron_hetero.errors import UserError
 from megatron_hetero.recipe.gradients import gradients_of
-from megatron_hetero.recipe.held import HeldModule, is_sharded, local
+from megatron_hetero.recipe.held import HeldModule, axes_of_mesh, is_sharded, local
 from megatron_hetero.recipe.masters import MasterOptimizer
 from megatron_hetero.recipe.reduction import copy_from_first
 
@@ -76,9 +76,15 @@ def _refuse(module: HeldModule, found: str, expected: str) -> None:
 
 
 def equal_replicas(module: HeldModule) -> None:
-    """Give all replicas of a module the weights of the first. What is sharded by PyTorch is left as it is."""
-    whole = [p.data for chunk in module.chunks for p in chunk.parameters() if not is_sharded(p)]
-    copy_from_first(whole, module.topology.group(module.name, *GRADIENT_AXES))
+    """Give all replicas of a module the weights of the first. Of what PyTorch shards, these are those along axes that
+    its mesh does not have.
+    """
+    whole = [p for chunk in module.chunks for p in chunk.parameters() if not is_sharded(p)]
+    copy_from_first([p.data for p in whole], module.topology.group(module.name, *GRADIENT_AXES))
+    sharded = [p for chunk in module.chunks for p in chunk.parameters() if is_sharded(p)]
+    for axis in GRADIENT_AXES:
+        beside = [p for p in sharded if axis not in axes_of_mesh(module, p)]
+        copy_from_first([local(p.detach()) for p in beside], module.topology.group(module.name, axis))
 
 
 # ------------------------------------------------------------------------------------------ configurations

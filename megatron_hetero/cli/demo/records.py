@@ -1,17 +1,117 @@
-"""The demo's LLaVA-style records: questions about drawn pictures, one property per question."""
+"""The demo's LLaVA-style records: questions about drawn pictures, one property per question.
+
+A scene has a colour and a position. One (colour, position) pair in four is held out: training shows every colour and
+every position, but never these pairs. A model that answers questions about them has learned the two properties, not the
+pictures.
+
+    position       red  green  blue  yellow  ...      x = held out: (colour - position) % 4 == 0
+    top left        x                        ...
+    top right             x                  ...
+    bottom left                  x           ...
+    bottom right                       x     ...
+"""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-from megatron_hetero.cli.demo.pictures import (
-    Pair,
-    Scene,
-    held_out_pairs,
-    random_scene,
-    training_pairs,
-)
+from PIL import Image, ImageDraw
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (225, 25, 30),
+    "green": (25, 150, 40),
+    "blue": (30, 60, 225),
+    "yellow": (245, 225, 25),
+    "purple": (150, 30, 170),
+    "orange": (255, 135, 0),
+    "black": (10, 10, 10),
+    "cyan": (0, 205, 225),
+}
+# The centre of the shape as a fraction of (width, height).
+POSITIONS: dict[str, tuple[float, float]] = {
+    "top left": (0.25, 0.25),
+    "top right": (0.75, 0.25),
+    "bottom left": (0.25, 0.75),
+    "bottom right": (0.75, 0.75),
+}
+SHAPES = ("disc", "square", "triangle", "ring")
+# Multiples of the merged patch (28 pixels): 16 to 64 patches of 14 pixels, flat, tall and square; one is
+# longer than an attention window (112 pixels).
+SIZES = ((56, 56), (84, 56), (56, 84), (84, 84), (112, 56), (56, 112), (112, 84), (84, 112), (168, 56), (112, 112))
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The content of one picture."""
+
+    colour: str
+    position: str
+    shape: str
+    size: tuple[int, int]
+    brightness: int
+    radius: float
+    shift: tuple[float, float]
+
+    @property
+    def pair(self) -> Pair:
+        """The (colour, position) pair, which may be held out."""
+        return self.colour, self.position
+
+
+def held_out_pairs() -> tuple[Pair, ...]:
+    """The pairs that training never shows: every position equally often, every colour once."""
+    colours, positions = list(COLOURS), list(POSITIONS)
+    return tuple((colour, positions[i % len(positions)]) for i, colour in enumerate(colours))
+
+
+def training_pairs() -> tuple[Pair, ...]:
+    """All pairs but the held-out ones."""
+    held_out = set(held_out_pairs())
+    return tuple((c, p) for c in COLOURS for p in POSITIONS if (c, p) not in held_out)
+
+
+def random_scene(pair: Pair, rng: random.Random) -> Scene:
+    """A scene with the given pair, random otherwise."""
+    return Scene(
+        colour=pair[0],
+        position=pair[1],
+        shape=rng.choice(SHAPES),
+        size=rng.choice(SIZES),
+        brightness=rng.randrange(185, 256),
+        radius=rng.uniform(0.17, 0.22),
+        shift=(rng.uniform(-0.05, 0.05), rng.uniform(-0.05, 0.05)),
+    )
+
+
+def draw(scene: Scene) -> Image.Image:
+    """The picture of a scene."""
+    width, height = scene.size
+    picture = Image.new("RGB", scene.size, (scene.brightness,) * 3)
+    x, y = POSITIONS[scene.position]
+    centre = ((x + scene.shift[0]) * width, (y + scene.shift[1]) * height)
+    # Elongated pictures get a larger shape, limited by the short side; a shape is never smaller than a patch.
+    radius = scene.radius * min(max(width, height) / 1.5, min(width, height))
+    _draw_shape(ImageDraw.Draw(picture), scene.shape, centre, max(radius, 9.0), COLOURS[scene.colour])
+    return picture
+
+
+def _draw_shape(
+    canvas: ImageDraw.ImageDraw, shape: str, centre: tuple[float, float], radius: float, colour: tuple[int, int, int]
+) -> None:
+    x, y = centre
+    box = (x - radius, y - radius, x + radius, y + radius)
+    if shape == "disc":
+        canvas.ellipse(box, fill=colour)
+    elif shape == "square":
+        canvas.rectangle(box, fill=colour)
+    elif shape == "triangle":
+        canvas.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], fill=colour)
+    else:
+        canvas.ellipse(box, outline=colour, width=max(round(radius / 2), 3))
+
 
 IMAGE = "<image>"
 QUESTIONS = {"colour": "What colour is the shape?", "position": "Where is the shape?"}

@@ -10,8 +10,13 @@ In this order, since each check relies on those before:
   5. deadlock: no cycle of ranks that wait for each other, by the rules of NCCL (`deadlock`), which are stricter than
      gloo's: a communicator is a queue, sends wait for their receives, and all streams of a rank share one queue, as
      with CUDA_DEVICE_MAX_CONNECTIONS=1. The message shows the whole cycle;
-  6. residency: what a rank's GPU has begun and waits for other ranks leaves SMs for the rest (`residency`);
+  6. residency: what a rank's GPU has begun and waits for other ranks leaves SMs for the rest (`most_resident`);
   7. memory: no rank holds activations of more micro-batches than its module's style allows.
+
+That queues end takes all kernels that begin to fit on the GPU beside each other: one that finds no SM waits
+for others to end, which may wait for it. A receive posted early occupies its SMs all the while. A communicator runs one
+kernel at a time, of at most its `max_ctas`; a CTA of NCCL has up to 640 threads, and is counted as an SM. A module's
+gradients are summed, or its weights gathered, beside anything else, so that these kernels count all the time.
 """
 
 from __future__ import annotations
@@ -20,13 +25,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
+from typing import NamedTuple
 
+from megatron_hetero.distributed.communicators import GRADIENT_AXES, Axes, max_ctas
 from megatron_hetero.errors import UserError
 from megatron_hetero.schedule.actions import Action, irecv
 from megatron_hetero.schedule.checks.deadlock import DESIGN, Waiting, find_cycle
 from megatron_hetero.schedule.checks.replay import Point
-from megatron_hetero.schedule.checks.residency import MOST_CTAS, most_resident
-from megatron_hetero.schedule.checks.streams import Wiring
+from megatron_hetero.schedule.checks.streams import Wiring, issues
+from megatron_hetero.schedule.communication import use_of
 from megatron_hetero.schedule.grid import excerpt
 from megatron_hetero.schedule.program import Role, Schedule
 from megatron_hetero.schedule.semantics import Dependencies, expected_actions, local_dependencies
@@ -321,3 +328,39 @@ def _too_many_activations(schedule: Schedule) -> Iterator[ScheduleProblem]:
 def _held(schedule: Schedule, role: Role) -> Iterable[tuple[str, int]]:
     """The modules of a role, with its pipeline coordinate in each."""
     return dict.fromkeys((name, schedule.module[name].coordinate(stage)) for name, stage in role.held_stages)
+
+
+MOST_CTAS = 80
+"""They leave room for a collective of the layers and some products: of the 132 SMs of an H100, on which NCCL gives a
+collective up to 32 CTAs, and of the 108 of an A100, on which it gives it up to 24.
+"""
+
+
+class Resident(NamedTuple):
+    """CTAs on a rank's GPU before the action at index `at` ends, and the communicators that they are of."""
+
+    ctas: int
+    at: int
+    communicators: tuple[str, ...]
+
+
+def most_resident(schedule: Schedule, role: Role, wiring: Wiring) -> Resident:
+    """The most CTAs that a rank of the role may have at a time. An operation is taken to last until it is waited for, a
+    send to the end of the step.
+    """
+    held = {name: schedule.module[name] for name, _ in role.held_stages}
+    sums = [Axes(m.name, GRADIENT_AXES) for m in held.values() if m.backward and m.layout.ways("tokens", "samples") > 1]
+    # By communicator, the index of its last operation and the CTAs of one.
+    pending = {str(use): (-1, max_ctas(use) or 0) for use in sums}
+    most = Resident(sum(ctas for _, ctas in pending.values()), 0, tuple(pending))
+    issued = issues(schedule, role, wiring)
+    for index, issue in enumerate(issued):
+        if issue.waits is not None:
+            stream = issued[issue.waits].stream
+            if stream in pending and pending[stream][0] <= issue.waits:
+                del pending[stream]  # A communicator is a queue: what came before has ended too.
+        elif issue.stream is not None:
+            pending[issue.stream] = index, max_ctas(use_of(schedule, role.actions[issue.at])) or 0
+            if (now := sum(ctas for _, ctas in pending.values())) > most.ctas:
+                most = Resident(now, issue.at, tuple(pending))
+    return most

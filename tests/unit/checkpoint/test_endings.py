@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hetero.outputs.checkpoints import MANIFEST, unfinished, whole
-from megatron_hetero.outputs.export_mark import MARK
+from megatron_hetero.outputs.exports import MARK
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_endings as jobs
 from tests.unit.checkpoint.jobs_checkpoint import flags, once

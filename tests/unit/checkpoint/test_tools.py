@@ -36,8 +36,7 @@ from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
 from megatron_hetero.models.weights import canonical_name, stored_shapes
 from megatron_hetero.outputs.checkpoints import MANIFEST
-from megatron_hetero.outputs.export_mark import MARK
-from megatron_hetero.outputs.exports import lock_of
+from megatron_hetero.outputs.exports import MARK, lock_of
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool

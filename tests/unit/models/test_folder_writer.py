@@ -26,8 +26,7 @@ from megatron_hetero.hf import folder_writer as writer_module
 from megatron_hetero.hf.folder_writer import folder_writer, plan_shards, read_companions, require_writable
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
 from megatron_hetero.models.weights import canonical_name, stored_shapes
-from megatron_hetero.outputs.export_mark import MARK
-from megatron_hetero.outputs.exports import lock_of, partial_of
+from megatron_hetero.outputs.exports import MARK, lock_of, partial_of
 from megatron_hetero.processor.processor import Processor
 from tests.support.folders import ModelChoice, write_model
 from tests.support.shapes import shapes_of_folder

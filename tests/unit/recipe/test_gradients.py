@@ -221,7 +221,13 @@ def test_wrappers_that_cannot_be_known() -> None:
     bare = fully_shard(gpt.model(config, topology.collection("text")), mesh=topology.mesh("text")["dp"])
     inside = nn.Sequential(gpt.model(config, topology.collection("text")))
     fully_shard(inside, mesh=topology.mesh("text")["dp"])
-    for text in (bare, inside):
+    partly = gpt.model(config, topology.collection("text"))
+    for number, layer in enumerate(partly.decoder.layers):
+        kept = {name: vars(p).copy() for name, p in layer.named_parameters()}
+        fully_shard(layer, mesh=topology.mesh("text")["dp"])
+        for name, p in layer.named_parameters() if number == 0 else ():
+            vars(p).update({key: value for key, value in kept[name].items() if key not in vars(p)})
+    for text in (bare, inside, partly):
         with pytest.raises(UserError, match=r"have lost the attributes that Megatron gave them"):
             finish_gradients(topology, {"vision": Weight(), "text": text}, 1)
     of_experts = nn.ModuleDict({"layer": Weight()})
@@ -237,7 +243,7 @@ def test_wrappers_that_did_not_reduce() -> None:
     recipe = nn.ModuleDict({"deep": model})
     with model.no_sync():
         model(1.0).backward()
-    with pytest.raises(UserError, match="DistributedDataParallel has not averaged its gradients"):
+    with pytest.raises(UserError, match="DistributedDataParallel has not averaged them"):
         finish_gradients(topology, {"text": recipe}, 1)
     model(float(1 + topology.rank)).backward()
     finish_gradients(topology, {"text": recipe}, 2)
@@ -246,12 +252,46 @@ def test_wrappers_that_did_not_reduce() -> None:
     shards: Any = fully_shard(Weight(), mesh=topology.mesh("text")["dp"])
     shards.set_requires_gradient_sync(False)
     shards(1.0).backward()
-    with pytest.raises(UserError, match="FSDP2 has not averaged its gradients"):
+    with pytest.raises(UserError, match="FSDP2 has not averaged them"):
         finish_gradients(topology, {"text": shards}, 1)
     shards.set_requires_gradient_sync(True)
     shards(float(1 + topology.rank)).backward()
     finish_gradients(topology, {"text": shards}, 2)
     assert torch.equal(shards.weight.grad.full_tensor(), grad)
+
+
+@on_ranks(4, timeout_s=40)
+def test_gradients_in_shards_of_replicas() -> None:
+    """They are found after a forward pass alone, and refused where they are not reduced over all replicas."""
+    topology = running.topology_of(text="sp:2,dp:2")
+    shards: Any = fully_shard(Weight(), mesh=topology.mesh("text")["dp", "sp"])
+    shards(float(1 + topology.rank)).backward()
+    with torch.no_grad():
+        shards(1.0)
+    finish_gradients(topology, {"text": shards}, 2)
+    assert torch.equal(shards.weight.grad.full_tensor(), torch.full((8,), 5.0))
+    shards.zero_grad()
+    shards.set_requires_all_reduce(False)
+    shards(1.0).backward()
+    with pytest.raises(UserError, match="FSDP2 has not averaged them"):
+        finish_gradients(topology, {"text": shards}, 2)
+
+
+@on_ranks(2, timeout_s=40)
+def test_gradients_are_finished_once_a_step() -> None:
+    topology, model = running.topology_of_world(2, text="dp:2"), Weight()
+    model(1.0).backward()
+    finish_gradients(topology, {"text": model}, 2)
+    model(1.0).backward()
+    with pytest.raises(UserError, match="gradients of `text`: they are finished already"):
+        finish_gradients(topology, {"text": model}, 2)
+    model.zero_grad()
+    model(3.0).backward()
+    finish_gradients(topology, {"text": model}, 2)
+    assert torch.equal(cast("Any", model.weight.grad), torch.full((8,), 3.0))
+    both = running.topology_of_world(2, vision="dp:2", text="dp:2")
+    with pytest.raises(UserError, match="module `text`: found weight in `vision` too, expected parameters of its own"):
+        finish_gradients(both, {"vision": model, "text": model}, 1)
 
 
 @on_ranks(2, timeout_s=40)
@@ -261,6 +301,16 @@ def test_tokens_in_a_tensor_are_those_of_the_whole_step() -> None:
     model(1.0).backward()
     with pytest.raises(UserError, match=r"gradients: tokens: found 3 on rank 0 and 4 on rank 1"):
         finish_gradients(topology, {"text": model}, torch.tensor(3 + topology.rank))
+    for wrong in (torch.tensor(torch.nan), torch.tensor(-1), float("inf")):
+        with pytest.raises(UserError, match="expected a finite number"):
+            finish_gradients(topology, {"text": model}, wrong)
+    for wrong in (2.5, [1, 2]):
+        with pytest.raises(UserError, match="count_tokens: found .*, expected one integer"):
+            count_tokens(topology, "text", cast("Any", wrong))
+    counted = count_tokens(topology, "text", 3 + topology.rank)
+    counted += topology.rank
+    with pytest.raises(UserError, match=r"gradients: tokens: found 7 on rank 0 and 8 on rank 1"):
+        finish_gradients(topology, {"text": model}, counted)
     counted = count_tokens(topology, "text", 3 + topology.rank)
     finish_gradients(topology, {"text": model}, counted)
     assert torch.allclose(cast("Any", model.weight.grad), torch.full((8,), 2 / 7))

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
@@ -204,9 +206,9 @@ def test_optimizers_with_other_settings_on_other_ranks_are_refused() -> None:
             build_optimizers(topology, {"text": nn.Linear(2, 2)}, adam(), **{setting: topology.rank == 0})
 
 
-@pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
+@pytest.mark.parametrize("wrapper, flat", [("plain", False), ("fsdp", False), ("plain", True)])
 @on_ranks(2, timeout_s=40)
-def test_pytorchs_checkpoints_have_the_fp32_copies(wrapper: str) -> None:
+def test_pytorchs_checkpoints_have_the_fp32_copies(wrapper: str, flat: bool) -> None:
     """Two steps are those of one, a checkpoint, and another in fresh objects."""
     topology = running.topology_of_world(2, text="dp:2")
 
@@ -224,11 +226,14 @@ def test_pytorchs_checkpoints_have_the_fp32_copies(wrapper: str) -> None:
     for number in range(2):
         step(*whole, number)
     step(*model, 0)
-    saved: Any = get_state_dict(model[0], model[1].parts["text"])
-    assert saved[1]["state"]["weight"]["master"].dtype == torch.float32
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved: Any = get_state_dict(model[0], model[1].parts["text"], options=options)
+    master = saved[1]["state.weight.master"] if flat else saved[1]["state"]["weight"]["master"]
+    assert master.dtype == torch.float32
     other = fresh()
     other[1].param_groups[0]["lr"] = 7.0
-    set_state_dict(other[0], other[1].parts["text"], model_state_dict=saved[0], optim_state_dict=saved[1])
+    own: dict[str, Any] = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
+    set_state_dict(other[0], other[1].parts["text"], **own, options=options)
     assert other[1].param_groups[0]["lr"] == RATE
     step(*other, 1)
     for expected, found in zip(whole[0].parameters(), other[0].parameters(), strict=True):
@@ -304,9 +309,28 @@ def test_gradients_are_applied_once(wrapper: str, clip: float) -> None:
         with pytest.raises(UserError, match="gradients of `text`: they are those of the step before"):
             optimizer.step(tokens=None)
         running.backward(topology, model, batch_of(1))
-        with pytest.raises(UserError, match=r"Call `zero_grad\(\)` of the optimizer after each step"):
+        with pytest.raises(UserError, match=r"Call `zero_grad\(\)` of this optimizer after each step"):
             optimizer.step(tokens=7)
         optimizer.zero_grad()
+
+
+@on_ranks(4, timeout_s=40)
+def test_replicas_of_shards_get_the_weights_of_the_first() -> None:
+    """Along axes that PyTorch's mesh does not have."""
+    for layout, sharded in (("sp:2,dp:2", "dp"), ("tp:2,dp:2", "tp")):
+        topology = running.topology_of(text=layout)
+        torch.manual_seed(topology.rank)
+        model: Any = nn.Sequential(nn.Linear(8, 8))
+        mesh = topology.mesh("text")[sharded]
+        if sharded == "tp":
+            parallelize_module(model, mesh, {"0": ColwiseParallel()})
+        else:
+            fully_shard(model, mesh=mesh)
+        build_optimizers(topology, {"text": model}, of_pytorch)
+        mine = [torch.cat([p.to_local().flatten() for p in model.parameters()])]
+        every: list[Any] = [None] * 4
+        dist.all_gather_object(every, mine[0].detach())
+        assert len({tuple(each.tolist()) for each in every}) == 2, layout
 
 
 @on_ranks(2, timeout_s=40)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_hetero import Boundary, build, finish_gradients, micro_batch, prepare_megatron, total_loss
-from megatron_hetero.cli.demo.pictures import draw
-from megatron_hetero.cli.demo.records import training_samples
+from megatron_hetero.cli.demo.records import draw, training_samples
 from tests.support.matrix import long
 from tests.support.ranks import on_ranks
 from tests.unit.recipe import running

@@ -411,7 +411,7 @@ def test_losses_and_metrics_of_each_module(placement: str) -> None:
     if "generator" in held:
 
         def generate(noise: Tensor, rows: Tensor) -> dict[str, Any]:
-            return {"loss": held["generator"](noise, rows), "metrics": {"samples": torch.tensor(len(noise))}}
+            return {"loss": held["generator"](noise, rows), "metrics": {"samples": len(noise)}}
 
         stages["generator"] = generate
     result = Runner(topology, stages)([part_of(topology, m) for m in range(MICRO_BATCHES)])
@@ -451,9 +451,10 @@ def test_what_callables_hold_out_of_sight() -> None:
     def of_part(part: nn.Module, _: Any, rows: Tensor) -> Tensor:
         return part(rows).sum()
 
-    for hides in (lambda _, rows: wrapped(rows).sum(), Recipe().loss, partial(of_part, wrapped)):
+    listed = lambda _, rows: sum(each(rows).sum() for each in [wrapped])  # noqa: E731
+    for hides in (lambda _, rows: wrapped(rows).sum(), Recipe().loss, partial(of_part, wrapped), listed):
         with pytest.raises(UserError, match="found DistributedDataParallel in stage 0 of `text`"):
-            with_text(hides)
+            with_text(hides)([batch])
     for detached in (lambda _, rows: head(rows.detach()).sum().detach(), lambda _, rows: rows.sum().detach()):
         with pytest.raises(UserError, match="stage 0 of `text`: found a loss that requires no gradient"):
             with_text(detached)([batch])
@@ -489,6 +490,13 @@ def test_the_kind_of_gradients_is_compared_for_each_kind() -> None:
         return MicroBatchInputs({"vision": values, "text": ()}, {("vision", "text"): rows})
 
     run([part("invariant"), part("invariant")])
+    parts = iter([False, True])
+    changing = Runner(
+        topology,
+        {"vision": nn.Identity(), "text": lambda _, rows: (rows * weight * (1 + next(parts) * topology.rank)).sum()},
+    )
+    with pytest.raises(UserError, match="that differ on ranks 0-3, expected equal ones"):
+        changing([part("invariant"), part("invariant")])
     with pytest.raises(UserError, match="that are equal on ranks 0-3, expected parts"):
         run([part("invariant"), part("partial")])
 

@@ -25,9 +25,8 @@ from megatron_hetero.distributed.communicators import (
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.schedule.actions import Action, start
 from megatron_hetero.schedule.builders import build_schedule
-from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule
+from megatron_hetero.schedule.checks.check import ScheduleError, check_schedule, most_resident
 from megatron_hetero.schedule.checks.deadlock import find_cycle
-from megatron_hetero.schedule.checks.residency import most_resident
 from megatron_hetero.schedule.checks.streams import Wiring, issues
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.semantics import local_dependencies

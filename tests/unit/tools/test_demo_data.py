@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron_hetero.cli.demo.pictures import COLOURS, POSITIONS, draw, held_out_pairs, training_pairs
-from megatron_hetero.cli.demo.records import held_out_samples, training_samples
+from megatron_hetero.cli.demo.records import (
+    COLOURS,
+    POSITIONS,
+    draw,
+    held_out_pairs,
+    held_out_samples,
+    training_pairs,
+    training_samples,
+)
 
 
 def records(demo: Path, split: str) -> list[dict]:
