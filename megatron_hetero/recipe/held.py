@@ -85,7 +85,7 @@ class HeldModule:
                     found[id(parameter)] = _held(self, inside, name, parameter)
         return tuple(found.values())
 
-    @property
+    @cached_property
     def megatrons_ddps(self) -> tuple[Any, ...]:
         """Each `DistributedDataParallel` of Megatron in the module."""
         return tuple(part for chunk in self.chunks for part in chunk.modules() if is_megatrons_ddp(part))
