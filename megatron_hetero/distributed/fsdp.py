@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:
@@ -24,13 +23,6 @@ def has_reduced(module: nn.Module) -> bool:
     left = [each.unsharded_accumulated_grad for each in own] + [group._partial_reduce_output for group in groups]
     left += [each._unsharded_param.grad for each in own if hasattr(each, "_unsharded_param")]
     return all(each is None for each in left)
-
-
-def reshard(module: nn.Module) -> None:
-    """Have each part of `module` that FSDP2 shards hold shards again, as it does not after a forward pass alone."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def forget_order(modules: Sequence[nn.Module]) -> None:

@@ -162,13 +162,19 @@ def require_ready(held: Iterable[HeldModule], *, finished: bool) -> None:
 
 
 @torch.no_grad()
-def set_applied(held: Iterable[HeldModule], applied: bool) -> None:
-    """Note that finished gradients have been, or have not been, applied by an optimizer."""
+def note_applied(held: Iterable[HeldModule]) -> None:
+    """Note that an optimizer has applied the gradients."""
     for module in held:
         if (gradient := _finished_gradient(module)) is not None:
-            gradient.is_applied = applied
-            if not applied:
-                del gradient.finished_version
+            gradient.is_applied = True
+
+
+@torch.no_grad()
+def forget_finished(held: Iterable[HeldModule]) -> None:
+    """Forget that gradients were finished, as they are zeroed."""
+    for module in held:
+        if (gradient := _finished_gradient(module)) is not None:
+            del gradient.finished_version
 
 
 def require_equal_tokens(topology: Topology, tokens: Tokens | None) -> None:
@@ -176,10 +182,11 @@ def require_equal_tokens(topology: Topology, tokens: Tokens | None) -> None:
     Raises `UserError` on all ranks.
     """
     counted = isinstance(tokens, Tensor) and getattr(tokens, "counted_version", None) == tokens._version
-    shown = "counted" if counted else "None" if tokens is None else f"{float(tokens):.17g}"
+    number = None if counted or tokens is None else float(tokens)
+    shown = "counted" if counted else "None" if number is None else f"{number:.17g}"
     fix = "give the tokens of the whole step, which `count_tokens` adds up"
     require_equal(topology, "gradients", {"tokens": shown}, fix)
-    if tokens is not None and not counted and not 0 <= float(tokens) < math.inf:
+    if number is not None and not 0 <= number < math.inf:
         raise UserError.at("gradients: tokens", found=shown, expected="a finite number", fix=fix)
 
 

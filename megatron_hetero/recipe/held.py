@@ -18,10 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_hetero.distributed.communicators import GRADIENT_AXES
-from megatron_hetero.distributed.fsdp import fsdp_groups, has_reduced, reshard
+from megatron_hetero.distributed.fsdp import fsdp_groups, has_reduced
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.axes import AXES
@@ -76,7 +77,6 @@ class HeldModule:
         """Those that train, in the order in which all replicas have them."""
         found: dict[int, HeldParameter] = {}
         for chunk in self.chunks:
-            reshard(chunk)
             inside = _Inside()
             inside.add(chunk, _Around())
             _require_megatron_fits(self, inside)
@@ -86,19 +86,33 @@ class HeldModule:
         return tuple(found.values())
 
     @cached_property
+    def wrappers(self) -> tuple[nn.Module, ...]:
+        """Each part that FSDP2, PyTorch's or Megatron's `DistributedDataParallel` wraps."""
+        parts = (part for chunk in self.chunks for part in chunk.modules())
+        return tuple(p for p in parts if isinstance(p, (DistributedDataParallel, FSDPModule)) or is_megatrons_ddp(p))
+
+    @property
     def megatrons_ddps(self) -> tuple[Any, ...]:
         """Each `DistributedDataParallel` of Megatron in the module."""
-        return tuple(part for chunk in self.chunks for part in chunk.modules() if is_megatrons_ddp(part))
+        return tuple(filter(is_megatrons_ddp, self.wrappers))
 
     def unreduced(self) -> str:
         """The wrapper of PyTorch's that has not averaged gradients of the last backward pass, if one has not."""
-        for part in (part for chunk in self.chunks for part in chunk.modules()):
+        for part in self.wrappers:
             # DDP's own note of the last forward pass.
             if isinstance(part, DistributedDataParallel) and not part.require_forward_param_sync:
                 return "DistributedDataParallel"
             if not has_reduced(part):
                 return "FSDP2"
         return ""
+
+    def reshard(self) -> None:
+        """Have what FSDP2 shards hold shards again. After a forward pass alone it does not: its parameters are others
+        then, and the next forward pass would take them as they are.
+        """
+        for part in self.wrappers:
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
 
 def held_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tuple[HeldModule, ...]:
@@ -120,6 +134,7 @@ def held_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tu
     held = tuple(HeldModule(name, given[name], topology) for name in expected)
     owner: dict[int, str] = {}
     for module in held:
+        module.reshard()
         for each in module.parameters:  # What is wrong is said here, before ranks wait for each other.
             if (first := owner.setdefault(id(each.parameter), module.name)) != module.name:
                 found, fix = f"{each.name} in `{first}` too", "give each parameter to one module"

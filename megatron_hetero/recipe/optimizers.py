@@ -18,9 +18,10 @@ from megatron_hetero.recipe.gradients import (
     Tokens,
     factor_of,
     finish,
+    forget_finished,
+    note_applied,
     require_equal_tokens,
     require_ready,
-    set_applied,
 )
 from megatron_hetero.recipe.held import Chunks, HeldModule, held_modules
 from megatron_hetero.recipe.parts import Config, Part, build_part, clip_of, config_of, equal_replicas
@@ -83,6 +84,8 @@ class JointOptimizer(Optimizer):
         """
         if closure is not None:
             raise UserError.at("JointOptimizer.step", found="a closure", expected="none", fix="call backward before")
+        for module in self._held:
+            module.reshard()
         if self._check:
             shared(self._topology, lambda: require_ready(self._held, finished=tokens is None))
             require_equal_tokens(self._topology, tokens)
@@ -97,7 +100,7 @@ class JointOptimizer(Optimizer):
                     part.scale(factor)
             for part in self._parts.values():
                 part.update()
-        set_applied(self._held, True)
+        note_applied(self._held)
         return norm
 
     def _norm(self, squares: Mapping[str, Tensor]) -> Tensor:
@@ -124,7 +127,7 @@ class JointOptimizer(Optimizer):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Before the first backward pass of a step."""
-        set_applied(self._held, False)
+        forget_finished(self._held)
         for module in self._held:
             for chunk in module.megatrons_ddps:
                 chunk.zero_grad_buffer()

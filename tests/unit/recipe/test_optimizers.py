@@ -314,6 +314,25 @@ def test_gradients_are_applied_once(wrapper: str, clip: float) -> None:
         optimizer.zero_grad()
 
 
+@on_ranks(2, timeout_s=40)
+def test_an_evaluation_before_a_step_leaves_no_weights_behind() -> None:
+    """After a forward pass alone FSDP2 keeps whole weights, which the next one would take."""
+    topology, found = running.topology_of_world(2, text="dp:2"), []
+    for evaluates in (False, True):
+        model = running.wrapped(vision(), "fsdp", topology)
+        optimizer, losses = build_optimizers(topology, {"text": model}, of_pytorch), []
+        for step in range(3):
+            losses.append(loss_of_rows(model, pictures(step)))
+            losses[-1].backward()
+            if evaluates:
+                with torch.no_grad():
+                    model(pictures(step))
+            optimizer.step(tokens=ROWS)
+            optimizer.zero_grad()
+        found.append([loss.item() for loss in losses])
+    assert found[0] == found[1]
+
+
 @on_ranks(4, timeout_s=40)
 def test_replicas_of_shards_get_the_weights_of_the_first() -> None:
     """Along axes that PyTorch's mesh does not have."""
