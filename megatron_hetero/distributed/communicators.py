@@ -17,7 +17,7 @@ included: a rank does one after the other anyway. Gradients, links and edges sha
 
 What is posted early occupies the GPU while it waits: a receive is a kernel that runs, of up to 32 CTAs where NCCL
 chooses, and a CTA takes an SM. So `max_ctas` bounds those of links and edges, and of gradients, as modules that share a
-GPU sum theirs at the same time; `schedule.checks.residency` bounds what a rank has begun in all. And a communicator
+GPU sum theirs at the same time; `schedule.checks.check` bounds what a rank has begun in all. And a communicator
 takes one of the 32 streams of a pool of PyTorch's (c10/cuda/CUDAStream.cpp): from the 33rd on two share one, and are
 one queue. The pool of the highest priority is for what is to get multiprocessors before the rest of a product that
 runs: all that is beside the computation, and `tp`, whose exchanges run beside products. Others may share streams.

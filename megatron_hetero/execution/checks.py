@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ def without_ddp(rank: int, module: str, stage: int) -> Iterator[None]:
     """
 
     def refuse(*_: object, **__: object) -> None:
-        require_no_ddp(rank, module, stage, [DistributedDataParallel])
+        refuse_ddp(rank, module, stage)
 
     # Hooks on modules would be seen by torch.compile.
     forward = DistributedDataParallel.forward
@@ -111,16 +111,15 @@ def without_ddp(rank: int, module: str, stage: int) -> Iterator[None]:
         DistributedDataParallel.forward = forward
 
 
-def require_no_ddp(rank: int, module: str, stage: int, kinds: Iterable[type]) -> None:
-    """Check that DDP is not among the kinds of a stage's parts. Raises `UserError`."""
-    if any(issubclass(kind, DistributedDataParallel) for kind in kinds):
-        raise UserError.at(
-            f"interpreter on rank {rank}",
-            found=f"DistributedDataParallel in stage {stage} of `{module}`",
-            expected="the module itself",
-            because="DDP averages gradients in every backward pass, and expects one per forward pass",
-            fix="leave it out: `build_optimizers` makes replicas equal, and its `step` sums their gradients",
-        )
+def refuse_ddp(rank: int, module: str, stage: int) -> NoReturn:
+    """Raise the `UserError` of a stage that reduces its gradients by itself."""
+    raise UserError.at(
+        f"interpreter on rank {rank}",
+        found=f"DistributedDataParallel in stage {stage} of `{module}`",
+        expected="the module itself",
+        because="DDP averages gradients in every backward pass, and expects one per forward pass",
+        fix="leave it out: `build_optimizers` makes replicas equal, and its `step` sums their gradients",
+    )
 
 
 def require_frozen(module: str, stage: int, model: object, inputs: Sequence[Any], loss: Tensor) -> None:

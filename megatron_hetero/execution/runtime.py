@@ -6,13 +6,14 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_hetero.boundary.communicator import boundary_communicators
 from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.distributed.communicators import edge_ranks
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.checks import RunChecks, require_no_ddp
+from megatron_hetero.execution.checks import RunChecks, refuse_ddp
 from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, RandomStates, StepResult
 from megatron_hetero.execution.resources import RankResources
 from megatron_hetero.execution.step import StepExecution
@@ -185,7 +186,9 @@ def _require_fitting_models(rank: int, modules: Mapping[str, ModuleOnRank]) -> N
     """Check that no stage reduces its gradients by itself, and that later ones say what they receive."""
     for name, module in modules.items():
         for number, model in module.stages.items():
-            require_no_ddp(rank, name, number, map(type, model.modules() if isinstance(model, torch.nn.Module) else ()))
+            parts = model.modules() if isinstance(model, torch.nn.Module) else ()
+            if any(isinstance(part, DistributedDataParallel) for part in parts):
+                refuse_ddp(rank, name, number)
             if number and not callable(getattr(model, "hidden_shape", None)):
                 raise UserError.at(
                     f"interpreter on rank {rank}",

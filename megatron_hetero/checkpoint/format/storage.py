@@ -43,6 +43,12 @@ from megatron_hetero.hf.folder_writer import plan_shards
 from megatron_hetero.hf.weight_map import Interval
 from megatron_hetero.outputs.checkpoints import FileRecord, wait_for, write_synced
 
+FILE_BYTES = 5 * 10**9
+"""Maximum size of a tensor file, unless one tensor is larger: ranks verify a checkpoint file by file."""
+_REPORT = "report this: it is an error of the program; earlier checkpoints are intact"
+_READ_BYTES = 1 << 22
+"""Read at a time, unless one row is larger."""
+
 
 class HashedFile:
     """A file that is written in order."""
@@ -61,13 +67,6 @@ class HashedFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         return FileRecord(self._size, self._digest.hexdigest())
-
-
-FILE_BYTES = 5 * 10**9
-"""Maximum size of a tensor file, unless one tensor is larger: ranks verify a checkpoint file by file."""
-_REPORT = "report this: it is an error of the program; earlier checkpoints are intact"
-_READ_BYTES = 1 << 22
-"""Read at a time, unless one row is larger."""
 
 
 def write_entries(

@@ -16,7 +16,7 @@ All of these are conjunctions: each event waits for all of its predecessors. So 
 of beginnings and ends has no cycle, whatever the durations. What a batch of data skips, it skips on all ranks that take
 part, which adds no cycle.
 
-Hosts never wait here, and kernels find room (`residency`). On NCCL hosts do wait in the first use of each algorithm of
+Hosts never wait here, and kernels find room (`check`). On NCCL hosts do wait in the first use of each algorithm of
 a communicator, and when two ranks first send to each other: ranks connect, and each call returns when the others have
 made their own. Many schedules would deadlock on that, since they post early; so `Topology.build` connects all ranks.
 

@@ -69,6 +69,11 @@ def scalars(group: str, values: Mapping[str, object]) -> dict[str, float]:
     return {f"{group}/{n}": v for n, v in values.items() if n != "step" and isinstance(v, int | float)}
 
 
+def _not_installed(where: str, name: str, package: str, error: ImportError) -> UserError:
+    fix = f"install it with `pip install {package}`, or remove log.{package}"
+    return UserError.at(where, problem=f"{name} is not installed ({error})", fix=fix)
+
+
 class TensorBoard:
     """Writes event files to `folder`. Of a run whose first `done` steps were trained before, later steps are purged."""
 
@@ -79,11 +84,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UserError.at(
-                "log.tensorboard",
-                problem=f"TensorBoard is not installed ({error})",
-                fix="install it with `pip install tensorboard`, or remove log.tensorboard",
-            ) from None
+            raise _not_installed("log.tensorboard", self.name, "tensorboard", error) from None
         with os_errors_as(partial(unwritable, folder)):
             self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
 
@@ -111,11 +112,7 @@ class WandB:
         try:
             wandb: Any = importlib.import_module("wandb")
         except ImportError as error:
-            raise UserError.at(
-                "log.wandb (--log.wandb)",
-                problem=f"Weights & Biases is not installed ({error})",
-                fix="install it with `pip install wandb`, or remove log.wandb",
-            ) from None
+            raise _not_installed("log.wandb (--log.wandb)", self.name, "wandb", error) from None
         file = folder / WANDB_ID
         try:
             self._run = wandb.init(
