@@ -78,6 +78,11 @@ def build_step_trainer(
         job.together,
     )
     watch, profiled = Stopwatch(platform), config.train.profile
+
+    def settle() -> None:
+        for module in modules:
+            module.data_parallel.wait_for_weights()
+
     return StepTrainer(
         job=job,
         schedule=schedule,
@@ -87,7 +92,7 @@ def build_step_trainer(
         interpreter=_interpreter(job, topology, modules, watch, watchdog),
         planner=planner,
         watch=watch,
-        profiler=StepProfiler(profiled.start, profiled.steps, config.log.dir, topology.rank, platform),
+        profiler=StepProfiler(profiled.start, profiled.steps, config.log.dir, topology.rank, platform, settle),
     )
 
 

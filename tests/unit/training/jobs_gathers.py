@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,10 +57,24 @@ def train(flags: list[str]) -> Trained:
         now[0] = step
         with profile(activities=[ProfilerActivity.CPU]) as trace, _behind() as found:
             run.train_step(step, batch)
+            # A profiler that ends while gloo's threads record what they do may crash.
+            while not all(work.is_completed() for each in _gathers(run).values() for work in each._works.values()):
+                time.sleep(0.001)
         behind.append(found)
         ranges = {event.name for event in trace.events() or []}
     left = {name: len(gathers._works) for name, gathers in _gathers(run).items()}
     return Trained(runs, behind, left, stored(run), ranges)
+
+
+def left_behind_traces(flags: list[str]) -> list[int]:
+    """Buckets in flight behind each step, of which `train.profile` traces some."""
+    with mock.patch.object(gathering, "BUCKET", 1000):
+        run = build(flags)
+    left = []
+    for step, batch, _ in run.batches():
+        run.train_step(step, batch)
+        left.append(sum(len(gathers._works) for gathers in _gathers(run).values()))
+    return left
 
 
 @contextlib.contextmanager

@@ -53,3 +53,12 @@ def test_weights_come_before_they_are_read(
         assert not any(run.in_flight for run in at_once.runs) and not any(at_once.left.values())
     assert "text" in beside
     assert all(np.array_equal(weights, later[0].weights[name]) for name, weights in found[0].weights.items())
+
+
+def test_a_trace_ends_when_all_weights_have_come(make_flags: MakeFlags, pools: Pools, tmp_path: Path) -> None:
+    """Threads of gloo that record what they do meanwhile may end the process."""
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=4))
+    more = f"--model.hf_path {model} --train.iters 3 --train.global_batch_size 2 --train.profile.start 2"
+    flags = make_flags("sp:2", "dp:2", more, data=write_data(tmp_path, 8, seed=4, pictures=(1,)))
+    for left in pools(2).run(jobs.left_behind_traces, flags):
+        assert left[0] > 0 and left[1] == 0 and left[2] > 0
