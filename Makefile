@@ -3,6 +3,7 @@
 # make matrix        the rows of long matrices that `make test` leaves out
 # make torture       a run that is killed dozens of times, also on two hosts, and must end as if nobody had touched it
 # make nccl-rules    360 drawn layouts on a process group with NCCL's rules: all end, with equal losses; some minutes
+# make recorded      small runs of every kind, compared to the bit with tests/recorded/recorded.json; three minutes
 # make properties    the property tests with other examples than those of `make test`
 # make fuzz          bad input of all kinds for 20 minutes: taken, or refused with a sentence
 # make slurm         the job scripts on a Slurm of three nodes on this machine; some minutes, as root, Linux
@@ -26,8 +27,8 @@ export OMP_NUM_THREADS := 1
 # Nothing is fetched while programs run.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv test matrix lint types unit functional torture nccl-rules properties fuzz slurm test-versions format readme kernels
-.PHONY: train demo-clean bench bench-gpu clean
+.PHONY: help venv test matrix lint types unit functional torture nccl-rules recorded properties fuzz slurm test-versions
+.PHONY: format readme kernels train demo-clean bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:
@@ -82,6 +83,10 @@ nccl-rules: $(INSTALLED)
 	$(BIN)/python -m tests.rules --seed $(SEED)
 	$(BIN)/python -m tests.rules --seed $(SEED) --layouts 60 --one-connection
 	$(BIN)/python -m tests.rules --seed $(SEED) --layouts 100 --family qwen3_vl
+
+# Not part of `make test`. `python -m tests.recorded --help` says how to record anew, and from another checkout.
+recorded: $(INSTALLED)
+	$(BIN)/python -m tests.recorded --check
 
 # Not part of `make test`. Other examples each time.
 properties: $(INSTALLED)
