@@ -21,10 +21,10 @@ from megatron_hetero.config.schema import DatasetConfig, load_config
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.engine.bucket_sums import BucketSums
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.layers import products
 from megatron_hetero.processor.processor import Processor
+from megatron_hetero.step.bucket_sums import BucketSums
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.watch.stopwatch import Stopwatch
 
@@ -122,8 +122,7 @@ class Ours:
         dist.barrier()
         start = time.perf_counter()
         metrics = self.run.train_step(1, self.batches[case])
-        for module in self.run.modules:  # Other steps follow none but after a barrier.
-            module.data_parallel.wait_for_weights()
+        self.run.optimizer.wait_for_weights()  # Other steps follow none but after a barrier.
         seconds = time.perf_counter() - start
         return StepResult(seconds, self.watch.last.get("vision", 0.0), metrics.loss, metrics.tokens)
 

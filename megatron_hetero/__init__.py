@@ -24,13 +24,16 @@ if TYPE_CHECKING:
     from megatron_hetero.errors import UserError
     from megatron_hetero.layout.graph import Graph
     from megatron_hetero.layout.layout import Layout
-    from megatron_hetero.recipe.build import build
-    from megatron_hetero.recipe.gradients import count_tokens, finish_gradients, total_loss
-    from megatron_hetero.recipe.megatron import megatron_schedule, prepare_megatron
-    from megatron_hetero.recipe.optimizers import build_optimizers
-    from megatron_hetero.recipe.runner import MicroBatchInputs, Runner, Stage
+    from megatron_hetero.step.build import build
+    from megatron_hetero.step.finish import count_tokens, finish_gradients, total_loss
+    from megatron_hetero.step.joint import build_optimizers
+    from megatron_hetero.step.megatron import megatron_schedule, prepare_megatron
+    from megatron_hetero.step.optimizer import SGD, AdamW
+    from megatron_hetero.step.runner import MicroBatchInputs, Runner, Stage
 
 __all__ = [
+    "SGD",
+    "AdamW",
     "Boundary",
     "Graph",
     "Layout",
@@ -57,11 +60,12 @@ _HOMES = {
     "errors": "UserError",
     "layout.graph": "Graph",
     "layout.layout": "Layout",
-    "recipe.build": "build",
-    "recipe.gradients": "count_tokens finish_gradients total_loss",
-    "recipe.megatron": "megatron_schedule prepare_megatron",
-    "recipe.optimizers": "build_optimizers",
-    "recipe.runner": "MicroBatchInputs Runner Stage",
+    "step.build": "build",
+    "step.finish": "count_tokens finish_gradients total_loss",
+    "step.megatron": "megatron_schedule prepare_megatron",
+    "step.joint": "build_optimizers",
+    "step.optimizer": "AdamW SGD",
+    "step.runner": "MicroBatchInputs Runner Stage",
 }
 """Where each public name is defined, by submodule."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -15,6 +15,7 @@ from megatron_hetero.config.optimizers import OPTIMIZERS, OptimizerKind
 from megatron_hetero.config.schema import Config, require_modules
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
+from megatron_hetero.layout.graph import Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.assumed import assumed_sample
@@ -274,13 +275,24 @@ class JobSpec:
         _require_turns(self.config, self.layouts, self.batch, most)
 
     @property
+    def graph(self) -> Graph:
+        """The graph of modules."""
+        return Graph(tuple(self.edges), self.shapes.text.hidden, self.dtype, self.transport, self.edges)
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """Modules whose first and last stage have copies of one parameter."""
+        return (TEXT,) if self.shapes.text.tied else ()
+
+    @property
+    def interleaved(self) -> tuple[str, ...]:
+        """Modules with virtual stages."""
+        return (TEXT,) if _stages_per_rank(self.config, TEXT) > 1 else ()
+
+    @property
     def communication(self) -> dict[str, Any]:
         """What, with the layouts, determines the communicators: keywords of `communicators` and `Topology.build`."""
-        return {
-            "edges": list(self.edges),
-            "tied": [TEXT] if self.shapes.text.tied else [],
-            "interleaved": [TEXT] if _stages_per_rank(self.config, TEXT) > 1 else [],
-        }
+        return {"edges": list(self.edges), "tied": self.tied, "interleaved": self.interleaved}
 
 
 @lru_cache(maxsize=SCHEDULES)

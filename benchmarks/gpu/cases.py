@@ -11,9 +11,9 @@ from torch import Tensor
 from measuring.material import ModelSize, write_samples
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.engine.gradients import scale_gradients
-from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.models.weights import stored_shapes
+from megatron_hetero.step.gradients import scale_gradients
+from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.training.export import Value, assemble, gather_parameters
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer

@@ -24,7 +24,6 @@ from megatron_hetero.batch.step_loader import StepBatch
 from megatron_hetero.batch.to_device import to_device
 from megatron_hetero.config.schema import Config, load_config
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.engine.gradients import reduce_gradients
 from megatron_hetero.models.common.flops import peak_flops
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.actions import Action
@@ -169,16 +168,13 @@ class RankOnDevice:
         platform.synchronize()
         start = time.perf_counter()
         with self.watch.part("zero gradients"):
-            for module in trainer.modules:
-                module.data_parallel.zero_gradients()
+            trainer.optimizer.zero_grad()
         loss = trainer.interpreter.run(trainer.schedule, self._load).loss
         issued = time.perf_counter() - start
         with self.watch.part("gradient sums"):
-            reduce_gradients(trainer.modules, loss, trainer.counts_loss, trainer.topology)
+            trainer.optimizer.reduce(loss, loss_counts_here=trainer.counts_loss).read()
         with self.watch.part("update"):
-            for optimizer in trainer.optimizers:
-                scale = 1.0 / self.batch.supervised
-                optimizer.update(1, trainer.config.train.iters, scale)  # pyright: ignore[reportOptionalMemberAccess]
+            trainer.optimizer.update(1.0 / self.batch.supervised, 1)
         platform.synchronize()
         seconds = time.perf_counter() - start
         phases = {name: sum(laps) for name, laps in self.watch.read().items()}

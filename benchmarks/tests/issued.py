@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.roofline.costs import ask_of
 from benchmarks.roofline.timeline import Timeline, works_noted
-from megatron_hetero.engine.bucket_sums import Bucket, BucketSums
-from megatron_hetero.engine.weight_gathers import WeightBucket, WeightGathers
 from megatron_hetero.models.common.layers.linear import _Linear
 from megatron_hetero.models.common.layers.overlapped import first_in_parts, second_in_parts
+from megatron_hetero.step.bucket_sums import BucketSums
+from megatron_hetero.step.buffers import Bucket
+from megatron_hetero.step.weight_gathers import WeightGathers
 
 RANKS, PARTS, ROWS, WIDTH = 4, 4, 6, 8
 """Parts of a layer's tokens, or buckets; rows that a rank has of each, of so many elements."""
@@ -108,7 +109,7 @@ def _gathers(queues: int) -> float:
     model, x = _model()
     flats = [torch.ones(RANKS * ROWS * WIDTH) for _ in model]
     both = list(zip(flats, model, strict=True))
-    buckets = [WeightBucket(flat, flat[: ROWS * WIDTH], tuple(of.parameters())) for flat, of in both]
+    buckets = [Bucket(flat, flat, flat, flat[: ROWS * WIDTH], tuple(of.parameters())) for flat, of in both]
     gathers = WeightGathers("text", buckets, _world(), [(of, list(of.parameters())) for of in model])
 
     def step() -> None:
@@ -123,7 +124,9 @@ def _sums(queues: int) -> float:
     model, x = _model()
     parameters = list(model.parameters())[::-1]
     flats = [torch.ones(5 * RANKS * ROWS * WIDTH) for _ in parameters]
-    buckets = [Bucket(flat, flat[: 5 * ROWS * WIDTH], (p,)) for flat, p in zip(flats, parameters, strict=True)]
+    buckets = [
+        Bucket(flat, flat[: 5 * ROWS * WIDTH], None, None, (p,)) for flat, p in zip(flats, parameters, strict=True)
+    ]
     accumulators = [(p, p.view_as(p).grad_fn.next_functions[0][0]) for p in parameters]  # pyright: ignore[reportOptionalMemberAccess]
     sums = BucketSums("text", buckets, _world(), accumulators)  # pyright: ignore[reportArgumentType]
     out = model(x).sum()

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from megatron_hetero.checkpoint.format.blocks import Block, cut, first_held
 from megatron_hetero.checkpoint.format.keys import RANDOM, STEP, WEIGHTS, Entry, Shape, matrix
-from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.engine.number_formats import Plain, RoundedMaster, Spread, Stored, unpacked, write_all
-from megatron_hetero.engine.optimizer import ModuleOptimizer
-from megatron_hetero.engine.optimizer_state import OptimizerShard
 from megatron_hetero.hf.weight_map import TensorSlice
+from megatron_hetero.step.module import TrainedModule
+from megatron_hetero.step.number_formats import Plain, RoundedMaster, Spread, Stored, unpacked, write_all
+from megatron_hetero.step.optimizer import ShardOptimizer
+from megatron_hetero.step.optimizer_state import OptimizerShard
 
 
 def written(
-    modules: Sequence[TrainedModule], optimizers: Sequence[ModuleOptimizer | None], shapes: Mapping[str, Shape]
+    modules: Sequence[TrainedModule], optimizers: Sequence[ShardOptimizer | None], shapes: Mapping[str, Shape]
 ) -> Iterator[Entry]:
     """What this rank writes. Over all ranks, each element of each tensor is written once."""
     for module, optimizer in zip(modules, optimizers, strict=True):
-        for name, slices in first_held(module.maps, module.groups.tp.rank()).items():
+        for name, slices in first_held(module.maps, module.tp.rank()).items():
             if name == module.tied_copy:
                 continue
             parameter = module.parameters[name]
@@ -44,7 +44,7 @@ def _written_weights(
     shapes: Mapping[str, Shape],
 ) -> Iterator[Entry]:
     """Of weights that all data- and context-parallel ranks keep, each writes an equal part; else what it keeps."""
-    group, parameter, (begin, end) = module.groups.dp_cp, module.parameters[name], module.data_parallel.kept(name)
+    group, parameter, (begin, end) = module.replicas, module.parameters[name], module.data_parallel.kept(name)
     start, stop = begin, end
     if not module.data_parallel.reduces_early:
         start, stop = (parameter.numel() * (group.rank() + i) // group.size() for i in range(2))
@@ -65,7 +65,7 @@ def _written_shard(
 
 def read(
     modules: Sequence[TrainedModule],
-    optimizers: Sequence[ModuleOptimizer | None],
+    optimizers: Sequence[ShardOptimizer | None],
     shapes: Mapping[str, Shape],
     found: Collection[str],
     *,
@@ -90,17 +90,6 @@ def read(
                     write_all(RoundedMaster(Spread((flat,))), staged, flat.device)
             elif name in optimizer.shards:
                 yield from _read_shard(optimizer.shards[name], held, width, shapes, found)
-
-
-@torch.no_grad()
-def renew_masters(optimizers: Iterable[ModuleOptimizer | None]) -> None:
-    """Master weights that are the parameters' values, as where an optimizer begins."""
-    for optimizer in optimizers:
-        if optimizer is None:
-            continue
-        for name, shard in optimizer.shards.items():
-            weights = optimizer.module.weight(name)
-            write_all(shard.master, weights, weights.device)
 
 
 def _read_shard(

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron_hetero.checkpoint.contents import random_entries, read, renew_masters, written
+from megatron_hetero.checkpoint.contents import random_entries, read, written
 from megatron_hetero.checkpoint.format.index import INDEX, index_shapes, open_index
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.checkpoint.format.storage import read_entries, write_entries
@@ -22,8 +22,6 @@ from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.distributed.collective import FIRST, Working, on_every, on_first
 from megatron_hetero.distributed.megatron import random_states, set_random_states
 from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.engine.optimizer import ModuleOptimizer
 from megatron_hetero.errors import UserError, os_errors_as
 from megatron_hetero.names import parts_of
 from megatron_hetero.outputs.checkpoints import (
@@ -42,6 +40,9 @@ from megatron_hetero.outputs.checkpoints import (
     wait_for,
     write_synced,
 )
+from megatron_hetero.step.joint import JointOptimizer
+from megatron_hetero.step.module import TrainedModule
+from megatron_hetero.step.optimizer import ShardOptimizer
 
 T = TypeVar("T")
 HISTORY = "metrics.jsonl"
@@ -54,11 +55,20 @@ class TrainState:
     reads and writes that other ranks wait for.
     """
 
-    modules: Sequence[TrainedModule]
-    optimizers: Sequence[ModuleOptimizer | None]
+    optimizer: JointOptimizer
     topology: Topology
     shapes: Mapping[str, tuple[int, ...]]
     working: Working = nullcontext
+
+    @property
+    def modules(self) -> Sequence[TrainedModule]:
+        """This rank's parts of modules."""
+        return self.optimizer.modules
+
+    @property
+    def optimizers(self) -> Sequence[ShardOptimizer | None]:
+        """Their optimizers, None where nothing trains."""
+        return [self.optimizer.sharded.get(module.name) for module in self.modules]
 
     def entries(self) -> list[Entry]:
         """What this rank writes: views of the live state."""
@@ -174,7 +184,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     fit = record.world_size == ranks and all(stored.get(entry.key) == entry.size for entry in own_random)
     read_entries(checkpoint, index, chain(entries, own_random if fit else ()), group, working)
     if imported:
-        renew_masters(state.optimizers)
+        state.optimizer.reload_model_params()
     else:
         for optimizer in state.optimizers:
             if optimizer is not None:

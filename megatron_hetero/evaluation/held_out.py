@@ -169,7 +169,7 @@ class HeldOutEvaluation:
             hits[m] = torch.zeros_like(text.targets, dtype=torch.bool)
             return replace(moved, inputs={**moved.inputs, TEXT: replace(text, hits=hits[m])})
 
-        return float(self.run.interpreter.run(schedule, load).loss), hits
+        return float(self.run.runner.run(schedule, load).loss), hits
 
     def _counts(self, held_out: HeldOut, batch: StepBatch, hits: Mapping[int, torch.Tensor]) -> np.ndarray:
         """This rank's `answer_counts` of the samples of a batch, in the order of the data set: int64 [2, samples of a

@@ -108,6 +108,18 @@ StageModel = EncoderStage | TextStage | EmbeddingTextStage | LaterStage
 """The model of a stage."""
 
 
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """A part of a stage whose weights are gathered by themselves, where data-parallel ranks share them.
+
+    `read_again`: whether they are read after the part has run. `in_backward`: whether its backward pass reads them.
+    """
+
+    module: Any
+    read_again: bool = False
+    in_backward: bool = True
+
+
 class GatheredStage(Protocol):
     """A stage whose weights several ranks share, and gather when they run it."""
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from megatron_hetero.batch.step_plan import StepPlanner
+from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.collective import together
 from megatron_hetero.distributed.megatron import prepare_globals
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.engine.module import TrainedModule, build_module
-from megatron_hetero.engine.optimizer import ModuleOptimizer, build_optimizer
 from megatron_hetero.errors import UserError
-from megatron_hetero.execution.runtime import Interpreter, ModuleOnRank
+from megatron_hetero.execution.contract import ModuleOnRank
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.backend import spec_provider
@@ -23,7 +23,14 @@ from megatron_hetero.models.common.layers.compiled import require_compiler
 from megatron_hetero.models.common.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
-from megatron_hetero.names import TEXT
+from megatron_hetero.models.weights import group_of
+from megatron_hetero.names import TEXT, parts_of
+from megatron_hetero.step.build import build
+from megatron_hetero.step.family_module import build_module
+from megatron_hetero.step.joint import JointOptimizer, ModuleOptimizer
+from megatron_hetero.step.module import TrainedModule
+from megatron_hetero.step.optimizer import SGD, AdamW, Algorithm, build_shard_optimizer
+from megatron_hetero.step.runner import Runner
 from megatron_hetero.training.profile import StepProfiler
 from megatron_hetero.training.step_trainer import StepTrainer
 from megatron_hetero.watch.stopwatch import Stopwatch
@@ -51,22 +58,25 @@ def build_step_trainer(
     prepare_globals(config.train.seed)
     watchdog = watchdog or Watchdog.of_world(config.schedule.timeout_s, platform, "schedule.timeout_s")
     with watchdog.waiting(lambda: "the making of process groups, with all other ranks,"):
-        topology = Topology.build(
+        topology = build(
+            job.graph,
             job.layouts,
-            platform,
+            platform=platform,
+            tied=job.tied,
+            interleaved=job.interleaved,
             decoding=config.model.encoder_names,
             megatron=(),  # The schedule, the norm and the embedding's gradients are ours.
+            planned=False,  # The loader plans them, on each rank alike.
             check=check,
-            **job.communication,
         )
     if check:
         with watchdog.waiting(lambda: "the first kernels that all other ranks compile"):
             platform.agree_to_compile(topology.files)
     platform.leave_headroom()
-    build = partial(_build_parts, job, topology, weights)
+    parts = partial(_build_parts, job, topology, weights)
     with watchdog.waiting(lambda: "the weights of all other ranks"):
         # A rank may be the only one to find what is wrong: all of them leave, and one says why.
-        modules, optimizers = together(topology.files, build, watchdog.working) if check else build()
+        optimizer = together(topology.files, parts, watchdog.working) if check else parts()
     planner = StepPlanner(
         job.shapes.encoders,
         job.layouts,
@@ -78,32 +88,57 @@ def build_step_trainer(
         job.together,
     )
     watch, profiled = Stopwatch(platform), config.train.profile
-
-    def settle() -> None:
-        for module in modules:
-            module.data_parallel.wait_for_weights()
-
     return StepTrainer(
         job=job,
         schedule=schedule,
         topology=topology,
-        modules=modules,
-        optimizers=optimizers,
-        interpreter=_interpreter(job, topology, modules, watch, watchdog),
+        optimizer=optimizer,
+        runner=Runner(
+            topology,
+            _on_rank(job, optimizer.modules),
+            optimizer=optimizer if config.schedule.overlap_grad_reduce else None,
+            watch=watch,
+            watchdog=watchdog,
+            check=False,  # Stages of our own.
+        ),
         planner=planner,
         watch=watch,
-        profiler=StepProfiler(profiled.start, profiled.steps, config.log.dir, topology.rank, platform, settle),
+        profiler=StepProfiler(
+            *(profiled.start, profiled.steps, config.log.dir, topology.rank, platform), optimizer.wait_for_weights
+        ),
     )
 
 
-def _build_parts(
-    job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]
-) -> tuple[tuple[TrainedModule, ...], tuple[ModuleOptimizer | None, ...]]:
+def _build_parts(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> JointOptimizer:
     """This rank's parts of modules, and their optimizers."""
     modules, platform = _build_modules(job, topology, weights), topology.platform
     streamed = any(job.config.offload_of(module.name).states for module in modules)
     streams = platform.side_streams(2) if streamed else ()
-    return modules, tuple(_build_optimizer(job, module, platform, streams) for module in modules)
+    optimizers: dict[str, ModuleOptimizer] = {
+        module.name: build_shard_optimizer(module, _algorithm(job.config, module), streams)
+        for module in modules
+        if module.trained
+    }
+    return JointOptimizer(topology, modules, optimizers, job.config.optimizer.clip_grad)
+
+
+def _algorithm(config: Config, module: TrainedModule) -> Algorithm:
+    """The optimizer of a module with its own rates and numbers."""
+    chosen, precision, name = config.optimizer, config.precision_of(module.name), module.name
+    encoder, *projector = parts_of(name)
+    peaks = dict.fromkeys(projector, chosen.lr_projector)
+    peaks |= {} if name == TEXT else {encoder: chosen.lr_vision}
+
+    def lr(parameter: str) -> float:
+        peak = peaks.get(group_of(name, parameter))
+        return chosen.lr if peak is None else peak
+
+    numbers: dict[str, Any] = {"master": precision.master, "gradients": precision.gradients}
+    offload, seed = config.offload_of(name).states, config.train.seed
+    if chosen.name == "sgd":
+        return SGD(lr=lr, offload=offload, seed=seed, **numbers)
+    decay, numbers = chosen.weight_decay, numbers | {"moments": precision.moments}
+    return AdamW(lr=lr, betas=chosen.betas, eps=chosen.eps, weight_decay=decay, offload=offload, seed=seed, **numbers)
 
 
 def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, WeightSource]) -> tuple[TrainedModule, ...]:
@@ -149,43 +184,11 @@ def _overlap_exchanges(module: TrainedModule, parts: int) -> None:
         raise UserError.at(where, problem=str(error), fix="use --model.backend torch, or remove it") from None
 
 
-def _build_optimizer(
-    job: JobSpec, module: TrainedModule, platform: Platform, streams: Sequence[torch.cuda.Stream]
-) -> ModuleOptimizer | None:
-    config, name = job.config, module.name
-    return build_optimizer(
-        module,
-        config.optimizer,
-        platform,
-        config.precision_of(name),
-        on_host=config.offload_of(name).states,
-        streams=streams,
-        seed=config.train.seed,
-    )
-
-
-def _interpreter(
-    job: JobSpec,
-    topology: Topology,
-    modules: Sequence[TrainedModule],
-    watch: Stopwatch,
-    watchdog: Watchdog,
-) -> Interpreter:
-    on_rank = {}
+def _on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, ModuleOnRank]:
+    found = {}
     for module in modules:
-        layout, first = topology.layouts[module.name], topology.layouts[module.name].coordinate(topology.rank).pp
-        stages = {first + i * layout.pp: chunk for i, chunk in enumerate(module.chunks)}
+        stages = dict(zip(module.stages, module.chunks, strict=True))
         trains = module.name == TEXT or module.name not in job.config.model.freeze
-        gathered = {first + i * layout.pp: each for i, each in enumerate(module.data_parallel.gathered)}
-        on_rank[module.name] = ModuleOnRank(stages, module.name == TEXT and 0 in stages, trains, gathered)
-    return Interpreter.build(
-        topology,
-        on_rank,
-        width=job.shapes.text.hidden,
-        dtype=job.dtype,
-        outputs=job.edges,
-        transport=job.transport,
-        watch=watch,
-        watchdog=watchdog,
-        check=False,  # Stages of our own.
-    )
+        gathered = dict(zip(module.stages, module.data_parallel.gathered, strict=False))
+        found[module.name] = ModuleOnRank(stages, module.name == TEXT and 0 in stages, trains, gathered)
+    return found

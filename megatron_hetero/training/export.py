@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megatron_hetero.distributed.collective import Working, on_first
 from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.folder_writer import Companions, require_writable
 from megatron_hetero.hf.weight_map import Interval, TensorSlice, extract_slice
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.models.writer import model_writer
+from megatron_hetero.step.module import TrainedModule
 
 WRITER = 0
 

@@ -45,7 +45,7 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     topology = steps.topology
     for notice in backend_notices(config.model.layer_backend, platform) if topology.rank == REPORTER else ():
         print(notice, flush=True)
-    state = TrainState(steps.modules, steps.optimizers, topology, stored_shapes(steps.shapes), working=watchdog.working)
+    state = TrainState(steps.optimizer, topology, stored_shapes(steps.shapes), working=watchdog.working)
     with watchdog.waiting(lambda: "the state to resume from, with all other ranks,"):
         record = shared_record(config, state, inputs.mixture)
         resumed = _with_evaluations(resume(config, state, record), config, topology)

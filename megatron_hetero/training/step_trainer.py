@@ -19,21 +19,21 @@ from megatron_hetero.batch.to_device import to_device
 from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.distributed.platform import Platform, on_device
 from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.engine.gradients import GradientSummary, clip_factor, reduce_gradients, start_sums
-from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.engine.optimizer import ModuleOptimizer, rate_of
 from megatron_hetero.errors import NotFiniteError, SharedError
 from megatron_hetero.execution.runtime import Interpreter
 from megatron_hetero.job import JobSpec, OfJob
 from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.sharding.balance import idle_share
+from megatron_hetero.step.gradients import GradientSummary, clip_factor
+from megatron_hetero.step.joint import JointOptimizer
+from megatron_hetero.step.module import TrainedModule
+from megatron_hetero.step.optimizer import learning_rate
+from megatron_hetero.step.runner import SUMS, Runner
 from megatron_hetero.training.log.metrics import StepMetrics
 from megatron_hetero.training.mfu import utilisation
 from megatron_hetero.training.profile import StepProfiler
 from megatron_hetero.watch.stopwatch import Stopwatch
-
-SUMS = "the sums of gradients over ranks"
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,28 @@ class _EndOfStep:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepTrainer(OfJob):
-    """Trains the parts of modules that a rank has, step by step. `modules`: those parts, encoders first; `optimizers`:
-    theirs, in the same order. `planner` plans the micro-batches of a step.
+    """Trains the parts of modules that a rank has, step by step. `optimizer`: of those parts, encoders first; `runner`:
+    runs their stages. `planner` plans the micro-batches of a step.
     """
 
     job: JobSpec
     schedule: Schedule
     topology: Topology
-    modules: tuple[TrainedModule, ...]
-    optimizers: tuple[ModuleOptimizer | None, ...]
-    interpreter: Interpreter
+    optimizer: JointOptimizer
+    runner: Runner
     planner: StepPlanner
     watch: Stopwatch
     profiler: StepProfiler
+
+    @property
+    def modules(self) -> tuple[TrainedModule, ...]:
+        """This rank's parts of modules."""
+        return self.optimizer.modules
+
+    @property
+    def interpreter(self) -> Interpreter:
+        """What executes schedules on this rank."""
+        return self.runner.interpreter
 
     @property
     def platform(self) -> Platform:
@@ -106,35 +115,18 @@ class StepTrainer(OfJob):
         start, nan = time.perf_counter(), float("nan")
         with self.profiler.step(step), self.watched(f"the end of step {step}"):
             end = self._end_of_step(batch, {}, stop)
-        config = self.config.optimizer
-        rate = rate_of(config.lr, config.min_lr, step, config, self.config.train.iters)
+        rate = self._rate(step, self.config.optimizer.lr)
         return self._metrics(step, batch, nan, nan, rate, start - waited, waited, end)
 
     def gradients(self, batch: StepBatch) -> GradientSummary:
         """Forward and backward of all micro-batches, then the sums over ranks; gradients are not scaled by 1/N yet."""
-        for module in self.modules:
-            module.data_parallel.zero_gradients()
+        self.optimizer.zero_grad()
         dtype, outputs = self.job.dtype, self.job.outputs
-        early = {m.name: m for m in self.modules if self.config.schedule.overlap_grad_reduce and m.overlaps_sums}
-        started = dict[str, torch.Tensor]()
-
-        def start(name: str) -> None:
-            if name in early:
-                with self.watched(SUMS):
-                    started[name] = start_sums(early[name])
-
-        def expect(name: str, stage: int) -> None:
-            if name in early:
-                early[name].expect(stage)
-
-        result = self.interpreter.run(
-            self._schedule_of(batch),
-            lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs),
-            start,
-            expect,
+        result = self.runner.run(
+            self._schedule_of(batch), lambda m: to_device(batch.micro_batches[m], self.platform, dtype, outputs)
         )
         with self.watched(SUMS):
-            return reduce_gradients(self.modules, result.loss, self.counts_loss, self.topology, started)
+            return self.optimizer.reduce(result.loss, loss_counts_here=self.counts_loss).read()
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around what waits for other ranks between the actions of the schedule."""
@@ -153,13 +145,20 @@ class StepTrainer(OfJob):
         """Step all optimizers, with gradients times `scale`. Returns the learning rate of `optimizer.lr` (parts may
         have rates of their own).
         """
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate(step, group.setdefault("initial_lr", group["lr"]))
+        self.optimizer.update(scale, step)
+        if not self.config.schedule.overlap_param_gather:
+            self.optimizer.wait_for_weights()
+        return self._rate(step, self.config.optimizer.lr)
+
+    def _rate(self, step: int, peak: float) -> float:
+        """The learning rate of a step under the schedule that rises to `peak`; its minimum scales with that."""
         config, total = self.config.optimizer, self.config.train.iters
-        for optimizer in self.optimizers:
-            if optimizer is not None:
-                optimizer.update(step, total, scale)
-                if not self.config.schedule.overlap_param_gather:
-                    optimizer.module.data_parallel.wait_for_weights()
-        return rate_of(config.lr, config.min_lr, step, config, total)
+        minimum = config.min_lr if peak == config.lr else config.min_lr * peak / config.lr
+        return learning_rate(
+            step, peak=peak, minimum=minimum, schedule=config.schedule, warmup=config.warmup_iters, total=total
+        )
 
     def _refuse_faults(self, step: int, summary: GradientSummary) -> None:
         if not summary.faults:

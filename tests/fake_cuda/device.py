@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_hetero.distributed import platform
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.engine.fused_update import update_
 from megatron_hetero.models.common.layers import rotary, swiglu
+from megatron_hetero.step.fused_update import update_
 
 GPU = torch.device("cuda", 0)
 NAME = "NVIDIA H100 80GB HBM3"

@@ -14,10 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.engine.bucket_sums import BucketSums
-from megatron_hetero.engine.weight_gathers import WeightGathers
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.actions import Action
+from megatron_hetero.step.bucket_sums import BucketSums
+from megatron_hetero.step.weight_gathers import WeightGathers
 from megatron_hetero.training.step_trainer import StepTrainer
 from megatron_hetero.training.trial import FAKE, assumed_step, drawn_trainer
 from megatron_hetero.watch.stopwatch import Stopwatch
@@ -103,7 +103,7 @@ def measure(case: Case, gpu: FakeGpu) -> dict[str, Any]:
         trainer.interpreter.watch = trainer.interpreter.watchdog = phases
         batch = assumed_step(trainer)
         with gpu.during(BEFORE), _apart(gpu):
-            for optimizer in filter(None, trainer.optimizers):
+            for optimizer in trainer.optimizer.sharded.values():
                 optimizer.share_weights()
         usage.start_again()
         with gpu.during(REST), _apart(gpu):
@@ -129,7 +129,7 @@ def _report(usage: Usage, trainer: StepTrainer) -> dict[str, Any]:
     ops: Counter[str] = sum(usage.kernels.values(), Counter())
     return {
         "kernels": kernels | {"all": sum(kernels.values())},
-        "layers": {m.name: sum(len(stage.layers) for stage in m.stages) for m in trainer.modules},
+        "layers": {m.name: sum(len(chunk.stage.layers) for chunk in m.chunks) for m in trainer.modules},
         "micro_batches": trainer.batch.micro_batches,
         "ops": dict(ops.most_common()),
         "waits": [[*where, times] for where, times in sorted(usage.waits.items())],

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_hetero.engine.fused_update import update_
 from megatron_hetero.models.common.layers import rotary, swiglu
 from megatron_hetero.models.common.layers.compiler import run
 from megatron_hetero.models.common.layers.order import Order
+from megatron_hetero.step.fused_update import update_
 from tests.fake_cuda import device, guard, runs
 from tests.fake_cuda.cases import CASES, LONG, Case
 from tests.support.matrix import long

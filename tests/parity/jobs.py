@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from megatron_hetero.config.schema import load_config
-from megatron_hetero.engine.gradients import scale_gradients
-from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.execution import gathering
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
+from megatron_hetero.step.gradients import scale_gradients
+from megatron_hetero.step.module import TrainedModule
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
 from tests.support.pool import platform
@@ -85,7 +85,7 @@ def losses_in_buckets(flags: list[str]) -> tuple[float, float]:
     with mock.patch.object(gathering, "BUCKET", 1000):
         run = _build(flags)
     _, batch, _ = next(iter(run.batches()))
-    for optimizer in filter(None, run.optimizers):
+    for optimizer in run.optimizer.sharded.values():
         optimizer.share_weights()
     summary = run.gradients(batch)
     return summary.loss_sum / batch.supervised, summary.norm / batch.supervised
@@ -105,7 +105,7 @@ def _replicas_equal(run: Trainer) -> bool:
             continue  # Each weight is on one of them.
         flat = torch.cat([p.detach().flatten() for p in module.parameters.values()])
         first = flat.clone()
-        group = module.groups.dp_cp
+        group = module.replicas
         dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
         equal = equal and bool(torch.equal(first, flat))
     return equal

@@ -28,11 +28,11 @@ from megatron_hetero.checkpoint.format.storage import read_entries
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.engine import number_formats, optimizer
 from megatron_hetero.errors import UserError
 from megatron_hetero.evaluation.held_out import HeldOutEvaluation
 from megatron_hetero.outputs import checkpoints as folder_module
 from megatron_hetero.outputs.checkpoints import MANIFEST, record_file, whole
+from megatron_hetero.step import number_formats, optimizer
 from megatron_hetero.training.stopping import StopRequest, stop_requests
 from megatron_hetero.training.trainer import Trainer
 from tests.support.pool import platform

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_hetero.engine.number_formats import nearest_bfloat16
+from megatron_hetero.step.number_formats import nearest_bfloat16
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.unit.checkpoint import jobs_checkpoint as jobs

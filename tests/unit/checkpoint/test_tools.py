@@ -30,13 +30,13 @@ from megatron_hetero.checkpoint.importing import UNTRAINED, require_free
 from megatron_hetero.checkpoint.record import RunRecord
 from megatron_hetero.cli import export
 from megatron_hetero.config.schema import CheckpointConfig
-from megatron_hetero.engine.number_formats import nearest_bfloat16
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
 from megatron_hetero.models.weights import canonical_name, stored_shapes
 from megatron_hetero.outputs.checkpoints import MANIFEST
 from megatron_hetero.outputs.exports import MARK, lock_of
+from megatron_hetero.step.number_formats import nearest_bfloat16
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool

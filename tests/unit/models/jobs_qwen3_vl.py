@@ -51,7 +51,7 @@ def vision(case: Case, sizes: tuple[ImageSize, ...]) -> dict[str, Any]:
     batch = EncoderInput(F.pad(units, (0, 0, 0, share.padding)), positions, plan, share.padding)
     rows: dict[str, Tensor] = {}
     hidden = None
-    for model, stage in zip(module.chunks, module.stages, strict=True):
+    for model, stage in ((chunk, chunk.stage) for chunk in module.chunks):
         out: Any = model(batch, hidden)
         assert isinstance(out, Tensor) == (not any(layer in stage.layers for layer in shape.deepstack))
         given = {ROWS if stage.is_last else HIDDEN: out} if isinstance(out, Tensor) else out
@@ -129,7 +129,7 @@ def text(case: Case, outputs: tuple[str, ...]) -> dict[str, Any]:
     )
     rows = {name: pack.rows[name][torch.from_numpy(ids)].requires_grad_() for name in outputs}
     hidden = module.chunks[0].embed(batch)
-    for model, stage in zip(module.chunks, module.stages, strict=True):
+    for model, stage in ((chunk, chunk.stage) for chunk in module.chunks):
         mine = {name: of_output for name, of_output in rows.items() if shape.entry_layer(name) in stage.layers}
         if mine.keys() == {ROWS}:
             hidden = model(batch, hidden, mine[ROWS])

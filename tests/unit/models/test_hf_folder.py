@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_hetero.engine.module import load_parameters
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape
 from megatron_hetero.models.weights import canonical_name, stored_shapes
+from megatron_hetero.step.family_module import load_parameters
 from tests.support.folders import ModelChoice, write_model
 from tests.support.shapes import shapes_of_folder
 

@@ -48,8 +48,8 @@ def measure(flags: list[str]) -> dict[str, Any]:
         "weights": _bytes(m.data_parallel.weights(name) for m in run.modules for name in m.parameters),
         "gathered": live.most_gathered,
         "gradients": sum(map(_gradient_bytes, run.modules)),
-        "optimizer": sum(_optimizer_bytes(optimizer, on_host=False) for optimizer in run.optimizers),
-        "host": sum(_optimizer_bytes(optimizer, on_host=True) for optimizer in run.optimizers),
+        "optimizer": sum(_optimizer_bytes(optimizer, on_host=False) for optimizer in run.optimizer.sharded.values()),
+        "host": sum(_optimizer_bytes(optimizer, on_host=True) for optimizer in run.optimizer.sharded.values()),
         "host activations": sum(map(_offloaded_bytes, run.modules)),
         "activations": live.peak,
         "boundary": sum(pool.peak for pool in pools),
@@ -63,8 +63,8 @@ def measure(flags: list[str]) -> dict[str, Any]:
 
 
 def _planned(run: Trainer, module: Any) -> list[Any]:
-    tp = module.groups.tp.size()
-    found = parameters_of(module.name, run.shapes, tp, module.stages, run.config.model.freeze)
+    tp, stages = module.tp.size(), [chunk.stage for chunk in module.chunks]
+    found = parameters_of(module.name, run.shapes, tp, stages, run.config.model.freeze)
     return [[p.name for p in found], sum(p.elements for p in found)]
 
 
@@ -103,7 +103,7 @@ def _optimizer_bytes(optimizer: Any, *, on_host: bool) -> int:
     kept = optimizer.module.data_parallel.weights
     weights = {kept(name).untyped_storage().data_ptr() for name in optimizer.module.parameters}
     tensors = [t for stored in states for t in stored.tensors if t.untyped_storage().data_ptr() not in weights]
-    return _bytes(tensors) if optimizer.streamed == on_host else 0
+    return _bytes(tensors) if optimizer.algorithm.offload == on_host else 0
 
 
 class _CountedBuffers(BufferPool):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_hetero.engine.weight_gathers import WeightGathers
 from megatron_hetero.execution import gathering
+from megatron_hetero.step.weight_gathers import WeightGathers
 from megatron_hetero.training.trainer import Trainer
 from tests.unit.training.jobs_run import build, stored
 

@@ -20,11 +20,6 @@ from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.data.records import Record
 from megatron_hetero.data.sample import TokenizedSample
-from megatron_hetero.engine.bucket_sums import BucketSums
-from megatron_hetero.engine.gradients import scale_gradients
-from megatron_hetero.engine.module import TrainedModule
-from megatron_hetero.engine.number_formats import upper_half
-from megatron_hetero.engine.optimizer import rate_of
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution import gathering
 from megatron_hetero.execution.contract import StepResult
@@ -34,6 +29,10 @@ from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.processor.processor import Processor
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.step.bucket_sums import BucketSums
+from megatron_hetero.step.gradients import scale_gradients
+from megatron_hetero.step.module import TrainedModule
+from megatron_hetero.step.number_formats import upper_half
 from megatron_hetero.training.export import Value, assemble, gather_parameters
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
@@ -299,9 +298,8 @@ def groups_of_step(flags: list[str], number: int) -> list[tuple[float, float, fl
     """(lr, weight decay, smallest lr) of every parameter group after step `number`."""
     run = build(flags)
     run._update(number)
-    config, total = run.config.optimizer, run.config.train.iters
-    kinds = {rates for optimizer in run.optimizers if optimizer for rates in optimizer.rates.values()}
-    return sorted((rate_of(r.peak, r.minimum, number, config, total), r.weight_decay, r.minimum) for r in kinds)
+    groups, last = run.optimizer.param_groups, run.config.train.iters
+    return sorted((g["lr"], g["weight_decay"], run._rate(last, g["initial_lr"])) for g in groups)
 
 
 def reported_rate(flags: list[str], number: int) -> float:
@@ -315,7 +313,7 @@ def precision(flags: list[str]) -> dict[str, Any]:
     _, batch, _ = next(iter(run.batches()))
     run.train_step(1, batch)
     masters, rounded = [], True
-    for optimizer in filter(None, run.optimizers):
+    for optimizer in run.optimizer.sharded.values():
         for name, shard in optimizer.shards.items():
             weights = optimizer.module.data_parallel.weights(name)[shard.start : shard.stop]
             master = shard.master.read(0, shard.stop - shard.start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.config.schema import OptimizerConfig
 from megatron_hetero.distributed.megatron import prepare_globals
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.engine.gradients import reduce_gradients, scale_gradients
-from megatron_hetero.engine.module import TrainedModule, build_module, load_parameters
-from megatron_hetero.engine.optimizer import build_optimizer
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
@@ -34,6 +30,11 @@ from megatron_hetero.names import ROWS, TEXT
 from megatron_hetero.sharding.encoder_shards import EncoderShards
 from megatron_hetero.sharding.stages import Stage, cut_stages, stages_of_rank
 from megatron_hetero.sharding.token_shards import TokenShards
+from megatron_hetero.step.family_module import build_module, load_parameters
+from megatron_hetero.step.gradients import scale_gradients
+from megatron_hetero.step.joint import JointOptimizer
+from megatron_hetero.step.module import TrainedModule
+from megatron_hetero.step.optimizer import SGD, AdamW, Algorithm, build_shard_optimizer
 from megatron_hetero.training.export import Value, assemble, export_model, gather_parameters
 from tests.support.shapes import shapes_of_folder
 
@@ -41,8 +42,7 @@ Arrays = dict[str, np.ndarray]
 PLATFORM = Platform(CPU, "gloo")
 IGNORED = -100
 HOPPER = (9, 0)
-ADAMW = OptimizerConfig(lr=1e-2, min_lr=1e-2, eps=1e-4, schedule="constant", weight_decay=0.1)
-SGD = OptimizerConfig(name="sgd", lr=0.1, min_lr=0.1, schedule="constant")
+OPTIMIZERS: dict[str, Algorithm] = {"adamw": AdamW(lr=1e-2, eps=1e-4, weight_decay=0.1), "sgd": SGD(lr=0.1)}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Case:
     chunk: int = 0
     zero: int = 1
     freeze: tuple[str, ...] = ()
-    optimizer: OptimizerConfig = field(default=SGD)
+    optimizer: str = "sgd"
     backend: str = "torch"
 
 
@@ -76,7 +76,9 @@ class Trainee:
         self.topology = Topology.build(self.layouts, PLATFORM, tied=tied)
         weights = StoredWeights.open(case.folder, canonical_name)
         self.modules = [self._build(name, weights) for name in self.layouts if dist.get_rank() in self.layouts[name]]
-        self.optimizers = [build_optimizer(m, case.optimizer, PLATFORM) for m in self.modules]
+        algorithm = OPTIMIZERS[case.optimizer]
+        optimizers = {m.name: build_shard_optimizer(m, algorithm) for m in self.modules if m.trained}
+        self.optimizer = JointOptimizer(self.topology, self.modules, optimizers)
 
     def _build(self, name: str, weights: StoredWeights) -> TrainedModule:
         return build_module(
@@ -89,7 +91,7 @@ class Trainee:
             sequence_parallel=self.case.sequence_parallel,
             recompute=Recompute(self.case.recompute, self.case.chunk),
             freeze=self.case.freeze,
-            sharded=self.case.optimizer.name == "adamw",
+            sharded=self.case.optimizer == "adamw",
             zero=self.case.zero,
             gradients=torch.float32,
             weights=weights,
@@ -116,7 +118,7 @@ class Trainee:
 
     def reduce(self, loss: Tensor, counts: bool) -> dict[str, Any]:
         """The one rule for gradients."""
-        summary = reduce_gradients(self.modules, loss, counts, self.topology)
+        summary = self.optimizer.reduce(loss, loss_counts_here=counts).read()
         return {"loss": summary.loss_sum, "norms": summary.norms, "faults": summary.faults}
 
 
@@ -128,7 +130,7 @@ class Passes:
 
     def __init__(self, module: TrainedModule, layout: Layout, batch: Any, enter: Callable[[Any], tuple[Tensor, ...]]):
         self.layout, self.batch, self.enter, self.rank = layout, batch, enter, dist.get_rank()
-        self.chunks = list(zip(module.chunks, module.stages, strict=True))
+        self.chunks = [(chunk, chunk.stage) for chunk in module.chunks]
         self.passed: list[tuple[Tensor | None, Tensor]] = []
 
     def _beside(self, step: int) -> int:
@@ -238,7 +240,7 @@ def train_text(trainee: Trainee, seeds: Sequence[int]) -> tuple[Tensor, dict[int
 
         passes = Passes(module, layout, batch, enter)
         out = passes.forward()
-        if module.stages[-1].is_last:
+        if module.chunks[-1].stage.is_last:
             total += out.detach()
         passes.backward()
         if rows.grad is not None:
@@ -251,7 +253,7 @@ def text(case: Case, seeds: Sequence[int]) -> dict[str, Any]:
     trainee = Trainee(case)
     before = trainee.stored()
     loss, rows = train_text(trainee, seeds)
-    counts = trainee.module.stages[-1].is_last and trainee.module.groups.tp.rank() == 0
+    counts = trainee.module.chunks[-1].stage.is_last and trainee.module.tp.rank() == 0
     summary = trainee.reduce(loss, counts)
     return summary | {"gradients": trainee.gradients(), "rows": rows, "before": before}
 
@@ -265,9 +267,7 @@ def steps(case: Case, seeds: Sequence[int], number: int) -> dict[str, Any]:
         loss, _ = train_text(trainee, [seed + 10 * step for seed in seeds])
         trainee.reduce(loss, True)
         scale_gradients(trainee.modules, 0.01)
-        for optimizer in trainee.optimizers:
-            assert optimizer is not None
-            optimizer.update(step, number)
+        trainee.optimizer.update(1.0, step)
     module = trainee.module
     tied = None if module.tied is None else module.whole_weight(module.tied).numpy().copy()
     at = trainee.layouts["text"].coordinate(dist.get_rank())
@@ -293,7 +293,7 @@ def vision(case: Case) -> dict[str, Any]:
     weights = torch.randn(units, shape.out_hidden, generator=random)
     own = torch.nn.functional.pad(pixels[ids].view(-1, shape.patch_elements), (0, 0, 0, share.padding))
     batch = EncoderInput(
-        pixels=own if module.stages[0].is_first else None,
+        pixels=own if module.chunks[0].stage.is_first else None,
         positions=torch.from_numpy(share.positions),
         attention=AttentionPlan(
             full=PackedSegments.of_segments(share.segments, CPU, share.cp_lengths),
@@ -305,7 +305,7 @@ def vision(case: Case) -> dict[str, Any]:
     )
     passes = Passes(module, layout, batch, lambda _: ())
     out = passes.forward()
-    last = module.stages[-1].is_last
+    last = module.chunks[-1].stage.is_last
     passes.backward(weights[ids] if last else None)
     summary = trainee.reduce(torch.zeros(()), False)
     rows = {int(i): row.numpy().copy() for i, row in zip(ids, out.detach(), strict=True)} if last else {}
@@ -335,14 +335,15 @@ def loading(case: Case, name: str) -> dict[str, Any]:
     trainee = Trainee(case)
     module, layout = trainee.module, trainee.layouts[name]
     every = cut_stages(trainee.shapes[name].layers, layout.pp, split=case.split, module=name)
-    assert module.stages == stages_of_rank(every, layout.coordinate(dist.get_rank()).pp, layout.pp)
+    stage = module.chunks[0].stage
+    assert (stage,) == stages_of_rank(every, layout.coordinate(dist.get_rank()).pp, layout.pp)
     weights = StoredWeights.open(case.folder, canonical_name)
     said, (model,) = {}, module.chunks
     for other in every:
         try:
             own_map = weight_map(name, trainee.shapes, 0, 1, other)
-            load_parameters(model, own_map, weights, module.stages[0], copies={})
+            load_parameters(model, own_map, weights, stage, copies={})
         except AssertionError as error:
             said[other] = str(error)
     numbers = [(layer.layer_number, layer.self_attention.layer_number) for layer in model.decoder.layers]
-    return {"numbers": numbers, "said": said, "own": module.stages[0], "names": sorted(module.parameters)}
+    return {"numbers": numbers, "said": said, "own": stage, "names": sorted(module.parameters)}

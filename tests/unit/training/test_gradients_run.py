@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_hetero.engine.gradients import GradientSummary, clip_factor
+from megatron_hetero.step.gradients import GradientSummary, clip_factor
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.matrix import thinned
 from tests.support.oracle import Oracle

@@ -68,11 +68,11 @@ def test_layers_of_transformer_engine(
 
 @pytest.mark.parametrize(
     "installed, optimizer",
-    [("with_te", jobs.ADAMW), ("with_apex", jobs.ADAMW), ("with_apex", jobs.SGD)],
+    [("with_te", "adamw"), ("with_apex", "adamw"), ("with_apex", "sgd")],
     ids=["Transformer Engine, AdamW", "Apex, AdamW", "Apex, SGD"],
 )
 def test_what_is_installed_and_not_chosen_changes_no_bit(
-    installed: str, optimizer: jobs.OptimizerConfig, model: Path, pools: Callable[[int], Pool],
+    installed: str, optimizer: str, model: Path, pools: Callable[[int], Pool],
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     """Megatron-Core prefers the optimizers and kernels of both wherever it finds them. Those of the stand-ins fail."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,19 +14,6 @@ from torch import Tensor
 
 from megatron_hetero.models.common.attention import AttentionPlan
 from megatron_hetero.models.common.offload.activations import ActivationOffload
-
-
-@dataclass(frozen=True, eq=False)
-class Gathered:
-    """A part of a stage whose weights are gathered by themselves, where data-parallel ranks share them.
-
-    `read_again`: whether they are read after the part has run. `in_backward`: whether its backward pass reads them.
-    """
-
-    module: Any
-    read_again: bool = False
-    in_backward: bool = True
-
 
 Between = Callable[[Tensor], Tensor]
 """From the hidden states after a layer to those that the next one takes."""

@@ -28,12 +28,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.execution.contract import Gathered
 from megatron_hetero.models.common.backend import layer_spec, transformer_config
 from megatron_hetero.models.common.inputs import TextInput
 from megatron_hetero.models.common.loss import VocabularyShard, head_loss
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
-from megatron_hetero.models.common.stages.block import Between, Gathered, run_layers
+from megatron_hetero.models.common.stages.block import Between, run_layers
 from megatron_hetero.models.common.stages.rotary import multimodal_table
 from megatron_hetero.models.common.weights.slices import split_length
 from megatron_hetero.models.family import TextShape

@@ -1,1 +1,0 @@
-"""A module as it is trained: weights, gradients, optimizer, learning rate."""

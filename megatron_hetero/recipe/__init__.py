@@ -1,1 +1,0 @@
-"""What a training program of one's own calls, with modules of any kind."""

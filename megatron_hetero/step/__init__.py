@@ -1,0 +1,1 @@
+"""A step: modules as they are trained, their gradients and optimizers, and what runs them."""

@@ -1,0 +1,349 @@
+"""ZeRO stages 2 and 3 with PyTorch's FSDP2 (`fully_shard`), under the one rule for gradients.
+
+A stage consists of *units*: each layer, an embedding, and what is left. All ranks of the data- and context-parallel
+group gather the weights of a unit when it runs, and drop them when they are not needed for now. Each backward pass
+reduce-scatters the gradients of a unit, as sums and in the dtype that they are accumulated in; they are added up here
+and not in `.grad`, whose dtype is that of the weights. Of each parameter a rank keeps rows [rank * k, rank * k + k), k
+being the number of rows over that of ranks, rounded up: a flat range, as with the distributed optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from megatron_hetero.distributed.fsdp import forget_order, fsdp_groups, fsdp_parameters
+from megatron_hetero.execution.contract import Gathered
+from megatron_hetero.execution.gathering import rows_of_share
+from megatron_hetero.step.buffers import Range
+from megatron_hetero.step.data_parallel import DataParallel
+from megatron_hetero.step.weight_gathers import units_of
+
+Load = Callable[[str, Tensor], None]
+"""Fills a parameter, by its name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What is gathered at once. `gradients`: of this rank's rows of the trained parameters, one after the other, each
+    with as many elements as on the first rank. `places`: where each begins. `read_again`: whether its weights are read
+    after it has run.
+    """
+
+    module: Any
+    gradients: Tensor
+    places: Mapping[str, int]
+    read_again: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedStage:
+    """A stage whose weights are gathered when it runs. `model`: of the stage; the last of the `units` is what is left
+    of it. `gradients`: of all of them, one after the other. `zero`: 2 or 3.
+    """
+
+    model: nn.Module
+    units: tuple[Unit, ...]
+    gradients: Tensor
+    zero: int
+
+    def before_run(self, stays: bool) -> None:
+        """What the interpreter says before each run of the stage: whether its weights stay gathered after it."""
+        if not any(unit.places for unit in self.units):
+            forget_order([unit.module for unit in self.units])
+        for unit in self.units:
+            unit.module.set_reshard_after_backward(not stays, recurse=False)
+            # What is left of a stage runs last, and first in the backward pass.
+            again = unit.read_again or unit.module is self.model
+            unit.module.set_reshard_after_forward(not (stays or again), recurse=False)
+
+
+@dataclass(frozen=True, eq=False)
+class FullySharded(DataParallel):
+    """Each rank keeps and updates its rows of each parameter, which `stages` gather when they run."""
+
+    stages: tuple[ShardedStage, ...]
+
+    @cached_property
+    def gradients(self) -> dict[str, Tensor]:
+        """Of each trained parameter, flat, from this rank's first element on."""
+        units = (unit for stage in self.stages for unit in stage.units)
+        return {name: unit.gradients[start:] for unit in units for name, start in unit.places.items()}
+
+    @property
+    @override
+    def sharded(self) -> bool:
+        return True
+
+    @property
+    @override
+    def reduces_early(self) -> bool:
+        return True
+
+    @property
+    @override
+    def sums_shares(self) -> bool:
+        return True
+
+    @property
+    @override
+    def gathered(self) -> Sequence[ShardedStage]:
+        return self.stages
+
+    @property
+    @override
+    def owned(self) -> Mapping[str, Range]:
+        return {name: self.kept(name) for name in self.gradients}
+
+    @property
+    @override
+    def buffers(self) -> Sequence[Tensor]:
+        return [stage.gradients for stage in self.stages if len(stage.gradients)]
+
+    @property
+    @override
+    def summed(self) -> Sequence[Tensor]:
+        return self.buffers
+
+    @override
+    def kept(self, name: str) -> Range:
+        shape, group = self.parameters[name].shape, self.group
+        size, share = shape.numel(), share_of(shape, group.size())
+        start = min(size, share * group.rank())
+        return start, min(size, start + share)
+
+    @override
+    def weights(self, name: str) -> Tensor:
+        return self._weights[name]
+
+    @cached_property
+    def _weights(self) -> dict[str, Tensor]:
+        tensors: dict[str, Any] = dict(self.parameters)
+        return {name: parameter.detach().to_local().view(-1) for name, parameter in tensors.items()}
+
+    @override
+    def accumulated(self, name: str) -> tuple[Tensor, Range]:
+        start, stop = self.kept(name)
+        return self.gradients[name][: stop - start], (start, stop)
+
+    @override
+    def zero_gradients(self, *, set_to_none: bool = True) -> None:
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    @override
+    def start_reducing(self) -> Tensor:
+        """Backward passes have done it."""
+        extremes = [end for buffer in self.buffers for end in torch.aminmax(buffer)]
+        return torch.stack(extremes).isfinite().all().double()
+
+    @override
+    def reduce(self) -> None:
+        """Likewise."""
+
+    @override
+    def share_weights(self) -> None:
+        """Weights that are still gathered are dropped."""
+        for stage in self.stages:
+            for unit in stage.units:
+                unit.module.reshard()
+
+    @override
+    def whole(self, name: str, flat: Tensor) -> Tensor:
+        shape, group = self.parameters[name].shape, self.group
+        mine = flat.new_zeros(share_of(shape, group.size()))
+        mine[: len(flat)] = flat
+        gathered = mine.new_empty(len(mine) * group.size())
+        dist.all_gather_into_tensor(gathered, mine, group=group)
+        return gathered[: shape.numel()].view(shape)
+
+
+def share_of(shape: torch.Size, ranks: int) -> int:
+    """Elements of a parameter on the first of `ranks`, which has the most."""
+    return rows_of_share(shape[0], ranks) * shape[1:].numel()
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Inside, modules are made without memory for their parameters, on PyTorch's device `meta`."""
+    with torch.device("meta"), _DevicesMeanMeta():
+        yield
+
+
+class _DevicesMeanMeta(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def shard_stage(
+    model: Any,
+    name_of: Callable[[str], str],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    load: Load,
+    trained: Collection[str],
+    *,
+    gradients: torch.dtype,
+    zero: int,
+    adds_up: bool,
+) -> ShardedStage:
+    """Give a stage its own rows of its weights: one unit after the other, so that of a stage that was made
+    `without_weights` there is never more than one whole.
+
+    Args:
+        model: of the stage; `model.units()`, if it has that method, are those of its parts that are gathered by
+            themselves, in the order in which they run.
+        name_of: a parameter's name in the module, by that in the stage; below, names are those.
+        group: the ranks that share the weights.
+        device: where weights go.
+        load: where weights come from that have no memory yet.
+        trained: which parameters train.
+        gradients: dtype that these are reduced and accumulated in.
+        zero: 2 or 3.
+        adds_up: whether a backward pass gives parameters several gradients.
+    """
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp_cp",))
+    names = {parameter: name_of(name) for name, parameter in model.named_parameters()}
+    policy = MixedPrecisionPolicy(reduce_dtype=gradients, cast_forward_inputs=False)
+    parts, places = [*units_of(model), Gathered(model)], list[_Places]()
+    for part in parts:
+        named = _materialize(part.module, names, device, load, trained)
+        fully_shard(part.module, mesh=mesh, mp_policy=policy)
+        places.append(_share(part.module, named, group.size()))
+    unfilled = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    assert not unfilled, f"made without memory, and not filled: {unfilled}"
+    flat = torch.zeros(sum(each.size for each in places), dtype=gradients, device=device)
+    own = flat.split([each.size for each in places])
+    units = [_unit(part, each, of, adds_up=adds_up) for part, each, of in zip(parts, places, own, strict=True)]
+    _order(model, units)
+    return ShardedStage(model, tuple(units), flat, zero)
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a parameter is: in `module`, as its attribute `attribute`. `noted`: what Megatron has noted on it."""
+
+    module: nn.Module
+    attribute: str
+    noted: Mapping[str, Any]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return getattr(self.module, self.attribute)
+
+
+def _materialize(
+    part: nn.Module, names: Mapping[nn.Parameter, str], device: torch.device, load: Load, trained: Collection[str]
+) -> dict[str, _Place]:
+    """Give the parameters of a part values, where they had none. Where these are, by name."""
+    places: dict[str, _Place] = {}
+    for path, empty in list(part.named_parameters()):
+        if empty not in names:  # of a unit inside
+            continue
+        name, (owner, _, attribute) = names[empty], path.rpartition(".")
+        places[name] = _Place(part.get_submodule(owner), attribute, dict(vars(empty)))
+        if empty.is_meta:
+            parameter = nn.Parameter(torch.empty(empty.shape, dtype=empty.dtype, device=device), name in trained)
+            load(name, parameter)
+            setattr(places[name].module, attribute, parameter)
+    return places
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the gradient of each trained parameter of a unit begins in the unit's, which have `size` elements."""
+
+    starts: Mapping[str, int]
+    size: int
+
+
+def _share(module: Any, places: Mapping[str, _Place], ranks: int) -> _Places:
+    """Note on the sharded parameters of a unit what Megatron noted; and the places of their gradients."""
+    names = {id(place.parameter): name for name, place in places.items()}
+    starts, end = dict[str, int](), 0
+    for parameter in fsdp_parameters(module):
+        name = names[id(parameter)]
+        vars(parameter).update(places[name].noted)
+        if parameter.requires_grad:
+            starts[name] = end
+            end += share_of(parameter.shape, ranks)
+            parameter.register_post_accumulate_grad_hook(_drop)
+    return _Places(starts, end)
+
+
+def _unit(part: Gathered, places: _Places, gradients: Tensor, *, adds_up: bool) -> Unit:
+    module = part.module
+    module.set_unshard_in_backward(part.in_backward)
+    if places.starts and adds_up:
+        _accumulate_in(gradients.dtype, module)
+    if places.starts:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_all_reduce_hook(_adding_to(gradients))
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+    return Unit(module, gradients, places.starts, part.read_again)
+
+
+def _accumulate_in(dtype: torch.dtype, module: Any) -> None:
+    """Add up what a backward pass gives a parameter several times (of chunks) in the dtype of its accumulated gradient,
+    as micro-batches are.
+    """
+
+    def widen(held: Any, parameter: Tensor) -> None:
+        assert parameter.grad is not None, "called when there is one"
+        if held.unsharded_accumulated_grad is None:
+            held.unsharded_accumulated_grad = parameter.grad.to(dtype)
+        else:
+            held.unsharded_accumulated_grad += parameter.grad
+        parameter.grad = None
+
+    module.unshard()  # FSDP2 makes the parameters that are gathered when it first does so.
+    for held in (each for group in fsdp_groups(module) for each in group.fsdp_params):
+        if held.sharded_param.requires_grad and held.sharded_param.dtype != dtype:
+            held.unsharded_param.register_post_accumulate_grad_hook(partial(widen, held))
+    module.reshard()
+
+
+def _adding_to(gradients: Tensor) -> Callable[[Tensor], None]:
+    def add(reduced: Tensor) -> None:
+        assert len(reduced) == len(gradients), "some trained parameter of a unit got no gradient"
+        if reduced.is_cuda:
+            # FSDP2 allocates it in another stream, and frees it without waiting for this one.
+            reduced.record_stream(torch.cuda.current_stream())
+        gradients.add_(reduced)
+
+    return add
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _order(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Prefetch the weights of a unit while the one before it computes, in the backward pass the one after it. FSDP2's
+    own order is forgotten at the end of each backward pass, when other micro-batches are in flight.
+    """
+    modules: list[Any] = [unit.module for unit in units]
+    for earlier, later in pairwise(modules):
+        later.set_modules_to_backward_prefetch([earlier])
+    for earlier, later in pairwise(modules[:-1]):  # What is left of a stage is gathered before all others.
+        earlier.set_modules_to_forward_prefetch([later])
+    modules[0].set_modules_to_backward_prefetch(modules[:1])  # Nothing, in place of FSDP2's own order.
+    # Which module is the outermost is settled when one first runs; the embedding of a stage may run before it.
+    fully_shard.state(model)._lazy_init()  # pyright: ignore[reportFunctionMemberAccess]

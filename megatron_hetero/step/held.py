@@ -1,0 +1,340 @@
+"""Modules of any kind, as a training program gives them, made `TrainedModule`s: which parameters train, how tensor
+parallelism splits them, and what wrappers have done to their gradients. A wrapper may be around the whole module or
+around any part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_hetero.distributed.communicators import GRADIENT_AXES
+from megatron_hetero.distributed.fsdp import fsdp_groups, has_reduced
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.errors import UserError
+from megatron_hetero.hf.weight_map import TensorSlice, held
+from megatron_hetero.layout.axes import AXES
+from megatron_hetero.layout.grammar import format_ranks
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.step.module import OverTp, TrainedModule
+from megatron_hetero.step.wrapped import Done, Wrapped, is_sharded
+
+Chunks = Any  # What `fully_shard` returns is no `nn.Module` to type checkers.
+"""A module, or a list of one for each of its virtual stages."""
+
+
+def held_modules(topology: Topology, modules: Mapping[str, Chunks | None]) -> tuple[TrainedModule, ...]:
+    """The modules of this rank, in the order of the topology. Raises `UserError` if the topology has others, or if a
+    wrapper has done what is not known here.
+    """
+    given = {name: _chunks(module) for name, module in modules.items()}
+    given = {name: chunks for name, chunks in given.items() if chunks}
+    expected = [name for name, layout in topology.layouts.items() if topology.rank in layout]
+    if wrong := sorted(given.keys() ^ expected):
+        missing = wrong[0] in expected
+        raise UserError.at(
+            f"modules on rank {topology.rank}",
+            found=f"{'no' if missing else 'a'} module `{wrong[0]}`",
+            expected=f"those of this rank: {', '.join(expected) or 'none'}",
+            because="ranks of a module reduce its gradients together",
+            fix="pass the part of each module that this rank holds, and None or nothing for others",
+        )
+    for chunks in given.values():
+        reshard(chunks)
+    found = tuple(_hold(topology, name, given[name]) for name in expected)  # Before ranks wait for each other.
+    owner: dict[int, str] = {}
+    for module in found:
+        for name, parameter in module.trained.items():
+            if (first := owner.setdefault(id(parameter), module.name)) != module.name:
+                where, fix = f"{name} in `{first}` too", "give each parameter to one module"
+                raise UserError.at(f"module `{module.name}`", found=where, expected="parameters of its own", fix=fix)
+    return found
+
+
+def unreduced(module: TrainedModule) -> str:
+    """The wrapper of PyTorch's that has not averaged gradients of the last backward pass, if one has not."""
+    for part in _wrappers(module.chunks):
+        # DDP's own note of the last forward pass.
+        if isinstance(part, DistributedDataParallel) and not part.require_forward_param_sync:
+            return "DistributedDataParallel"
+        if not has_reduced(part):
+            return "FSDP2"
+    return ""
+
+
+def reshard(chunks: Sequence[nn.Module]) -> None:
+    """Have what FSDP2 shards hold shards again. After a forward pass alone it does not: its parameters are others then,
+    and the next forward pass would take them as they are.
+    """
+    for part in _wrappers(chunks):
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def is_megatrons_ddp(module: nn.Module) -> bool:
+    """Whether this is Megatron's `DistributedDataParallel`, which keeps gradients in buffers of its own."""
+    return hasattr(module, "finish_grad_sync") and hasattr(module, "buffers") and hasattr(module, "ddp_config")
+
+
+def _chunks(module: Chunks | None) -> tuple[nn.Module, ...]:
+    if module is None:
+        return ()
+    return (module,) if isinstance(module, nn.Module) else tuple(module)
+
+
+def _wrappers(chunks: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """Each part that FSDP2, PyTorch's or Megatron's `DistributedDataParallel` wraps."""
+    parts = (part for chunk in chunks for part in chunk.modules())
+    return tuple(p for p in parts if isinstance(p, (DistributedDataParallel, FSDPModule)) or is_megatrons_ddp(p))
+
+
+def _hold(topology: Topology, name: str, chunks: tuple[nn.Module, ...]) -> TrainedModule:
+    layout = topology.layouts[name]
+    stages = tuple(layout.coordinate(topology.rank).pp + i * layout.pp for i in range(len(chunks)))
+    here, found, known = _Here(topology, name), dict[str, _Found](), set[int]()
+    for stage, chunk in zip(stages, chunks, strict=True):
+        inside = _Inside()
+        inside.add(chunk, _Around())
+        _require_megatron_fits(here, inside)
+        names = global_names(chunk)
+        for path, parameter in chunk.named_parameters():
+            if id(parameter) in known:
+                continue
+            known.add(id(parameter))
+            each = names.get(path, path)
+            if each in found or (layout.pp > 1 and path not in names):
+                each = f"stage {stage}: {path}"
+            found[each] = _Found(path, parameter, inside)
+    trained = {each: of for each, of in found.items() if of.parameter.requires_grad}
+    parameters, done = (
+        {each: of.parameter for each, of in found.items()},
+        {e: here.done(of) for e, of in trained.items()},
+    )
+    replicas, platform = topology.group(name, *GRADIENT_AXES), topology.platform
+    in_main_grad = frozenset(each for each, of in trained.items() if of.around.megatrons_ddp is not None)
+    if taken := [
+        each for each, of in trained.items() if each not in in_main_grad and hasattr(of.parameter, "main_grad")
+    ]:
+        raise UserError.at(
+            f"module `{name}`",
+            problem=f"{taken[0]} is in the buffers of an optimizer already",
+            because="they have the gradients, and ranks share the states",
+            fix="call `step` or `finish_gradients` of that optimizer, or build the module anew",
+        )
+    sharing = Wrapped(
+        parameters,
+        replicas,
+        platform.device,
+        done,
+        in_main_grad,
+        tuple(filter(is_megatrons_ddp, _wrappers(chunks))),
+        platform.prefers_all_reduce,
+    )
+    over_tp: dict[str, OverTp] = {
+        each: how for each, of in trained.items() if layout.tp > 1 and (how := _over_tp(of)) is not None
+    }
+    maps = tuple({each: here.slices(each, of, rank) for each, of in found.items()} for rank in range(layout.tp))
+    copies = [e for e, of in trained.items() if layout.pp > 1 and getattr(of.parameter, "shared_embedding", False)]
+    tied = copies[0] if copies else None
+    counts_elsewhere = tied is not None and getattr(found[tied].parameter, "shared", False)
+    return TrainedModule(
+        *(name, topology, stages, chunks, maps, held(maps), parameters, sharing, over_tp, tied),
+        tied_copy=tied if counts_elsewhere else None,
+    )
+
+
+def global_names(chunk: nn.Module) -> dict[str, str]:
+    """The names in the whole module of the parameters of a stage that has them: by its method `global_name`, or as
+    layers of Megatron-Core are numbered, which count over all stages.
+    """
+    own: Any = getattr(chunk, "global_name", None)
+    if callable(own):
+        return {path: str(own(path)) for path, _ in chunk.named_parameters()}
+    layers = {
+        path: f"{path.rpartition('.')[0]}.{number - 1}"
+        for path, part in chunk.named_modules()
+        if isinstance(number := getattr(part, "layer_number", None), int) and path.rpartition(".")[2].isdecimal()
+    }
+    numbered = {
+        path: layers[owner] + path.removeprefix(owner)
+        for path, _ in chunk.named_parameters()
+        for owner in layers
+        if path.startswith(f"{owner}.")
+    }
+    return {path: path for path, _ in chunk.named_parameters()} | numbered if layers else {}
+
+
+# --------------------------------------------------------------------------------- what wrappers have done
+
+
+class _Around(NamedTuple):
+    """Wrappers around a parameter, and of Megatron's models the outermost module and innermost configuration."""
+
+    ddp: DistributedDataParallel | None = None
+    megatrons_ddp: Any = None
+    model: nn.Module | None = None
+    config: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Inside:
+    """What is inside a module, by the identities of its parameters: what is `around` each, and what FSDP2 divides
+    gradients by, None for the number of its ranks.
+    """
+
+    around: dict[int, _Around] = field(default_factory=dict)
+    fsdp: dict[int, float | None] = field(default_factory=dict)
+
+    def add(self, part: nn.Module, outer: _Around) -> None:
+        """Walk through `part`, which has `outer` around it."""
+        for group in fsdp_groups(part):
+            self.fsdp.update(dict.fromkeys((id(each.sharded_param) for each in group.fsdp_params), _divisor_of(group)))
+        if isinstance(part, DistributedDataParallel):
+            outer = outer._replace(ddp=part)
+        elif is_megatrons_ddp(part):
+            outer = outer._replace(megatrons_ddp=part)
+        elif hasattr(config := getattr(part, "config", None), "tensor_model_parallel_size"):
+            outer = outer._replace(model=part if outer.model is None else outer.model, config=config)
+        self.around.update((id(parameter), outer) for parameter in part.parameters(recurse=False))
+        for child in part.children():
+            self.add(child, outer)
+
+
+class _Found(NamedTuple):
+    """A parameter: its path in the chunk that is `inside`."""
+
+    path: str
+    parameter: Any
+    inside: _Inside
+
+    @property
+    def around(self) -> _Around:
+        return self.inside.around[id(self.parameter)]
+
+
+@dataclass(frozen=True)
+class _Here:
+    """A module in the topology, as this rank sees it."""
+
+    topology: Topology
+    name: str
+
+    @property
+    def layout(self) -> Layout:
+        return self.topology.layouts[self.name]
+
+    def done(self, of: _Found) -> Done:
+        """What wrappers have done to a gradient. Raises `UserError`."""
+        degrees, (reduced, divisor) = self.layout.degrees, self._reduced(of)
+        left = tuple(axis for axis in GRADIENT_AXES if axis not in reduced and degrees[axis] > 1)
+        groups = [self.topology.group(self.name, axis) for axis in left]
+        if left and all(axis in left or degrees[axis] == 1 for axis in GRADIENT_AXES):
+            groups = [self.topology.group(self.name, *GRADIENT_AXES)]  # One that communicates along all of them.
+        others, copies = GRADIENT_AXES, 1
+        if is_sharded(of.parameter):
+            along = self.axes_of(of)
+            others, copies = tuple(axis for axis in GRADIENT_AXES if axis not in along), _copies(of.parameter)
+        return Done(left, tuple(groups), divisor, copies * prod(degrees[axis] for axis in others))
+
+    def _reduced(self, of: _Found) -> tuple[tuple[str, ...], float]:
+        """The axes along which a wrapper has reduced a gradient, and what it has thereby divided it by."""
+        degrees, around = self.layout.degrees, of.around
+        if around.megatrons_ddp is not None:
+            sums = around.megatrons_ddp.config.calculate_per_token_loss
+            return GRADIENT_AXES, 1.0 if sums else prod(degrees[axis] for axis in GRADIENT_AXES)
+        if (key := id(of.parameter)) in of.inside.fsdp:
+            axes = tuple(axis for axis in self.axes_of(of) if axis in GRADIENT_AXES)
+            return axes, of.inside.fsdp[key] or prod(degrees[axis] for axis in axes)
+        if around.ddp is not None:
+            ranks = torch.distributed.get_process_group_ranks(around.ddp.process_group)
+            return _axes_between(self, ranks, of.path, tp=False), len(ranks)
+        return (), 1.0
+
+    def axes_of(self, of: _Found) -> tuple[str, ...]:
+        """The axes along which a `DTensor` is. Raises `UserError`."""
+        return _axes_between(self, of.parameter.device_mesh.mesh.flatten().tolist(), of.path, tp=True)
+
+    def slices(self, name: str, of: _Found, rank: int) -> tuple[TensorSlice, ...]:
+        """The parts of the whole parameter that a rank along `tp` has."""
+        parameter, tp = of.parameter, self.layout.tp
+        rows = parameter.shape[0] if parameter.dim() else 1
+        if is_sharded(parameter) and "tp" in self.axes_of(of):
+            return (TensorSlice(f"{name} of tp {rank}", (0, rows)),)  # Each rank's own.
+        if tp == 1 or not getattr(parameter, "tensor_model_parallel", False):
+            return (TensorSlice(name, (0, rows)),)
+        if getattr(parameter, "partition_dim", 0) == 1 and parameter.dim() == 2:
+            width = parameter.shape[1]
+            return (TensorSlice(name, (0, rows), columns=(rank * width, rank * width + width)),)
+        return (TensorSlice(name, (rank * rows, rank * rows + rows)),)
+
+
+def _require_megatron_fits(here: _Here, inside: _Inside) -> None:
+    """Check that models of Megatron have no expert parallelism, which no layout has, and that their parameters still
+    say how they are split: `fully_shard` makes new ones that do not. Raises `UserError`.
+    """
+    layout, where = here.layout, f"module `{here.name}`"
+    if any((size := getattr(each.config, "expert_model_parallel_size", 1)) > 1 for each in inside.around.values()):
+        because, fix = "layouts have no expert parallelism yet", "set it to 1: experts are split over tp, or not at all"
+        found = f"config.expert_model_parallel_size {size}"
+        raise UserError.at(where, found=found, expected="1", because=because, fix=fix)
+    models = dict.fromkeys(each.model for key, each in inside.around.items() if key in inside.fsdp)
+    for model in models if layout.tp * layout.pp > 1 else ():
+        parts = () if model is None else model.modules()
+        sharded = [(part, p) for part in parts for p in part.parameters(recurse=False) if id(p) in inside.fsdp]
+        # Weights of layers that are split over tp say so.
+        split = [p for part, p in sharded if hasattr(part, "tp_group") and p is getattr(part, "weight", None)]
+        if sharded and not all(hasattr(p, "tensor_model_parallel") for p in split or [p for _, p in sharded]):
+            raise UserError.at(
+                where,
+                problem="parameters have lost the attributes that Megatron gave them, such as `tensor_model_parallel`",
+                because="FSDP2 puts new ones in their place, and sums over tp and between stages depend on them",
+                fix="keep vars(p) of each parameter by name before `fully_shard` and put them back after "
+                "(docs/library.md)",
+            )
+
+
+def _divisor_of(group: Any) -> float | None:
+    return None if group.gradient_divide_factor is None else float(group.gradient_divide_factor)
+
+
+def _axes_between(here: _Here, ranks: Sequence[int], name: str, *, tp: bool) -> tuple[str, ...]:
+    """The axes of the module's layout along which `ranks` lie: those of `GRADIENT_AXES`, and `tp` if that may be one.
+    Raises `UserError` if they are not all ranks along some.
+    """
+    topology, layout = here.topology, here.layout
+    mine = layout.coordinate(topology.rank)
+    places = [layout.coordinate(rank) for rank in ranks if rank in layout]
+    axes = tuple(axis for i, axis in enumerate(AXES) if any(place[i] != mine[i] for place in places))
+    along = {axis for axis in axes if axis in GRADIENT_AXES or (axis == "tp" and tp)}
+    if sorted(ranks) != list(layout.group_of(topology.rank, *along)):
+        raise UserError.at(
+            f"parameter {name} of `{here.name}`",
+            found=f"a wrapper over ranks {format_ranks(sorted(ranks))}",
+            expected=f"ranks along axes of its layout {layout}",
+            because="its gradients are summed along the other axes",
+            fix=f'wrap the module with a mesh or group of the topology, such as topology.mesh("{here.name}")["dp"]',
+        )
+    return axes
+
+
+def _copies(parameter: Any) -> int:
+    """How many ranks of the mesh of a `DTensor` have the same elements."""
+    mesh = parameter.device_mesh
+    # FSDP2 over tensor parallelism has a kind of shards of its own, which says that it is none.
+    return prod(mesh.size(dim) for dim, placement in enumerate(parameter.placements) if placement.is_replicate())
+
+
+def _over_tp(of: _Found) -> OverTp | None:
+    """As Megatron's `finalize_model_grads`."""
+    name, parameter = of.path, of.parameter
+    if getattr(parameter, "average_gradients_across_tp_domain", False):
+        return "mean"
+    norms_heads = getattr(of.around.config, "qk_layernorm", False) and ("q_layernorm" in name or "k_layernorm" in name)
+    return "sum" if norms_heads or getattr(parameter, "sequence_parallel", False) else None

@@ -1,0 +1,288 @@
+"""Steps of a graph of modules with pipeline stages, or on ranks that should work at the same time: by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_hetero.boundary.boundary import Boundary, Rows
+from megatron_hetero.boundary.loaded import LoadedPlan
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.errors import UserError
+from megatron_hetero.execution.checks import modules_in
+from megatron_hetero.execution.contract import DeviceMicroBatch, ModuleOnRank, StageModel, StepResult
+from megatron_hetero.execution.runtime import Interpreter
+from megatron_hetero.layout.edge import Edge, as_edge
+from megatron_hetero.schedule.builders import build_schedule
+from megatron_hetero.schedule.checks.check import check_schedule
+from megatron_hetero.schedule.program import Schedule
+from megatron_hetero.schedule.settings import ScheduleSettings
+from megatron_hetero.step.agreement import require_equal, shared
+from megatron_hetero.step.joint import JointOptimizer
+from megatron_hetero.watch.stopwatch import Stopwatch
+from megatron_hetero.watch.watchdog import Watchdog
+
+SUMS = "the sums of gradients over ranks"
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A pipeline stage after the first one, where the model itself does not say what it receives.
+
+    `hidden_shape`: of its hidden states, or a function of a micro-batch's input of the module that gives it.
+    """
+
+    model: Callable[..., Any]
+    hidden_shape: Sequence[int] | Callable[[Any], Sequence[int]]
+
+
+Model = Callable[..., Any] | Stage
+"""The model of a stage."""
+
+
+class _StageModel(nn.Module):
+    """A `Stage` as the interpreter calls it."""
+
+    def __init__(self, stage: Stage):
+        super().__init__()
+        self.model, self.shape = stage.model, stage.hidden_shape
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.model(*inputs)
+
+    def hidden_shape(self, batch: Any) -> Sequence[int]:
+        return self.shape(batch) if callable(self.shape) else self.shape
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatchInputs:
+    """This rank's part of a micro-batch.
+
+        MicroBatchInputs({"vision": pictures, "text": tokens}, {("vision", "text"): Rows(held, needed)})
+
+    `inputs`: of each module of this rank, by name, what all of its models are called with. A module that takes only
+    rows is given anything, such as `()`. Without an input, on all of its ranks alike, a module has no work in the
+    micro-batch and is not run. `rows`: by edge, or by the two modules that it joins.
+    """
+
+    inputs: Mapping[str, Any]
+    rows: Mapping[Any, Rows] = field(default_factory=dict)
+    """Which rows this rank holds and needs; without edges of which it does neither."""
+
+
+class Runner:
+    """Runs steps of the graph of a topology that `build` made. All ranks make one, and call it alike.
+
+    Models are called as the interpreter does (docs/library.md, section 5): with a module's input of the micro-batch,
+    with hidden states if the stage is not the first, and with the rows that enter it, if there are such edges. They
+    return rows, hidden states, or the sum of losses; several of them by name, and last stages "metrics" with further
+    sums.
+
+    Args:
+        topology: with a graph.
+        modules: of this rank, its stage of each, None or nothing for others; `Stage` where the model has no
+            `hidden_shape`. With virtual stages, of modules that `build` was told of, models by stage; or a
+            `ModuleOnRank`.
+        optimizer: of these modules, made by `build_optimizers`. Sums of gradients then begin within the last backward
+            pass of a step, where they are in buffers (`AdamW`, `SGD`).
+        settings: of graphs in which all modules feed one, see `ScheduleSettings`.
+        forward_only: modules without a backward pass, which nothing that trains feeds.
+        timeout_s, watch, watchdog, check: as for `Interpreter.build`.
+
+    Raises:
+        UserError: on all ranks, see `Interpreter.build`, `build_schedule` and `check_schedule`.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        modules: Mapping[str, Model | Mapping[int, Model] | ModuleOnRank | None],
+        *,
+        optimizer: JointOptimizer | None = None,
+        settings: ScheduleSettings | None = None,
+        forward_only: Collection[str] = (),
+        timeout_s: float = 300.0,
+        watch: Stopwatch | None = None,
+        watchdog: Watchdog | None = None,
+        check: bool = True,
+    ):
+        graph = topology.graph
+        if graph is None:
+            raise UserError.at("Runner", problem="the topology has no graph", fix="make it with `build`")
+        self.topology, self.graph, self._check = topology, graph, check
+        self._settings, self._forward_only, self._optimizer = settings, tuple(forward_only), optimizer
+        facts = {"check": str(check), "settings": str(settings), "forward_only": str(sorted(self._forward_only))}
+        require_equal(topology, "Runner", facts, "make it alike on all ranks")
+        if check:
+            shared(topology, lambda: _require_frozen(self._forward_only, modules))
+        # Of each object: a cache of the class would keep its groups, and their threads, alive.
+        self._cached_schedule = lru_cache(maxsize=8)(self._build_schedule)
+        if check:
+            self.schedule(1)  # What cannot run is refused now.
+        watchdog = watchdog or Watchdog.of_world(timeout_s, topology.platform)
+        self._boundaries = {edge: Boundary.of(topology, edge, watchdog, check=check) for edge in topology.planned}
+        given = {name: each for name, each in modules.items() if each is not None}
+        held = {name: _on_rank(topology, name, each, optimizer) for name, each in given.items()}
+        self.interpreter = Interpreter.build(
+            topology,
+            held,
+            width={edge: graph.width_of(edge) for edge in graph.edges},
+            dtype=graph.dtype,
+            outputs={edge: graph.outputs_of(edge) for edge in graph.edges},
+            transport=graph.transport,
+            watch=watch,
+            watchdog=watchdog,
+            check=check,
+        )
+
+    def __call__(self, micro_batches: Sequence[MicroBatchInputs], *, forward_only: bool | None = None) -> StepResult:
+        """Run a step; gradients accumulate in the parameters.
+
+        Args:
+            micro_batches: equally many on all ranks.
+            forward_only: whether there is no backward pass, as in an evaluation; default: inside `torch.no_grad()`.
+
+        Returns:
+            This rank's sums of losses and metrics by module; `total_loss` adds them up over ranks.
+
+        Raises:
+            UserError: on all ranks, with `check`. Ranks differ in the number of micro-batches or in `forward_only`, or
+                those of a module in whether it has an input; a module without one has rows; or rows are of no edge of
+                the graph or do not fit, see `Boundary.plan`.
+        """
+        forward_only = not torch.is_grad_enabled() if forward_only is None else forward_only
+        if self._check:
+            shared(self.topology, lambda: self._require_known(micro_batches))
+            facts = {"micro-batches": str(len(micro_batches)), "forward_only": str(forward_only)}
+            facts |= {
+                f"micro-batches with an input of `{name}`": self._with_input(name, micro_batches)
+                for name in self.topology.layouts
+            }
+            require_equal(self.topology, "Runner", facts, "give all ranks their part of the same micro-batches")
+        plans = self._plans(micro_batches)
+        if not any(self.topology.has(name) for name in self.topology.layouts):
+            return StepResult(torch.zeros((), device=self.topology.platform.device), {}, {})
+
+        def load(m: int) -> DeviceMicroBatch:
+            inputs = {name: given for name, given in micro_batches[m].inputs.items() if given is not None}
+            return DeviceMicroBatch(inputs, {edge: each[m] for edge, each in plans.items()})
+
+        return self.run(self.schedule(len(micro_batches), forward_only=forward_only), load)
+
+    def run(self, schedule: Schedule, load: Callable[[int], DeviceMicroBatch]) -> StepResult:
+        """Run a schedule of one's own, with plans of one's own, see `Interpreter.run`. Gradients accumulate in the
+        parameters.
+        """
+        if self._optimizer is None or not torch.is_grad_enabled():
+            return self.interpreter.run(schedule, load)
+        optimizer, watchdog = self._optimizer, self.interpreter.watchdog
+
+        def start_sums(module: str) -> None:
+            with watchdog.doing(lambda: f"{SUMS}, with all other ranks,"):
+                optimizer.start_sums(module)
+
+        return self.interpreter.run(schedule, load, start_sums, optimizer.expect)
+
+    def schedule(self, micro_batches: int, *, forward_only: bool = False) -> Schedule:
+        """The checked schedule of a step."""
+        return self._cached_schedule(micro_batches, forward_only)
+
+    def _build_schedule(self, micro_batches: int, forward_only: bool) -> Schedule:
+        layouts, edges = self.topology.layouts, self.graph.edges
+        frozen = tuple(layouts) if forward_only else self._forward_only
+        schedule = build_schedule(layouts, micro_batches, self._settings, forward_only=frozen, edges=edges)
+        check_schedule(schedule)
+        return schedule
+
+    def _plans(self, micro_batches: Sequence[MicroBatchInputs]) -> dict[Edge, list[LoadedPlan]]:
+        """By edge, the plans of all micro-batches. The ranks of an edge share its errors, and then all ranks do."""
+        plans: dict[Edge, list[LoadedPlan]] = {}
+        problems: list[UserError] = []
+        layouts = self.topology.layouts
+        given = [{as_edge(ends, layouts): rows for ends, rows in each.rows.items()} for each in micro_batches]
+        for edge, boundary in self._boundaries.items():
+            try:
+                plans[edge] = boundary.plans([each.get(edge, Rows()) for each in given])
+            except UserError as error:
+                problems.append(error)
+
+        def require() -> None:
+            if problems:
+                raise problems[0]
+
+        if self._check:
+            shared(self.topology, require)
+        else:
+            require()
+        return plans
+
+    def _with_input(self, name: str, micro_batches: Sequence[MicroBatchInputs]) -> str | None:
+        """The numbers of the micro-batches in which a module of this rank has an input."""
+        if not self.topology.has(name):
+            return None
+        return str([m for m, each in enumerate(micro_batches) if each.inputs.get(name) is not None])
+
+    def _require_known(self, micro_batches: Sequence[MicroBatchInputs]) -> None:
+        """Check that inputs are of modules of this rank, rows of edges of the graph, and that modules with rows have an
+        input.
+        """
+        rank, held = self.topology.rank, [name for name in self.topology.layouts if self.topology.has(name)]
+        for each in micro_batches:
+            if unknown := [name for name, given in each.inputs.items() if given is not None and name not in held]:
+                where, expected = f"Runner on rank {rank}: inputs", f"those of {', '.join(held) or 'no module'}"
+                fix = "give the inputs of this rank's modules"
+                raise UserError.at(where, found=f"an input of `{unknown[0]}`", expected=expected, fix=fix)
+            for ends, rows in each.rows.items():
+                if (edge := as_edge(ends, self.topology.layouts)) not in self.graph.edges:
+                    edges = ", ".join(map(str, self.graph.edges)) or "none"
+                    where, fix = f"Runner on rank {rank}: rows", "name an edge of the graph"
+                    raise UserError.at(where, found=f"rows of `{edge}`", expected=f"of {edges}", fix=fix)
+                if not isinstance(rows, Rows):
+                    where, found = f"Runner on rank {rank}: rows of `{edge}`", f"a {type(rows).__name__}"
+                    raise UserError.at(where, found=found, expected="`Rows`", fix="write `Rows(held, needed)`")
+                for name, ids, what in ((edge.source, rows.held, "held"), (edge.target, rows.needed, "needed")):
+                    if _number_of(ids) and name in held and each.inputs.get(name) is None:
+                        raise UserError.at(
+                            f"Runner on rank {rank}: inputs",
+                            found=f"none of `{name}`, and {_number_of(ids)} {what} rows of `{edge}`",
+                            expected="an input where there are rows",
+                            because="a module without an input is not run",
+                            fix="give it one, such as `()` for a module that takes only rows",
+                        )
+
+
+def _number_of(ids: Any) -> int:
+    """1 of what is no list of ids, which `Boundary.plan` refuses."""
+    return len(ids) if hasattr(ids, "__len__") and getattr(ids, "ndim", 1) else 1
+
+
+def _require_frozen(names: Collection[str], modules: Mapping[str, Any]) -> None:
+    """Check that what runs without a backward pass is not to be trained."""
+    for name in names:
+        given = modules.get(name)
+        if any(p.requires_grad for each in modules_in(given) for p in each.parameters(recurse=False)):
+            because, fix = "they would get no gradients", f"freeze them: `{name}.requires_grad_(False)`"
+            where, problem = f"Runner: forward_only `{name}`", "it has parameters that require gradients"
+            raise UserError.at(where, problem=problem, because=because, fix=fix)
+
+
+def _on_rank(topology: Topology, name: str, given: Any, optimizer: JointOptimizer | None) -> ModuleOnRank:
+    """A module as the interpreter takes it."""
+    if isinstance(given, ModuleOnRank):
+        return given
+    trained = [each for each in optimizer.modules if each.name == name] if optimizer else []
+    gathered = {n: of for each in trained for n, of in zip(each.stages, each.data_parallel.gathered, strict=False)}
+    return ModuleOnRank(_stages(topology, name, given), gathered=gathered)
+
+
+def _stages(topology: Topology, name: str, given: Any) -> dict[int, StageModel]:
+    """The models of a module by stage."""
+    if not isinstance(given, Mapping):
+        layout = topology.layouts.get(name)
+        given = {layout.coordinate(topology.rank).pp if layout and topology.rank in layout else 0: given}
+    return {stage: _StageModel(each) if isinstance(each, Stage) else each for stage, each in given.items()}

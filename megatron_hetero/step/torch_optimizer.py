@@ -1,0 +1,140 @@
+"""Optimizers of PyTorch, for 16-bit parameters with fp32 copies of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megatron_hetero.step.gradients import squares_of
+from megatron_hetero.step.module import TrainedModule
+from megatron_hetero.step.wrapped import local
+
+
+class MasterOptimizer(Optimizer):
+    """An optimizer of PyTorch, of parameters of which the 16-bit ones have fp32 copies that it updates.
+
+    To PyTorch's checkpoints (`torch.distributed.checkpoint.state_dict`) and schedulers it is an optimizer of the
+    parameters themselves, with the copy in the state of each as `master`. `masters`: the copies, by parameter; a
+    step takes their gradients, or where they have none that of the parameter.
+    """
+
+    def __init__(self, parameters: Sequence[Any], make: Callable[[list[Any]], Optimizer]):
+        self.masters: dict[Any, Any] = {p: nn.Parameter(p.detach().float()) for p in parameters if p.element_size() < 4}
+        for p, master in self.masters.items():
+            vars(master).update({key: value for key, value in vars(p).items() if not key.startswith("_")})
+        self.inner = make([self.masters.get(p, p) for p in parameters])
+        of_master = {master: p for p, master in self.masters.items()}
+        groups = [
+            {**group, "params": [of_master.get(p, p) for p in group["params"]]} for group in self.inner.param_groups
+        ]
+        super().__init__(groups, self.inner.defaults)
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """By parameter, with `master`; empty before the first step."""
+        kept, found = self.inner.state, {}
+        for p in chain.from_iterable(group["params"] for group in self.param_groups) if kept else ():
+            master = self.masters.get(p)
+            found[p] = kept[p] if master is None else {**kept[master], "master": master.detach()}
+        return found
+
+    @state.setter
+    def state(self, _: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        pass  # PyTorch's class sets it.
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update the copies, and the parameters from them."""
+        _copy_settings(self.param_groups, self.inner.param_groups)
+        for p, master in self.masters.items():
+            if master.grad is None and p.grad is not None:
+                master.grad = p.grad.float()
+        self.inner.step()
+        for p, master in self.masters.items():
+            p.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of parameters and copies."""
+        super().zero_grad(set_to_none)
+        self.inner.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of PyTorch, with `master` in the state of each 16-bit parameter."""
+        found = self.inner.state_dict()
+        for number, p in enumerate(chain.from_iterable(group["params"] for group in self.param_groups)):
+            if p in self.masters:
+                found["state"][number] = {**found["state"].get(number, {}), "master": self.masters[p].detach()}
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take the state, the copies and from them the parameters."""
+        saved = state_dict["state"]
+        others = {key: {name: v for name, v in own.items() if name != "master"} for key, own in saved.items()}
+        self.inner.load_state_dict({**state_dict, "state": others})
+        _copy_settings(self.inner.param_groups, self.param_groups)
+        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, p in zip(keys, own, strict=True):
+            if p in self.masters:
+                self.masters[p].copy_(saved[key]["master"])
+                p.copy_(self.masters[p])
+
+
+def _copy_settings(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """What groups say besides their parameters."""
+    for own, other in zip(source, target, strict=True):
+        other.update({name: value for name, value in own.items() if name != "params"})
+
+
+class TorchOptimizer:
+    """An optimizer of PyTorch of a module. With `masters`, 16-bit parameters have fp32 copies, which it updates."""
+
+    def __init__(self, module: TrainedModule, make: Callable[[list[nn.Parameter]], Optimizer], masters: bool = False):
+        self.module = module
+        own: list[Any] = list(module.trained.values())
+        self.optimizer = MasterOptimizer(own, make) if masters else make(own)
+        self._masters = self.optimizer.masters if isinstance(self.optimizer, MasterOptimizer) else {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer."""
+        return self.optimizer.param_groups
+
+    def squares(self) -> Tensor:
+        """What this rank adds to the square of the norm of the module's gradients, fp64 []."""
+        return squares_of(self.module)
+
+    @torch.no_grad()
+    def update(self, scale: float | Tensor, step: int | None = None) -> None:
+        """Update with the gradients times `scale`."""
+        for p, master in self._masters.items():
+            master.grad = p.grad.float()
+        used: list[Any] = [self._masters.get(p, p) for p in self.module.trained.values()]
+        if isinstance(scale, Tensor) or scale != 1.0:
+            torch._foreach_mul_([local(p.grad) for p in used], scale)
+        self.optimizer.step()
+
+    def zero(self) -> None:
+        """Forget the gradients of the copies."""
+        for master in self._masters.values():
+            master.grad = None
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Take the copies from the weights."""
+        for p, master in self._masters.items():
+            master.copy_(p)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer."""
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave."""
+        self.optimizer.load_state_dict(state["optimizer"])

@@ -1,0 +1,160 @@
+"""How ranks share a module that the user has wrapped, or that has no wrapper and an optimizer of PyTorch.
+
+wrapper                     gradients after the backward pass          what is left to do
+none                        of this rank's tokens                      sums over sp, cp and dp
+FSDP2 (`fully_shard`)       shards, their mean over the mesh           times the mesh's ranks; sums over other axes
+PyTorch's DDP               their mean over its group                  times the group's ranks; sums over other axes
+Megatron's DDP              of this rank's tokens, in `main_grad`      its own `finish_grad_sync`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from megatron_hetero.step.buffers import Range
+from megatron_hetero.step.data_parallel import DataParallel
+from megatron_hetero.step.reduction import sum_over
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a wrapper has done to the gradient of a parameter, and what that leaves.
+
+    Attributes:
+        axes: along which it is still to be summed.
+        groups: the same as groups of ranks, one after the other.
+        factor: what it is to be multiplied by, since a wrapper has divided it.
+        copies: ranks of the module's stage along sp, cp and dp, and along the axes of the wrapper's mesh, that then
+            have the same elements.
+    """
+
+    axes: tuple[str, ...]
+    groups: tuple[dist.ProcessGroup, ...]
+    factor: float
+    copies: int
+
+
+@dataclass(frozen=True, eq=False)
+class Wrapped(DataParallel):
+    """Weights and gradients are where the user's wrapper has them, if there is one.
+
+    Attributes:
+        device: where this rank computes.
+        done: by parameter that trains.
+        in_main_grad: those of them whose gradients are in the buffers of Megatron's `DistributedDataParallel`; with its
+            distributed optimizer each rank has the sums of its own share only.
+        ddps: these wrappers.
+        prefers_all_reduce: whether the platform sums everything for each rank.
+    """
+
+    device: torch.device
+    done: Mapping[str, Done]
+    in_main_grad: frozenset[str] = frozenset()
+    ddps: tuple[Any, ...] = ()
+    prefers_all_reduce: bool = False
+
+    @property
+    @override
+    def sharded(self) -> bool:
+        return False
+
+    @override
+    def copies(self, name: str) -> int:
+        return self.done[name].copies
+
+    @property
+    @override
+    def owned(self) -> Mapping[str, Range]:
+        return {name: self.accumulated(name)[1] for name in self.done}
+
+    @property
+    @override
+    def summed(self) -> Sequence[Tensor]:
+        return [self._gradient(name) for name in self.done]
+
+    @property
+    @override
+    def lives_on(self) -> bool:
+        return next(iter(self.done), None) in self.in_main_grad
+
+    @property
+    @override
+    def marked(self) -> Any:
+        for name in self.done:
+            parameter: Any = self.parameters[name]
+            gradient = parameter.main_grad if name in self.in_main_grad else parameter.grad
+            return None if gradient is None else local(gradient)
+        return None
+
+    @override
+    def kept(self, name: str) -> Range:
+        return 0, local(self.parameters[name]).numel()
+
+    @override
+    def weights(self, name: str) -> Tensor:
+        return local(self.parameters[name].detach()).view(-1)
+
+    @override
+    def accumulated(self, name: str) -> tuple[Tensor, Range]:
+        gradient = self._gradient(name)
+        return gradient.view(-1), (0, gradient.numel())
+
+    @override
+    def zero_gradients(self, *, set_to_none: bool = True) -> None:
+        for ddp in self.ddps:
+            ddp.zero_grad_buffer()
+        for parameter in (self.parameters[name] for name in self.done):
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+
+    @override
+    def start_reducing(self) -> Tensor:
+        return torch.ones((), dtype=torch.float64, device=self.device)
+
+    @torch.no_grad()
+    @override
+    def reduce(self) -> None:
+        for ddp in self.ddps:
+            ddp.finish_grad_sync(force_all_reduce=self.prefers_all_reduce)
+        for groups in dict.fromkeys(done.groups for done in self.done.values()):
+            gradients = [self._gradient(name) for name, done in self.done.items() if done.groups == groups]
+            for group in groups:
+                sum_over(gradients, group)
+        for factor in dict.fromkeys(done.factor for done in self.done.values()):
+            if factor != 1:
+                own = [self._gradient(name) for name, done in self.done.items() if done.factor == factor]
+                torch._foreach_mul_(own, factor)
+
+    @torch.no_grad()
+    def _gradient(self, name: str) -> Tensor:
+        """This rank's part of a gradient; zeros where there is none."""
+        parameter: Any = self.parameters[name]
+        if name in self.in_main_grad:
+            return parameter.main_grad
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif is_sharded(parameter) and parameter.grad.placements != parameter.placements:
+            # With tensor parallelism of PyTorch, sums over `tp` may still be to be formed.
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        elif not parameter.grad.is_contiguous():
+            parameter.grad = parameter.grad.contiguous()
+        return local(parameter.grad)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a `DTensor`; other tensors as they are."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether this is a `DTensor`."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")

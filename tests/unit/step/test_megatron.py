@@ -1,0 +1,133 @@
+"""Megatron's `GPTModel` in the layouts of a topology as it comes, beside `parallel_state`, and in Megatron's loop."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import random as megatron_random
+
+from megatron_hetero.distributed.local_group import LocalGroup
+from megatron_hetero.errors import UserError
+from megatron_hetero.layout.layout import Layout
+from megatron_hetero.step.megatron import megatron_schedule, prepare_megatron
+from tests.support.pool import platform
+from tests.support.ranks import on_ranks
+from tests.unit.step import gpt, running
+
+STREAM = "model-parallel-rng"
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(4, timeout_s=40)
+def test_a_gpt_model_runs_with_its_own_initialisation(sequence_parallel: bool) -> None:
+    """As on a GPU, which draws each rank's weights from Megatron's stream."""
+    topology = running.topology_of(text="tp:2,dp:2")
+    config = gpt.configuration(topology.layouts["text"], sequence_parallel=sequence_parallel)
+    model = gpt.model(config, topology.collection("text"))
+    (sample,) = gpt.samples(1)
+    loss = gpt.loss_of(model, sample)
+    loss.backward()
+    losses = [torch.empty(()) for _ in range(4)]
+    dist.all_gather(losses, loss.detach())
+    assert torch.stack(losses).eq(loss.detach()).all()
+    weight = dict(model.named_parameters())["decoder.layers.0.mlp.linear_fc1.weight"]
+    weights = [torch.empty_like(weight) for _ in range(4)]
+    dist.all_gather(weights, weight.detach())
+    assert torch.equal(weights[0], weights[2]) and torch.equal(weights[1], weights[3])
+    assert not torch.equal(weights[0], weights[1])
+
+
+@on_ranks(4, timeout_s=40)
+def test_seeds_decide() -> None:
+    topology, drawn = running.topology_of(vision="dp:4", text="tp:2,pp:2"), {}
+    tracker: Any = megatron_random.get_cuda_rng_tracker()
+    for seed in (1, 2, 1):
+        prepare_megatron(topology, seed)
+        with tracker.fork(STREAM):
+            inside = torch.rand(4)
+        outside = torch.rand(4)
+        found = drawn.setdefault(seed, (inside, outside))
+        assert torch.equal(found[0], inside) and torch.equal(found[1], outside)
+    everywhere = [torch.empty(8) for _ in range(4)]
+    dist.all_gather(everywhere, torch.cat(drawn[1]))
+    assert all(torch.equal(each[4:], everywhere[0][4:]) for each in everywhere)
+    assert len({tuple(each[:4].tolist()) for each in everywhere}) == 4
+    assert not torch.equal(drawn[1][0], drawn[2][0])
+
+
+@on_ranks(8, timeout_s=60)
+def test_collections_are_complete_and_communicate() -> None:
+    """Along each group that Megatron may communicate in."""
+    layout = Layout.parse("tp:2,cp:2,pp:2", 8)
+    topology = running.Topology.build({"text": layout}, platform())
+    groups, mine = topology.collection("text"), torch.ones(())
+    assert {field.name for field in fields(ProcessGroupCollection)} <= vars(groups).keys()
+    for name in {field.name for field in fields(ProcessGroupCollection)} - {"hcp", "inter_dist_opt", "pos_embd"}:
+        group = getattr(groups, name)
+        assert not isinstance(group, LocalGroup) or group.size() == 1, name
+        total = mine.clone()
+        dist.all_reduce(total, group=group)
+        assert total == group.size(), name
+    assert groups.tp_dp_cp.size() == groups.tp_cp.size() == 4 and groups.intra_dist_opt.size() == 8
+
+
+@on_ranks(4, timeout_s=40)
+def test_parallel_state_stays_as_it_was() -> None:
+    """A program that has initialised it, with a layout other than the module's."""
+    parallel_state.destroy_model_parallel()
+    try:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        platform().prepare_megatron()
+        megatron_random.model_parallel_cuda_manual_seed(7)
+        tracker: Any = megatron_random.get_cuda_rng_tracker()
+        states, buffer = tracker.get_states(), parallel_state.get_global_memory_buffer()
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        topology = running.topology_of(text="tp:4")
+        assert parallel_state.get_global_memory_buffer() is buffer
+        assert all(torch.equal(tracker.get_states()[name], state) for name, state in states.items())
+        config = gpt.configuration(topology.layouts["text"], sequence_parallel=True)
+        model, reference = gpt.model(config, topology.collection("text")), gpt.whole(topology.rank)
+        gpt.fill(model, reference)
+        sample = gpt.samples(5)[-1]
+        expected = gpt.loss_of(reference, sample)
+        assert abs(gpt.loss_of(model, sample) - expected) < 1e-6 * expected
+        assert parallel_state.get_tensor_model_parallel_group() is group and group.size() == 2
+        assert str(Layout.from_mpu()) == "tp:2,dp:2@0-3"
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@on_ranks(4, timeout_s=40)
+def test_layouts_of_parallel_state_that_cannot_be_expressed() -> None:
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(UserError, match=r"Layout\.from_mpu: found no parallel state"):
+        Layout.from_mpu()
+    try:
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, order="tp-cp-ep-pp-dp")
+        with pytest.raises(UserError, match=r"Layout\.from_mpu: found ranks .* along dp, expected 1 between them"):
+            Layout.from_mpu()
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@on_ranks(2, timeout_s=40)
+def test_schedules_that_do_not_fit_are_refused() -> None:
+    topology = running.topology_of_world(2, text="pp:2")
+    with pytest.raises(UserError, match=r"found config\.pipeline_model_parallel_size 1, expected 2, its pp"):
+        megatron_schedule(topology, "text", gpt.configuration())
+    config = gpt.configuration(topology.layouts["text"], calculate_per_token_loss=False)
+    with pytest.raises(UserError, match=r"found config\.calculate_per_token_loss False"):
+        megatron_schedule(topology, "text", config)
+    config = gpt.configuration(topology.layouts["text"], num_layers=4, virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(UserError, match=r"found virtual stages on pp:2 and config\.overlap_p2p_comm False"):
+        megatron_schedule(topology, "text", config)
+    config = gpt.configuration(topology.layouts["text"])
+    config.finalize_model_grads_func = print
+    with pytest.raises(UserError, match=r"config\.finalize_model_grads_func is set"):
+        megatron_schedule(topology, "text", config)

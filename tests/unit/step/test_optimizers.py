@@ -1,0 +1,454 @@
+"""`build_optimizers` against one optimizer of PyTorch in one process: several steps of two modules that are clipped
+together, in layouts, wrappers and kinds of optimizers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.errors import UserError
+from megatron_hetero.step.finish import finish_gradients
+from megatron_hetero.step.joint import build_optimizers
+from tests.support.ranks import on_ranks
+from tests.unit.step import gpt, running
+
+STEPS, CLIP, RATE, DECAY = 3, 0.05, 0.02, 0.1
+INPUTS, ROWS = 12, 8
+
+
+def adam(**options: Any) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam", lr=RATE, min_lr=0.0, weight_decay=DECAY, adam_eps=1e-3, clip_grad=CLIP, **options
+    )
+
+
+def of_pytorch(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=RATE, eps=1e-3)
+
+
+def vision(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(INPUTS, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def pictures(step: int) -> Tensor:
+    """[ROWS, INPUTS]."""
+    return torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(step)).float()
+
+
+def loss_of_rows(model: nn.Module, rows: Tensor) -> Tensor:
+    return (model(rows) ** 2).sum()
+
+
+def batch_of(step: int) -> list[gpt.Sample]:
+    return gpt.samples(8)[step % 2 :][:4] + gpt.samples(4)
+
+
+def alone(rank: int, tied: bool, frozen: bool) -> tuple[list[float], nn.Module, gpt.GPTModel]:
+    """Norms of each step and the trained modules, in one process."""
+    images, text = vision(), gpt.whole(rank, tied=tied)
+    images.requires_grad_(not frozen)
+    trained = [p for module in (images, text) for p in module.parameters() if p.requires_grad]
+    optimizer, norms = of_pytorch(trained), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = batch_of(step)
+        losses = [gpt.loss_of(text, sample) for sample in batch]
+        if not frozen:
+            losses.append(loss_of_rows(images, pictures(step)))
+        (torch.stack(losses).sum() / sum(sample.supervised for sample in batch)).backward()
+        norms.append(nn.utils.clip_grad_norm_(trained, CLIP).item())
+        optimizer.step()
+    return norms, images, text
+
+
+def require_weights(topology: Topology, model: Any, reference: gpt.GPTModel, tied: bool) -> None:
+    part = model if isinstance(model, gpt.GPTModel) else model.module
+    for name, (own, theirs) in gpt.counterparts(part, reference, tied).items():
+        found = own.full_tensor() if hasattr(own, "full_tensor") else own
+        right = gpt.shard(theirs, own, part.pg_collection)
+        assert gpt.apart(found, right) < 1e-5, (topology.rank, name, gpt.apart(found, right))
+
+
+CASES = [
+    ("dp:4", "plain", "tp:2,dp:2", "plain", adam(), True, False),
+    ("dp:4", "fsdp", "tp:2,dp:2", "plain", adam(), False, False),
+    ("dp:4", "plain", "tp:2,dp:2", "megatron", adam(), True, False),
+    ("dp:2@0-1", "plain", "tp:2@2-3", "megatron", adam(), True, False),
+    ("dp:2@0-1", "plain", "tp:2@2-3", "plain", adam(), True, True),
+    ("dp:4", "ddp", "pp:2,dp:2", "plain", of_pytorch, True, False),
+    ("dp:1@0", "plain", "tp:2,pp:2", "megatron", adam(), True, False),
+    ("dp:4", "fsdp", "tp:2,dp:2", "zero1", adam(use_distributed_optimizer=True), True, False),
+    ("dp:4", "fsdp", "pp:2,dp:2", "zero1", adam(use_distributed_optimizer=True), True, False),
+    ("dp:4", "plain", "dp:4", "fsdp", of_pytorch, False, False),
+]
+
+
+@pytest.mark.parametrize("images, image_wrapper, text, text_wrapper, config, tied, frozen", CASES)
+@on_ranks(4, timeout_s=40)
+def test_steps_norms_and_weights_are_those_of_one_process(
+    images: str, image_wrapper: str, text: str, text_wrapper: str, config: Any, tied: bool, frozen: bool
+) -> None:
+    train(images, image_wrapper, text, text_wrapper, config, tied, frozen)
+
+
+@pytest.mark.parametrize("images, text", [("dp:2@0-1", "tp:2@2-3"), ("dp:4", "tp:2,pp:2")])
+@on_ranks(4, timeout_s=60, fixture="rules_pools")
+def test_the_same_under_nccls_rules(images: str, text: str) -> None:
+    train(images, "plain", text, "plain", adam(), True, False)
+
+
+def train(images: str, image_wrapper: str, text: str, text_wrapper: str, config: Any, tied: bool, frozen: bool) -> None:
+    topology = running.topology_of(vision=images, text=text)
+    norms, own_images, own_text = alone(topology.rank, tied, frozen)
+    modules, reference = build(topology, image_wrapper, text_wrapper, tied, frozen)
+    optimizer = build_optimizers(topology, modules, config, clip_grad=CLIP)
+    assert ("vision" in optimizer.parts) == (topology.has("vision") and not frozen)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = batch_of(step)
+        if topology.has("vision") and not frozen:
+            layout = topology.layouts["vision"]
+            rows = pictures(step)[layout.replica_of(topology.rank) :: layout.dp]
+            loss_of_rows(modules["vision"], rows).backward()
+        mine = running.backward(topology, modules["text"], batch)[1] if topology.has("text") else 0
+        norm = optimizer.step(tokens=running.tokens_of(topology, mine))
+        assert gpt.apart(optimizer.norms.square().sum().sqrt(), norm) < 1e-6
+        assert norm > CLIP, "the test would not see that gradients are clipped"
+        assert abs(norm.item() - norms[step]) < 1e-5 * norms[step], (step, norm.item(), norms)
+    if topology.has("text"):
+        require_weights(topology, modules["text"], own_text, tied)
+    if topology.has("vision"):
+        for own, theirs in zip(modules["vision"].parameters(), own_images.parameters(), strict=True):
+            found = own.full_tensor() if hasattr(own, "full_tensor") else own
+            assert gpt.apart(found, theirs) < 1e-5
+    assert reference is not own_text
+
+
+def build(
+    topology: Topology, image_wrapper: str, text_wrapper: str, tied: bool, frozen: bool
+) -> tuple[dict[str, Any], gpt.GPTModel]:
+    modules, reference = {}, gpt.whole(topology.rank, tied=tied)
+    if topology.has("vision"):
+        images = vision()
+        if image_wrapper == "plain" and topology.layouts["vision"].replica_of(topology.rank):
+            images = vision(seed=topology.rank)  # Replicas get the weights of the first.
+        modules["vision"] = running.wrapped(images.requires_grad_(not frozen), image_wrapper, topology, "vision")
+    if topology.has("text"):
+        layout = topology.layouts["text"]
+        part = gpt.model(
+            gpt.configuration(layout, sequence_parallel=layout.tp > 1), topology.collection("text"), tied=tied
+        )
+        gpt.fill(part, reference, tied)
+        modules["text"] = running.wrapped(part, text_wrapper, topology)
+    return modules, reference
+
+
+@on_ranks(2, timeout_s=40)
+def test_a_learning_rate_scheduler_of_pytorch_drives_it() -> None:
+    topology = running.topology_of_world(2, vision="dp:1@0", text="dp:1@1")
+    weight = nn.Linear(2, 2)
+    name = "vision" if topology.rank == 0 else "text"
+    optimizer = build_optimizers(topology, {name: weight}, partial(torch.optim.SGD, lr=1.0))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    before = weight.weight.detach().clone()
+    for step in range(2):
+        optimizer.zero_grad()
+        weight.weight.sum().backward()
+        optimizer.step(tokens=4)
+        scheduler.step()
+        before -= 0.25 * 0.5**step
+        assert torch.allclose(weight.weight, before)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    with pytest.raises(UserError, match="found no modules, expected"):
+        optimizer.load_state_dict({})
+
+
+@pytest.mark.parametrize("kind", [partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW, adam()])
+@on_ranks(2, timeout_s=40)
+def test_one_cycle_by_its_defaults(kind: Any) -> None:
+    """It cycles momentum, also on a rank that trains nothing."""
+    topology = running.topology_of_world(2, vision="dp:1@0", text="dp:1@1")
+    weight = nn.Linear(2, 2).requires_grad_(topology.rank == 0)
+    optimizer = build_optimizers(topology, {"vision" if topology.rank == 0 else "text": weight}, kind)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
+    seen = []
+    for _ in range(9):
+        optimizer.zero_grad()
+        seen += [group["betas"][0] if "betas" in group else group["momentum"] for group in optimizer.param_groups]
+        weight.weight.sum().backward() if topology.rank == 0 else None
+        optimizer.step(tokens=1)
+        scheduler.step()
+    assert not seen if topology.rank else (min(seen) == pytest.approx(0.85, abs=0.01) and max(seen) > 0.94)
+
+
+@on_ranks(2, timeout_s=40)
+def test_optimizers_with_other_settings_on_other_ranks_are_refused() -> None:
+    topology = running.topology_of_world(2, text="dp:2")
+    for setting in ("check", "clip_grad"):
+        with pytest.raises(UserError, match=f"build_optimizers: {setting}: found .* on rank 0 and .* on rank 1"):
+            build_optimizers(topology, {"text": nn.Linear(2, 2)}, adam(), **{setting: topology.rank == 0})
+
+
+@pytest.mark.parametrize("wrapper, flat", [("plain", False), ("fsdp", False), ("plain", True)])
+@on_ranks(2, timeout_s=40)
+def test_pytorchs_checkpoints_have_the_fp32_copies(wrapper: str, flat: bool) -> None:
+    """Two steps are those of one, a checkpoint, and another in fresh objects."""
+    topology = running.topology_of_world(2, text="dp:2")
+
+    def fresh() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = running.wrapped(nn.Linear(4, 4).bfloat16(), wrapper, topology)
+        return model, build_optimizers(topology, {"text": model}, adam(bf16=True))
+
+    def step(model: nn.Module, optimizer: Any, number: int) -> None:
+        model(pictures(number)[:, :4].bfloat16()).square().sum().backward()
+        optimizer.step(tokens=8)
+        optimizer.zero_grad()
+
+    whole, model = fresh(), fresh()
+    for number in range(2):
+        step(*whole, number)
+    step(*model, 0)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved: Any = get_state_dict(model[0], model[1].parts["text"], options=options)
+    master = saved[1]["state.weight.master"] if flat else saved[1]["state"]["weight"]["master"]
+    assert master.dtype == torch.float32
+    other = fresh()
+    other[1].param_groups[0]["lr"] = 7.0
+    own: dict[str, Any] = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
+    set_state_dict(other[0], other[1].parts["text"], **own, options=options)
+    assert other[1].param_groups[0]["lr"] == RATE
+    step(*other, 1)
+    for expected, found in zip(whole[0].parameters(), other[0].parameters(), strict=True):
+        assert torch.equal(expected, found)
+    masters = zip(whole[1].parts["text"].masters.values(), other[1].parts["text"].masters.values(), strict=True)
+    assert all(torch.equal(expected, found) for expected, found in masters)
+
+
+@on_ranks(2, timeout_s=40)
+def test_wrong_uses_are_errors_on_all_ranks() -> None:
+    topology = running.topology_of_world(2, vision="dp:1@0", text="dp:1@1")
+    name, sgd = "vision" if topology.rank == 0 else "text", partial(torch.optim.SGD, lr=1.0)
+    with pytest.raises(
+        UserError, match=r"modules on rank 1: found no module `text`, expected those of this rank: text"
+    ):
+        build_optimizers(topology, {name: nn.Linear(2, 2)} if topology.rank == 0 else {}, sgd)
+    with pytest.raises(UserError, match="found no module|found a module `vision`"):
+        build_optimizers(topology, {"vision": nn.Linear(2, 2)}, sgd)
+    with pytest.raises(UserError, match="config of `text`: found configurations of vision, expected one of `text`"):
+        build_optimizers(topology, {name: nn.Linear(2, 2)}, {"vision": sgd})
+    with pytest.raises(UserError, match="config of `vision`: found str"):
+        build_optimizers(topology, {name: nn.Linear(2, 2)}, "adam")
+    configs = {"vision": OptimizerConfig(clip_grad=1.0), "text": OptimizerConfig(clip_grad=2.0)}
+    with pytest.raises(UserError, match=r"clip_grad: found 1\.0 and 2\.0"):
+        build_optimizers(topology, {name: nn.Linear(2, 2)}, configs)
+    config = OptimizerConfig(lr=1.0, use_distributed_optimizer=True)
+    with pytest.raises(UserError, match=r"`vision`: found config.use_distributed_optimizer"):
+        build_optimizers(topology, {name: nn.Linear(2, 2)}, config)
+    optimizer = build_optimizers(topology, {name: nn.Linear(2, 2)}, sgd)
+    with pytest.raises(UserError, match="tokens: found 0"):
+        optimizer.step(tokens=0)
+
+
+@on_ranks(2, timeout_s=40)
+def test_gradients_are_finished_once() -> None:
+    topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(2, 2, bias=False)
+    optimizer = build_optimizers(topology, {"text": model}, partial(torch.optim.SGD, lr=1.0))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        with pytest.raises(UserError, match="gradients of `text`: they are not finished"):
+            optimizer.step(tokens=None)
+        with pytest.raises(UserError, match="gradients: tokens: found 2 on rank 0 and 3 on rank 1"):
+            optimizer.step(tokens=2 + topology.rank)
+        finish_gradients(topology, {"text": model}, 2)
+        with pytest.raises(UserError, match="gradients of `text`: they are finished already"):
+            optimizer.step(tokens=2)
+        with pytest.raises(UserError, match="gradients of `text`: they are finished already"):
+            finish_gradients(topology, {"text": model}, 2)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = model.weight.detach().clone()
+        assert optimizer.step(tokens=None) == pytest.approx(1.0)
+        torch.testing.assert_close(model.weight, before - 0.5)
+    fresh = build_optimizers(topology, {"text": model}, partial(torch.optim.SGD, lr=1.0), check=False)
+    fresh.step(tokens=2)  # Whatever they are.
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp", "zero1"])
+@on_ranks(2, timeout_s=40)
+def test_gradients_are_applied_once(wrapper: str, clip: float) -> None:
+    """A second step, or one whose gradients were added to those of the step before, is refused."""
+    topology = running.topology_of_world(2, text="dp:2")
+    part = gpt.model(gpt.configuration(topology.layouts["text"]), topology.collection("text"))
+    model = running.wrapped(part, wrapper, topology)
+    config = adam(use_distributed_optimizer=wrapper == "zero1") if wrapper == "zero1" else of_pytorch
+    optimizer = build_optimizers(topology, {"text": model}, config, clip_grad=clip)
+    for _ in range(2):
+        running.backward(topology, model, batch_of(0))
+        optimizer.step(tokens=7)
+        with pytest.raises(UserError, match="gradients of `text`: they are those of the step before"):
+            optimizer.step(tokens=7)
+        with pytest.raises(UserError, match="gradients of `text`: they are those of the step before"):
+            optimizer.step(tokens=None)
+        running.backward(topology, model, batch_of(1))
+        with pytest.raises(UserError, match=r"Call `zero_grad\(\)` of this optimizer after each step"):
+            optimizer.step(tokens=7)
+        optimizer.zero_grad()
+
+
+@on_ranks(2, timeout_s=40)
+def test_an_evaluation_before_a_step_leaves_no_weights_behind() -> None:
+    """After a forward pass alone FSDP2 keeps whole weights, which the next one would take."""
+    topology, found = running.topology_of_world(2, text="dp:2"), []
+    for evaluates in (False, True):
+        model = running.wrapped(vision(), "fsdp", topology)
+        optimizer, losses = build_optimizers(topology, {"text": model}, of_pytorch), []
+        for step in range(3):
+            losses.append(loss_of_rows(model, pictures(step)))
+            losses[-1].backward()
+            if evaluates:
+                with torch.no_grad():
+                    model(pictures(step))
+            optimizer.step(tokens=ROWS)
+            optimizer.zero_grad()
+        found.append([loss.item() for loss in losses])
+    assert found[0] == found[1]
+
+
+@on_ranks(4, timeout_s=40)
+def test_replicas_of_shards_get_the_weights_of_the_first() -> None:
+    """Along axes that PyTorch's mesh does not have."""
+    for layout, sharded in (("sp:2,dp:2", "dp"), ("tp:2,dp:2", "tp")):
+        topology = running.topology_of(text=layout)
+        torch.manual_seed(topology.rank)
+        model: Any = nn.Sequential(nn.Linear(8, 8))
+        mesh = topology.mesh("text")[sharded]
+        if sharded == "tp":
+            parallelize_module(model, mesh, {"0": ColwiseParallel()})
+        else:
+            fully_shard(model, mesh=mesh)
+        build_optimizers(topology, {"text": model}, of_pytorch)
+        mine = [torch.cat([p.to_local().flatten() for p in model.parameters()])]
+        every: list[Any] = [None] * 4
+        dist.all_gather_object(every, mine[0].detach())
+        assert len({tuple(each.tolist()) for each in every}) == 2, layout
+
+
+@on_ranks(2, timeout_s=40)
+def test_megatrons_ddp_inside_a_module_of_the_user() -> None:
+    """Its weights move as if it were the whole module; what trains beside it is refused."""
+    topology = running.topology_of_world(2, text="dp:2")
+    trained = []
+    for deep in (False, True):
+        part = gpt.model(gpt.configuration(topology.layouts["text"]), topology.collection("text"))
+        gpt.fill(part, gpt.whole(topology.rank))
+        ddp = running.wrapped(part, "megatron", topology)
+        model = nn.ModuleDict({"language": ddp}) if deep else ddp
+        optimizer = build_optimizers(topology, {"text": model}, adam())
+        for step in range(2):
+            running.backward(topology, ddp, batch_of(step))
+            optimizer.step(tokens=7)
+            optimizer.zero_grad()
+        trained.append([p.detach().clone() for p in part.parameters()])
+    assert all(torch.equal(*each) for each in zip(*trained, strict=True))
+    beside = nn.ModuleDict({"language": ddp, "projector": nn.Linear(2, 2)})
+    with pytest.raises(UserError, match=r"found Megatron's .* not around projector\.weight, expected it around all"):
+        build_optimizers(topology, {"text": beside}, adam())
+
+
+@on_ranks(2, timeout_s=40)
+def test_weights_in_fp64() -> None:
+    topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(4, 4, bias=False, dtype=torch.float64)
+    optimizer = build_optimizers(topology, {"text": model}, partial(torch.optim.SGD, lr=1.0), clip_grad=1.0)
+    before = model.weight.detach().clone()
+    model.weight.sum().backward()
+    assert optimizer.step(tokens=2) == 4.0
+    torch.testing.assert_close(model.weight, before - 0.25, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2, timeout_s=40)
+def test_weights_in_bfloat16_are_updated_in_fp32() -> None:
+    """Each update is too small for them."""
+    topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(4, 4, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    config = OptimizerConfig(optimizer="sgd", lr=2**-10, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0, bf16=True)
+    optimizer = build_optimizers(topology, {"text": model}, config)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        assert optimizer.step(tokens=2) == 4.0
+    assert torch.equal(model.weight, torch.full((4, 4), 1 - 2**-8, dtype=torch.bfloat16))
+    nn.init.constant_(model.weight, 3.0)  # As by a checkpoint.
+    optimizer.reload_model_params()
+    optimizer.zero_grad()
+    model.weight.sum().backward()
+    optimizer.step(tokens=2)
+    assert torch.equal(model.weight, torch.full((4, 4), 3.0, dtype=torch.bfloat16))
+    with pytest.raises(UserError, match=r"found 16-bit parameters \(weight\) and config\.bf16 False"):
+        build_optimizers(topology, {"text": model}, OptimizerConfig(lr=1.0))
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "megatron", "zero1"])
+@on_ranks(4, timeout_s=40)
+def test_a_model_in_bfloat16(wrapper: str) -> None:
+    """Its norms are near those of fp32, and so is what it has learnt."""
+    topology = running.topology_of(text="tp:2,dp:2")
+    norms, _, expected = alone(topology.rank, False, True)
+    start = gpt.whole(topology.rank)
+    layout = topology.layouts["text"]
+    narrow = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    config = gpt.configuration(layout, sequence_parallel=True, **narrow)
+    part = gpt.model(config, topology.collection("text"))
+    gpt.fill(part, start)
+    model = running.wrapped(part, wrapper, topology)
+    settings = adam(bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=wrapper == "zero1")
+    optimizer = build_optimizers(topology, {"vision": None, "text": model}, settings)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        mine = running.backward(topology, model, batch_of(step))[1]
+        norm = optimizer.step(tokens=running.tokens_of(topology, mine))
+        assert abs(norm.item() - norms[step]) < 0.02 * norms[step]
+    # PyTorch's norms keep fp32 weights.
+    assert {p.dtype for p in part.parameters()} == {torch.bfloat16, torch.float32}
+    first, off, moved = dict(start.named_parameters()), [], []
+    for name, (own, theirs) in gpt.counterparts(part, expected).items():
+        off.append((own.float() - gpt.shard(theirs, own, part.pg_collection)).norm())
+        moved.append(gpt.shard(theirs - first[name], own, part.pg_collection).norm())
+    # Adam makes as much of small gradients as of large ones: it is all elements together that are near.
+    assert torch.stack(off).norm() < 0.15 * torch.stack(moved).norm()
+    for p in part.parameters():
+        p.detach().add_(1.0)  # Weights of another run; the optimizer's own copies would undo it.
+    optimizer.reload_model_params()
+    other = {name: p.detach().clone() for name, p in part.named_parameters()}
+    optimizer.zero_grad()
+    running.backward(topology, model, batch_of(0))
+    optimizer.step(tokens=1)
+    assert all((p - other[name]).abs().max() < 0.1 for name, p in part.named_parameters())
+
+
+@on_ranks(2, timeout_s=40)
+def test_replicas_that_differ_are_found() -> None:
+    topology, module = running.topology_of_world(2, text="dp:2"), nn.Linear(2, 2)
+    module.bias.requires_grad_(topology.rank == 0)
+    message = r"`text`: trainable parameters: parameter 1: found `bias`, .* on rank 0 and none on rank 1"
+    with pytest.raises(UserError, match=message):
+        build_optimizers(topology, {"text": module}, partial(torch.optim.SGD, lr=1.0))
+    dist.barrier()

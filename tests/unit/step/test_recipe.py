@@ -1,0 +1,132 @@
+"""SigLIP of `transformers` with `GPTModel` of Megatron-Core: losses and gradients are those of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_hetero import Boundary, build, finish_gradients, micro_batch, prepare_megatron, total_loss
+from megatron_hetero.cli.demo.records import draw, training_samples
+from tests.support.matrix import long
+from tests.support.ranks import on_ranks
+from tests.unit.step import running
+from tests.unit.step.one_process import OneProcess
+
+LAYOUTS = [
+    ("dp:4", "tp:2,dp:2"),
+    ("dp:4", "pp:2,dp:2"),
+    ("dp:2@0-1", "tp:2@2-3"),
+    ("dp:2@2-3", "dp:2@0-1"),
+    ("dp:1@0", "pp:3@1-3"),
+    ("dp:3@0-2", "tp:2@2-3"),
+    ("dp:4", "pp:2@1-2"),
+    ("dp:2@1-2", "tp:2,pp:2"),
+]
+MORE = [
+    ("dp:4", "dp:4"),
+    ("dp:4", "tp:4"),
+    ("dp:4", "tp:2,pp:2"),
+    ("dp:2@0-1", "pp:2@2-3"),
+    ("dp:3@0-2", "dp:1@3"),
+]
+"""For `make matrix`: whatever these have, a row above has, if with something else beside it."""
+WRAPPED = [
+    ("ddp", "ddp", "dp:4", "tp:2,dp:2"),
+    ("fsdp", "fsdp", "dp:2@0-1", "dp:2@2-3"),
+    ("fsdp", "fsdp", "dp:4", "tp:2,dp:2"),
+    ("plain", "fsdp", "dp:4", "dp:2@1-2"),
+    ("ddp", "plain", "dp:2@0-1", "dp:2@2-3"),
+]
+"""Wrappers of the tower and of the model, and their layouts."""
+MORE_WRAPPED = [
+    (*wrappers, *layouts)
+    for layouts in (("dp:4", "tp:2,dp:2"), ("dp:2@0-1", "dp:2@2-3"), ("dp:4", "dp:2@1-2"))
+    for wrappers in (("ddp", "ddp"), ("fsdp", "fsdp"), ("plain", "fsdp"), ("ddp", "plain"))
+    if (*wrappers, *layouts) not in WRAPPED
+]
+"""The same for `make matrix`: all wrappers in all layouts."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's data, for two steps: samples with one picture, two and none."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "images").mkdir()
+    lines = []
+    for number, sample in enumerate(training_samples(24, seed=5)):
+        lines.append(json.dumps(sample.record(f"{number}")))
+        for name, scene in zip(sample.files(f"{number}"), sample.scenes, strict=True):
+            draw(scene).save(folder / "images" / name)
+    (folder / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def train(vision: str, text: str, data: Path, *, fsdp: bool = False) -> None:
+    # Here, since it warns of what it imports, and in the tests' own process warnings are errors.
+    from examples import megatron_recipe as recipe
+
+    topology = build(recipe.GRAPH, vision=vision, text=text)
+    prepare_megatron(topology, seed=1)
+    samples, words = recipe.read_data(data, topology.platform.device)
+    modules = recipe.build_models(topology, words)
+    reference = OneProcess(recipe, topology, modules, words, recipe.RATE)
+    if fsdp and topology.has("vision"):
+        running.wrapped(modules["vision"], "fsdp", topology, "vision")
+    steps = []
+    for batch, loss in recipe.train(topology, modules, samples, steps=2):
+        steps.append(reference.compare(batch, loss))
+        reference.update()
+    first, second = steps
+    assert second.loss < first.loss
+    assert max(first.loss_apart, second.loss_apart) < 1e-6
+    assert first.gradients_apart < 1e-5
+    assert second.gradients_apart < 1e-3, "AdamW's first step follows the signs of rounding errors"
+
+
+@pytest.mark.parametrize("vision, text", [*LAYOUTS, *long(MORE)])
+@on_ranks(4)
+def test_any_layouts_train_as_one_process(vision: str, text: str, data: Path) -> None:
+    train(vision, text, data)
+
+
+@pytest.mark.parametrize("vision, text", [("dp:4", "tp:2,pp:2"), ("dp:2@0-1", "tp:2@2-3")])
+@on_ranks(4)
+def test_a_tower_in_shards(vision: str, text: str, data: Path) -> None:
+    train(vision, text, data, fsdp=True)
+
+
+@pytest.mark.parametrize("tower, model, vision, text", [*WRAPPED, *long(MORE_WRAPPED)])
+@on_ranks(4)
+def test_either_side_in_a_wrapper_of_pytorch(tower: str, model: str, vision: str, text: str, data: Path) -> None:
+    """In a plain loop: the interpreter refuses DDP, which reduces in each backward pass."""
+    from examples import megatron_recipe as recipe
+
+    topology = build(recipe.GRAPH, vision=vision, text=text)
+    samples, words = recipe.read_data(data, topology.platform.device)
+    prepare_megatron(topology, seed=1)
+    inner = recipe.build_models(topology, words)
+    reference = OneProcess(recipe, topology, inner, words, rate=0.1)
+    wrappers = {"vision": tower, "text": model}
+    modules: Any = {name: running.wrapped(each, wrappers[name], topology, name) for name, each in inner.items()}
+    link = Boundary.open(topology, "vision", "text") if inner else None
+    mine, batch = torch.zeros(()), samples[:16]
+    for at in range(0, 16, 4):
+        part = recipe.part_of(topology, batch[at : at + 4])
+        if link is None:
+            continue
+        with micro_batch(link):
+            made = modules["vision"](part.inputs["vision"]) if "vision" in modules else None
+            arrived = link(link.plans([part.rows["vision", "text"]])[0], made)
+            if "text" in modules:
+                loss = modules["text"](part.inputs["text"], arrived)
+                loss.backward()
+                mine += loss.detach()
+    tokens = torch.stack([sample.answers for sample in batch]).sum()
+    finish_gradients(topology, modules, tokens)
+    step = reference.compare(batch, total_loss(topology, "text", mine) / tokens)
+    assert step.loss_apart < 1e-6
+    assert step.gradients_apart < 1e-5
