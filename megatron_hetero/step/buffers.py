@@ -140,11 +140,11 @@ class Buffer:
         buckets, owned = list[Bucket](), dict[int, Range]()
         for (first, stop), numbers in places.buckets:
             low, high = (first, stop) if not sharded else _share(first, stop, group)
-            own = None if weights is None else weights[low:high]
+            own, whole = None if weights is None else weights[low:high], gradients[first:stop]
             buckets.append(
                 Bucket(
-                    gradients[first:stop],
-                    gradients[low:high] if sums_shares else gradients[first:stop],
+                    whole,
+                    gradients[low:high] if sums_shares else whole,
                     None if weights is None else weights[first:stop],
                     own,
                     tuple(ordered[n] for n in numbers),

@@ -144,7 +144,8 @@ class Replicated(DataParallel):
 
     `sums`: of the buckets; None where nothing trains. `gathers`: of their weights, where ranks update shares.
     `prefers_all_reduce`: whether the platform sums everything for each rank, as gloo does. `adds_up`: whether a
-    backward pass gives parameters several gradients.
+    backward pass gives parameters several gradients. `overlaps_gathers`: whether weights may still be on the way when a
+    stage runs: it then names its parts in `units()`, which wait for theirs.
     """
 
     memory: tuple[Buffer, ...]
@@ -152,6 +153,7 @@ class Replicated(DataParallel):
     gathers: WeightGathers | None
     prefers_all_reduce: bool
     adds_up: bool
+    overlaps_gathers: bool = False
 
     @classmethod
     def of(
@@ -203,7 +205,8 @@ class Replicated(DataParallel):
         sums, gathers = BucketSums(name, buckets, group, list(accumulate(trained))), None
         if sharded:
             gathers = WeightGathers(name, buckets, group, [part for chunk in chunks for part in parts_of_stage(chunk)])
-        return cls(parameters, group, memory, sums, gathers, prefers_all_reduce, adds_up)
+        overlaps = all(hasattr(chunk, "units") for chunk in chunks)
+        return cls(parameters, group, memory, sums, gathers, prefers_all_reduce, adds_up, overlaps)
 
     @property
     @override
@@ -288,6 +291,8 @@ class Replicated(DataParallel):
     def share_weights(self) -> None:
         if self.gathers is not None:
             self.gathers.start()
+            if not self.overlaps_gathers:
+                self.gathers.wait()
 
     @override
     def wait_for_weights(self) -> None:

@@ -20,6 +20,7 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.step.finish import finish_gradients
 from megatron_hetero.step.joint import build_optimizers
+from megatron_hetero.step.optimizer import SGD, AdamW
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
 
@@ -31,6 +32,10 @@ def adam(**options: Any) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam", lr=RATE, min_lr=0.0, weight_decay=DECAY, adam_eps=1e-3, clip_grad=CLIP, **options
     )
+
+
+def ours(**options: Any) -> AdamW:
+    return AdamW(lr=RATE, weight_decay=DECAY, eps=1e-3, **options)
 
 
 def of_pytorch(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -96,6 +101,15 @@ CASES = [
     ("dp:4", "fsdp", "tp:2,dp:2", "zero1", adam(use_distributed_optimizer=True), True, False),
     ("dp:4", "fsdp", "pp:2,dp:2", "zero1", adam(use_distributed_optimizer=True), True, False),
     ("dp:4", "plain", "dp:4", "fsdp", of_pytorch, False, False),
+    ("dp:4", "plain", "tp:2,dp:2", "plain", ours(), True, False),
+    ("dp:4", "plain", "tp:2,dp:2", "plain", ours(zero=2), False, False),
+    ("dp:4", "plain", "tp:2,dp:2", "plain", ours(zero=3), False, False),
+    ("dp:2@0-1", "plain", "tp:2@2-3", "plain", ours(), True, True),
+    ("dp:4", "plain", "pp:2,dp:2", "plain", ours(), True, False),
+    ("dp:4", "plain", "pp:2,dp:2", "plain", ours(zero=3), True, False),
+    ("dp:1@0", "plain", "tp:2,pp:2", "plain", ours(offload=True), True, False),
+    ("dp:4", "ddp", "dp:4", "plain", {"vision": of_pytorch, "text": ours(zero=3)}, True, False),
+    ("dp:2@0-1", "plain", "tp:2@2-3", "megatron", {"vision": ours(), "text": adam()}, True, False),
 ]
 
 
@@ -108,9 +122,10 @@ def test_steps_norms_and_weights_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("images, text", [("dp:2@0-1", "tp:2@2-3"), ("dp:4", "tp:2,pp:2")])
+@pytest.mark.parametrize("config", [adam(), ours()], ids=["Megatron's settings", "ours"])
 @on_ranks(4, timeout_s=60, fixture="rules_pools")
-def test_the_same_under_nccls_rules(images: str, text: str) -> None:
-    train(images, "plain", text, "plain", adam(), True, False)
+def test_the_same_under_nccls_rules(images: str, text: str, config: Any) -> None:
+    train(images, "plain", text, "plain", config, True, False)
 
 
 def train(images: str, image_wrapper: str, text: str, text_wrapper: str, config: Any, tied: bool, frozen: bool) -> None:
@@ -452,3 +467,69 @@ def test_replicas_that_differ_are_found() -> None:
     with pytest.raises(UserError, match=message):
         build_optimizers(topology, {"text": module}, partial(torch.optim.SGD, lr=1.0))
     dist.barrier()
+
+
+NARROW = [{}, {"master": "split"}, {"master": "none"}, {"moments": "bfloat16"}, {"moments": "8bit"}, {"offload": True}]
+
+
+@pytest.mark.parametrize("options", NARROW, ids=str)
+@pytest.mark.parametrize("zero", [1, 3])
+@on_ranks(2, timeout_s=40)
+def test_numbers_of_states(options: dict[str, Any], zero: int) -> None:
+    """Split masters are fp32 masters bit by bit; a state in fewer bits is near them. A resumed run goes on alike."""
+    topology = running.topology_of_world(2, text="dp:2")
+
+    def trained(own: dict[str, Any], *, resumes: bool = False) -> Tensor:
+        torch.manual_seed(0)
+        model, states = vision().bfloat16(), []
+        optimizer = build_optimizers(topology, {"text": model}, ours(zero=zero, **own), clip_grad=CLIP)
+        for step in range(6):
+            if resumes and step == 3:
+                states.append(optimizer.state_dict())
+                model = vision(seed=7).bfloat16()
+                optimizer = build_optimizers(topology, {"text": model}, ours(zero=zero, **own), clip_grad=CLIP)
+                optimizer.load_state_dict(states[0])
+            loss_of_rows(model, pictures(step)[topology.rank :: 2].bfloat16()).backward()
+            optimizer.step(tokens=ROWS)
+            optimizer.zero_grad()
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in map(cast_any, model.parameters())]
+        return torch.cat([p.detach().flatten() for p in whole])
+
+    expected, found = trained({}), trained(options)
+    if options.keys() <= {"offload"} or options.get("master") == "split":
+        assert torch.equal(expected, found)
+    start = torch.cat([p.detach().flatten() for p in vision().bfloat16().parameters()])
+    assert (found - expected).float().norm() < 0.2 * (expected - start).float().norm()
+    assert torch.equal(found, trained(options, resumes=True))
+
+
+def cast_any(value: Any) -> Any:
+    return value
+
+
+@on_ranks(2, timeout_s=40)
+def test_plain_sgd() -> None:
+    topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(4, 4, bias=False)
+    optimizer = build_optimizers(topology, {"text": model}, SGD(lr=1.0))
+    before = model.weight.detach().clone()
+    model.weight.sum().backward()
+    assert optimizer.step(tokens=2) == 4.0
+    assert torch.equal(model.weight, before - 1.0)
+
+
+@on_ranks(2, timeout_s=40)
+def test_what_an_optimizer_of_shards_refuses() -> None:
+    topology, model = running.topology_of_world(2, text="dp:2"), nn.Linear(4, 4)
+    wrapped = running.wrapped(nn.Linear(4, 4), "fsdp", topology)
+    with pytest.raises(UserError, match=r"`text`: found a DTensor \(weight\), expected the module itself"):
+        build_optimizers(topology, {"text": wrapped}, ours())
+    wrapped = running.wrapped(nn.Linear(4, 4), "ddp", topology)
+    with pytest.raises(UserError, match="found PyTorch's DistributedDataParallel, expected the module itself"):
+        build_optimizers(topology, {"text": wrapped}, ours())
+    with pytest.raises(UserError, match=r"found torch\.float64 parameters \(weight\), expected float32 or bfloat16"):
+        build_optimizers(topology, {"text": nn.Linear(4, 4).double()}, ours())
+    build_optimizers(topology, {"text": model}, ours())
+    for again in (lambda: build_optimizers(topology, {"text": model}, ours()),
+                  lambda: finish_gradients(topology, {"text": model}, 1)):  # fmt: skip
+        with pytest.raises(UserError, match="weight is in the buffers of an optimizer already"):
+            again()
