@@ -20,6 +20,7 @@ warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .*\(FSDP(Text|V
 
 if TYPE_CHECKING:
     from megatron_hetero.boundary.boundary import Boundary, Rows, micro_batch
+    from megatron_hetero.checkpoint.modules import load_checkpoint, save_checkpoint
     from megatron_hetero.distributed.launch import guarded, process_group
     from megatron_hetero.errors import UserError
     from megatron_hetero.layout.graph import Graph
@@ -47,15 +48,18 @@ __all__ = [
     "count_tokens",
     "finish_gradients",
     "guarded",
+    "load_checkpoint",
     "megatron_schedule",
     "micro_batch",
     "prepare_megatron",
     "process_group",
+    "save_checkpoint",
     "total_loss",
 ]
 
 _HOMES = {
     "boundary.boundary": "Boundary Rows micro_batch",
+    "checkpoint.modules": "load_checkpoint save_checkpoint",
     "distributed.launch": "guarded process_group",
     "errors": "UserError",
     "layout.graph": "Graph",

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.checkpoint.format.keys import Entry
+from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.checkpoint.state import History, Saved, TrainState, save
+from megatron_hetero.checkpoint.state import HISTORY, History, Saved, TrainState, save
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.agreement import Watched
 from megatron_hetero.distributed.collective import on_every
@@ -136,7 +137,11 @@ class Saver:
         chosen = self.config.checkpoint
         assert chosen.dir is not None and self.record is not None, "saves are due only with checkpoint.dir"
         record, group = replace(self.record, step=step), self.state.topology.files
-        saved = save(entries, chosen.dir, record, history, keep, group, self.state.working, sound)
+
+        def texts() -> dict[str, str]:
+            return {RECORD: record.to_json(), HISTORY: history.text()}
+
+        saved = save(entries, chosen.dir, step, texts, keep, group, self.state.working, sound)
         return saved, time.perf_counter() - start
 
     def _ended(self, waits: bool, raises: bool, goes_on: bool = True) -> list[str]:

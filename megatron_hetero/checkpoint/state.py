@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -121,20 +121,20 @@ class History:
 def save(
     entries: Sequence[Entry],
     folder: Path,
-    record: RunRecord,
-    history: History,
+    step: int,
+    texts: Callable[[], Mapping[str, str]],
     keep_last: int | None,
     group: dist.ProcessGroup,
     working: Working = nullcontext,
     sound: bool = True,
 ) -> Saved:
-    """Write the checkpoint after step `record.step` into `folder`: under a temporary name, checked, renamed; then
-    remove older ones. Collective over `group`; record and history are the first rank's. A checkpoint that is not
-    `sound` gets a name that is never resumed from automatically, and replaces an earlier one of that name.
+    """Write the checkpoint after `step` into `folder`: under a temporary name, checked, renamed; then remove older
+    ones. Collective over `group`; `texts`, files other than tensors by name, are the first rank's. A checkpoint that is
+    not `sound` gets a name that is never resumed from automatically, and replaces an earlier one of that name.
 
     Raises `UserError` on every rank if it cannot be written; older checkpoints are then intact.
     """
-    target, rank = folder / (name_of if sound else unsound_name_of)(record.step), dist.get_rank(group)
+    target, rank = folder / (name_of if sound else unsound_name_of)(step), dist.get_rank(group)
     partial = partial_of(target)
     try:
         if not sound:
@@ -143,9 +143,7 @@ def save(
         tensors = write_entries(partial, entries, group, working=working)
         own = on_every(
             group,
-            lambda: _writing(
-                partial, lambda: tensors | (_write_texts(partial, record, history) if rank == FIRST else {})
-            ),
+            lambda: _writing(partial, lambda: tensors | (_write_texts(partial, texts()) if rank == FIRST else {})),
             working,
         )
         records = {name: found for of_rank in own for name, found in of_rank.items()}
@@ -164,7 +162,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     Raises `UserError` on every rank, before anything is loaded, if the checkpoint is damaged or another model's.
     """
     group, working = state.topology.files, state.working
-    manifest = _verify(checkpoint, group, working)
+    manifest = verified(checkpoint, (INDEX, RECORD), group, working)
     rank, ranks = state.topology.rank, state.topology.world_size
     record = on_every(group, lambda: RunRecord.read(checkpoint))[rank]
     on_first(group, lambda: record.require_own_name(checkpoint))
@@ -235,11 +233,13 @@ def _roundings(old: RunRecord, new: RunRecord) -> Iterator[str]:
                 yield f"{what} of {module} rounded to {of_values[now]} bits (precision.{module}.{field} {now})"
 
 
-def _verify(checkpoint: Path, group: dist.ProcessGroup, working: Working) -> Mapping[str, FileRecord]:
-    """Verify sizes and hashes, and return them; the ranks divide the files among them. Raises `UserError` on every
-    rank, naming all faults.
+def verified(
+    checkpoint: Path, needed: Collection[str], group: dist.ProcessGroup, working: Working = nullcontext
+) -> Mapping[str, FileRecord]:
+    """Verify sizes and hashes of all files, those `needed` among them, and return them; the ranks divide the files
+    among them. Raises `UserError` on every rank, naming all faults.
     """
-    manifest = on_first(group, lambda: read_manifest(checkpoint, (INDEX, RECORD)))
+    manifest = on_first(group, lambda: read_manifest(checkpoint, needed))
     mine = sorted(manifest)[dist.get_rank(group) :: dist.get_world_size(group)]
     faults = on_every(group, lambda: verify(checkpoint, manifest, mine), working)
     if any(faults):
@@ -252,9 +252,8 @@ def _make(partial: Path) -> None:
     partial.mkdir()
 
 
-def _write_texts(partial: Path, record: RunRecord, history: History) -> dict[str, FileRecord]:
+def _write_texts(partial: Path, texts: Mapping[str, str]) -> dict[str, FileRecord]:
     """Write the files of a checkpoint other than tensors."""
-    texts = {RECORD: record.to_json(), HISTORY: history.text()}
     return {name: write_synced(partial / name, text) for name, text in texts.items()}
 
 

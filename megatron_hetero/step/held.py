@@ -262,8 +262,10 @@ class _Here:
         return _axes_between(self, of.parameter.device_mesh.mesh.flatten().tolist(), of.path, tp=True)
 
     def slices(self, name: str, of: _Found, rank: int) -> tuple[TensorSlice, ...]:
-        """The parts of the whole parameter that a rank along `tp` has."""
-        parameter, tp = of.parameter, self.layout.tp
+        """The parts of the whole parameter that a rank along `tp` has. It is stored under the name of the module and
+        its own.
+        """
+        parameter, tp, name = of.parameter, self.layout.tp, f"{self.name}.{name}"
         rows = parameter.shape[0] if parameter.dim() else 1
         if is_sharded(parameter) and "tp" in self.axes_of(of):
             return (TensorSlice(f"{name} of tp {rank}", (0, rows)),)  # Each rank's own.
@@ -272,7 +274,11 @@ class _Here:
         if getattr(parameter, "partition_dim", 0) == 1 and parameter.dim() == 2:
             width = parameter.shape[1]
             return (TensorSlice(name, (0, rows), columns=(rank * width, rank * width + width)),)
-        return (TensorSlice(name, (rank * rows, rank * rows + rows)),)
+        # Megatron's MLP has the gate and what it gates of each rank one below the other.
+        parts = 2 if of.path.rpartition(".")[0].endswith("linear_fc1") and _is_gated(of.around.config) else 1
+        own = rows // parts
+        starts = [part * own * tp + rank * own for part in range(parts)]
+        return tuple(TensorSlice(name, (start, start + own), at=part * own) for part, start in enumerate(starts))
 
 
 def _require_megatron_fits(here: _Here, inside: _Inside) -> None:
@@ -322,6 +328,10 @@ def _axes_between(here: _Here, ranks: Sequence[int], name: str, *, tp: bool) -> 
             fix=f'wrap the module with a mesh or group of the topology, such as topology.mesh("{here.name}")["dp"]',
         )
     return axes
+
+
+def _is_gated(config: Any) -> bool:
+    return bool(getattr(config, "gated_linear_unit", False))
 
 
 def _copies(parameter: Any) -> int:

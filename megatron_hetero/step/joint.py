@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -103,7 +104,7 @@ class JointOptimizer(Optimizer):
         check: bool = True,
     ):
         # Not that of PyTorch's class, which refuses to have no parameters.
-        self._topology, self._check, self.clip_grad = topology, check, clip_grad
+        self.topology, self._check, self.clip_grad = topology, check, clip_grad
         self.modules, self.optimizers = tuple(modules), dict(optimizers)
         self.defaults, self._started = dict(defaults or {}), dict[str, Tensor]()
         self.norms = torch.zeros(len(topology.layouts), device=topology.platform.device)
@@ -167,7 +168,7 @@ class JointOptimizer(Optimizer):
 
     def _add_up(self, finite: Mapping[str, Tensor], loss_sum: Tensor, *, loss_counts_here: bool) -> GradientTable:
         squares = {name: each.squares() for name, each in self.optimizers.items()}
-        return add_up(squares, finite, loss_sum, self._topology, loss_counts_here=loss_counts_here)
+        return add_up(squares, finite, loss_sum, self.topology, loss_counts_here=loss_counts_here)
 
     @torch.no_grad()
     def update(self, scale: float | Tensor, step: int | None = None) -> None:
@@ -193,12 +194,12 @@ class JointOptimizer(Optimizer):
         """
         if closure is not None:
             raise UserError.at("JointOptimizer.step", found="a closure", expected="none", fix="call backward before")
-        device = self._topology.platform.device
+        device = self.topology.platform.device
         for module in self.modules:
             reshard(module.chunks)
         if self._check:
-            shared(self._topology, lambda: require_ready(self.modules, finished=tokens is None))
-            require_equal_tokens(self._topology, tokens)
+            shared(self.topology, lambda: require_ready(self.modules, finished=tokens is None))
+            require_equal_tokens(self.topology, tokens)
         nothing, finite = torch.zeros((), device=device), dict.fromkeys(self.optimizers, torch.ones((), device=device))
         if tokens is None:
             factor = 1.0
@@ -220,9 +221,9 @@ class JointOptimizer(Optimizer):
     def finish_gradients(self, tokens: Tokens) -> None:
         """What the function of that name does, for the modules of this optimizer; `step(tokens=None)` applies them."""
         if self._check:
-            shared(self._topology, lambda: require_ready(self.modules, finished=False))
-            require_equal_tokens(self._topology, tokens)
-        finish(self.modules, factor_of(tokens, self._topology.platform.device))
+            shared(self.topology, lambda: require_ready(self.modules, finished=False))
+            require_equal_tokens(self.topology, tokens)
+        finish(self.modules, factor_of(tokens, self.topology.platform.device))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: raises `UserError`."""
@@ -313,6 +314,7 @@ def build_optimizers(
     facts = {"check": str(check), "clip_grad": str(clip)}
     require_equal(topology, "build_optimizers", facts, "call it alike on all ranks")
     shared(topology, lambda: require_alike(held))
+    held = tuple(map(_with_tied_names, held))
     for module in held:
         _equal_replicas(module)
     streams = topology.platform.side_streams(2) if any(getattr(c, "offload", False) for c in configs.values()) else ()
@@ -344,6 +346,23 @@ def _build_one(
     if in_megatrons_ddp(module):
         refuse(module, "Megatron's DistributedDataParallel", "an OptimizerConfig of Megatron for it")
     return module, TorchOptimizer(module, config)
+
+
+def _with_tied_names(module: TrainedModule) -> TrainedModule:
+    """The module whose copy of a tied parameter is stored as the parameter that it is a copy of."""
+    if module.tied is None:
+        return module
+    names: list[Any] = [None] * module.ends.size()
+    mine = None if module.tied_copy else [slices[0].name for slices in (of[module.tied] for of in module.maps)]
+    torch.distributed.all_gather_object(names, mine, group=module.ends)
+    first = next((each for each in names if each is not None), None)
+    if module.tied_copy is None or first is None:
+        return module
+    maps = tuple(
+        {**of, module.tied: tuple(replace(each, name=name) for each in of[module.tied])}
+        for of, name in zip(module.maps, first, strict=True)
+    )
+    return replace(module, maps=maps)
 
 
 @torch.no_grad()
