@@ -1,11 +1,14 @@
 """A SigLIP tower of `transformers` feeds a `GPTModel` of Megatron-Core, which may have pipeline stages, by a schedule.
 
-The tower has replicas, sharded by FSDP2 if you like; the text model any `tp`, `pp` and `dp`:
+The tower has replicas, whose weights they share if you like (ZeRO); the text model any `tp`, `pp` and `dp`. Weights are
+in bfloat16, with masters that take 2 bytes more (`master="split"`), and gradients are summed within the last backward
+pass of a step:
 
     make demo/demo.json                                                               # draws the data, once
     torchrun --nproc-per-node 4 examples/megatron_recipe.py dp:4 tp:2,pp:2
-    torchrun --nproc-per-node 4 examples/megatron_recipe.py dp:2@0-1 tp:2@2-3 --fsdp
+    torchrun --nproc-per-node 4 examples/megatron_recipe.py dp:2@0-1 tp:2@2-3 --zero 3
     torchrun --nproc-per-node 4 examples/megatron_recipe.py dp:1@0 pp:3@1-3 --data demo/data --steps 20
+    torchrun --nproc-per-node 2 examples/megatron_recipe.py dp:2 dp:2 --checkpoints runs/recipe  # goes on from there
 
 It learns to answer questions about pictures. `recipe.py` is a shorter program to copy, without stages.
 """
@@ -16,20 +19,25 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from demo_data import Sample, ids, read_data
-from megatron.core.optimizer import OptimizerConfig
 from siglip_gpt import HIDDEN, TextStage, Tower
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import megatron_hetero as mh
 from megatron_hetero.distributed.topology import Topology
 
 SAMPLES, MICRO_BATCHES, RATE, CLIP = 16, 4, 2e-3, 1.0
-GRAPH = mh.Graph({"vision": ["text"]}, width=HIDDEN, dtype=torch.float32)
+GRAPH = mh.Graph({"vision": ["text"]}, width=HIDDEN, dtype=torch.bfloat16)
+
+
+def graph_of(topology: Topology) -> mh.Graph:
+    """The graph that `build` was given."""
+    assert topology.graph is not None
+    return topology.graph
 
 
 def part_of(topology: Topology, batch: Sequence[Sample]) -> mh.MicroBatchInputs:
@@ -41,33 +49,43 @@ def part_of(topology: Topology, batch: Sequence[Sample]) -> mh.MicroBatchInputs:
     first = topology.has("text") and text.coordinate(topology.rank).pp == 0
     rows = mh.Rows(held=ids(own["vision"]), needed=ids(own["text"]) if first else ())
     pictures = torch.cat([sample.pictures for sample in own["vision"]]) if own["vision"] else batch[0].pictures[:0]
+    pictures = pictures.to(graph_of(topology).dtype)
     inputs = {"vision": pictures, "text": own["text"]}
     return mh.MicroBatchInputs({name: inputs[name] for name in own if topology.has(name)}, {("vision", "text"): rows})
 
 
 def build_models(topology: Topology, words: int) -> dict[str, nn.Module]:
     """The modules of this rank."""
-    device = topology.platform.device
-    modules: dict[str, nn.Module] = {"vision": Tower().to(device)} if topology.has("vision") else {}
-    return modules | ({"text": TextStage(topology, words).to(device)} if topology.has("text") else {})
+    modules: dict[str, nn.Module] = {"vision": Tower()} if topology.has("vision") else {}
+    modules |= {"text": TextStage(topology, words)} if topology.has("text") else {}
+    return {name: module.to(topology.platform.device, graph_of(topology).dtype) for name, module in modules.items()}
 
 
 def train(
-    topology: Topology, modules: dict[str, nn.Module], samples: Sequence[Sample], steps: int
+    topology: Topology,
+    modules: dict[str, nn.Module],
+    samples: Sequence[Sample],
+    steps: int,
+    *,
+    zero: Literal[1, 2, 3] = 1,
+    checkpoints: Path | None = None,
 ) -> Iterator[tuple[list[Sample], Tensor]]:
     """The samples and the loss of each step, once its gradients are finished."""
-    run = mh.Runner(topology, modules)
-    config = OptimizerConfig(optimizer="adam", lr=RATE, weight_decay=0.0, clip_grad=CLIP)
-    optimizer = mh.build_optimizers(topology, modules, config)
-    size = SAMPLES // MICRO_BATCHES
-    for step in range(steps):
+    algorithms = {"vision": mh.AdamW(lr=RATE, zero=zero, master="split"), "text": mh.AdamW(lr=RATE, master="split")}
+    optimizer = mh.build_optimizers(topology, modules, algorithms, clip_grad=CLIP)
+    run = mh.Runner(topology, modules, optimizer=optimizer)
+    last = mh.load_checkpoint(checkpoints, optimizer) if checkpoints else None
+    size, first = SAMPLES // MICRO_BATCHES, last.step if last else 0
+    for step in range(first, first + steps):
         batch = [samples[(step * SAMPLES + i) % len(samples)] for i in range(SAMPLES)]
         tokens = torch.stack([sample.answers for sample in batch]).sum()
         loss = run([part_of(topology, batch[at : at + size]) for at in range(0, SAMPLES, size)])
-        mh.finish_gradients(topology, modules, tokens)
+        optimizer.finish_gradients(tokens)
         yield batch, mh.total_loss(topology, "text", loss) / tokens
         optimizer.step(tokens=None)  # Gradients are finished. One norm, one clip over all modules.
         optimizer.zero_grad()
+    if checkpoints:
+        mh.save_checkpoint(checkpoints, optimizer, first + steps, keep_last=2)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -77,16 +95,16 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("text", help="layout of the text model: tp, pp, dp")
     parser.add_argument("--data", type=Path, default=Path("demo/data"), help="folder of train.jsonl and images")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--fsdp", action="store_true", help="shard the tower over its replicas")
+    parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=1, help="ZeRO stage of the tower")
+    parser.add_argument("--checkpoints", type=Path, help="folder to resume from, in any layout, and to save to")
     options = parser.parse_args(argv)
     with mh.process_group() as platform:
         topology = mh.build(GRAPH, vision=options.vision, text=options.text)
         mh.prepare_megatron(topology, seed=1)
         samples, words = read_data(options.data, platform.device)
         modules = build_models(topology, words)
-        if options.fsdp and "vision" in modules:
-            fully_shard(modules["vision"], mesh=topology.mesh("vision")["dp"])
-        for number, (_, loss) in enumerate(train(topology, modules, samples, options.steps), 1):
+        own: dict[str, Any] = {"zero": options.zero, "checkpoints": options.checkpoints}
+        for number, (_, loss) in enumerate(train(topology, modules, samples, options.steps, **own), 1):
             if dist.get_rank() == 0:
                 print(f"step {number}/{options.steps}: loss {loss.item():.4f}")
 

@@ -54,6 +54,10 @@ class TextStage(nn.Module):
             share_embeddings_and_output_weights=False, scatter_embedding_sequence_parallel=False,
         )  # fmt: skip
 
+    def units(self) -> list[nn.Module]:
+        """What waits for its own weights, in the order in which it runs: they are gathered beside the stages before."""
+        return [*([self.model.embedding] if self.stage == 0 else []), *self.model.decoder.layers]
+
     def hidden_shape(self, batch: Sequence[Sample]) -> tuple[int, int, int]:
         return LENGTH // self.tp, len(batch), HIDDEN
 

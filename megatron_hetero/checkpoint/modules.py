@@ -16,7 +16,7 @@ from megatron_hetero.checkpoint.contents import read, written
 from megatron_hetero.checkpoint.format.index import INDEX, index_shapes, open_index
 from megatron_hetero.checkpoint.format.keys import WEIGHTS, Shape, matrix
 from megatron_hetero.checkpoint.format.storage import read_entries
-from megatron_hetero.checkpoint.state import save, verified
+from megatron_hetero.checkpoint.whole import save, verified
 from megatron_hetero.distributed.collective import on_every, on_first
 from megatron_hetero.errors import UserError, listed
 from megatron_hetero.files.opening import read_text

@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
-from megatron_hetero.checkpoint.state import HISTORY, History, Saved, TrainState, save
+from megatron_hetero.checkpoint.state import HISTORY, History, TrainState
+from megatron_hetero.checkpoint.whole import Saved, save
 from megatron_hetero.config.schema import Config
 from megatron_hetero.distributed.agreement import Watched
 from megatron_hetero.distributed.collective import on_every

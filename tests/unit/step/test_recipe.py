@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_hetero import Boundary, build, finish_gradients, micro_batch, prepare_megatron, total_loss
 from megatron_hetero.cli.demo.records import draw, training_samples
+from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.step.bucket_sums import BucketSums
 from tests.support.matrix import long
 from tests.support.ranks import on_ranks
 from tests.unit.step import running
@@ -65,19 +69,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(vision: str, text: str, data: Path, *, fsdp: bool = False) -> None:
+def topology_of(recipe: Any, vision: str, text: str) -> Topology:
+    """In fp32, to compare with one process."""
+    return build(replace(recipe.GRAPH, dtype=torch.float32), vision=vision, text=text)
+
+
+def train(vision: str, text: str, data: Path, **options: Any) -> None:
     # Here, since it warns of what it imports, and in the tests' own process warnings are errors.
     from examples import megatron_recipe as recipe
 
-    topology = build(recipe.GRAPH, vision=vision, text=text)
+    topology = topology_of(recipe, vision, text)
     prepare_megatron(topology, seed=1)
     samples, words = recipe.read_data(data, topology.platform.device)
     modules = recipe.build_models(topology, words)
     reference = OneProcess(recipe, topology, modules, words, recipe.RATE)
-    if fsdp and topology.has("vision"):
-        running.wrapped(modules["vision"], "fsdp", topology, "vision")
     steps = []
-    for batch, loss in recipe.train(topology, modules, samples, steps=2):
+    for batch, loss in recipe.train(topology, modules, samples, steps=2, **options):
         steps.append(reference.compare(batch, loss))
         reference.update()
     first, second = steps
@@ -95,8 +102,34 @@ def test_any_layouts_train_as_one_process(vision: str, text: str, data: Path) ->
 
 @pytest.mark.parametrize("vision, text", [("dp:4", "tp:2,pp:2"), ("dp:2@0-1", "tp:2@2-3")])
 @on_ranks(4)
-def test_a_tower_in_shards(vision: str, text: str, data: Path) -> None:
-    train(vision, text, data, fsdp=True)
+def test_it_learns_in_bfloat16_and_resumes_elsewhere(vision: str, text: str, data: Path, tmp_path: Path) -> None:
+    """With split masters, and sums of gradients within the backward pass."""
+    from examples import megatron_recipe as recipe
+
+    losses, within = list[float](), list[int]()
+    start = BucketSums._accumulated
+
+    def spied(sums: BucketSums, *arguments: Any) -> None:
+        before = len(sums._works)
+        start(sums, *arguments)
+        within.append(len(sums._works) - before)
+
+    for layouts in ((vision, text), ("dp:4", "dp:4")):
+        topology = build(recipe.GRAPH, vision=layouts[0], text=layouts[1])
+        prepare_megatron(topology, seed=1)
+        samples, words = recipe.read_data(data, topology.platform.device)
+        modules = recipe.build_models(topology, words)
+        with mock.patch.object(BucketSums, "_accumulated", spied):
+            steps = recipe.train(topology, modules, samples, steps=4, checkpoints=tmp_path)
+            losses += [loss.item() for _, loss in steps]
+        assert sum(within), "sums begin within backward passes"
+    assert losses[7] < losses[4] < losses[0], "the second run goes on from the first"
+
+
+@pytest.mark.parametrize("vision, text", [("dp:4", "tp:2,pp:2"), ("dp:2@0-1", "tp:2@2-3")])
+@on_ranks(4)
+def test_a_tower_whose_weights_replicas_share(vision: str, text: str, data: Path) -> None:
+    train(vision, text, data, zero=3)
 
 
 @pytest.mark.parametrize("tower, model, vision, text", [*WRAPPED, *long(MORE_WRAPPED)])
@@ -105,7 +138,7 @@ def test_either_side_in_a_wrapper_of_pytorch(tower: str, model: str, vision: str
     """In a plain loop: the interpreter refuses DDP, which reduces in each backward pass."""
     from examples import megatron_recipe as recipe
 
-    topology = build(recipe.GRAPH, vision=vision, text=text)
+    topology = topology_of(recipe, vision, text)
     samples, words = recipe.read_data(data, topology.platform.device)
     prepare_megatron(topology, seed=1)
     inner = recipe.build_models(topology, words)
