@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, lcm
 
 import numpy as np
@@ -238,7 +238,7 @@ def _passes(plan: Plan, name: str) -> int:
 def _whole_images(plan: Plan, name: str, layout: Layout) -> str:
     """What to do in place of splitting the tokens of images."""
     replicas, images = layout.ways("tokens", "samples"), sum(map(len, plan.assumed.assigned(name)))
-    whole = Layout(**layout.degrees | dict.fromkeys(axes_of("tokens"), 1) | {"dp": replicas}, ranks=layout.ranks)
+    whole = replace(layout, **dict.fromkeys(axes_of("tokens"), 1), dp=replicas)
     flag = f"--{name}-parallel {whole.short(plan.world_size)}"
     if images >= replicas:
         return f"assign whole images to ranks, of which a micro-batch has {images:,}: try {flag}"
