@@ -121,7 +121,7 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
             dtype=job.dtype,
             sequence_parallel=job.sequence_parallel[name],
             recompute=Recompute.of(config.model, name),
-            freeze=config.model.freeze,
+            frozen=job.frozen.tensors,
             sharded=job.optimizer.sharded,
             zero=config.zero_of(name),
             gradients=getattr(torch, config.precision_of(name).gradients),
@@ -175,7 +175,7 @@ def _interpreter(
     for module in modules:
         layout, first = topology.layouts[module.name], topology.layouts[module.name].coordinate(topology.rank).pp
         stages = {first + i * layout.pp: chunk for i, chunk in enumerate(module.chunks)}
-        trains = module.name == TEXT or module.name not in job.config.model.freeze
+        trains = module.name == TEXT or job.frozen.trains(module.name)
         gathered = {first + i * layout.pp: each for i, each in enumerate(module.data_parallel.gathered)}
         on_rank[module.name] = ModuleOnRank(stages, module.name == TEXT and 0 in stages, trains, gathered)
     return Interpreter.build(

@@ -64,7 +64,7 @@ def measure(flags: list[str]) -> dict[str, Any]:
 
 def _planned(run: Trainer, module: Any) -> list[Any]:
     tp = module.groups.tp.size()
-    found = parameters_of(module.name, run.shapes, tp, module.stages, run.config.model.freeze)
+    found = parameters_of(module.name, run.shapes, tp, module.stages, run.job.frozen.tensors)
     return [[p.name for p in found], sum(p.elements for p in found)]
 
 
