@@ -21,6 +21,7 @@ from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.assumed import assumed_sample
 from megatron_hetero.models.common.flops import Passes, TextFlopShape, text_flops
 from megatron_hetero.models.folders import ModelFolders
+from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.builders import build_schedule, last_entered
@@ -119,6 +120,7 @@ class JobSpec:
         batch: how the samples of a step are assigned to replicas and micro-batches. With a `budget` the samples that
             section `plan` assumes: each step has as many micro-batches as its own samples need.
         stages: the pipeline stages of each module.
+        frozen: what does not train.
     """
 
     config: Config
@@ -127,6 +129,7 @@ class JobSpec:
     layouts: Mapping[str, Layout]
     batch: BatchShape
     stages: Mapping[str, tuple[Stage, ...]]
+    frozen: Frozen
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> JobSpec:
@@ -135,6 +138,10 @@ class JobSpec:
         folders = ModelFolders.read(model.hf_path, model.hf_path_vision, model.fresh_projector)
         shapes = ModelShapes.of(folders, model.encoder_folders)
         require_modules(config, shapes.modules)
+        frozen = Frozen.of(shapes, model.freeze, model.train)
+        if parts := [part for part in model.parts if part in frozen.parts and part not in model.freeze]:
+            # Settings of parts that patterns freeze are checked as those of parts that are named.
+            replace(config, model=replace(model, freeze=(*model.freeze, *parts), train=()))
         layouts = resolve(config.parallel, shapes.module_shapes(), world_size, flags=True)
         batch = _batch_shape(config, shapes, layouts[TEXT])
         _require_turns(config, layouts, batch, MOST_TURNS)
@@ -154,7 +161,7 @@ class JobSpec:
         _require_layers(config, stages)
         _require_equal_copies(config, shapes, layouts)
         _require_shared(config, layouts)
-        job = cls(config, folders, shapes, layouts, batch, stages)
+        job = cls(config, folders, shapes, layouts, batch, stages, frozen)
         _require_exchanges(job)
         return job
 
@@ -224,8 +231,7 @@ class JobSpec:
 
     def schedule_of(self, micro_batches: int) -> Schedule:
         """Of a step with so many micro-batches."""
-        frozen = [name for name in self.config.model.encoder_names if self.config.model.is_frozen(name)]
-        return self._checked_schedule(micro_batches, frozen)
+        return self._checked_schedule(micro_batches, self.frozen.modules(self.shapes.encoders))
 
     def together(self, micro_batches: int, *, evaluation: bool = False) -> dict[str, tuple[range, ...]]:
         """By encoder, so many micro-batches in runs of those that may be one call of it."""

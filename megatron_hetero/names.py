@@ -22,3 +22,8 @@ def parts_of(module: str) -> tuple[str, ...]:
     if module == TEXT:
         return (TEXT,)
     return module, "projector" if module == VISION else f"{module}_projector"
+
+
+def is_pattern(entry: str) -> bool:
+    """Whether an entry of `model.freeze` is a pattern over names of stored tensors, and not a part."""
+    return any(mark in entry for mark in ".*?[")

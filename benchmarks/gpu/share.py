@@ -197,7 +197,7 @@ def _measure_steps(record: Record, rank: RankOnDevice, plan: Plan) -> None:
         torch.cuda.reset_peak_memory_stats(platform.device)
     steps = [rank.step() for _ in range(STEPS)]
     medians = {name: median(step[name] for step in steps) for name in steps[0]}
-    flops = step_flops(trainer.shapes, trainer.config.model.freeze, rank.batch) / trainer.topology.world_size
+    flops = step_flops(trainer.shapes, trainer.job.frozen, rank.batch) / trainer.topology.world_size
     peak = peak_flops(platform.device_name)
     record.put("steps", {
         "loss": metrics.loss, "milliseconds": {name: 1e3 * value for name, value in medians.items()},

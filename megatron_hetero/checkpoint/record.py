@@ -20,6 +20,7 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.errors import UserError, listed
 from megatron_hetero.files.opening import read_text
 from megatron_hetero.hf.folder_files import CONFIG
+from megatron_hetero.models.frozen import frozen_tensors
 from megatron_hetero.outputs.checkpoints import name_of, step_of
 
 FILE_NAME = "run.json"
@@ -96,10 +97,10 @@ class RunRecord:
                 fix=f"rename the folder to {name_of(self.step)}",
             )
 
-    @property
-    def freeze(self) -> tuple[str, ...]:
-        """The frozen parts."""
-        return tuple(self.config["model"]["freeze"])
+    def frozen(self, shapes: Mapping[str, Shape]) -> frozenset[str]:
+        """The tensors among the stored `shapes` that did not train. Earlier versions had no `model.train`."""
+        model = self.config["model"]
+        return frozen_tensors(shapes, model["freeze"], model.get("train", ()))
 
     @property
     def optimizer(self) -> str:
@@ -139,7 +140,7 @@ class RunRecord:
         stored `shapes`. Returns them without random states. Raises `UserError` listing all faults.
         """
         found = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
-        require_tensors(checkpoint, found, expected_shapes(shapes, self.freeze, optimizer_kind(self.optimizer)))
+        require_tensors(checkpoint, found, expected_shapes(shapes, self.frozen(shapes), optimizer_kind(self.optimizer)))
         return found
 
     def require_same_model(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:

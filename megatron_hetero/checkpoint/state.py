@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from megatron_hetero.checkpoint.contents import random_entries, read, written
 from megatron_hetero.checkpoint.format.index import INDEX, index_shapes, open_index
-from megatron_hetero.checkpoint.format.keys import Entry
+from megatron_hetero.checkpoint.format.keys import Entry, Shape
 from megatron_hetero.checkpoint.format.storage import read_entries
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
@@ -19,7 +19,8 @@ from megatron_hetero.checkpoint.whole import verified
 from megatron_hetero.distributed.collective import Working, on_every, on_first
 from megatron_hetero.distributed.megatron import random_states, set_random_states
 from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.errors import UserError
+from megatron_hetero.errors import UserError, listed
+from megatron_hetero.models.frozen import tensors_of_parts
 from megatron_hetero.names import parts_of
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
@@ -125,7 +126,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
                 optimizer.renew_weights()
     if fit:
         set_random_states(states, state.topology.platform)
-    notes = (f"resumed from {checkpoint}, after step {record.step}", *_changes(record, new))
+    notes = (f"resumed from {checkpoint}, after step {record.step}", *_changes(record, new, state.shapes))
     return Resumed(record.step, _history(checkpoint), notes, path=checkpoint)
 
 
@@ -141,26 +142,35 @@ def _require_steps(record: RunRecord, new: RunRecord, checkpoint: Path) -> None:
         )
 
 
-def _changes(old: RunRecord, new: RunRecord) -> list[str]:
-    """Notes for the user on the differences between two runs."""
+def _changes(old: RunRecord, new: RunRecord, shapes: Mapping[str, Shape]) -> list[str]:
+    """Notes for the user on the differences between two runs of a model with the stored `shapes`."""
     if old.imported_from is not None:
         return [f"weights imported from {old.imported_from}: optimizer moments start at zero"]
     notes = []
     if (old.world_size, old.layouts) != (new.world_size, new.layouts):
         before, now = (", ".join(f"{n} {v}" for n, v in record.layouts.items()) for record in (old, new))
         notes.append(f"layouts changed from {before} on {old.world_size} ranks to {now} on {new.world_size}")
-    if thawed := [part for part in old.freeze if part not in new.freeze]:
-        notes.append(f"{', '.join(thawed)} no longer frozen: its optimizer moments start at zero")
-    if frozen := [part for part in new.freeze if part not in old.freeze]:
-        notes.append(f"{', '.join(frozen)} now frozen: its optimizer state is dropped")
-    return [*notes, *_roundings(old, new)]
+    frozen_before, frozen_now = old.frozen(shapes), new.frozen(shapes)
+    if thawed := frozen_before - frozen_now:
+        notes.append(f"{_named(thawed, shapes)} no longer frozen: its optimizer moments start at zero")
+    if frozen := frozen_now - frozen_before:
+        notes.append(f"{_named(frozen, shapes)} now frozen: its optimizer state is dropped")
+    parts = [part for part, names in tensors_of_parts(shapes).items() if frozen_before.issuperset(names)]
+    return [*notes, *_roundings(old, new, parts)]
 
 
-def _roundings(old: RunRecord, new: RunRecord) -> Iterator[str]:
-    """Notes on what is kept in fewer bits than before."""
+def _named(tensors: Collection[str], shapes: Mapping[str, Shape]) -> str:
+    """Tensors by the parts that they make up, and by name."""
+    whole = {part: names for part, names in tensors_of_parts(shapes).items() if {*names} <= {*tensors}}
+    others = {*tensors}.difference(*whole.values())
+    return ", ".join([*whole, *([listed(others)] if others else [])])
+
+
+def _roundings(old: RunRecord, new: RunRecord, frozen: Collection[str]) -> Iterator[str]:
+    """Notes on what is kept in fewer bits than before. `frozen`: the parts that did not train."""
     bits = {"master": {"none": 16}, "moments": {"bfloat16": 16, "8bit": 8}}
     for module in new.layouts:
-        if set(old.freeze).issuperset(parts_of(module)):
+        if set(frozen).issuperset(parts_of(module)):
             continue  # Its moments start at zero.
         for field, of_values in bits.items():
             before, now = (record.precision(module, field) for record in (old, new))

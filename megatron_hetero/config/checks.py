@@ -13,7 +13,7 @@ from megatron_hetero.config.paths import check_paths
 from megatron_hetero.config.sampled_dataset import SampledDataset
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.grammar import did_you_mean
-from megatron_hetero.names import ENCODER_NAME, TAKEN, parts_of
+from megatron_hetero.names import ENCODER_NAME, TAKEN, is_pattern, parts_of
 
 if TYPE_CHECKING:
     from megatron_hetero.config.schema import (
@@ -118,13 +118,13 @@ def _check_numbers(config: Config) -> None:
 def _check_model(model: ModelConfig) -> None:
     for name, encoder in model.encoders.items():
         _check_encoder(f"model.encoders.{name}", name, encoder)
-    for part in model.freeze:
-        if part not in model.parts:
-            found, expected = f"`{part}`{did_you_mean(part, model.parts)}", f"some of {', '.join(model.parts)}"
-            raise _wrong("model.freeze", found, expected, "the model has no other parts", "rename or remove it")
-    if len(set(model.freeze)) != len(model.freeze):
-        found = ", ".join(model.freeze)
-        raise _wrong("model.freeze", found, "each part once", "", "remove the duplicate")
+    for name, listed in (("model.freeze", model.freeze), ("model.train", model.train)):
+        for part in (entry for entry in listed if not is_pattern(entry)):
+            if part not in model.parts:
+                found, expected = f"`{part}`{did_you_mean(part, model.parts)}", f"some of {', '.join(model.parts)}"
+                raise _wrong(name, found, expected, "the model has no other parts", "rename or remove it")
+        if len(set(listed)) != len(listed):
+            raise _wrong(name, ", ".join(listed), "each part once", "", "remove the duplicate")
     if set(model.freeze) == set(model.parts):
         problem = f"freezes all of {', '.join(model.parts)}, which leaves nothing to train"
         raise UserError.at("model.freeze (--model.freeze)", problem=problem, fix="remove one")

@@ -59,8 +59,11 @@ class ModelConfig:
         {}, "Additional encoders by name; `<NAME>` in a human turn stands for an image from the record's field NAME."
     )
     freeze: tuple[str, ...] = option(
-        (), "Parts to freeze: vision, projector, text; NAME and NAME_projector for an additional encoder."
+        (),
+        "Parts to freeze: vision, projector, text; NAME and NAME_projector for an additional encoder. And patterns of "
+        "the folder's tensors, such as `model.layers.*.mlp.*`.",
     )
+    train: tuple[str, ...] = option((), "Parts and patterns as in model.freeze: only these train. Empty: all.")
     recompute: Mapping[str, Literal["none", "selective", "full"] | int] = option(
         {},
         "Activation recomputation of a module: selective (norms, MLP activation, attention inputs; no matrix product), "

@@ -7,13 +7,15 @@ holds up all that follows it. So a communicator has one use and, where things ar
     axes of a module       a group of the layout along `tp`, `sp`, `cp`   inside layers, in step with the computation
                            first and last stage                           gradients of a tied embedding
                            others of `MEGATRON_AXES`                      Megatron's own schedules and optimizers
-    gradients of a module  along `sp`, `cp` and `dp`                      sums of gradients, gathers of weights, both
-                                                                          beside the computation
+                           parts of a further view                        exchanges inside its layers
+    gradients of a module  along `sp`, `cp` and `dp`, and the ranks that  sums of gradients, gathers of weights, both
+                           sum those of a further view                    beside the computation
     link of a pipeline     two: a stage and the one it sends to           activations, or gradients, one way
     edge                   a stage of one module and a stage of another   rows, or their gradients, one way
 
 Uses that are in step with the computation share a communicator where their groups are the same, that of the world
-included: a rank does one after the other anyway. Gradients, links and edges share with nobody.
+included: a rank does one after the other anyway. Gradients, links and edges share with nobody, but for those of two
+views of a module that the same ranks sum.
 
 What is posted early occupies the GPU while it waits: a receive is a kernel that runs, of up to 32 CTAs where NCCL
 chooses, and a CTA takes an SM. So `max_ctas` bounds those of links and edges, and of gradients, as modules that share a
@@ -41,6 +43,7 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.layout.axes import AXES, axes_of
 from megatron_hetero.layout.edge import Edge, as_edge
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.views import MAIN, View
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
@@ -49,8 +52,8 @@ Ranks = tuple[int, ...]
 REPLICA_AXES = axes_of("weights", "tokens")
 """Ranks that work on the same samples."""
 
-GRADIENT_AXES = axes_of("tokens", "samples")
-"""Ranks that hold the same parameters and different tokens."""
+GRADIENT_AXES = MAIN.sum_axes
+"""Ranks that hold the same parameters and different tokens, in the main view."""
 
 ENDS = ("first and last pp",)
 """The pairs of ranks of the first and the last stage that differ in nothing else."""
@@ -85,15 +88,23 @@ MEGATRON_AXES: tuple[tuple[str, ...], ...] = (
 
 
 class Axes(NamedTuple):
-    """Communication of a module along axes of its layout, or between `ENDS`."""
+    """Communication of a module along axes of a view of its layout, or between `ENDS`."""
 
     module: str
     axes: tuple[str, ...]
+    view: View = MAIN
 
     @property
     def is_beside(self) -> bool:
         """Whether it runs beside the computation, begun by each rank in its own time: sums of gradients do."""
-        return self.axes == GRADIENT_AXES
+        return self.axes == self.view.sum_axes
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it includes all-to-alls: of heads for tokens in attention under `sp`, and of a further view's parts
+        for tokens.
+        """
+        return self.axes == ("sp",) or (self.view != MAIN and self.axes == self.view.part_axes)
 
     def __str__(self) -> str:
         return f"{self.module} {','.join(self.axes)}"
@@ -230,6 +241,18 @@ def communicators(
     return tuple(kind for kind in kinds if kind.groups)
 
 
+def gradient_uses(name: str, layout: Layout) -> tuple[Axes, ...]:
+    """The sums of a module's gradients that have communicators of their own, the main view's first."""
+    uses = [
+        Axes(name, view.sum_axes, view)
+        for view in (MAIN, *layout.views)
+        if layout.ways("tokens", "samples", view=view) > 1
+    ]
+    if len(uses) < 2:
+        return tuple(uses)
+    return tuple({layout.groups(*use.axes): use for use in reversed(uses)}.values())[::-1]
+
+
 def replica_groups(layout: Layout) -> tuple[Ranks, ...]:
     """The ranks of each replica of a module, in its first stage: they share the data that one of them decodes."""
     return layout.stage(0).groups(*REPLICA_AXES)
@@ -261,13 +284,20 @@ def _axis_kinds(
     found: dict[tuple[Any, ...], list[Use]] = {}
     for name, layout in layouts.items():
         own = (*AXES_OF_GROUPS, *([ENDS] if name in tied else []))
-        for axes in dict.fromkeys((*own, *MEGATRON_AXES) if name in megatron else own):
-            along = layout.groups("pp") if axes == ENDS else layout.groups(*axes)
-            groups = tuple((ranks[0], ranks[-1]) if axes == ENDS else ranks for ranks in along if len(ranks) > 1)
+        main = [Axes(name, axes) for axes in dict.fromkeys((*own, *MEGATRON_AXES) if name in megatron else own)]
+        for use in (*main, *(use for view in layout.views for use in _view_uses(name, view, name in megatron))):
+            along = layout.groups("pp") if use.axes == ENDS else layout.groups(*use.axes)
+            groups = tuple((ranks[0], ranks[-1]) if use.axes == ENDS else ranks for ranks in along if len(ranks) > 1)
             if groups:
-                use = Axes(name, axes)
-                found.setdefault((groups, use if use.is_beside else None), []).append(use)
+                found.setdefault((groups, name if use.is_beside else None), []).append(use)
     return (CommunicatorKind(tuple((use, groups) for use in uses)) for (groups, _), uses in found.items())
+
+
+def _view_uses(name: str, view: View, megatron: bool) -> Iterator[Axes]:
+    """Exchanges of a further view's parts, sums of its gradients, and Megatron's norms of these."""
+    alone = [(axis,) for axis in view.part_axes]
+    norms = [(*view.part_axes, "pp")] if megatron else []
+    return (Axes(name, axes, view) for axes in dict.fromkeys([*alone, view.part_axes, view.sum_axes, *norms]))
 
 
 def _link_kinds(name: str, layout: Layout, interleaved: bool) -> Iterator[CommunicatorKind]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_hetero.distributed.communicators import GRADIENT_AXES, REPLICA_AXES
 from megatron_hetero.layout.axes import AXES, axes_of
+from megatron_hetero.layout.views import MAIN, View
 
 
 @dataclass(init=False, repr=False)
@@ -24,11 +25,18 @@ class ModuleGroups(ProcessGroupCollection):
     context: dist.ProcessGroup = field(init=False)
 
 
-def module_groups(group: Callable[..., dist.ProcessGroup], ends: dist.ProcessGroup | None) -> ModuleGroups:
-    """From a module's groups along axes; `ends`: of its first and last stage."""
-    # Experts are not split over ranks of their own (`ep` is 1): their groups are those of dense layers. There is one
-    # instance of the distributed optimizer, so that its `intra` groups are whole and no `inter` group is needed.
+EXPERTS = "experts"
+"""The view that tells how Megatron's layers of experts are split; without it they are split as dense layers are."""
+
+
+def module_groups(
+    group: Callable[..., dist.ProcessGroup], ends: dist.ProcessGroup | None, views: Iterable[View] = ()
+) -> ModuleGroups:
+    """From a module's groups along axes; `ends`: of its first and last stage; `views`: further ones of its layout."""
+    # There is one instance of the distributed optimizer, so that its `intra` groups are whole and no `inter` group is
+    # needed.
     samples = group(*GRADIENT_AXES)
+    experts = next((view for view in views if view.name == EXPERTS), MAIN)
     return ModuleGroups(
         tp=group("tp"),
         sp=group("sp"),
@@ -41,13 +49,13 @@ def module_groups(group: Callable[..., dist.ProcessGroup], ends: dist.ProcessGro
         tp_cp=group(*REPLICA_AXES),
         tp_dp_cp=group(*axes_of("weights", "tokens", "samples")),
         hcp=None,
-        ep=group(),
-        expt_tp=group("tp"),
-        expt_dp=samples,
-        tp_ep=group("tp"),
-        tp_ep_pp=group("tp", "pp"),
+        ep=group(*experts.axes_of("experts")),
+        expt_tp=group(*experts.axes_of("weights")),
+        expt_dp=group(*experts.sum_axes),
+        tp_ep=group(*experts.part_axes),
+        tp_ep_pp=group(*experts.part_axes, "pp"),
         intra_dp_cp=samples,
-        intra_expt_dp=samples,
+        intra_expt_dp=group(*experts.sum_axes),
         intra_dist_opt=group(*AXES),
         inter_dist_opt=None,
         embd=ends,

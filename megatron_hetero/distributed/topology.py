@@ -38,11 +38,11 @@ from megatron_hetero.distributed.communicators import (
 from megatron_hetero.distributed.local_group import LocalGroup
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout.axes import AXES
 from megatron_hetero.layout.edge import Edge, as_edge
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.graph import Graph
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.views import MAIN
 
 if TYPE_CHECKING:
     from megatron_hetero.distributed.module_groups import ModuleGroups
@@ -179,42 +179,54 @@ class Topology:
             raise KeyError(f"no module `{module}`; there are {', '.join(self.layouts)}")
         return self.rank in self.layouts[module]
 
-    def mesh(self, module: str) -> DeviceMesh:
+    def mesh(self, module: str, view: str = MAIN.name) -> DeviceMesh:
         """The ranks of `module` as PyTorch's mesh, with the groups of this topology.
 
-        Its dimensions are named as the axes, `pp`, `dp`, `cp`, `sp` and `tp`; those of size 1 are there too:
-        ``fully_shard(model, mesh=topology.mesh("vision")["dp"])``. `KeyError` as `group`.
+        Its dimensions are named as the axes of a view of its layout, `pp`, `dp`, `cp`, `sp` and `tp` in the main one;
+        those of size 1 are there too: ``fully_shard(model, mesh=topology.mesh("vision")["dp"])``. `KeyError` as
+        `group`, `UserError` where there is no such view.
         """
-        return mesh_of(self.layouts.get(module), self.platform.device, partial(self.group, module))
+        self._require(module)
+        return mesh_of(self.layouts[module], self.platform.device, partial(self.group, module), view)
 
     def group(self, module: str, *axes: str) -> dist.ProcessGroup:
-        """The group of this rank along `axes` of `module`'s layout, or between `ENDS`.
+        """The group of this rank along `axes` of one view of `module`'s layout, or between `ENDS`.
 
-        It has a communicator where these are the ranks along one of the axes, along `sp`, `cp` and `dp` together, or
-        along what Megatron communicates (`communicators.MEGATRON_AXES`); other groups know their ranks only, as do
-        those that Megatron alone would use where `build` was told that it does not. The order of axes does not matter.
+        It has a communicator where these are the ranks along one of the axes, along `sp`, `cp` and `dp` together, along
+        those of a further view that hold its parts or sum its gradients, or along what Megatron communicates
+        (`communicators.MEGATRON_AXES`); other groups know their ranks only, as do those that Megatron alone would use
+        where `build` was told that it does not. The order of axes does not matter.
 
         Raises:
             KeyError: there is no such module, or the rank is not in it.
-            UserError: there is no such axis.
+            UserError: there is no such axis, or the axes are of several views.
         """
         if (use := Axes(module, axes)) in self._groups:
             return self._groups[use]
+        self._require(module)
+        if axes == ENDS:
+            raise KeyError(f"rank {self.rank} has no group of the first and the last stage of `{module}`")
+        layout = self.layouts[module]
+        if (use := Axes(module, axes, layout.view_of(*axes))) in self._groups:
+            return self._groups[use]
+        ranks = layout.group_of(self.rank, *axes)
+        alike = (group for use, group in self._groups.items() if use.module == module and _ranks(group) == ranks)
+        return next(alike, None) or LocalGroup(ranks, self.rank, f"group along {', '.join(axes)} of `{module}`")
+
+    def _require(self, module: str) -> None:
         if not self.has(module):
             ranks = format_ranks(self.layouts[module].ranks)
             raise KeyError(f"rank {self.rank} has no part of `{module}`, whose ranks are {ranks}")
-        if axes == ENDS:
-            raise KeyError(f"rank {self.rank} has no group of the first and the last stage of `{module}`")
-        ranks = self.layouts[module].group_of(self.rank, *axes)
-        alike = (group for use, group in self._groups.items() if use.module == module and _ranks(group) == ranks)
-        return next(alike, None) or LocalGroup(ranks, self.rank, f"group along {', '.join(axes)} of `{module}`")
 
     def collection(self, module: str) -> ModuleGroups:
         """The process groups of `module`, as this rank sees them and as Megatron wants them. `KeyError` as `group`."""
         # Here, since it imports Megatron, which other users of a topology need not wait for.
         from megatron_hetero.distributed.module_groups import module_groups
 
-        return module_groups(partial(self.group, module), self._groups.get(Axes(module, ENDS)))
+        self._require(module)
+        return module_groups(
+            partial(self.group, module), self._groups.get(Axes(module, ENDS)), self.layouts[module].views
+        )
 
 
 def _require_layouts(layouts: Mapping[str, Layout], world: int) -> None:
@@ -318,7 +330,7 @@ def _check_kind(
     ranks = group_of(kind.groups, rank)
     if ranks is not None and isinstance(kind.uses[0], Axes):
         _check_sum(group, ranks, rank, device)
-        if any(isinstance(use, Axes) and use.axes == ("sp",) for use in kind.uses):  # It exchanges heads for tokens.
+        if any(isinstance(use, Axes) and use.exchanges for use in kind.uses):
             others = tuple(r for r in ranks if r != rank)
             _check_messages(group, ranks, rank, others, others, device)
 
@@ -380,16 +392,15 @@ def _require(ranks: Ranks, rank: int, found: str, expected: str, group: dist.Pro
         )
 
 
-NAMES = AXES[::-1]
-"""Of the dimensions, from the slowest among ranks to the fastest."""
-
-
-def mesh_of(layout: Layout | None, device: torch.device, group: Callable[..., dist.ProcessGroup]) -> DeviceMesh:
-    """The mesh of a layout. `group`: of this rank, by axis; it raises where there is no layout."""
-    groups = [group(axis) for axis in NAMES]
-    assert layout is not None, "`group` raises"
+def mesh_of(
+    layout: Layout, device: torch.device, group: Callable[..., dist.ProcessGroup], view: str = MAIN.name
+) -> DeviceMesh:
+    """The mesh of a view of a layout. `group`: of this rank, by axis."""
+    degrees = layout.degrees_in(layout.view(view))
+    names = tuple(degrees)[::-1]  # From the slowest among ranks to the fastest.
+    groups = [group(axis) for axis in names]
     for each in groups:
         if isinstance(each, LocalGroup):
             each.register()  # A mesh knows its groups by name.
-    ranks = torch.tensor(layout.ranks, dtype=torch.int).view([layout.degrees[axis] for axis in NAMES])
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=NAMES)
+    ranks = torch.tensor(layout.ranks, dtype=torch.int).view([degrees[axis] for axis in names])
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Literal, NamedTuple
 
-from megatron_hetero.layout.axes import AXES
+from megatron_hetero.layout.axes import AXES, Split
+from megatron_hetero.layout.views import View
 
 
 @dataclass(frozen=True)
 class ModuleShape:
     """What the checks need to know of a module.
 
-    `attention_heads` are query heads; `kv_heads` may be fewer.
+    `attention_heads` are query heads; `kv_heads` may be fewer. `views`: further views that its layers need. `parts`:
+    how many there are of what these split, such as ``{"experts": 128}``.
     """
 
     name: str
@@ -25,6 +27,8 @@ class ModuleShape:
     hidden_size: int
     layers: int
     kind: Literal["encoder", "text"]
+    views: tuple[View, ...] = ()
+    parts: Mapping[Split, int] = field(default_factory=dict[Split, int], hash=False)
 
 
 class LayoutProblem(NamedTuple):
@@ -39,11 +43,14 @@ class LayoutProblem(NamedTuple):
 # A layout suits a module where
 #   1. tp divides the query heads,
 #   2. sp divides the heads that tp left,
-#   3. pp is at most the number of layers.
+#   3. pp is at most the number of layers,
+#   4. the axes of a further view split what they split into no more parts than there are.
 # The hidden size needs nothing, since it is never split; nor do key/value heads, which are replicated as often as it
 # takes; nor do the MLP and the vocabulary, whose widths are padded. So divisors of legal degrees are legal.
 def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem | None:
-    """The first reason why these degrees, one for each axis, do not suit the module; None where they do."""
+    """The first reason why these degrees do not suit the module; None where they do. There is one for each axis, those
+    of further views that are left out are 1.
+    """
     tp, sp, pp, heads = degrees["tp"], degrees["sp"], degrees["pp"], shape.attention_heads
     if heads % tp:
         why = "each tensor-parallel rank computes whole heads"
@@ -55,6 +62,11 @@ def problem_of(shape: ModuleShape, degrees: Mapping[str, int]) -> LayoutProblem 
     if pp > shape.layers:
         found = f"{shape.layers} layers and pp:{pp}"
         return LayoutProblem("pp", found, f"pp of at most {shape.layers}", "each pipeline stage holds a layer or more")
+    for axis in (axis for view in shape.views for axis in view.axes):
+        most, degree = shape.parts.get(axis.splits), degrees.get(axis.name, 1)
+        if most is not None and degree > most:
+            found, why = f"{most} {axis.splits} and {axis.name}:{degree}", "each rank holds one of them or more"
+            return LayoutProblem(axis.name, found, f"{axis.name} of at most {most}", why)
     return None
 
 
@@ -64,8 +76,11 @@ def divisors(n: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 
-def closest_degrees(wanted: Mapping[str, int], ranks: int, shape: ModuleShape | None) -> dict[str, int]:
-    """The legal degrees over `ranks` ranks that keep most of the wanted ones; `dp` takes what is left.
+def closest_degrees(
+    wanted: Mapping[str, int], ranks: int, shape: ModuleShape | None, views: Sequence[View] = ()
+) -> dict[str, int]:
+    """The legal degrees over `ranks` ranks that keep most of the wanted ones; `dp` takes what is left, and the axis of
+    samples of each further view.
 
     There always are some, since pure `dp` suits every shape.
 
@@ -73,16 +88,25 @@ def closest_degrees(wanted: Mapping[str, int], ranks: int, shape: ModuleShape | 
         wanted: degrees by axis; those left out count as 1, and `dp` as wanted by nobody.
         ranks: number of ranks.
         shape: of the module, where it is known.
+        views: further views.
     """
-
-    def options(axis: str) -> Sequence[int]:
-        degree = wanted.get(axis, 1)
-        return [d for d in divisors(ranks) if d <= degree]
-
-    def legal(degrees: dict[str, int]) -> bool:
-        return ranks % prod(degrees.values()) == 0 and (shape is None or problem_of(shape, degrees) is None)
-
     axes = [axis for axis in AXES if axis != "dp"]
-    candidates = (dict(zip(axes, degrees, strict=True)) for degrees in product(*map(options, axes)))
-    best = max(filter(legal, candidates), key=lambda degrees: prod(degrees.values()))
-    return best | {"dp": ranks // prod(best.values())}
+    best = _most_kept(axes, wanted, ranks, {}, shape)
+    best |= {"dp": ranks // prod(best.values())}
+    for view in views:
+        best |= _most_kept(view.stated, wanted, ranks // best["pp"], best, shape)
+    return best
+
+
+def _most_kept(
+    axes: Sequence[str], wanted: Mapping[str, int], ranks: int, others: Mapping[str, int], shape: ModuleShape | None
+) -> dict[str, int]:
+    """Legal degrees of `axes` whose product divides `ranks` and is as large as can be, given those of other axes."""
+    options = ([d for d in divisors(ranks) if d <= wanted.get(axis, 1)] for axis in axes)
+    candidates = (dict(zip(axes, degrees, strict=True)) for degrees in product(*options))
+    legal = (
+        degrees
+        for degrees in candidates
+        if ranks % prod(degrees.values()) == 0 and (shape is None or problem_of(shape, {**others, **degrees}) is None)
+    )
+    return max(legal, key=lambda degrees: prod(degrees.values()))

@@ -3,7 +3,7 @@
 The grammar, in which blanks and the order of the axes mean nothing:
 
     layout  = degrees [ "@" ranks ]
-    degrees = axis ":" degree { "," axis ":" degree }       axis  = tp | sp | cp | dp | pp
+    degrees = axis ":" degree { "," axis ":" degree }       axis  = tp | sp | cp | dp | pp | axis of a further view
     ranks   = range { "," range }                           range = first "-" last | rank
 
 Only the text is judged here; whether the degrees fit the ranks is judged in `megatron_hetero.layout.layout`.
@@ -12,7 +12,7 @@ Only the text is judged here; whether the degrees fit the ranks is judged in `me
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from megatron_hetero.layout.axes import AXES
@@ -31,8 +31,8 @@ class GrammarError(Exception):
         self.found, self.expected, self.why, self.axis = found, expected, why, axis
 
 
-def read(text: str) -> tuple[dict[str, int], tuple[int, ...] | None]:
-    """The degrees that `text` gives, by axis, and its ranks, None where it gives none.
+def read(text: str, axes: Sequence[str] = AXES) -> tuple[dict[str, int], tuple[int, ...] | None]:
+    """The degrees that `text` gives, by axis, and its ranks, None where it gives none. `axes`: all that there are.
 
     Raises:
         GrammarError: the text breaks the grammar.
@@ -40,7 +40,7 @@ def read(text: str) -> tuple[dict[str, int], tuple[int, ...] | None]:
     degrees_text, at, ranks_text = re.sub(r"\s", "", text).partition("@")
     degrees: dict[str, int] = {}
     for item in degrees_text.split(","):
-        axis, degree = _read_degree(item)
+        axis, degree = _read_degree(item, axes)
         if axis in degrees:
             why = "an axis has one degree"
             raise GrammarError(f"{axis} twice ({axis}:{degrees[axis]} and {item})", "each axis once", why, axis)
@@ -48,13 +48,13 @@ def read(text: str) -> tuple[dict[str, int], tuple[int, ...] | None]:
     return degrees, _read_ranks(ranks_text) if at else None
 
 
-def salvage(text: str) -> tuple[dict[str, int], tuple[int, ...]]:
+def salvage(text: str, axes: Sequence[str] = AXES) -> tuple[dict[str, int], tuple[int, ...]]:
     """What can be understood of a text that breaks the grammar; degrees and ranks may be empty."""
     degrees_text, _, ranks_text = re.sub(r"\s", "", text).partition("@")
     degrees: dict[str, int] = {}
     pairs: list[tuple[str, str]] = re.findall(r"([A-Za-z]+)\D?(\d{1,7})", degrees_text)
     for name, degree in pairs:
-        axis = next(iter(get_close_matches(name.lower(), AXES, n=1)), None)
+        axis = next(iter(get_close_matches(name.lower(), axes, n=1)), None)
         if axis and int(degree):
             degrees.setdefault(axis, int(degree))
     ranks: set[int] = set()
@@ -81,13 +81,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean `{close[0]}`?)" if close else ""
 
 
-def _read_degree(item: str) -> tuple[str, int]:
+def _read_degree(item: str, axes: Sequence[str]) -> tuple[str, int]:
     axis, colon, degree = item.partition(":")
     if not colon:
         raise GrammarError(f"`{item}`", "axis:degree, such as tp:4", "a layout is a list of axes with their degrees")
-    if axis not in AXES:
-        found = f"axis `{axis}`{did_you_mean(axis, AXES)}"
-        raise GrammarError(found, f"one of {', '.join(AXES)}", "there are no other axes", axis)
+    if axis not in axes:
+        found = f"axis `{axis}`{did_you_mean(axis, axes)}"
+        raise GrammarError(found, f"one of {', '.join(axes)}", "there are no other axes", axis)
     if not re.fullmatch(r"[0-9]{1,7}", degree) or int(degree) < 1:
         why = "a degree is a number of ranks"
         raise GrammarError(f"degree `{degree}` for {axis}", "an integer of 1 or more", why, axis)

@@ -5,6 +5,7 @@ The grammar is in `megatron_hetero.layout.grammar`. Examples:
     sp:8                 eight-way sequence parallel over a world of 8
     tp:4,pp:2@8-15       four-way tensor parallel in two pipeline stages on ranks 8 to 15
     dp:2,tp:4@0-3,8-11   two replicas of four tensor-parallel ranks on two sets of ranks
+    tp:4,dp:2,ep:8       in a module with a view of experts: they are divided over the same eight ranks
 
 Without ``@`` a layout covers the whole world. ``dp`` left out is what the other degrees leave of the
 ranks. Ranks ascend, because process groups number their members in ascending order.
@@ -16,17 +17,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
 from megatron_hetero.environment.ranks import LAUNCHER
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout.axes import AXES, Split, axes_of
+from megatron_hetero.layout.axes import AXES, Split
 from megatron_hetero.layout.degrees import ModuleShape, closest_degrees, problem_of
 from megatron_hetero.layout.foreign import grid_of_hyper_grid, grid_of_mesh, grid_of_mpu, in_layout_order
 from megatron_hetero.layout.grammar import MOST_PLANNED, GrammarError, did_you_mean, format_ranks, read, salvage
+from megatron_hetero.layout.views import MAIN, VIEWS, Fold, View, axis_names
 
 __all__ = ["AXES", "Coordinate", "Layout", "ModuleShape"]
 
@@ -56,16 +57,23 @@ class Coordinate(NamedTuple):
 #       11    1  0  0  1  1     (10, 11)      (9, 11)       (7, 11)       (8, 9, 10, 11)
 #
 # Each row shows the group that the rank belongs to.
-@dataclass(frozen=True)
+#
+# A further view numbers the ranks of each stage in the same order and reads them along its own axes, the first fastest.
+# For tp:2,dp:2,pp:2,ep:2@4-11 with the view of `megatron_hetero.layout.views`:
+#
+#     rank        4   5   6   7   8   9  10  11     groups("ep")   (4, 5) (6, 7) (8, 9) (10, 11)
+#     ep          0   1   0   1   0   1   0   1     groups("edp")  (4, 6) (5, 7) (8, 10) (9, 11)
+#     edp         0   0   1   1   0   0   1   1
+@dataclass(frozen=True, repr=False)
 class Layout:
-    """A degree per axis, and the ranks that they cover.
+    """A degree per axis, the ranks that they cover, and the further views of these.
 
     ``repr`` is for machines and evaluates to an equal value. ``str`` is for people and always says
-    the ranks, so that ``Layout.parse(str(x)) == x`` in any world that has them.
+    the ranks, so that ``Layout.parse(str(x), views=x.views) == x`` in any world that has them.
 
     Raises:
-        UserError: a degree is not a positive integer, the ranks do not ascend, or their number is
-            not the product of the degrees.
+        UserError: a degree is not a positive integer, the ranks do not ascend, their number is
+            not the product of the degrees, or the degrees of a further view do not divide the ranks of a stage.
     """
 
     tp: int
@@ -74,10 +82,12 @@ class Layout:
     dp: int
     pp: int
     ranks: tuple[int, ...]
+    folds: tuple[Fold, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(self.ranks))
-        wrong = [f"{axis}:{degree}" for axis, degree in self.degrees.items() if type(degree) is not int or degree < 1]
+        axis_names(self.views)
+        wrong = [f"{axis}:{degree}" for axis, degree in self.stated.items() if type(degree) is not int or degree < 1]
         if wrong:
             found = f"degrees {', '.join(wrong)}"
             raise UserError.at("layout", found=found, expected="integers of 1 or more", fix="correct the degrees")
@@ -89,6 +99,19 @@ class Layout:
             expected = f"{needed}, the product of the degrees"
             where = f"layout {self.degrees_text}"
             raise UserError.at(where, found=f"{self.size} ranks", expected=expected, fix="give that many ranks")
+        for view, degrees in self.folds:
+            if self.stage_size % prod(degrees):
+                found, expected = f"degrees that multiply to {prod(degrees)}", f"a divisor of {self.stage_size}"
+                where, because = f"layout {self.degrees_text}", f"view {view.name} folds the ranks of a stage"
+                raise UserError.at(where, found=found, expected=expected, because=because, fix="correct the degrees")
+
+    @classmethod
+    def of(cls, degrees: Mapping[str, int], ranks: tuple[int, ...], views: Sequence[View] = ()) -> Layout:
+        """The layout of these degrees of the main view and of further `views`; those left out are 1. `UserError` as the
+        class.
+        """
+        folds = tuple(Fold(view, tuple(degrees.get(axis, 1) for axis in view.stated)) for view in views)
+        return cls(**{axis: degrees.get(axis, 1) for axis in AXES}, ranks=ranks, folds=folds)
 
     @classmethod
     def parse(
@@ -100,6 +123,8 @@ class Layout:
         flags: bool = False,
         shape: ModuleShape | None = None,
         idle: Iterable[int] = (),
+        views: Sequence[View] | None = None,
+        elsewhere: Iterable[View] = VIEWS,
     ) -> Layout:
         """The layout that `text` describes (grammar above).
 
@@ -110,22 +135,27 @@ class Layout:
             flags: whether errors name the module's flag (``--MODULE-parallel``) rather than an argument.
             shape: where given, layouts suggested in errors also suit the module's shape.
             idle: ranks that no other module covers; layouts suggested in errors that name ranks cover these too.
+            views: further views of the module, whose axes `text` may give; None: those of its `shape`.
+            elsewhere: views that other modules have, named in errors where `text` gives their axes.
 
         Raises:
             UserError: the text is malformed, or the degrees do not fit the ranks. The message
                 suggests a layout that does.
         """
+        views = tuple(views if views is not None else shape.views if shape is not None else ())
+        axes = axis_names(views)
         try:
-            return _fitted(*read(text), world_size)
+            return _fitted(*read(text, axes), world_size, views)
         except GrammarError as error:
-            suggestion = mended_layout(text, world_size, shape, idle)
-            more = _with_more_ranks(text, world_size, shape, flags)
+            suggestion = mended_layout(text, world_size, shape, idle, views)
+            more = _with_more_ranks(text, world_size, shape, flags, views)
+            lacking = next((v.name for v in elsewhere if error.axis in v.names and error.axis not in axes), "")
             better = str(suggestion) if world_size is None else suggestion.short(world_size)
             raise UserError.at(
                 titled(module, text, error.axis, flags=flags),
                 found=error.found,
                 expected=error.expected,
-                because=error.why,
+                because=f"{module or 'the module'} has no {lacking}" if lacking else error.why,
                 fix=f"try `{as_given(module, better, flags=flags)}`{more}",
             ) from None
 
@@ -134,14 +164,65 @@ class Layout:
         """Number of ranks."""
         return len(self.ranks)
 
-    def ways(self, *splits: Split) -> int:
-        """Over how many ranks these are split: the product of the degrees of their axes."""
-        return prod(self.degrees[axis] for axis in axes_of(*splits))
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks of a pipeline stage."""
+        return self.size // self.pp
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """The further views."""
+        return tuple(view for view, _ in self.folds)
+
+    def view(self, name: str) -> View:
+        """The view of this name. Raises `UserError` where there is none."""
+        views = {view.name: view for view in (MAIN, *self.views)}
+        if name not in views:
+            found, expected = f"no view `{name}`{did_you_mean(name, views)}", f"one of {', '.join(views)}"
+            raise UserError.at(f"layout {self}", found=found, expected=expected, fix="ask for one of these")
+        return views[name]
+
+    def ways(self, *splits: Split, view: View = MAIN) -> int:
+        """Over how many ranks these are split: the product of the degrees of their axes in a view."""
+        degrees = self.degrees_in(view)
+        return prod(degrees[axis] for axis in view.axes_of(*splits))
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degree of each axis, in the order of `AXES`."""
+        """The degree of each axis of the main view, in the order of `AXES`."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def stated(self) -> dict[str, int]:
+        """The degrees from which all others follow: those of the main view, and of each further one all but the last
+        that its ranks leave.
+        """
+        further = {axis: n for view, degrees in self.folds for axis, n in zip(view.stated, degrees, strict=True)}
+        return {**self.degrees, **further}
+
+    def degrees_in(self, view: View) -> dict[str, int]:
+        """The degree of each axis of a view, from the fastest to the slowest. The slowest is `pp` in all of them."""
+        if view == MAIN:
+            return self.degrees
+        stated = self.stated
+        rest = self.stage_size // prod(stated[axis] for axis in view.stated)
+        return {axis: stated.get(axis, rest) for axis in view.names} | {"pp": self.pp}
+
+    def view_of(self, *axes: str) -> View:
+        """The view that has these axes; the main one has `pp`, and so has every other.
+
+        Raises:
+            UserError: there is no such axis, or they are of several views.
+        """
+        known = axis_names(self.views)
+        for axis in axes:
+            if axis not in known:
+                found = f"axis `{axis}`{did_you_mean(axis, known)}"
+                raise UserError.at("layout", found=found, expected=f"one of {', '.join(known)}", fix="ask about these")
+        for view in (MAIN, *self.views):
+            if {*axes} <= {*view.names, "pp"}:
+                return view
+        raise UserError.at("layout", found=f"axes {', '.join(axes)}", expected="axes of one view", fix="ask for each")
 
     @classmethod
     def from_mesh(cls, mesh: Any, *, axes: Mapping[str, str] | None = None) -> Layout:
@@ -178,7 +259,9 @@ class Layout:
     @property
     def degrees_text(self) -> str:
         """The degrees above one, such as ``tp:4,dp:2``; ``dp:1`` where there are none."""
-        return ",".join(f"{axis}:{n}" for axis, n in self.degrees.items() if n != 1) or "dp:1"
+        main, further = list(self.degrees.items()), list(self.stated.items())[len(AXES) :]
+        above = [f"{axis}:{n}" for axis, n in main if n != 1] or ["dp:1"]
+        return ",".join([*above, *(f"{axis}:{n}" for axis, n in further if n != 1)])
 
     @property
     def ranks_text(self) -> str:
@@ -187,6 +270,10 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{self.degrees_text}@{self.ranks_text}"
+
+    def __repr__(self) -> str:
+        degrees = ", ".join(f"{axis}={n!r}" for axis, n in self.degrees.items())
+        return f"Layout({degrees}, ranks={self.ranks!r}{f', folds={self.folds!r}' if self.folds else ''})"
 
     def short(self, world_size: int) -> str:
         """The shortest text that `parse` reads as this layout in a world of `world_size` ranks."""
@@ -201,21 +288,23 @@ class Layout:
         return i < self.size and self.ranks[i] == rank
 
     def coordinate(self, rank: int) -> Coordinate:
-        """The index of `rank` along each axis.
+        """The index of `rank` along each axis of the main view.
 
         Raises:
             UserError: the rank is not one of the layout's.
         """
+        return Coordinate(**self.indices(rank, MAIN))
+
+    def indices(self, rank: int, view: View) -> dict[str, int]:
+        """The index of `rank` along each axis of a view, in the order of `degrees_in`. `UserError` as `coordinate`."""
+        return _indices(self._position(rank), self.degrees_in(view))
+
+    def _position(self, rank: int) -> int:
         if rank not in self:
             raise UserError.at(
                 f"layout {self}", found=f"rank {rank}", expected="one of its ranks", fix="ask about those"
             )
-        rest = bisect_left(self.ranks, rank)
-        index: list[int] = []
-        for degree in self.degrees.values():
-            index.append(rest % degree)
-            rest //= degree
-        return Coordinate(*index)
+        return bisect_left(self.ranks, rank)
 
     def rank_at(self, *, tp: int = 0, sp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """The rank at these indices; an axis left out is at its first.
@@ -232,23 +321,27 @@ class Layout:
         return self.ranks[position]
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks parted into groups along `axes`: in a group only the indices of `axes` differ.
+        """The ranks parted into groups along `axes` of one view: in a group only the indices of `axes` differ.
 
         Groups come in the order of their first rank and ranks ascend inside a group, which is the
-        order of the layout. Without axes every rank is a group of its own.
+        order of the layout. Without axes every rank is a group of its own. `UserError` as `view_of`.
         """
-        members: dict[Coordinate, list[int]] = {}
-        zeros = dict.fromkeys(_known(axes), 0)
-        for rank in self.ranks:
-            members.setdefault(self.coordinate(rank)._replace(**zeros), []).append(rank)
+        degrees = self.degrees_in(self.view_of(*axes))
+        members: dict[tuple[int, ...], list[int]] = {}
+        for position, rank in enumerate(self.ranks):
+            others = tuple(i for axis, i in _indices(position, degrees).items() if axis not in axes)
+            members.setdefault(others, []).append(rank)
         return tuple(map(tuple, members.values()))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The group of ``groups(*axes)`` that holds `rank`."""
-        here = self.coordinate(rank)._asdict()
-        spans = [range(n) if axis in _known(axes) else (here[axis],) for axis, n in self.degrees.items()]
-        # The last factor of a product varies fastest, so the axes go in from slow to fast.
-        return tuple(self.rank_at(**dict(zip(reversed(AXES), i, strict=True))) for i in product(*reversed(spans)))
+        members, stride = [self._position(rank)], 1
+        for axis, degree in self.degrees_in(self.view_of(*axes)).items():
+            if axis in axes:
+                first = [at - at // stride % degree * stride for at in members]
+                members = [at + i * stride for i in range(degree) for at in first]
+            stride *= degree
+        return tuple(self.ranks[at] for at in members)
 
     def stage(self, index: int) -> Layout:
         """One pipeline stage as a layout of its own, with `pp` of 1.
@@ -256,10 +349,8 @@ class Layout:
         Raises:
             UserError: there is no such stage.
         """
-        first = self.rank_at(pp=index)
-        size = self.size // self.pp
-        at = bisect_left(self.ranks, first)
-        return Layout(**self.degrees | {"pp": 1}, ranks=self.ranks[at : at + size])
+        at = bisect_left(self.ranks, self.rank_at(pp=index))
+        return replace(self, pp=1, ranks=self.ranks[at : at + self.stage_size])
 
     def peer_at_stage(self, rank: int, stage: int) -> int:
         """The rank of another pipeline stage with the other coordinates of `rank`."""
@@ -286,28 +377,39 @@ def as_given(module: str, layout: str, *, flags: bool) -> str:
     return f'{module}="{layout}"' if module else layout
 
 
-def closest_layout(wanted: Mapping[str, int], ranks: tuple[int, ...], shape: ModuleShape | None) -> Layout:
+def closest_layout(
+    wanted: Mapping[str, int], ranks: tuple[int, ...], shape: ModuleShape | None, views: Sequence[View]
+) -> Layout:
     """The layout over `ranks`, legal for a module of this shape, whose degrees are closest to those wanted."""
-    return Layout(**closest_degrees(wanted, len(ranks), shape), ranks=ranks)
+    return Layout.of(closest_degrees(wanted, len(ranks), shape, views), ranks, views)
 
 
-def mended_layout(text: str, world_size: int | None, shape: ModuleShape | None, idle: Iterable[int] = ()) -> Layout:
+def mended_layout(
+    text: str,
+    world_size: int | None,
+    shape: ModuleShape | None,
+    idle: Iterable[int] = (),
+    views: Sequence[View] = (),
+) -> Layout:
     """A legal layout as close as may be to what a faulty text seems to say, over the `idle` ranks too."""
-    degrees, ranks = salvage(text)
-    world = range(min(prod(degrees.values()), _MOST_RANKS) if world_size is None else world_size)
+    degrees, ranks = salvage(text, axis_names(views))
+    wanted = prod(n for axis, n in degrees.items() if axis in AXES)
+    world = range(min(wanted, _MOST_RANKS) if world_size is None else world_size)
     if world_size is not None:
         ranks = tuple(rank for rank in ranks if rank < world_size)
-    return closest_layout(degrees, tuple(sorted({*ranks, *idle})) if ranks else tuple(world), shape)
+    return closest_layout(degrees, tuple(sorted({*ranks, *idle})) if ranks else tuple(world), shape, views)
 
 
-def _with_more_ranks(text: str, world_size: int | None, shape: ModuleShape | None, flags: bool) -> str:
+def _with_more_ranks(
+    text: str, world_size: int | None, shape: ModuleShape | None, flags: bool, views: Sequence[View]
+) -> str:
     """Advice to start as many ranks as a layout wants, where the world has fewer and that would do."""
     try:
-        degrees, ranks = read(text)
-        wanted = prod(degrees.values()) if ranks is None else ranks[-1] + 1
+        degrees, ranks = read(text, axis_names(views))
+        wanted = prod(n for axis, n in degrees.items() if axis in AXES) if ranks is None else ranks[-1] + 1
         if world_size is None or not world_size < wanted <= MOST_PLANNED:
             return ""
-        problem = shape and problem_of(shape, _fitted(degrees, ranks, wanted).degrees)
+        problem = shape and problem_of(shape, _fitted(degrees, ranks, wanted, views).stated)
     except GrammarError:
         return ""
     if problem:
@@ -317,8 +419,10 @@ def _with_more_ranks(text: str, world_size: int | None, shape: ModuleShape | Non
     return f", or start {wanted} ranks with {LAUNCHER} or torchrun (in a plan: --world-size {wanted})"
 
 
-def _fitted(degrees: dict[str, int], ranks: tuple[int, ...] | None, world_size: int | None) -> Layout:
-    """The layout of these degrees, `dp` inferred where it is missing.
+def _fitted(
+    degrees: dict[str, int], ranks: tuple[int, ...] | None, world_size: int | None, views: Sequence[View]
+) -> Layout:
+    """The layout of these degrees, the axis of samples of each view inferred where it is missing.
 
     Raises:
         GrammarError: degrees and ranks do not fit one another or the world.
@@ -329,7 +433,7 @@ def _fitted(degrees: dict[str, int], ranks: tuple[int, ...] | None, world_size: 
     ranks = tuple(range(world_size or 0)) if ranks is None else ranks
     if world_size is not None and ranks[-1] >= world_size:
         raise _outside(ranks, world_size)
-    stated = prod(degrees.values())
+    stated = prod(n for axis, n in degrees.items() if axis in AXES)
     where = f"{len(ranks)} ranks ({format_ranks(ranks)})"
     if len(ranks) % stated:
         multiply = f"degrees that multiply to {stated} on {where}"
@@ -337,7 +441,19 @@ def _fitted(degrees: dict[str, int], ranks: tuple[int, ...] | None, world_size: 
     if "dp" in degrees and len(ranks) != stated:
         found = f"degrees that multiply to {stated} on {where}"
         raise GrammarError(found, f"{len(ranks)}", "every rank of a layout has a part of the work", "dp")
-    return Layout(**dict.fromkeys(AXES, 1) | {"dp": len(ranks) // stated} | degrees, ranks=ranks)
+    for view in views:
+        _require_folds(view, degrees, len(ranks) // degrees.get("pp", 1))
+    return Layout.of({"dp": len(ranks) // stated} | degrees, ranks, views)
+
+
+def _require_folds(view: View, degrees: Mapping[str, int], stage: int) -> None:
+    """Check that the stated degrees of a further view fit the ranks of a stage. Raises `GrammarError`."""
+    own = {axis: degrees[axis] for axis in view.names if axis in degrees}
+    if stage % prod(own.values()) or (view.rest in own and prod(own.values()) != stage):
+        given = ",".join(f"{axis}:{n}" for axis, n in own.items())
+        expected = f"degrees that multiply to {stage}" if view.rest in own else f"a divisor of {stage}"
+        why = f"{', '.join(view.names)} number the {stage} ranks of a pipeline stage once more"
+        raise GrammarError(f"{given} on {stage} ranks", expected, why, next(iter(own)))
 
 
 def _outside(ranks: Sequence[int], world_size: int) -> GrammarError:
@@ -351,12 +467,12 @@ def _of_grid(what: str, dims: Sequence[tuple[str, int]], ranks: Sequence[int]) -
     degrees = dict.fromkeys(AXES, 1)
     for axis, size in dims:
         degrees[axis] *= size
-    return Layout(**degrees, ranks=tuple(ordered))
+    return Layout.of(degrees, tuple(ordered))
 
 
-def _known(axes: Sequence[str]) -> Sequence[str]:
-    for axis in axes:
-        if axis not in AXES:
-            found = f"axis `{axis}`{did_you_mean(axis, AXES)}"
-            raise UserError.at("layout", found=found, expected=f"one of {', '.join(AXES)}", fix="ask about these")
-    return axes
+def _indices(position: int, degrees: Mapping[str, int]) -> dict[str, int]:
+    """The index along each axis, from the fastest to the slowest, of what stands at `position`."""
+    found: dict[str, int] = {}
+    for axis, degree in degrees.items():
+        position, found[axis] = divmod(position, degree)
+    return found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.layout.degrees import ModuleShape, divisors, problem_of
+from megatron_hetero.layout.degrees import LayoutProblem, ModuleShape, divisors, problem_of
 from megatron_hetero.layout.grammar import did_you_mean, format_ranks
 from megatron_hetero.layout.layout import Layout, as_given, closest_layout, mended_layout, titled
+from megatron_hetero.layout.views import MAIN, VIEWS
 
 
 def resolve(
@@ -25,8 +27,8 @@ def resolve(
     layouts = {
         name: _parsed(name, texts, modules, world_size, flags)
         if name in texts
-        else Layout(tp=1, sp=1, cp=1, dp=world_size, pp=1, ranks=world)
-        for name in modules
+        else Layout.of({"dp": world_size}, world, shape.views)
+        for name, shape in modules.items()
     }
     validate(modules, layouts, world_size, flags=flags)
     return layouts
@@ -36,20 +38,29 @@ def _parsed(
     name: str, texts: Mapping[str, str], modules: Mapping[str, ModuleShape], world_size: int, flags: bool
 ) -> Layout:
     try:
-        return Layout.parse(texts[name], world_size)
+        return Layout.parse(texts[name], world_size, views=modules[name].views)
     except UserError:  # Again, for a message with advice that suits the other modules.
         idle = set(range(world_size)).difference(
             *(_likely_ranks(texts.get(other), world_size, shape) for other, shape in modules.items() if other != name)
         )
-        return Layout.parse(texts[name], world_size, module=name, shape=modules[name], idle=idle, flags=flags)
+        views = [view for shape in modules.values() for view in shape.views]
+        return Layout.parse(
+            texts[name],
+            world_size,
+            module=name,
+            shape=modules[name],
+            idle=idle,
+            flags=flags,
+            elsewhere=[*VIEWS, *views],
+        )
 
 
 def _likely_ranks(text: str | None, world_size: int, shape: ModuleShape) -> Sequence[int]:
     """The ranks that a module covers, or will when its text has been mended."""
     try:
-        return range(world_size) if text is None else Layout.parse(text, world_size).ranks
+        return range(world_size) if text is None else Layout.parse(text, world_size, views=shape.views).ranks
     except UserError:
-        return mended_layout(text or "", world_size, shape).ranks
+        return mended_layout(text or "", world_size, shape, views=shape.views).ranks
 
 
 def validate(
@@ -90,17 +101,17 @@ def _require_known(names: Iterable[str], modules: Mapping[str, ModuleShape], fla
 
 def _require_inside(name: str, shape: ModuleShape, layout: Layout, world_size: int, flags: bool) -> None:
     if layout.ranks[-1] >= world_size:
-        Layout.parse(str(layout), world_size, module=name, shape=shape, flags=flags)
+        Layout.parse(str(layout), world_size, module=name, shape=shape, flags=flags, views=layout.views)
 
 
 def _require_shape(shape: ModuleShape, layout: Layout, world_size: int, flags: bool) -> None:
-    problem = problem_of(shape, layout.degrees)
+    problem = problem_of(shape, layout.stated) or _views_problem(shape, layout)
     if problem is None:
         return
     axis, found, expected, why = problem
-    options = [str(other.degrees[axis]) for other in _varied(layout, axis) if problem_of(shape, other.degrees) is None]
+    options = [str(other.stated[axis]) for other in _varied(layout, axis) if problem_of(shape, other.stated) is None]
     use = f"use one of {axis}: {', '.join(options)}; " if options else ""
-    suggestion = closest_layout(layout.degrees, layout.ranks, shape).short(world_size)
+    suggestion = closest_layout(layout.stated, layout.ranks, shape, shape.views).short(world_size)
     raise UserError.at(
         titled(shape.name, layout.short(world_size), axis, flags=flags),
         found=found,
@@ -108,6 +119,14 @@ def _require_shape(shape: ModuleShape, layout: Layout, world_size: int, flags: b
         because=why,
         fix=f"{use}try `{as_given(shape.name, suggestion, flags=flags)}`",
     )
+
+
+def _views_problem(shape: ModuleShape, layout: Layout) -> LayoutProblem | None:
+    """Whether the layout lacks a view of its module, or has another one."""
+    if layout.views == shape.views:
+        return None
+    found, expected = (", ".join(view.name for view in (MAIN, *views)) for views in (layout.views, shape.views))
+    return LayoutProblem("", f"views {found}", expected, "its layers have parameters in these")
 
 
 def _require_all_covered(
@@ -118,7 +137,8 @@ def _require_all_covered(
         return
     # The text module is the one that has most use for more ranks.
     name = next((n for n, shape in modules.items() if shape.kind == "text"), next(iter(modules)))
-    wider = closest_layout(layouts[name].degrees, tuple(sorted({*layouts[name].ranks, *idle})), modules[name])
+    ranks, shape = tuple(sorted({*layouts[name].ranks, *idle})), modules[name]
+    wider = closest_layout(layouts[name].stated, ranks, shape, shape.views)
     used = max(rank for layout in layouts.values() for rank in layout.ranks) + 1
     fewer = f", or start {used} ranks only" if idle[0] == used else ""
     raise UserError.at(
@@ -132,6 +152,13 @@ def _require_all_covered(
 
 def _varied(layout: Layout, axis: str) -> Iterator[Layout]:
     """The layout with every degree of `axis` that its ranks allow, `dp` taking up the difference."""
-    others = prod(n for other, n in layout.degrees.items() if other not in (axis, "dp"))
+    if not axis:
+        return
+    view = layout.view_of(axis)
+    others = prod(n for other, n in layout.degrees_in(view).items() if other not in (axis, view.rest))
     for degree in divisors(layout.size // others):
-        yield Layout(**layout.degrees | {axis: degree, "dp": layout.size // others // degree}, ranks=layout.ranks)
+        degrees = layout.stated | {axis: degree}
+        if view == MAIN:
+            degrees["dp"] = layout.size // others // degree
+        with suppress(UserError):  # Other views may not fit shorter stages.
+            yield Layout.of(degrees, layout.ranks, layout.views)

@@ -17,6 +17,8 @@ from megatron_hetero.data.items import Modality, Size
 from megatron_hetero.data.records import Record
 from megatron_hetero.files.json_objects import Table
 from megatron_hetero.hf.weight_map import WeightMap
+from megatron_hetero.layout.axes import Split
+from megatron_hetero.layout.views import View
 from megatron_hetero.models.common.demo_sizes import DemoSizes
 from megatron_hetero.models.common.flops import TextFlopShape, VisionFlopShape
 from megatron_hetero.sharding.items import ItemShape
@@ -73,6 +75,16 @@ class TransformerShape(Protocol):
     @property
     def ffn(self) -> int:
         """Width of the MLP."""
+        ...
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """Further views of the module's layouts that its layers need."""
+        ...
+
+    @property
+    def parts(self) -> Mapping[Split, int]:
+        """How many there are of what these views split, see `ModuleShape`."""
         ...
 
 

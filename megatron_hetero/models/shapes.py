@@ -63,10 +63,11 @@ class ModelShapes:
         """What layouts are validated against."""
         t = self.text
         encoders = {
-            name: ModuleShape(name, v.heads, v.heads, v.hidden, v.layers, "encoder")
+            name: ModuleShape(name, v.heads, v.heads, v.hidden, v.layers, "encoder", v.views, v.parts)
             for name, v in self.encoders.items()
         }
-        return {**encoders, TEXT: ModuleShape(TEXT, t.heads, t.kv_heads, t.hidden, t.layers, "text")}
+        text = ModuleShape(TEXT, t.heads, t.kv_heads, t.hidden, t.layers, "text", t.views, t.parts)
+        return {**encoders, TEXT: text}
 
 
 def _check_outputs(name: str, folder: Path, encoder: EncoderShape, text: TextShape) -> None:

@@ -142,7 +142,7 @@ def _states(plan: Plan, chosen: Settings, unseen: float, *, rounds: bool = False
 def activations_on_the_host(plan: Plan) -> Iterator[Change]:
     """Copies run beside the computation."""
     for name in plan.layouts:
-        keeps = name == TEXT or name not in plan.config.model.freeze
+        keeps = name == TEXT or plan.job.frozen.trains(name)
         if keeps and not plan.config.offload_of(name).activations:
             yield Change({f"offload.{name}.activations": True}, OFFLOADED)
 

@@ -37,7 +37,7 @@ from megatron_hetero.planning.memory.parameters import (
 from megatron_hetero.planning.memory.staging import loan_sizes, loans_of, peak_staging
 from megatron_hetero.planning.shards import ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
-from megatron_hetero.planning.work import durations, encoder_trains, text_passes, with_copies
+from megatron_hetero.planning.work import durations, encoder_trains, with_copies
 from megatron_hetero.schedule.program import Role, Schedule
 from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
 from megatron_hetero.sharding.stages import Stage, stages_of_rank
@@ -125,7 +125,7 @@ class Plan(OfJob):
         images = {name: _mean_images(assumed, name) for name in job.shapes.encoders}
         sizes = _Memory(job, assumed, parameters, gathered, boundaries, calls, gpu)
         memory, on_host = sizes.table(world_size)
-        work = with_copies(durations(config, assumed, job.stages, images), sizes.copied, schedule)
+        work = with_copies(durations(config, assumed, job.stages, images, job.frozen), sizes.copied, schedule)
         found = simulate(schedule, work)
         return cls(
             job, world_size, assumed, parameters, gathered, boundaries, shards, memory, on_host, work, found, gpu
@@ -200,9 +200,9 @@ def _communicators(
 
 def _held(job: JobSpec) -> dict[_Place, tuple[Parameter, ...]]:
     """The parameters of a rank at each module and pipeline coordinate."""
-    freeze = job.config.model.freeze
+    frozen = job.frozen.tensors
     return {
-        (name, at): parameters_of(name, job.shapes, layout.tp, stages_of_rank(job.stages[name], at, layout.pp), freeze)
+        (name, at): parameters_of(name, job.shapes, layout.tp, stages_of_rank(job.stages[name], at, layout.pp), frozen)
         for name, layout in job.layouts.items()
         for at in range(layout.pp)
     }
@@ -396,11 +396,12 @@ class _Memory:
         config = self.job.config
         recompute, offload = Recompute.of(config.model, name), config.offload_of(name).activations
         if name == TEXT:
+            passes = self.job.frozen.passes(TEXT, inputs=True)
             return text_stage(
-                self.assumed.shapes.text, layout, stage, shard, itemsize, text_passes(config), recompute, self.gpu,
+                self.assumed.shapes.text, layout, stage, shard, itemsize, passes, recompute, self.gpu,
                 offload=offload, compiled=config.model.compile == "layers",
             )  # fmt: skip
-        shape, trains = self.assumed.shapes.encoders[name], encoder_trains(config, name)
+        shape, trains = self.assumed.shapes.encoders[name], encoder_trains(self.job.frozen, name)
         return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute, self.gpu, offload=offload)
 
 

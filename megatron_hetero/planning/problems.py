@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, lcm
 
 import numpy as np
@@ -18,7 +18,6 @@ from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.fitting import Attempt, find_fitting
 from megatron_hetero.planning.memory.gathered import planned_span
-from megatron_hetero.planning.work import encoder_trains
 from megatron_hetero.schedule.program import Role
 
 MOST_IDLE = 0.3
@@ -142,7 +141,7 @@ def _against_activations(plan: Plan, role: Role) -> str:
     if any(module.style == "ahead" for module in mine) and plan.config.schedule.run_ahead != 0:
         return "try --schedule.run_ahead 0"
     more = f"raise sp, cp or tp of {' and '.join(names)}, or lower {micro_batch_setting(plan.config)}"
-    moving = [name for name in names if name == TEXT or name not in plan.config.model.freeze]
+    moving = [name for name in names if name == TEXT or plan.job.frozen.trains(name)]
     flags = [f"--offload.{name}.activations true" for name in moving if not plan.config.offload_of(name).activations]
     return f"set {' and '.join(flags)}, {more}" if flags else more
 
@@ -229,7 +228,7 @@ def _exchanges(plan: Plan) -> Iterator[PlanProblem]:
 
 def _passes(plan: Plan, name: str) -> int:
     """How often the layers of an encoder run in a micro-batch, forward and backward."""
-    if not encoder_trains(plan.config, name)[0]:
+    if not plan.job.frozen.trains(name):
         return 1
     again = plan.schedule.module[name].recomputes, plan.config.model.recompute.get(name, "none") == "full"
     return 2 + sum(again)
@@ -238,7 +237,7 @@ def _passes(plan: Plan, name: str) -> int:
 def _whole_images(plan: Plan, name: str, layout: Layout) -> str:
     """What to do in place of splitting the tokens of images."""
     replicas, images = layout.ways("tokens", "samples"), sum(map(len, plan.assumed.assigned(name)))
-    whole = Layout(**layout.degrees | dict.fromkeys(axes_of("tokens"), 1) | {"dp": replicas}, ranks=layout.ranks)
+    whole = replace(layout, **dict.fromkeys(axes_of("tokens"), 1), dp=replicas)
     flag = f"--{name}-parallel {whole.short(plan.world_size)}"
     if images >= replicas:
         return f"assign whole images to ranks, of which a micro-batch has {images:,}: try {flag}"

@@ -13,6 +13,7 @@ from megatron_hetero.models.common.flops import (
     vision_flops,
 )
 from megatron_hetero.models.common.recompute.policy import Recompute
+from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.names import TEXT, parts_of
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.schedule.program import Schedule
@@ -49,7 +50,11 @@ def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: f
 
 
 def durations(
-    config: Config, assumed: AssumedBatch, stages: Mapping[str, Sequence[Stage]], images: Mapping[str, float]
+    config: Config,
+    assumed: AssumedBatch,
+    stages: Mapping[str, Sequence[Stage]],
+    images: Mapping[str, float],
+    frozen: Frozen,
 ) -> dict[DurationKey, float]:
     """Operations of one rank in all work of a step, by module, kind and stage. `images`: of an encoder's replica.
 
@@ -61,7 +66,7 @@ def durations(
         for number, stage in enumerate(of_module):
             text = name == TEXT
             forward = text_forward(assumed, stage) if text else encoder_forward(assumed, name, stage, images[name])
-            passes = text_passes(config) if text else encoder_passes(config, name)
+            passes = frozen.passes(name, inputs=text or frozen.trains(name))
             recompute = Recompute.of(config.model, name)
             again = forward * recompute.whole_layers(len(stage.layers)) / len(stage.layers)
             if passes.linear > 1:
@@ -105,18 +110,7 @@ def _tokens(assumed: AssumedBatch, name: str, images: float) -> float:
     return images * sum(assumed.shapes.encoders[name].sequences(sizes[0])) if sizes else 0
 
 
-def text_passes(config: Config) -> Passes:
-    """Which gradients the text module computes."""
-    return Passes(inputs=True, weights=TEXT not in config.model.freeze)
-
-
-def encoder_trains(config: Config, encoder: str) -> tuple[bool, bool]:
+def encoder_trains(frozen: Frozen, encoder: str) -> tuple[bool, bool]:
     """Whether an encoder trains, and whether its projector does."""
     own, projector = parts_of(encoder)
-    return own not in config.model.freeze, projector not in config.model.freeze
-
-
-def encoder_passes(config: Config, encoder: str) -> Passes:
-    """Which gradients an encoder's layers compute."""
-    trains, _ = encoder_trains(config, encoder)
-    return Passes(trains, trains)
+    return frozen.trains(own), frozen.trains(projector)

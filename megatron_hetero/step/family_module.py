@@ -22,7 +22,7 @@ from megatron_hetero.models.common.parameters import TIED_COPIES
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import group_of, tied_parameter, weight_map
+from megatron_hetero.models.weights import tied_parameter, weight_map
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.stages import Stage, stages_of_rank
 from megatron_hetero.step.data_parallel import DataParallel, Replicated
@@ -40,7 +40,7 @@ def build_module(
     dtype: torch.dtype,
     sequence_parallel: bool,
     recompute: Recompute,
-    freeze: Collection[str],
+    frozen: Collection[str],
     sharded: bool,
     zero: int,
     gradients: torch.dtype,
@@ -48,10 +48,10 @@ def build_module(
     offload: ActivationOffload | None = None,
     compile_layers: bool = False,
 ) -> TrainedModule:
-    """Build this rank's part of `name`: in its layout the stages that it holds, their weights read, what is to be
-    frozen frozen, and with buffers of `gradients`, that dtype. `every`: the pipeline stages of the module. `sharded`:
-    whether its optimizer will be. `zero`: the ZeRO stage. `offload`: where activations go, if they do not stay on the
-    device. `compile_layers`: see `layer_spec`.
+    """Build this rank's part of `name`: in its layout the stages that it holds, their weights read, and with buffers of
+    `gradients`, that dtype. `every`: the pipeline stages of the module. `frozen`: the stored tensors that do not train.
+    `sharded`: whether its optimizer will be. `zero`: the ZeRO stage. `offload`: where activations go, if they do not
+    stay on the device. `compile_layers`: see `layer_spec`.
     """
     groups, layout = topology.collection(name), topology.layouts[name]
     tp, coordinate = layout.tp, layout.coordinate(topology.rank)
@@ -77,7 +77,7 @@ def build_module(
         tuple(of_stages[coordinate.tp]),
         weights,
         TIED_COPIES if shapes.text.tied else {},
-        frozenset(each for each in maps[0] if group_of(name, each) not in freeze),
+        frozenset(each for each, slices in maps[0].items() if slices[0].name not in frozen),
         next(filter(None, (tied_parameter(name, shapes, stage) for stage in stages)), None),
     )
     adds_up, replicas = recompute.chunk > 0, topology.group(name, *GRADIENT_AXES)

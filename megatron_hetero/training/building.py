@@ -156,7 +156,7 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
             dtype=job.dtype,
             sequence_parallel=job.sequence_parallel[name],
             recompute=Recompute.of(config.model, name),
-            freeze=config.model.freeze,
+            frozen=job.frozen.tensors,
             sharded=job.optimizer.sharded,
             zero=config.zero_of(name),
             gradients=getattr(torch, config.precision_of(name).gradients),
@@ -188,7 +188,7 @@ def _on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, Module
     found = {}
     for module in modules:
         stages = dict(zip(module.stages, module.chunks, strict=True))
-        trains = module.name == TEXT or module.name not in job.config.model.freeze
+        trains = module.name == TEXT or job.frozen.trains(module.name)
         gathered = dict(zip(module.stages, module.data_parallel.gathered, strict=False))
         found[module.name] = ModuleOnRank(stages, module.name == TEXT and 0 in stages, trains, gathered)
     return found

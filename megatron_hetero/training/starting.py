@@ -87,7 +87,7 @@ def _with_evaluations(resumed: Resumed, config: Config, topology: Topology) -> R
 def _require_trained_projector(job: JobSpec, resumed: Resumed) -> None:
     """Check that a fresh projector is trained, in this run or before. Raises `UserError`."""
     frozen = parts_of(VISION)[-1]
-    if resumed.step == 0 and frozen in job.config.model.freeze and job.folders.fresh_projector:
+    if resumed.step == 0 and job.folders.fresh_projector and not job.frozen.trains(frozen):
         raise SharedError.at(
             "model.freeze (--model.freeze)",
             problem=f"{frozen} is frozen, but starts with random weights",

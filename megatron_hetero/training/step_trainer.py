@@ -244,7 +244,7 @@ class StepTrainer(OfJob):
             skipped_samples=batch.skipped,
             data_time_s=waited,
             boundary_time_s=end.boundary_time_s,
-            mfu=utilisation(self.shapes, self.config.model.freeze, batch, seconds, self.topology),
+            mfu=utilisation(self.shapes, self.job.frozen, batch, seconds, self.topology),
             stopping=end.stopping,
             extra={
                 "patches": self._patches(batch),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from itertools import combinations
 from types import SimpleNamespace
@@ -20,7 +21,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_hetero.distributed.communicators import (
     AXES_OF_GROUPS,
     CTAS,
-    GRADIENT_AXES,
     GRADIENT_CTAS,
     MEGATRON_AXES,
     Axes,
@@ -31,6 +31,7 @@ from megatron_hetero.distributed.communicators import (
     communicators,
     edge_peers,
     edge_ranks,
+    gradient_uses,
     require_streams,
 )
 from megatron_hetero.distributed.platform import CPU, Platform
@@ -38,6 +39,8 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.views import MAIN
+from tests.support.views import BLOCKS, EXPERTS
 
 EDGE = ("vision", "text")
 LARGEST = {
@@ -105,7 +108,12 @@ def _drawn(draw: st.DrawFn) -> tuple[dict[str, Layout], dict[str, Any]]:
             size *= degree
         first = draw(st.integers(0, world))
         step = draw(st.sampled_from([1, 1, 2]))
-        layouts[name] = Layout(**degrees, ranks=tuple(range(first, first + step * size, step)))
+        views = draw(st.sampled_from([(), (), (EXPERTS,), (BLOCKS,)]))
+        stage = size // degrees["pp"]
+        for axis in [axis for view in views for axis in view.stated]:
+            degrees[axis] = draw(st.sampled_from([d for d in range(1, stage + 1) if stage % d == 0]))
+            stage //= degrees[axis]
+        layouts[name] = Layout.of(degrees, tuple(range(first, first + step * size, step)), views)
     options = {name: draw(st.sets(st.sampled_from([*layouts]))) for name in ("tied", "interleaved", "megatron")}
     return layouts, options
 
@@ -136,6 +144,9 @@ def _assert_complete(layouts: dict[str, Layout], kinds: Sequence[CommunicatorKin
                 ranks = layout.group_of(rank, *axes)
                 assert (Axes(name, axes) in mine) == (len(ranks) > 1)
                 assert len(ranks) == 1 or ranks in mine[Axes(name, axes)].groups
+            for use in [Axes(name, axes, view) for view in layout.views for axes in (view.part_axes, view.sum_axes)]:
+                ranks = layout.group_of(rank, *use.axes)
+                assert (use in mine) == (len(ranks) > 1) and (len(ranks) == 1 or ranks in mine[use].groups)
             at, ring = layout.coordinate(rank).pp, layout.pp if name in options["interleaved"] else 0
             for sender, direction, by in [
                 (s, d, b) for s in range(layout.pp) for d, b in (("forward", 1), ("backward", -1))
@@ -209,9 +220,49 @@ def _calls(rank: int, world_size: int, **options: Any) -> tuple[list[Any], float
 def test_what_runs_beside_the_computation_shares_with_nobody(drawn: tuple[dict[str, Layout], dict[str, Any]]) -> None:
     """Sums of gradients begin when each rank comes to them: another module's on the same ranks come in other orders."""
     for kind in communicators(drawn[0], edges=[EDGE], **drawn[1]):
-        beside = [use for use in kind.uses if isinstance(use, Axes) and use.axes == GRADIENT_AXES]
-        assert len(kind.uses) == 1 or not beside
+        beside = [use for use in kind.uses if isinstance(use, Axes) and use.axes == use.view.sum_axes]
+        assert len(kind.uses) == 1 or not beside or len({use.module for use in beside}) == 1
+        assert len(beside) in (0, len(kind.uses)), "sums of one module's views, and nothing else"
         assert kind.is_synchronous == (isinstance(kind.uses[0], Axes) and not beside)
+
+
+@settings(max_examples=100)
+@given(_drawn())
+def test_each_set_of_sums_has_one_communicator(drawn: tuple[dict[str, Layout], dict[str, Any]]) -> None:
+    kinds = communicators(drawn[0], **drawn[1])
+    for name, layout in drawn[0].items():
+        own = [kind for kind in kinds if kind.uses[0] in gradient_uses(name, layout)]
+        groups = {layout.groups(*view.sum_axes) for view in (MAIN, *layout.views)}
+        assert len(own) == len(gradient_uses(name, layout)) == sum(len(each[0]) > 1 for each in groups)
+
+
+ALL, TP, DP = (tuple(range(8)),), ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
+PAIRS, APART = ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # Each expert on one rank: nothing to sum.
+        ("dp:8,ep:8", {"text sp,cp,dp": ALL, "text ep": ALL}),
+        # Over some of the ranks: an exchange, and sums of their own.
+        ("tp:4,dp:2,ep:2", {"text tp": TP, "text sp,cp,dp": DP, "text ep": PAIRS, "text edp": APART}),
+        # As `tp`: both groups are there already.
+        ("tp:4,dp:2,ep:4", {"text tp, text ep": TP, "text sp,cp,dp, text edp": DP}),
+        # All experts on all ranks: they are summed over `tp` too.
+        ("tp:4,dp:2", {"text tp": TP, "text sp,cp,dp": DP, "text edp": ALL}),
+        ("dp:8", {"text sp,cp,dp, text edp": ALL}),
+    ],
+)
+def test_groups_of_a_view(text: str, expected: dict[str, Any]) -> None:
+    viewed = {"text": Layout.parse(text, 8, views=[EXPERTS])}
+    plain = {"text": replace(viewed["text"], folds=())}
+    assert _text(communicators(viewed)) == expected
+    choices: list[dict[str, Any]] = [{}, {"megatron": ["text"]}]
+    for options in choices:
+        main, found = communicators(plain, **options), communicators(viewed, **options)
+        assert [kind.groups for kind in main] == [kind.groups for kind in found[: len(main)]]
+        assert all(kind.uses == other.uses[: len(kind.uses)] for kind, other in zip(main, found, strict=False))
 
 
 def test_too_many_communicators_for_the_streams() -> None:

@@ -65,3 +65,16 @@ def test_an_encoder_that_runs_ahead_feeds_virtual_stages_of_the_first_rank_only(
     assert fits.schedule.edges == tuple(fits.edges)
     colocated = job("dp:2", "pp:2", 2, *virtual, "--parallel_layers.text", "2", "12", "11", "11")
     assert len(colocated.schedule.edges) == 2
+
+
+def test_a_module_that_patterns_freeze_is_frozen() -> None:
+    whole = job("dp:8", "tp:8", 8, "--model.freeze", "model.visual.*", "model.language_model.layers.*.mlp.*")
+    assert whole.frozen.modules(["vision", "text"]) == ["vision"] and not whole.schedule.module["vision"].backward
+    assert job("dp:8", "tp:8", 8, "--model.freeze", "vision").schedule.module["vision"].backward
+    for flags, found in (
+        (["--model.freeze", "visual.*", "--zero.vision", "2"], "zero.vision .*vision is frozen and has no gradients"),
+        (["--model.train", "text", "--model.recompute.vision", "full"], "model.recompute.vision .* no backward pass"),
+        (["--model.freeze", "visual.blok*"], r"found `visual.blok\*`"),
+    ):
+        with pytest.raises(UserError, match=found):
+            job("dp:8", "tp:8", 8, *flags)

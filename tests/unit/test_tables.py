@@ -32,7 +32,7 @@ def test_moments_are_those_of_pytorch() -> None:
 
 
 def test_axes_are_those_of_layouts() -> None:
-    assert (*AXES, "ranks") == tuple(field.name for field in fields(Layout)) and Coordinate._fields == AXES
+    assert (*AXES, "ranks", "folds") == tuple(field.name for field in fields(Layout)) and Coordinate._fields == AXES
     assert axes_of("tokens") == ("sp", "cp") and axes_of("weights", "layers") == ("tp", "pp")
     splits: dict[Split, None] = dict.fromkeys(axis.splits for axis in TABLE)
     assert [name for split in splits for name in axes_of(split)] == list(AXES)

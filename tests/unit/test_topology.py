@@ -12,10 +12,12 @@ import torch.distributed as dist
 from megatron_hetero.distributed.communicators import AXES_OF_GROUPS, ENDS
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology, _check_message, _check_messages, _check_sum
+from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from tests.support.pool import world
 from tests.support.ranks import on_ranks
+from tests.support.views import BLOCKS, EXPERTS
 
 PLATFORM = Platform(CPU, "gloo")
 PAIRS = [
@@ -88,6 +90,56 @@ def test_megatrons_collection() -> None:
     }  # fmt: skip
     assert {name: getattr(groups, name).size() for name in sizes} == sizes
     assert groups.embd is groups.pos_embd is None
+
+
+def build_with_experts(text: str, **options: Any) -> Topology:
+    layouts = {"text": Layout.parse(text, dist.get_world_size(), views=[EXPERTS, BLOCKS])}
+    return Topology.build(layouts, PLATFORM, **options)
+
+
+@pytest.mark.parametrize(
+    "text", ["tp:2,dp:2,ep:4", "dp:4,ep:2,wp:2,xp:2", "tp:4,xp:2", "tp:2,pp:2,ep:2", "sp:2,dp:2,wp:2"]
+)
+@on_ranks(4)
+def test_groups_of_further_views_reduce_to_known_values(text: str) -> None:
+    topology, rank = build_with_experts(text, megatron=[]), dist.get_rank()
+    layout = topology.layouts["text"]
+    for view in layout.views:
+        for axes in (view.part_axes, view.part_axes[:1], view.sum_axes):
+            group, ranks = topology.group("text", *axes), layout.group_of(rank, *axes)
+            assert answered(group) == answered(topology.group("text", *axes[::-1])) == ranks
+            value = torch.tensor([1 << rank])
+            dist.all_reduce(value, group=group)
+            assert value.item() == sum(1 << other for other in ranks)
+        mesh = topology.mesh("text", view.name)
+        assert mesh.mesh_dim_names == ("pp", *view.names[::-1])
+        assert mesh.get_coordinate() == tuple(layout.indices(rank, view).values())[::-1]
+        assert mesh[view.rest].get_group().size() == layout.degrees_in(view)[view.rest]
+    with pytest.raises(UserError, match="axes tp, ep, expected axes of one view"):
+        topology.group("text", "tp", "ep")
+
+
+@pytest.mark.parametrize(
+    ("text", "shared"),
+    [("tp:2,dp:2,ep:2", True), ("tp:2,dp:2,ep:4", False), ("tp:2,dp:2", False), ("dp:4", True), ("dp:4,ep:2", False)],
+)
+@on_ranks(4)
+def test_sums_of_two_views_share_a_communicator_where_the_same_ranks_sum(text: str, shared: bool) -> None:
+    topology = build_with_experts(text, megatron=[])
+    main, experts = topology.group("text", "sp", "cp", "dp"), topology.group("text", "edp")
+    assert (main is experts) == shared
+    assert topology.world not in (main, experts), "sums run beside the computation"
+
+
+@on_ranks(8)
+def test_megatrons_groups_of_experts() -> None:
+    """As Megatron's `expert_model_parallel_size` folds them: consecutive ranks, whatever the dense layers do."""
+    groups = build_with_experts("tp:2,dp:2,pp:2,ep:4").collection("text")
+    names = ("ep", "expt_tp", "tp_ep", "expt_dp", "intra_expt_dp", "tp_ep_pp", "tp", "dp_cp")
+    sizes = (4, 1, 4, 1, 1, 8, 2, 2)
+    assert tuple(getattr(groups, name).size() for name in names) == sizes
+    first = dist.get_rank() // 4 * 4
+    assert answered(groups.ep) == answered(groups.tp_ep) == tuple(range(first, first + 4))
 
 
 @on_ranks(4)

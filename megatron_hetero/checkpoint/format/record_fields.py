@@ -96,6 +96,7 @@ _OPTIONAL: Mapping[str, _Check] = {
     "imported_from": _or_none(_is_path),
     "config.model.hf_path_vision": _or_none(_is_path),
     "config.model.fresh_projector": _is_flag,
+    "config.model.train": _list_of(_is_text),
     "config.model.encoders": _by_name(_with(hf_path=_is_path)),
     "model_files": _by_name(_by_name(_is_text)),
 }

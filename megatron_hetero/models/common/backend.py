@@ -145,6 +145,9 @@ class StageLayer(TransformerLayer):
         run: Any = partial(self._once, **options)
         if not (self.remade and self.training):
             return run(hidden_states=hidden_states)
+        if not hidden_states.requires_grad and any(p.requires_grad for p in self.parameters()):
+            # Behind frozen layers: without a gradient of its input it would get none.
+            hidden_states = hidden_states.detach().requires_grad_(torch.is_grad_enabled())
         out: Any = tensor_parallel.checkpoint(lambda hidden: run(hidden_states=hidden)[0], False, hidden_states)
         return out, None
 

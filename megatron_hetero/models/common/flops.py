@@ -53,15 +53,17 @@ class Passes:
 
     Both for a part that trains behind others that train; `inputs` only for a frozen part behind others that
     train; neither for a frozen part with nothing that trains before it.
+    `share`: how much of the weights trains, where not all do.
     """
 
     inputs: bool = True
     weights: bool = True
+    share: float = 1
 
     @property
-    def linear(self) -> int:
+    def linear(self) -> float:
         """The cost of products with weights, where a forward pass is 1."""
-        return 1 + self.inputs + self.weights
+        return 1 + self.inputs + self.weights * self.share
 
     @property
     def attention(self) -> int:
@@ -93,16 +95,16 @@ def vision_flops(
     assert patches == sum(windows), f"images hold {patches} patches, windows {sum(windows)}"
     per_patch = 4 * shape.hidden**2 + (3 if shape.gated else 2) * shape.hidden * shape.ffn
     blocks = 2 * patches * per_patch * shape.layers * passes.linear
-    embedding = 2 * patches * shape.patch_elements * shape.hidden * (1 + passes.weights)
+    embedding = 2 * patches * shape.patch_elements * shape.hidden * (1 + passes.weights * passes.share)
     pairs = shape.full_layers * _squares(images) + (shape.layers - shape.full_layers) * _squares(windows)
     attention = 4 * shape.hidden * pairs * passes.attention
-    return blocks + embedding + attention + (1 + shape.more_mergers) * merger_flops(shape, patches, projector)
+    return int(blocks + embedding + attention) + (1 + shape.more_mergers) * merger_flops(shape, patches, projector)
 
 
 def merger_flops(shape: VisionFlopShape, patches: int, passes: Passes = TRAINED) -> int:
     """Operations of one merger: `merge` patches side by side through two linear layers to one row."""
     inner = shape.hidden * shape.merge
-    return 2 * (patches // shape.merge) * (inner * inner + inner * shape.out) * passes.linear
+    return int(2 * (patches // shape.merge) * (inner * inner + inner * shape.out) * passes.linear)
 
 
 def text_flops(shape: TextFlopShape, lengths: Iterable[int], supervised: int, passes: Passes = TRAINED) -> int:
@@ -121,7 +123,7 @@ def text_flops(shape: TextFlopShape, lengths: Iterable[int], supervised: int, pa
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     attention = 4 * shape.query_width * pairs * shape.layers * passes.attention
     logits = 2 * supervised * shape.hidden * shape.vocab * passes.linear
-    return blocks + attention + logits
+    return int(blocks + attention + logits)
 
 
 def _squares(lengths: Iterable[int]) -> int:

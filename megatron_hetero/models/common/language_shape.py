@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from megatron_hetero.layout.axes import Split
+from megatron_hetero.layout.views import View
 from megatron_hetero.models.common.flops import TextFlopShape
 
 MOST_LOGITS = 1 << 26
@@ -69,3 +71,13 @@ class LanguageModelShape:
     def kv_copies(self, tp: int) -> int:
         """How often each key/value head is held under `tp`: once where tp divides their number, else until it does."""
         return math.lcm(self.kv_heads, tp) // self.kv_heads
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """No further ones."""
+        return ()
+
+    @property
+    def parts(self) -> Mapping[Split, int]:
+        """None, without further views."""
+        return {}

@@ -50,8 +50,8 @@ def bytes_by_rank(kinds: Sequence[CommunicatorKind], world_size: int) -> np.ndar
 
 
 def _exchange_bytes(kind: CommunicatorKind) -> int:
-    """What messages and all-to-alls take. Attention under `sp` exchanges heads for tokens."""
-    exchanges = any(not isinstance(use, Axes) or use.axes == ("sp",) for use in kind.uses)
+    """What messages and all-to-alls take."""
+    exchanges = any(not isinstance(use, Axes) or use.exchanges for use in kind.uses)
     channels = max_ctas(kind.uses[0]) or PEER_CHANNELS
     return exchanges * max(map(_others, kind.groups)) * PEER_BYTES * channels // PEER_CHANNELS
 

@@ -31,7 +31,7 @@ from megatron_hetero.config.schema import FP32, PrecisionConfig
 from megatron_hetero.execution.gathering import bucket_elements, rows_of_share, shares_weights
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import group_of, stored_shapes, tied_parameter, weight_map
+from megatron_hetero.models.weights import stored_shapes, tied_parameter, weight_map
 from megatron_hetero.sharding.stages import LAYERS, Stage
 from megatron_hetero.step.number_formats import BLOCK, batch_elements
 
@@ -77,9 +77,11 @@ class Parameter:
 
 
 def parameters_of(
-    module: str, shapes: ModelShapes, tp: int, stages: Sequence[Stage], freeze: Collection[str]
+    module: str, shapes: ModelShapes, tp: int, stages: Sequence[Stage], frozen: Collection[str]
 ) -> tuple[Parameter, ...]:
-    """The parameters of a rank that holds `stages`, in the order of the model. They are as large on all tp ranks."""
+    """The parameters of a rank that holds `stages`, in the order of the model. They are as large on all tp ranks.
+    `frozen`: the stored tensors that do not train.
+    """
     stored, found = stored_shapes(shapes), []
     for stage in stages:
         tied = tied_parameter(module, shapes, stage)
@@ -87,7 +89,7 @@ def parameters_of(
         for name in sorted(slices, key=_place):
             elements = sum(_elements(tensor_slice, stored[tensor_slice.name]) for tensor_slice in slices[name])
             rows = sum(map(_rows, slices[name]))
-            found.append(Parameter(name, rows, elements, group_of(module, name) not in freeze, name == tied))
+            found.append(Parameter(name, rows, elements, slices[name][0].name not in frozen, name == tied))
     return tuple(found)
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 from typing import NamedTuple
 
-from megatron_hetero.distributed.communicators import GRADIENT_AXES, Axes, max_ctas
+from megatron_hetero.distributed.communicators import gradient_uses, max_ctas
 from megatron_hetero.errors import UserError
 from megatron_hetero.schedule.actions import Action, irecv
 from megatron_hetero.schedule.checks.deadlock import DESIGN, Waiting, find_cycle
@@ -349,7 +349,7 @@ def most_resident(schedule: Schedule, role: Role, wiring: Wiring) -> Resident:
     send to the end of the step.
     """
     held = {name: schedule.module[name] for name, _ in role.held_stages}
-    sums = [Axes(m.name, GRADIENT_AXES) for m in held.values() if m.backward and m.layout.ways("tokens", "samples") > 1]
+    sums = [use for m in held.values() if m.backward for use in gradient_uses(m.name, m.layout)]
     # By communicator, the index of its last operation and the CTAs of one.
     pending = {str(use): (-1, max_ctas(use) or 0) for use in sums}
     most = Resident(sum(ctas for _, ctas in pending.values()), 0, tuple(pending))

@@ -127,7 +127,7 @@ def test_what_can_be_read_can_be_used(tmp_path: Path) -> None:
             assert str(error).startswith(f"{tmp_path}/run.json: ") and "\n" not in str(error)
             continue
         model = values["config"]["model"]
-        assert record.freeze == tuple(model["freeze"])
+        assert list(record.config["model"]["freeze"]) == model["freeze"]
         assert _own_dtype(record) in DTYPES if record.imported_from is None else _own_dtype(record) == STORED
         assert optimizer_kind(record.optimizer).name == values["config"]["optimizer"]["name"]
         for one, other in ((record, good), (record, record)):

@@ -55,6 +55,8 @@ CASES = [
     Case("dp:1", "dp:1", 1, f"{BF16} {RECOMPUTE}", tied=True),
     Case("dp:1", "dp:1", 1, "--model.freeze vision --plan.images 2"),
     Case("dp:1", "dp:1", 1, f"--model.freeze text {BF16}"),
+    Case("dp:1", "dp:1", 1, "--model.freeze visual.blocks.*.mlp.* model.layers.*.mlp.* model.embed_tokens.*"),
+    Case("dp:2", "tp:2", 2, f"{BF16} --model.train model.layers.*.self_attn.*"),
     Case("dp:1", "dp:1", 1, "--plan.images 0"),
     Case("sp:2", "tp:2", 2, BF16),
     Case("sp:2", "tp:2", 2, f"{BF16} {SMALL.format('text', 'split', 'bfloat16', 'bfloat16')}"),
@@ -181,7 +183,10 @@ def test_plan_is_what_a_step_takes(
         assert {kind: planned[kind] for kind in exact} == {kind: found[kind] for kind in exact}, f"rank {rank}"
         stays = [each.stays for (name, at), each in plan.gathered.items() if rank in plan.layouts[name].stage(at).ranks]
         assert max(stays, default=0) <= found["gathered"] <= planned["workspace"], f"rank {rank}"
-        assert planned["activations"] == pytest.approx(found["activations"], rel=0.05), f"rank {rank}"
+        if "*" in case.more:  # A layer that trains in part is planned as if all of it trained.
+            assert found["activations"] <= planned["activations"], f"rank {rank}"
+        else:
+            assert planned["activations"] == pytest.approx(found["activations"], rel=0.05), f"rank {rank}"
         assert found["planned"] == found["parameters"]
         assert plan.host_states[rank] == found["host"]
         assert plan.host_activations[rank] == pytest.approx(found["host activations"], rel=0.05), f"rank {rank}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 
@@ -31,8 +32,7 @@ def some_layout(draw: st.DrawFn, world: int, most_pp: int) -> Layout:
     in_a_row = st.integers(0, world - pp * each).map(lambda first: range(first, world))
     anywhere = st.integers(0, 2**16).map(lambda seed: Random(seed).sample(range(world), world))
     ranks = draw(in_a_row | anywhere)
-    degrees = dict.fromkeys(["tp", "sp", "cp", "dp"], 1) | {axis: each}
-    return Layout(**degrees, pp=pp, ranks=tuple(sorted(ranks[: pp * each])))
+    return Layout.of({axis: each, "pp": pp}, tuple(sorted(ranks[: pp * each])))
 
 
 @st.composite
@@ -45,7 +45,7 @@ def models(draw: st.DrawFn, apart: bool | None = None, most_ranks: int = 16) -> 
         layout = draw(some_layout(world, 3))
         if apart if apart is not None else draw(st.booleans()):  # On ranks that the text module does not have.
             shift = (text.ranks[-1] + 1,) * layout.size
-            layout = Layout(**layout.degrees, ranks=tuple(r + s for r, s in zip(layout.ranks, shift, strict=True)))
+            layout = replace(layout, ranks=tuple(r + s for r, s in zip(layout.ranks, shift, strict=True)))
         found[name] = layout
     return found | {"text": text}
 

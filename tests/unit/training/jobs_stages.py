@@ -22,6 +22,7 @@ from megatron_hetero.models.common.attention import AttentionPlan, PackedSegment
 from megatron_hetero.models.common.backend import TorchSpecProvider, te_provider
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
 from megatron_hetero.models.common.recompute.policy import How, Recompute
+from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import canonical_name, stored_shapes, weight_map
@@ -90,7 +91,7 @@ class Trainee:
             dtype=torch.float32,
             sequence_parallel=self.case.sequence_parallel,
             recompute=Recompute(self.case.recompute, self.case.chunk),
-            freeze=self.case.freeze,
+            frozen=Frozen.of(self.shapes, self.case.freeze).tensors,
             sharded=self.case.optimizer == "adamw",
             zero=self.case.zero,
             gradients=torch.float32,

@@ -285,6 +285,8 @@ IN_FLAGS = [
     ("--model.freeze vision text projector", ["model.freeze", "leaves nothing to train"]),
     ("--model.freeze text text", ["model.freeze", "each part once"]),
     ("--model.freeze head", ["model.freeze", "vision, projector, text"]),
+    ("--model.train txet", ["model.train", "did you mean `text`?"]),
+    ("--model.train *.mlp.* *.mlp.*", ["model.train", "each part once"]),
     ("--model.encoders.detail.hf_path x", ["model.encoders.detail.token: required, but not set"]),
     ("--model.encoders.text.hf_path x --model.encoders.text.token y", ["the name `text`", "for example `detail`"]),
     ("--model.encoders.A.hf_path x --model.encoders.A.token y", ["the name `A`"]),

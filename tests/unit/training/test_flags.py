@@ -11,7 +11,7 @@ from tests.support.flag_table import flag_table_markdown
 FIELDS = """
 model.hf_path model.hf_path_vision model.fresh_projector model.dtype model.encoders.NAME.hf_path
 model.encoders.NAME.token model.encoders.NAME.min_pixels model.encoders.NAME.max_pixels
-model.freeze model.recompute.MODULE model.chunk.MODULE model.tp_overlap.MODULE
+model.freeze model.train model.recompute.MODULE model.chunk.MODULE model.tp_overlap.MODULE
 model.sequence_parallel.MODULE model.backend model.compile
 data.registry.NAME.annotations data.registry.NAME.images data.datasets data.shuffle data.max_seq_length data.too_long
 data.min_pixels data.max_pixels data.balance data.workers data.worker_type boundary.transport parallel_layers.MODULE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -170,6 +171,55 @@ def test_freezing_with_adamw_and_recomputation(make_flags: MakeFlags, pools: Poo
         got = pools(4).run(jobs.step, make_flags("sp:4", "tp:2,dp:2", more))[0]
         for name, before in got["before"].items():
             assert (got["after"][name] == before).all() == (part_of(name) in frozen.split()), (frozen, name)
+
+
+PATTERNS = {
+    "--model.freeze model.layers.*.mlp.* visual.blocks.0.*": r"model\.layers\.\d+\.mlp|visual\.blocks\.0\.",
+    "--model.freeze vision model.layers.0.* model.embed_tokens.weight lm_head.weight": (
+        r"visual\.(?!merger)|model\.layers\.0\.|model\.embed|lm_head"
+    ),
+    "--model.train *norm* visual.merger.mlp.*": r"(?!.*norm)(?!visual\.merger\.mlp)",
+    "--model.train model.layers.1.self_attn.* --model.freeze *.o_proj.*": r"(?!model\.layers\.1\.self_attn\.[qkv])",
+}
+"""And what they freeze, as a regular expression."""
+
+
+@pytest.mark.parametrize("setting", PATTERNS)
+@pytest.mark.parametrize("vision, text, more", [
+    ("sp:2,dp:2", "tp:4", "--train.micro_batch_size 4"),
+    ("tp:2,dp:2", "tp:2,dp:2", "--zero.text 2"),
+    ("dp:4", "cp:2,dp:2", "--zero.text 3 --zero.vision 3 --model.recompute.text full"),
+    ("pp:2@0-1", "pp:2@2-3", "--schedule.run_ahead 1"),
+    ("pp:2,dp:2", "pp:2,tp:2", "--schedule.kind recompute"),
+])  # fmt: skip
+def test_tensors_frozen_one_by_one_stay_and_the_others_do_not_notice(
+    setting: str, vision: str, text: str, more: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path
+) -> None:
+    """A stage may have nothing that trains, and a layer may train in part."""
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2))
+    common = f"--model.hf_path {model} --optimizer.name sgd --optimizer.lr 0.1"
+    whole = pools(1).run(jobs.step, make_flags("dp:1", "dp:1", common, batch=8))[0]
+    got = pools(4).run(jobs.step, make_flags(vision, text, f"{common} {more} {setting}", batch=8))[0]
+    trained = {n: g for n, g in whole["gradient"].items() if not re.match(PATTERNS[setting], n)}
+    assert trained and len(trained) < len(whole["gradient"])
+    assert_equal_gradients({n: got["gradient"][n] for n in trained}, trained)
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in trained.values()))
+    assert got["norm"] == pytest.approx(norm, rel=1e-5) and got["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    for name, before in got["before"].items():
+        assert (got["after"][name] == before).all() == (name not in trained), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("setting", ["--model.freeze model.embed_tokens.weight", "--model.train model.embed_tokens.*"])
+def test_a_tied_embedding_frozen_or_alone(
+    setting: str, optimizer: str, make_flags: MakeFlags, pools: Pools, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", ModelChoice(vision_layers=2, text_layers=2, tied=True))
+    more = f"--model.hf_path {model} --optimizer.name {optimizer} --optimizer.lr 0.01 --train.iters 3 {setting}"
+    expected = pools(1).run(jobs.losses, make_flags("dp:1", "dp:1", more, batch=8))[0]
+    for vision, text, how in (("dp:2", "pp:2", ""), ("dp:2", "tp:2", "--model.recompute.text full --zero.vision 1")):
+        found = pools(2).run(jobs.losses, make_flags(vision, text, f"{more} {how}", batch=8))[0]
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 # --------------------------------------------------------------------------------- nothing to encode, or to read

@@ -75,7 +75,7 @@ def random_layout(rng: np.random.Generator, shape: ModuleShape, ranks: tuple[int
     """Over `ranks`; few axes as often as many."""
     by_axes = legal_degrees(shape, len(ranks))
     options = by_axes[rng.integers(len(by_axes))]
-    return Layout(**options[rng.integers(len(options))], ranks=ranks)
+    return Layout.of(options[rng.integers(len(options))], ranks)
 
 
 def random_ranks(rng: np.random.Generator, placement: Placement) -> tuple[tuple[int, ...], tuple[int, ...]]:

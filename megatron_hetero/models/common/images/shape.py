@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from megatron_hetero.layout.axes import Split
+from megatron_hetero.layout.views import View
 from megatron_hetero.models.common.images.geometry import ImageSize
 
 
@@ -103,3 +106,13 @@ class ImageEncoderShape:
     def flops_per_patch(self) -> tuple[float, float]:
         """Forward flops per patch, and per patch and patch of its sequence in layers of full attention."""
         raise NotImplementedError
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """No further ones."""
+        return ()
+
+    @property
+    def parts(self) -> Mapping[Split, int]:
+        """None, without further views."""
+        return {}

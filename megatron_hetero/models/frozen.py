@@ -1,0 +1,168 @@
+"""Which tensors of a model train: parts of modules, and patterns over the names of stored tensors. Pure.
+
+`model.freeze` and `model.train` list parts (`vision`, `projector`, `text` …) and patterns as of `fnmatch` over names of
+the folder's tensors, such as ``model.layers.*.mlp.*`` or ``visual.blocks.[0-9].*``. What `freeze` lists does not train;
+where `train` lists anything, what it does not list does not train either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from math import prod
+
+from megatron_hetero.errors import UserError, listed
+from megatron_hetero.models.common.flops import Passes
+from megatron_hetero.models.common.parameters import EMBEDDING
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import ENCODER, canonical_name, group_of, prefix_of, stored_shapes, weight_map
+from megatron_hetero.names import TEXT, VISION, is_pattern, parts_of
+
+_MOST_SUGGESTED = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """What of a model does not train.
+
+    `tensors`: the stored tensors. `parts`: the parts of which nothing trains. `shares`: by part, how much of the
+    matrices that tokens are multiplied with trains, from 0 to 1.
+    """
+
+    tensors: frozenset[str]
+    parts: frozenset[str]
+    shares: Mapping[str, float]
+
+    @classmethod
+    def of(cls, shapes: ModelShapes, freeze: Sequence[str] = (), train: Sequence[str] = ()) -> Frozen:
+        """Resolve what the settings list.
+
+        Raises:
+            UserError: a pattern matches no tensor, some tensors of one parameter train and others do not, or nothing
+                trains.
+        """
+        stored = stored_shapes(shapes)
+        tensors = frozen_tensors(stored, freeze, train)
+        by_part = tensors_of_parts(stored)
+        parts = frozenset(part for part, names in by_part.items() if tensors.issuperset(names))
+        if len(parts) == len(by_part):
+            setting = "train" if train else "freeze"
+            problem = f"freezes all of {', '.join(by_part)}, which leaves nothing to train"
+            raise UserError.at(f"model.{setting} (--model.{setting})", problem=problem, fix="remove an entry")
+        if any(map(is_pattern, (*freeze, *train))):
+            _require_whole_parameters(shapes, tensors, freeze, train)
+            looked_up = set() if shapes.text.tied else {each.name for each in weight_map(TEXT, shapes, 0, 1)[EMBEDDING]}
+            shares = {part: _share({*names} - looked_up, tensors, stored) for part, names in by_part.items()}
+        else:
+            shares = {part: float(part not in parts) for part in by_part}
+        return cls(tensors, parts, shares)
+
+    def trains(self, part: str) -> bool:
+        """Whether anything of a part trains."""
+        return part not in self.parts
+
+    def passes(self, part: str, *, inputs: bool) -> Passes:
+        """Which gradients a part computes. `inputs`: whether of its input."""
+        return Passes(inputs, self.trains(part), self.shares[part])
+
+    def modules(self, names: Iterable[str]) -> list[str]:
+        """Those of the modules of which nothing trains."""
+        return [name for name in names if self.parts.issuperset(parts_of(name))]
+
+
+def frozen_tensors(
+    stored: Mapping[str, Sequence[int]], freeze: Sequence[str], train: Sequence[str] = ()
+) -> frozenset[str]:
+    """The tensors among `stored`, those of a whole model, that do not train. Raises `UserError` where a pattern matches
+    none.
+    """
+    by_part = tensors_of_parts(stored)
+    frozen = _listed("model.freeze", freeze, stored, by_part)
+    return frozen | (frozenset(stored) - _listed("model.train", train, stored, by_part) if train else frozenset())
+
+
+def tensors_of_parts(stored: Collection[str]) -> dict[str, list[str]]:
+    """The names of a whole model's tensors by part."""
+    found: dict[str, list[str]] = {}
+    for name in stored:
+        found.setdefault(_part_of(name), []).append(name)
+    return found
+
+
+def _part_of(stored: str) -> str:
+    before, mark, within = stored.partition(ENCODER)
+    if not mark:
+        return TEXT
+    encoder = before.rstrip(".") or VISION
+    assert stored.startswith(prefix_of(encoder)), f"{stored} is not a tensor of encoder {encoder}"
+    return group_of(encoder, within)
+
+
+def _listed(
+    setting: str, entries: Iterable[str], stored: Collection[str], by_part: Mapping[str, Sequence[str]]
+) -> frozenset[str]:
+    """The tensors that the entries of a setting list."""
+    found: set[str] = set()
+    for entry in entries:
+        found.update(names := _matching(entry, stored) if is_pattern(entry) else by_part.get(entry, ()))
+        if is_pattern(entry) and not names:
+            raise _unmatched(setting, entry, stored)
+    return frozenset(found)
+
+
+def _matching(pattern: str, stored: Iterable[str]) -> list[str]:
+    """The names that a pattern matches, in which the model's modules may be nested as folders nest them."""
+    flat = canonical_name(pattern)
+    return [name for name in stored if fnmatchcase(name, flat)]
+
+
+def _unmatched(setting: str, pattern: str, stored: Collection[str]) -> UserError:
+    known = list(dict.fromkeys(map(_any_layer, stored)))
+    close = get_close_matches(_any_layer(canonical_name(pattern)), known, n=1)
+    meant = f" (did you mean `{close[0]}`?)" if close else ""
+    return UserError.at(
+        f"{setting} (--{setting})",
+        found=f"`{pattern}`{meant}",
+        expected=f"a pattern of tensors: {listed(known)}",
+        because="it matches none of the model's",
+        fix="correct or remove it",
+    )
+
+
+def _any_layer(name: str) -> str:
+    """A pattern for the same tensor of all layers."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _require_whole_parameters(
+    shapes: ModelShapes, frozen: frozenset[str], freeze: Sequence[str], train: Sequence[str]
+) -> None:
+    """Check that tensors which are one parameter here (q, k and v of a layer) train together, or not."""
+    maps = [weight_map(module, shapes, 0, 1) for module in shapes.modules]
+    parameters = [dict.fromkeys(each.name for each in slices) for of_module in maps for slices in of_module.values()]
+    mixed = [names for names in parameters if 0 < len(frozen.intersection(names)) < len(names)]
+    if not mixed:
+        return
+    stored, first = stored_shapes(shapes), mixed[0]
+    too_few = not frozen_tensors(stored, freeze).isdisjoint(first)
+    setting, given = ("model.freeze", freeze) if too_few else ("model.train", train)
+    missing = {name for names in mixed for name in names if (name in frozen) != too_few}
+    patterns = dict.fromkeys(map(_any_layer, sorted(missing)))
+    add = patterns if {name for pattern in patterns for name in _matching(pattern, stored)} == missing else missing
+    entries = " ".join(f'"{entry}"' if is_pattern(entry) else entry for entry in [*given, *sorted(add)])
+    raise UserError.at(
+        f"{setting} (--{setting})",
+        found=f"{listed(frozen.intersection(first))} frozen without {listed(first.keys() - frozen)}",
+        expected="all of them or none",
+        because="they are one parameter in training",
+        fix=f"try `--{setting} {entries}`" if len(add) <= _MOST_SUGGESTED else f"list these too: {listed(add)}",
+    )
+
+
+def _share(names: Iterable[str], frozen: Collection[str], stored: Mapping[str, Sequence[int]]) -> float:
+    """How much of the matrices among these tensors trains."""
+    sizes = {name: prod(stored[name]) for name in names if len(stored[name]) > 1}
+    return sum(size for name, size in sizes.items() if name not in frozen) / max(1, sum(sizes.values()))

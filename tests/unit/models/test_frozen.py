@@ -1,0 +1,122 @@
+"""What trains: parts and patterns over stored tensors, and messages for those that cannot be."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.common.flops import Passes, text_flops
+from megatron_hetero.models.frozen import Frozen
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import stored_shapes
+from tests.unit.models.test_stages import shapes_of
+
+SHAPES = shapes_of(12, tied=False)
+TWO = ModelShapes({**SHAPES.encoders, "detail": shapes_of(1, tied=False).vision}, SHAPES.text)
+STORED = frozenset(stored_shapes(TWO))
+
+
+def frozen(*freeze: str, train: tuple[str, ...] = ()) -> Frozen:
+    return Frozen.of(TWO, freeze, train)
+
+
+def test_parts_are_all_of_their_tensors() -> None:
+    found = frozen("vision", "detail_projector")
+    assert found.parts == {"vision", "detail_projector"}
+    assert found.shares == {"vision": 0, "projector": 1, "text": 1, "detail": 1, "detail_projector": 0}
+    assert {n for n in STORED if n.startswith(("visual.", "detail.visual.merger."))} - found.tensors == {
+        n for n in STORED if n.startswith("visual.merger.")
+    }
+    assert frozen().tensors == frozenset() and frozen().modules(["vision", "text"]) == []
+    assert frozen("vision", "projector", "text").modules(TWO.modules) == ["vision", "text"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("model.layers.*.mlp.*", r"model\.layers\.\d+\.mlp\..*"),
+        ("model.language_model.layers.*.mlp.*", r"model\.layers\.\d+\.mlp\..*"),  # As newer folders nest them.
+        ("model.visual.blocks.[0-9].*", r"visual\.blocks\.\d\..*"),
+        ("*norm*", r".*norm.*"),
+        ("lm_head.weight", r"lm_head\.weight"),
+        ("detail.visual.*", r"detail\.visual\..*"),
+    ],
+)
+def test_patterns_are_of_stored_names(pattern: str, expected: str) -> None:
+    names = {name for name in STORED if re.fullmatch(expected, name)}
+    assert names and frozen(pattern).tensors == names
+    assert frozen(train=(pattern,)).tensors == STORED - names
+    assert frozen("text", pattern).tensors == frozen("text").tensors | names
+
+
+def test_train_selects_and_freeze_excepts() -> None:
+    found = frozen("model.layers.0.*", train=("text", "projector"))
+    assert found.parts == {"vision", "detail", "detail_projector"}
+    assert not any(name.startswith("model.layers.0.") for name in STORED - found.tensors)
+    assert found.tensors == frozen("vision", "detail", "detail_projector", "model.layers.0.*").tensors
+
+
+def test_parts_that_patterns_freeze_are_frozen() -> None:
+    found = frozen("detail.visual.*", "model.norm.weight")
+    assert found.parts == {"detail", "detail_projector"} and found.modules(TWO.modules) == ["detail"]
+    assert found.trains("text") and found.shares["text"] == 1  # A norm multiplies nothing.
+
+
+def test_operations_of_half_the_layers() -> None:
+    """The head and the layers count; the embedding is looked up. A layer takes 4 operations instead of 6."""
+    found = frozen("model.layers.[0-5].*", "model.embed_tokens.weight")
+    t, shape = TWO.text, TWO.text.flop_shape(TWO.text.layers, head=False)
+    layers = shape.layers * (shape.hidden * 2 * (shape.query_width + shape.kv_width) + 3 * shape.hidden * shape.ffn)
+    assert found.shares["text"] == pytest.approx(1 - layers / 2 / (layers + t.hidden * t.vocab))
+    none, half, whole = (text_flops(replace(shape, vocab=0), [9], 0, Passes(True, True, x)) for x in (0, 0.5, 1))
+    assert half - none == whole - half == 2 * 9 * layers // 2
+    assert found.passes("text", inputs=True) == Passes(True, True, found.shares["text"])
+
+
+@pytest.mark.parametrize(
+    ("freeze", "train", "part"),
+    [
+        (("model.layer.*.mlp.*",), (), "found `model.layer.*.mlp.*` (did you mean `model.layers.*.mlp."),
+        (("audio.*",), (), "expected a pattern of tensors: detail.visual.blocks.*.attn.proj.bias, "),
+        ((), ("modle.*",), "model.train (--model.train): found `modle.*`"),
+        (("*",), (), "freezes all of detail, detail_projector, vision, projector, text"),
+        (("text",), ("text",), "model.train (--model.train): freezes all"),
+    ],
+)
+def test_what_cannot_be_is_an_error(freeze: tuple[str, ...], train: tuple[str, ...], part: str) -> None:
+    with pytest.raises(UserError) as error:
+        Frozen.of(TWO, freeze, train)
+    assert part in str(error.value) and len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("freeze", "train"),
+    [
+        (("model.layers.*.self_attn.q_proj.weight",), ()),
+        (("model.layers.3.mlp.gate_proj.weight", "vision"), ()),
+        (("model.layers.[0-3].mlp.up_proj.*",), ()),
+        (("model.*.q_proj.*", "model.*.gate_proj.*"), ()),
+        ((), ("*.q_proj.*",)),
+        (("*.q_proj.bias",), ("text",)),
+    ],
+)
+def test_a_part_of_a_parameter_is_refused_and_the_suggestion_passes(
+    freeze: tuple[str, ...], train: tuple[str, ...]
+) -> None:
+    with pytest.raises(UserError, match="frozen without .*expected all of them or none") as error:
+        Frozen.of(TWO, freeze, train)
+    match = re.search(r"Try `--model\.(freeze|train) (.*)`", str(error.value))
+    assert match
+    entries = tuple(shlex.split(match[2]))
+    found = Frozen.of(TWO, **{"freeze": freeze, "train": train, match[1]: entries})
+    assert {*entries} > {*(freeze if match[1] == "freeze" else train)}
+    assert found.tensors
+
+
+def test_many_parts_of_parameters_are_listed() -> None:
+    with pytest.raises(UserError, match=r"List these too: .* and \d+ more"):
+        frozen("*.q_proj.*", "*.gate_proj.*")
