@@ -23,8 +23,8 @@ from benchmarks.roofline.costs import ask_of
 from benchmarks.roofline.timeline import Timeline, works_noted
 from megatron_hetero.engine.bucket_sums import Bucket, BucketSums
 from megatron_hetero.engine.weight_gathers import WeightBucket, WeightGathers
-from megatron_hetero.models.common.layers.linear import _Linear
-from megatron_hetero.models.common.layers.overlapped import first_in_parts, second_in_parts
+from megatron_hetero.models.layers.linear import _Linear
+from megatron_hetero.models.layers.overlapped import first_in_parts, second_in_parts
 
 RANKS, PARTS, ROWS, WIDTH = 4, 4, 6, 8
 """Parts of a layer's tokens, or buckets; rows that a rank has of each, of so many elements."""

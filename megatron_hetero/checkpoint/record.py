@@ -20,6 +20,7 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.errors import UserError, listed
 from megatron_hetero.files.opening import read_text
 from megatron_hetero.hf.folder_files import CONFIG
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.outputs.checkpoints import name_of, step_of
 
 FILE_NAME = "run.json"
@@ -132,11 +133,9 @@ class RunRecord:
                     fix=f"restore it{more}",
                 )
 
-    def require_complete(
-        self, stored: Mapping[str, Shape], shapes: Mapping[str, Shape], checkpoint: Path
-    ) -> dict[str, Shape]:
-        """Check that `stored`, the tensors of a checkpoint with this record, are exactly those of a model with the
-        stored `shapes`. Returns them without random states. Raises `UserError` listing all faults.
+    def require_complete(self, stored: Mapping[str, Shape], shapes: ModelShapes, checkpoint: Path) -> dict[str, Shape]:
+        """Check that `stored`, the tensors of a checkpoint with this record, are exactly those of a model of
+        `shapes`. Returns them without random states. Raises `UserError` listing all faults.
         """
         found = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
         require_tensors(checkpoint, found, expected_shapes(shapes, self.freeze, optimizer_kind(self.optimizer)))

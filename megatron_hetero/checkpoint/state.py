@@ -25,6 +25,8 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.engine.optimizer import ModuleOptimizer
 from megatron_hetero.errors import UserError, os_errors_as
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.names import parts_of
 from megatron_hetero.outputs.checkpoints import (
     FileRecord,
@@ -50,21 +52,21 @@ HISTORY = "metrics.jsonl"
 
 @dataclass(frozen=True, eq=False)
 class TrainState:
-    """The state that training changes, on one rank. `shapes`: of all stored tensors of the model. `working`: around
+    """The state that training changes, on one rank. `shapes`: of the model. `working`: around
     reads and writes that other ranks wait for.
     """
 
     modules: Sequence[TrainedModule]
     optimizers: Sequence[ModuleOptimizer | None]
     topology: Topology
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: ModelShapes
     working: Working = nullcontext
 
     def entries(self) -> list[Entry]:
         """What this rank writes: views of the live state."""
         states = random_states(self.topology.platform)
         return [
-            *written(self.modules, self.optimizers, self.shapes),
+            *written(self.modules, self.optimizers, stored_shapes(self.shapes)),
             *random_entries(self.topology.rank, states),
         ]
 
@@ -167,7 +169,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     # Imported weights take the place of the model's folder: the optimizers start from them as they would from that.
     imported = record.imported_from is not None
     optimizers = [None] * len(state.modules) if imported else state.optimizers
-    entries = read(state.modules, optimizers, state.shapes, found, imported=imported)
+    entries = read(state.modules, optimizers, stored_shapes(state.shapes), found, imported=imported)
     states = random_states(state.topology.platform)
     own_random = list(random_entries(rank, states))
     # Random states of another kind of device do not fit.

@@ -28,7 +28,7 @@ from typing_extensions import override
 from megatron_hetero.distributed.fsdp import forget_order, fsdp_groups, fsdp_parameters
 from megatron_hetero.engine.data_parallel import DataParallel, Range
 from megatron_hetero.execution.gathering import rows_of_share
-from megatron_hetero.models.common.stages.block import Gathered
+from megatron_hetero.models.stages.stage import Gathered
 
 Load = Callable[[str, Tensor], None]
 """Fills a parameter, by its name."""

@@ -8,7 +8,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -21,8 +20,10 @@ from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, l
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.parameters import TIED_COPIES
 from megatron_hetero.models.common.recompute.policy import Recompute
-from megatron_hetero.models.registry import family_of
+from megatron_hetero.models.layers.parts import Backend, Site
 from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.stages.encoder import EncoderStage
+from megatron_hetero.models.stages.text import TextStage
 from megatron_hetero.models.weights import group_of, tied_parameter, weight_map
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.stages import Stage, stages_of_rank
@@ -36,7 +37,8 @@ class TrainedModule:
     each rank of its tensor-parallel group the weight map, and how often that group holds each parameter. `parameters`:
     of this rank, with the shapes that they have before data-parallel ranks share them; their values may be on the way
     between ranks, other than those of `weight` and `whole_weight`. `data_parallel`: how they do.
-    `tied`: the parameter of which another stage holds a copy, if any. Parameters are named as in the whole module.
+    `tied`: the parameter of which another stage holds a copy, if any. `parts`: the part of the model that each is in.
+    Parameters are named as in the whole module.
     """
 
     name: str
@@ -48,6 +50,7 @@ class TrainedModule:
     parameters: Mapping[str, torch.nn.Parameter]
     data_parallel: DataParallel
     tied: str | None
+    parts: Mapping[str, str]
 
     @cached_property
     def trained(self) -> Mapping[str, torch.nn.Parameter]:
@@ -109,7 +112,7 @@ def build_module(
     shapes: ModelShapes,
     every: Sequence[Stage],
     topology: Topology,
-    provider: BackendSpecProvider,
+    backend: Backend,
     *,
     dtype: torch.dtype,
     sequence_parallel: bool,
@@ -125,23 +128,12 @@ def build_module(
     """Build this rank's part of `name`: in its layout the stages that it holds, their weights read, what is to be
     frozen frozen, and with buffers of `gradients`, that dtype. `every`: the pipeline stages of the module. `sharded`:
     whether its optimizer will be. `zero`: the ZeRO stage. `offload`: where activations go, if they do not stay on the
-    device. `compile_layers`: see `layer_spec`.
+    device. `compile_layers`: see `Site`.
     """
     groups, tp = topology.collection(name), topology.layouts[name].tp
     stages = stages_of_rank(every, groups.pp.rank(), topology.layouts[name].pp)
-    family = family_of(shapes[name].family)
-    make = partial(
-        family.text_model() if name == TEXT else family.encoder_model(),
-        shapes[name],
-        groups,
-        topology.platform,
-        provider,
-        dtype=dtype,
-        sequence_parallel=sequence_parallel,
-        recompute=recompute,
-        offload=offload,
-        compile_layers=compile_layers,
-    )
+    site = Site(groups, topology.platform, backend, dtype, sequence_parallel, recompute, compile_layers)
+    make = partial(TextStage if name == TEXT else EncoderStage, shapes[name], site, offload=offload)
     of_stages = [[weight_map(name, shapes, rank, tp, stage) for stage in stages] for rank in range(tp)]
     maps = tuple({each: slices for of in of_rank for each, slices in of.items()} for of_rank in of_stages)
     parts = _Parts(
@@ -150,7 +142,7 @@ def build_module(
         tuple(of_stages[groups.tp.rank()]),
         weights,
         TIED_COPIES if shapes.text.tied else {},
-        frozenset(each for each in maps[0] if group_of(name, each) not in freeze),
+        frozenset(each for each in maps[0] if group_of(name, shapes, each) not in freeze),
         next(filter(None, (tied_parameter(name, shapes, stage) for stage in stages)), None),
     )
     if shares_weights(zero, groups.dp_cp.size(), bool(parts.trained)):
@@ -162,8 +154,9 @@ def build_module(
             name, parts, groups, topology.platform, gradients, sharded, adds_up=recompute.chunk > 0
         )
     return TrainedModule(
-        name, stages, chunks, groups, maps, held(maps), data_parallel.parameters, data_parallel, parts.tied
-    )
+        name, stages, chunks, groups, maps, held(maps), data_parallel.parameters, data_parallel, parts.tied,
+        {each: group_of(name, shapes, each) for each in maps[0]},
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,7 +33,6 @@ from megatron_hetero.engine.module import TrainedModule
 from megatron_hetero.engine.noise import Noise
 from megatron_hetero.engine.number_formats import PIECE, Fp32Master, Fp32Weights, Plain, Stored, batch_elements
 from megatron_hetero.engine.optimizer_state import OptimizerShard, OptimizerState, build_state
-from megatron_hetero.models.weights import group_of
 from megatron_hetero.names import TEXT, parts_of
 
 
@@ -341,7 +340,7 @@ def _rates(module: TrainedModule, name: str, config: OptimizerConfig) -> Rates:
     encoder, *projector = parts_of(module.name)
     own = dict.fromkeys(projector, config.lr_projector)
     own |= {} if module.name == TEXT else {encoder: config.lr_vision}
-    peak = own.get(group_of(module.name, name))
+    peak = own.get(module.parts[name])
     decays = module.parameters[name].dim() > 1 and "weight_decay" not in OPTIMIZERS[config.name].unused
     decay = config.weight_decay if decays else 0.0
     if peak is None:

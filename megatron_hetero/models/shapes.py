@@ -61,12 +61,12 @@ class ModelShapes:
 
     def module_shapes(self) -> dict[str, ModuleShape]:
         """What layouts are validated against."""
-        t = self.text
-        encoders = {
-            name: ModuleShape(name, v.heads, v.heads, v.hidden, v.layers, "encoder")
-            for name, v in self.encoders.items()
-        }
-        return {**encoders, TEXT: ModuleShape(TEXT, t.heads, t.kv_heads, t.hidden, t.layers, "text")}
+        found = {}
+        for name in self.modules:
+            shape = self[name]
+            heads = shape.architecture.heads, shape.architecture.kv_heads
+            found[name] = ModuleShape(name, *heads, shape.hidden, shape.layers, "text" if name == TEXT else "encoder")
+        return found
 
 
 def _check_outputs(name: str, folder: Path, encoder: EncoderShape, text: TextShape) -> None:

@@ -22,7 +22,8 @@ from megatron_hetero.hf.folder_writer import (
     folder_writer,
     read_companions,
 )
-from megatron_hetero.models.family import EncoderShape, TensorShapes
+from megatron_hetero.hf.weight_map import TensorShapes
+from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import encoder_shapes, folder_shapes, prefix_of

@@ -19,10 +19,10 @@ from megatron_hetero.execution.runtime import Interpreter, ModuleOnRank
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.backend import spec_provider
-from megatron_hetero.models.common.layers.compiled import require_compiler
-from megatron_hetero.models.common.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
+from megatron_hetero.models.layers.compiled import require_compiler
+from megatron_hetero.models.layers.overlapped import overlap_exchanges
 from megatron_hetero.names import TEXT
 from megatron_hetero.training.profile import StepProfiler
 from megatron_hetero.training.step_trainer import StepTrainer
@@ -110,14 +110,14 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
     config = job.config
     if compile_layers := config.model.compile == "layers":
         require_compiler(topology.platform.device)
-    provider = spec_provider(config.model.layer_backend, topology.platform)
+    backend = spec_provider(config.model.layer_backend, topology.platform)
     modules = tuple(
         build_module(
             name,
             job.shapes,
             job.stages[name],
             topology,
-            provider,
+            backend,
             dtype=job.dtype,
             sequence_parallel=job.sequence_parallel[name],
             recompute=Recompute.of(config.model, name),

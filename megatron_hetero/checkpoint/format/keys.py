@@ -13,15 +13,15 @@ stored once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
 
 from megatron_hetero.config.optimizers import OptimizerKind
-from megatron_hetero.models.weights import group_of, prefix_of
-from megatron_hetero.names import TEXT
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import parts_of_tensors, stored_shapes
 
 WEIGHTS, STEP, RANDOM = "weights", "step", "random"
 
@@ -51,21 +51,10 @@ def matrix(shape: Shape) -> Shape:
     return shape if len(shape) <= 2 else (shape[0], prod(shape[1:]))
 
 
-def expected_shapes(shapes: Mapping[str, Shape], freeze: Collection[str], optimizer: OptimizerKind) -> dict[str, Shape]:
-    """Every tensor of a checkpoint of a model with the stored `shapes`, except random states."""
-    trained = {
-        name: shape for name, shape in shapes.items() if optimizer.moments and part_of(name, shapes) not in freeze
-    }
-    expected = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in shapes.items()}
+def expected_shapes(shapes: ModelShapes, freeze: Collection[str], optimizer: OptimizerKind) -> dict[str, Shape]:
+    """Every tensor of a checkpoint of a model, except random states."""
+    stored, parts = stored_shapes(shapes), parts_of_tensors(shapes)
+    trained = {name: shape for name, shape in stored.items() if optimizer.moments and parts[name] not in freeze}
+    expected = {f"{WEIGHTS}/{name}": matrix(shape) for name, shape in stored.items()}
     expected |= {f"{kind}/{name}": matrix(shape) for kind in optimizer.moments for name, shape in trained.items()}
     return expected | {f"{STEP}/{name}": (1,) for name in trained}
-
-
-def part_of(stored: str, shapes: Mapping[str, Shape]) -> str:
-    """The part of the model (as `model.freeze` names them) of a stored tensor."""
-    before, mark, within = stored.partition("visual.")
-    if not mark or stored not in shapes:
-        return TEXT
-    encoder = before.rstrip(".") or "vision"
-    assert stored.startswith(prefix_of(encoder)), f"{stored} is not a tensor of encoder {encoder}"
-    return group_of(encoder, within)

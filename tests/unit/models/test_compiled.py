@@ -15,11 +15,11 @@ from torch._inductor.config import cpp
 
 from megatron_hetero.distributed.platform import CPU
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.common.layers import compiled
-from megatron_hetero.models.common.layers.compiled import Norm, require_compiler
-from megatron_hetero.models.common.layers.norms import LayerNorm, RMSNorm
-from megatron_hetero.models.common.layers.rotary import rotate, rotated_heads, split_heads
-from megatron_hetero.models.common.layers.swiglu import swiglu
+from megatron_hetero.models.layers import compiled
+from megatron_hetero.models.layers.compiled import Norm, require_compiler
+from megatron_hetero.models.layers.mlp import swiglu
+from megatron_hetero.models.layers.norms import LayerNorm, RMSNorm
+from megatron_hetero.models.layers.rotary import rotate, rotated_heads, split_heads
 from tests.unit.models.test_layers import norm_of, with_gradients
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron_hetero.models.qwen3_vl.weights import published_name
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
@@ -33,7 +34,6 @@ from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.opening import open_encoders, open_modules
 from megatron_hetero.models.qwen3_vl.family import QWEN3_VL
 from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
-from megatron_hetero.models.qwen3_vl.weights import published_name
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import canonical_name, folder_shapes, stored_shapes
 from megatron_hetero.models.writer import companions_of, encoder_folder, model_writer

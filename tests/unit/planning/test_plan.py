@@ -17,7 +17,7 @@ import pytest
 
 from megatron_hetero.config.schema import DatasetConfig, load_command, load_config
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.common.weights.slices import split_length
+from megatron_hetero.hf.weight_map import split_length
 from megatron_hetero.planning.command import require_files, show_plan
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.plot import draw_plan

@@ -22,12 +22,13 @@ from megatron_hetero.engine.module import TrainedModule, build_module, load_para
 from megatron_hetero.engine.optimizer import build_optimizer
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
 from megatron_hetero.models.common.backend import TorchSpecProvider, te_provider
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
 from megatron_hetero.models.common.recompute.policy import How, Recompute
-from megatron_hetero.models.qwen2_5_vl.text import TextModel
+from megatron_hetero.models.layers.attention import AttentionPlan
+from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.stages.text import TextStage
 from megatron_hetero.models.weights import canonical_name, stored_shapes, weight_map
 from megatron_hetero.models.writer import companions_of
 from megatron_hetero.names import ROWS, TEXT
@@ -233,7 +234,7 @@ def train_text(trainee: Trainee, seeds: Sequence[int]) -> tuple[Tensor, dict[int
         batch, ids = packs.input(shards, first), shards.ownership("vision").held_by(first)
         rows = packs.rows[ids].requires_grad_()
 
-        def enter(model: TextModel, batch: TextInput = batch, rows: Tensor = rows) -> tuple[Tensor, ...]:
+        def enter(model: TextStage, batch: TextInput = batch, rows: Tensor = rows) -> tuple[Tensor, ...]:
             return model.embed(batch), rows
 
         passes = Passes(module, layout, batch, enter)
@@ -331,7 +332,7 @@ def gathered(case: Case) -> list[str]:
 
 
 def loading(case: Case, name: str) -> dict[str, Any]:
-    """The numbers of this rank's layers, as Megatron has them; and what is said of a map of another stage."""
+    """The numbers of this rank's layers, counted over the whole module; and what is said of a map of another stage."""
     trainee = Trainee(case)
     module, layout = trainee.module, trainee.layouts[name]
     every = cut_stages(trainee.shapes[name].layers, layout.pp, split=case.split, module=name)
@@ -344,5 +345,5 @@ def loading(case: Case, name: str) -> dict[str, Any]:
             load_parameters(model, own_map, weights, module.stages[0], copies={})
         except AssertionError as error:
             said[other] = str(error)
-    numbers = [(layer.layer_number, layer.self_attention.layer_number) for layer in model.decoder.layers]
+    numbers = [layer.number for layer in model.layers]
     return {"numbers": numbers, "said": said, "own": module.stages[0], "names": sorted(module.parameters)}

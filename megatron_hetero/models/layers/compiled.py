@@ -5,7 +5,8 @@ those becomes few kernels.
 
 Products and attention stay as they are: kernels of libraries, with exchanges between ranks and gradients added to
 `main_grad` that no compiler sees. What is compiled are functions of tensors alone, of any number of tokens, and so
-compiled once for each width and dtype, whichever layers call them: once where gradients are wanted, once where not.
+compiled once for each width and dtype, whichever layers call them: once where gradients are wanted, once where not
+(Ansel et al. 2024, "PyTorch 2", ASPLOS).
 
 Shape suffixes: n tokens without padding, S tokens with padding, G groups of heads of this rank, H heads, D elements per
 head.
@@ -21,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import compile_problem
+from megatron_hetero.distributed.platform import compiled as compiled_once
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.common.layers.compiler import run
 
 Activation = Callable[[Tensor], Tensor]
 _DENSE = torch.contiguous_format
@@ -37,8 +38,20 @@ class Norm(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> Norm:
-        """One of `megatron_hetero.models.common.layers.norms`."""
+        """One of `megatron_hetero.models.layers.norms`."""
         return cls(module.weight, getattr(module, "bias", None), module.eps)
+
+
+def run(function: Callable[..., Any], *inputs: Any) -> Any:
+    """`function(*inputs)`, compiled for any number of tokens, which is the first dim of all tensors but parameters.
+    Compilers treat 0 and 1 as cases of their own, which are not worth one.
+    """
+    tensors = [x for x in inputs if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter)]
+    if any(len(x) < 2 for x in tensors):
+        return function(*inputs)
+    for x in tensors:
+        torch._dynamo.mark_dynamic(x, 0)
+    return compiled_once(function, dynamic=False)(*inputs)
 
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
