@@ -18,7 +18,6 @@ from megatron_hetero.engine.fully_sharded import FullySharded, shard_stage, with
 from megatron_hetero.execution.gathering import shares_weights
 from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, load_slices
 from megatron_hetero.models.common.offload.activations import ActivationOffload
-from megatron_hetero.models.common.parameters import TIED_COPIES
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.layers.parts import Backend, Site
 from megatron_hetero.models.shapes import ModelShapes
@@ -141,7 +140,7 @@ def build_module(
         stages,
         tuple(of_stages[groups.tp.rank()]),
         weights,
-        TIED_COPIES if shapes.text.tied else {},
+        shapes.text.architecture.stored_twice,
         frozenset(each for each in maps[0] if group_of(name, shapes, each) not in freeze),
         next(filter(None, (tied_parameter(name, shapes, stage) for stage in stages)), None),
     )
@@ -243,8 +242,8 @@ def load_parameters(
     model: torch.nn.Module,
     own_map: WeightMap,
     weights: WeightSource,
-    stage: Stage | None = None,
-    copies: Mapping[str, str] = TIED_COPIES,
+    stage: Stage | None,
+    copies: Mapping[str, str],
 ) -> None:
     """Read each parameter's own slices. Parameters and map must have the same names.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -27,8 +27,9 @@ class End:
 
     `name`: attribute of the torch module that holds it. `stored`: what the names of its stored tensors begin with.
     `at`: whether the first or the last pipeline stage holds it, or that of the layer with this number. `copies`:
-    another end, whose tensors it shares: a stage that has both has the parameter once. `output`: of the module, which
-    the end computes. `projector`: whether it is part of an encoder's projector, which trains or is frozen by itself.
+    another end, whose tensors it shares: a stage that has both has the parameter once. `copy`: what the names of its
+    tensors begin with in folders that store them once more. `output`: of the module, which the end computes.
+    `projector`: whether it is part of an encoder's projector, which trains or is frozen by itself.
     """
 
     name: str
@@ -36,6 +37,7 @@ class End:
     stored: str
     at: Literal["first", "last"] | int
     copies: str | None = None
+    copy: str = ""
     output: str = ""
     projector: bool = False
 
@@ -46,7 +48,8 @@ class End:
 
 @dataclass(frozen=True)
 class Architecture:
-    """`layers` from first to last, whose stored tensors begin with `stored`, a number and a dot.
+    """`layers` from first to last, whose stored tensors begin with `stored`, a number and a dot. `namespace`: what the
+    names of all tensors begin with in a folder of the whole model; it is not part of the names here.
 
     `entry`: what the first stage begins with. `ends`: the others, in the order in which stages hold their parameters,
     all after those of the layers.
@@ -56,6 +59,7 @@ class Architecture:
     layers: tuple[Layer, ...]
     ends: tuple[End, ...]
     stored: str
+    namespace: str = ""
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -83,6 +87,12 @@ class Architecture:
         parts += [(f"{self.stored}{number}.", layer) for number, layer in enumerate(self.layers)]
         parts += [(end.stored, end.part) for end in after]
         return {stored + name: shape for stored, part in parts for name, shape in part.tensors().items()}
+
+    @property
+    def stored_twice(self) -> dict[str, str]:
+        """Tensors that a folder may store a second time, and those that they must equal."""
+        ends = [end for end in self.ends if end.copies is not None]
+        return {end.copy + name: end.stored + name for end in ends for name in end.part.tensors()}
 
     @cached_property
     def projector(self) -> TensorShapes:
@@ -162,13 +172,3 @@ class Architecture:
             return self.layers[part].build(site, part)
         (end,) = (end for end in (self.entry, *self.ends) if end.name == part)
         return end.part.build(site, 0)
-
-
-def alike(count: int, layer: Layer) -> tuple[Layer, ...]:
-    """`count` layers of one kind."""
-    return (layer,) * count
-
-
-def products_of_chunks(layers: Sequence[Layer]) -> int:
-    """Operations per token of what the MLPs of `layers` compute again where their tokens pass in chunks."""
-    return sum(layer.mlp.first_product for layer in layers)

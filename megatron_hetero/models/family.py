@@ -235,7 +235,11 @@ class Family(Protocol):
 
     # ------------------------------------------------------------------------------------------------- weights
 
-    def published_name(self, name: str) -> str:
+    def canonical_name(self, stored: str, /) -> str:
+        """The name here of a tensor in a folder of the family."""
+        ...
+
+    def published_name(self, name: str, /) -> str:
         """What published folders of the family, and those that `transformers` writes, call the tensor `name`: the one
         of which `canonical_name` makes `name`.
         """

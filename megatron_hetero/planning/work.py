@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from megatron_hetero.config.schema import Config
-from megatron_hetero.models.architecture import products_of_chunks
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.layers.parts import FORWARD, Passes, Tokens
 from megatron_hetero.names import TEXT, parts_of
@@ -82,8 +81,8 @@ def _chunks_again(assumed: AssumedBatch, name: str, stage: Stage, images: float,
     on_rank = _tokens(assumed, name, images) / layout.ways("tokens")
     if not recompute.chunks(math.ceil(on_rank)):
         return 0.0
-    layers = shape.architecture.layers[stage.first : stage.last]
-    return on_rank * products_of_chunks(layers) / layout.ways("weights")
+    per_token = sum(layer.mlp.first_product for layer in shape.architecture.layers[stage.first : stage.last])
+    return on_rank * per_token / layout.ways("weights")
 
 
 def _tokens(assumed: AssumedBatch, name: str, images: float) -> float:

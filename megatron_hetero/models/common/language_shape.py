@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Self
 
-from megatron_hetero.models.architecture import Architecture, End, alike
+from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Head, TokenEmbedding
 from megatron_hetero.models.layers.layer import Layer
@@ -108,10 +108,10 @@ def _architecture(t: LanguageModelShape) -> Architecture:
     table, head = "model.embed_tokens.", Head(t.vocab, t.hidden)
     return Architecture(
         entry=End("embedding", TokenEmbedding(t.vocab, t.hidden), table, "first"),
-        layers=alike(t.layers, layer),
+        layers=(layer,) * t.layers,
         ends=(
             End("final_layernorm", norm, "model.norm.", "last"),
-            End("output_layer", head, table, "last", copies="embedding")
+            End("output_layer", head, table, "last", copies="embedding", copy="lm_head.")
             if t.tied
             else End("output_layer", head, "lm_head.", "last"),
         ),

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap, columns, stack, whole
+from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, columns, stack, whole
 from megatron_hetero.models.common.recompute.remake import not_keeping, remake
 from megatron_hetero.models.layers import compiled
 from megatron_hetero.models.layers.exchange import gather_keys, ulysses_gather_heads, ulysses_scatter_heads
@@ -44,7 +44,7 @@ from megatron_hetero.models.layers.overlapped import (
     parts_of,
     second_in_parts,
 )
-from megatron_hetero.models.layers.parts import Operations, Site, Tokens, named
+from megatron_hetero.models.layers.parts import MainPart, Operations, Site, Tokens, named
 from megatron_hetero.models.layers.rotary import Order, rotate, rotated_heads, split_heads
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
-class SelfAttention:
+class SelfAttention(MainPart):
     """Softmax attention with rotary embedding, as a part of a layer. Sizes in elements.
 
     `stored`: names of the stored projections: of queries, keys and values, or of one tensor of all three in that order;
@@ -86,7 +86,6 @@ class SelfAttention:
     out_bias: bool = False
     head_norm: Norm | None = None
     norm_names: tuple[str, str] = ("", "")
-    views = (MAIN,)
 
     def kv_copies(self, tp: int) -> int:
         """How often each key/value head is held under `tp`: once where tp divides their number, else until it does."""
@@ -107,12 +106,10 @@ class SelfAttention:
         result[f"{out}.weight"] = (self.hidden, queries)
         return result | ({f"{out}.bias": (self.hidden,)} if self.out_bias else {})
 
-    def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
+    def slices(self, stored: str, share: Share) -> WeightMap:
         """Heads of queries, with the keys and values that they use, are split; copies of these are held where they are
         fewer than the ranks.
         """
-        if view != MAIN:
-            return {}
         out, width = stored + self.stored[-1], self.heads // share.ranks * self.head_dim
         own = share.rank * width, (share.rank + 1) * width
         result: dict[str, Any] = {"linear_proj.weight": columns(f"{out}.weight", self.hidden, own)}
@@ -121,7 +118,7 @@ class SelfAttention:
         for kind in ("weight", "bias")[: 1 + self.qkv_bias]:
             result[f"linear_qkv.{kind}"] = stack(*self._groups(stored, kind, share))
         for parameter, (name, norm) in zip(("q_layernorm", "k_layernorm"), self._head_norms(), strict=False):
-            result |= named(parameter, norm.weight_map(f"{stored}{name}.", share))
+            result |= named(parameter, norm.slices(f"{stored}{name}.", share))
         return result
 
     def _head_norms(self) -> Sequence[tuple[str, Norm]]:
@@ -150,12 +147,12 @@ class SelfAttention:
         """Projections, and scores with the sum of values for each pair of tokens that meet."""
         if self.windowed:
             within = sum(tokens.windows)
-            assert within == tokens.count, f"sequences hold {tokens.count} tokens, windows {within}"
+            assert within == tokens.total, f"sequences hold {tokens.total} tokens, windows {within}"
             pairs = sum(n * n for n in tokens.windows)
         else:
             pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in tokens.sequences)
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return Operations(2 * tokens.count * self.hidden * (2 * queries + 2 * keys), 4 * queries * pairs)
+        return Operations(2 * tokens.total * self.hidden * (2 * queries + 2 * keys), 4 * queries * pairs)
 
     def build(self, site: Site, number: int) -> PackedSelfAttention:
         """The torch module."""

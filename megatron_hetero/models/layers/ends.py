@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.hf.weight_map import (
-    MAIN,
     Share,
     TensorShapes,
     WeightMap,
@@ -23,19 +22,18 @@ from megatron_hetero.hf.weight_map import (
     whole,
 )
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.parts import Operations, Site, Tokens, named
+from megatron_hetero.models.layers.parts import MainPart, Operations, Site, Tokens, named
 
 KINDS = ("weight", "bias")
 
 
 @dataclass(frozen=True)
-class PatchEmbedding:
+class PatchEmbedding(MainPart):
     """A linear layer on the elements of each patch. `dims`: of a patch, as its weight is stored."""
 
     dims: tuple[int, ...]
     hidden: int
     bias: bool
-    views = (MAIN,)
 
     @property
     def elements(self) -> int:
@@ -47,14 +45,13 @@ class PatchEmbedding:
         shapes: TensorShapes = {"proj.weight": (self.hidden, *self.dims)}
         return shapes | ({"proj.bias": (self.hidden,)} if self.bias else {})
 
-    def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
+    def slices(self, stored: str, share: Share) -> WeightMap:
         """All of it on every rank."""
-        kinds = KINDS[: 1 + self.bias] if view == MAIN else ()
-        return {kind: whole(f"{stored}proj.{kind}", self.hidden) for kind in kinds}
+        return {kind: whole(f"{stored}proj.{kind}", self.hidden) for kind in KINDS[: 1 + self.bias]}
 
     def operations(self, tokens: Tokens) -> Operations:
         """One product."""
-        return Operations(2 * tokens.count * self.elements * self.hidden)
+        return Operations(2 * tokens.total * self.elements * self.hidden)
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
         """The linear layer. With split activations each rank embeds its own patches."""
@@ -65,7 +62,7 @@ class PatchEmbedding:
 
 
 @dataclass(frozen=True)
-class Merger:
+class Merger(MainPart):
     """An MLP on each unit's concatenated patches, behind a norm of each patch, or of each unit. `stored`: names of the
     norm and of the two linear layers.
     """
@@ -75,7 +72,6 @@ class Merger:
     out: int
     norm: Norm
     stored: tuple[str, str, str]
-    views = (MAIN,)
 
     @property
     def width(self) -> int:
@@ -92,14 +88,12 @@ class Merger:
             f"{fc2}.bias": (self.out,),
         }
 
-    def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
+    def slices(self, stored: str, share: Share) -> WeightMap:
         """The first layer is split by rows, the second by columns."""
-        if view != MAIN:
-            return {}
         norm, fc1, fc2 = (stored + name for name in self.stored)
         part = _even(self.width, share)
         return {
-            **named("norm", self.norm.weight_map(f"{norm}.", share)),
+            **named("norm", self.norm.slices(f"{norm}.", share)),
             "linear_fc1.weight": stack((f"{fc1}.weight", part)),
             "linear_fc1.bias": stack((f"{fc1}.bias", part)),
             "linear_fc2.weight": columns(f"{fc2}.weight", self.out, part),
@@ -108,7 +102,7 @@ class Merger:
 
     def operations(self, tokens: Tokens) -> Operations:
         """Two products for each unit."""
-        return Operations(2 * (tokens.count // self.unit) * (self.width * self.width + self.width * self.out))
+        return Operations(2 * (tokens.total // self.unit) * (self.width * self.width + self.width * self.out))
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
         """The torch module."""
@@ -137,25 +131,19 @@ class PatchMerger(torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class TokenEmbedding:
+class TokenEmbedding(MainPart):
     """A table of `vocab` rows, which is split over tp."""
 
     vocab: int
     hidden: int
-    views = (MAIN,)
 
     def tensors(self) -> TensorShapes:
         """The table."""
         return {"weight": (self.vocab, self.hidden)}
 
-    def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
+    def slices(self, stored: str, share: Share) -> WeightMap:
         """Rows of the table."""
-        rows = {"word_embeddings.weight": split_rows(f"{stored}weight", self.vocab, share)}
-        return rows if view == MAIN else {}
-
-    def operations(self, tokens: Tokens) -> Operations:
-        """None: rows are looked up."""
-        return Operations()
+        return {"word_embeddings.weight": split_rows(f"{stored}weight", self.vocab, share)}
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
         """The torch module."""
@@ -184,20 +172,19 @@ class _TokenEmbedding(torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class Head:
+class Head(MainPart):
     """Logits of `vocab` tokens."""
 
     vocab: int
     hidden: int
-    views = (MAIN,)
 
     def tensors(self) -> TensorShapes:
         """The weight, without a bias."""
         return {"weight": (self.vocab, self.hidden)}
 
-    def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
+    def slices(self, stored: str, share: Share) -> WeightMap:
         """Rows of the weight."""
-        return {"weight": split_rows(f"{stored}weight", self.vocab, share)} if view == MAIN else {}
+        return {"weight": split_rows(f"{stored}weight", self.vocab, share)}
 
     def operations(self, tokens: Tokens) -> Operations:
         """One product for each supervised token."""

@@ -103,7 +103,7 @@ class LayerModule(torch.nn.Module):
         part = self.self_attention(self._normed(self.input_layernorm, hidden), table_2nD, plan)
         if self.compiled and not self.selective:
             norm = compiled.Norm.of(self.pre_mlp_layernorm)
-            hidden, normed = compiled.added_and_normed(*part, hidden, norm)
+            hidden, normed = compiled.added_and_normed(part[0], part[1], hidden, norm)
         else:
             hidden = _added(part, hidden)
             normed = self._normed(self.pre_mlp_layernorm, hidden)

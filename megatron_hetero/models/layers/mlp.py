@@ -7,7 +7,7 @@ backward where a GPU compiles them, few elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from megatron_hetero.distributed.platform import compiled, compiles_for
 from megatron_hetero.hf.weight_map import (
     ALIGNMENT,
-    MAIN,
     Share,
     TensorShapes,
     TensorSlice,
@@ -33,7 +32,7 @@ from megatron_hetero.hf.weight_map import (
 from megatron_hetero.models.common.recompute.remake import not_keeping, remake
 from megatron_hetero.models.layers.compiled import activated
 from megatron_hetero.models.layers.overlapped import Overlapping, first_in_parts, parts_of, second_in_parts
-from megatron_hetero.models.layers.parts import Operations, Site, Tokens
+from megatron_hetero.models.layers.parts import MainPart, Operations, Site, Tokens
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -46,7 +45,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh
 
 
 @dataclass(frozen=True)
-class MLP:
+class MLP(MainPart):
     """Two linear layers with an activation between them, as a part of a layer. `gated`: the activation is that of a
     gate, times what passes it. `stored`: names of the stored linear layers: (gate,) up, down.
     """
@@ -57,7 +56,6 @@ class MLP:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     gated: bool = True
     bias: bool = False
-    views = (MAIN,)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -83,13 +81,14 @@ class MLP:
             for kind in self._kinds
         }
 
-    def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
+    def slices(self, stored: str, share: Share) -> WeightMap:
         """The first layer is split by rows, the gate above what passes it; the second by columns."""
-        if view != MAIN:
-            return {}
         *first, last = (stored + name for name in self.stored)
-        rows = _gate_and_up if self.gated else split_rows
-        result = {f"linear_fc1.{kind}": rows(*(f"{n}.{kind}" for n in first), self.ffn, share) for kind in self._kinds}
+        result: dict[str, tuple[TensorSlice, ...]] = {}
+        for kind in self._kinds:
+            names = [f"{name}.{kind}" for name in first]
+            rows = _gate_and_up(names, self.ffn, share) if self.gated else split_rows(names[0], self.ffn, share)
+            result[f"linear_fc1.{kind}"] = rows
         result["linear_fc2.weight"] = split_columns(f"{last}.weight", self.hidden, self.ffn, share)
         if self.bias:
             result["linear_fc2.bias"] = whole(f"{last}.bias", self.hidden)
@@ -97,15 +96,16 @@ class MLP:
 
     def operations(self, tokens: Tokens) -> Operations:
         """Products with all weights."""
-        return Operations(tokens.count * (self.first_product + 2 * self.hidden * self.ffn))
+        return Operations(tokens.total * (self.first_product + 2 * self.hidden * self.ffn))
 
     def build(self, site: Site, number: int) -> MLPModule:
         """The torch module."""
         return MLPModule(self, site)
 
 
-def _gate_and_up(gate: str, up: str, ffn: int, part: Share) -> tuple[TensorSlice, ...]:
+def _gate_and_up(names: Sequence[str], ffn: int, part: Share) -> tuple[TensorSlice, ...]:
     """Gate above up, each with its own padding below it."""
+    gate, up = names
     rows, length = share(ffn, *part, ALIGNMENT)
     padding = length - (rows[1] - rows[0])
     return TensorSlice(gate, rows, padding=padding), TensorSlice(up, rows, at=length, padding=padding)

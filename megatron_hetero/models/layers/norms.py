@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap, whole
-from megatron_hetero.models.layers.parts import Operations, Site, Tokens
+from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, whole
+from megatron_hetero.models.layers.parts import MainPart, Site
 
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(MainPart):
     """A norm over `width` elements, as a part of a module. `rms`: root-mean-square; else a layer norm with a bias."""
 
     width: int
     eps: float
     rms: bool = True
-    views = (MAIN,)
 
     @property
     def _kinds(self) -> tuple[str, ...]:
@@ -34,13 +33,9 @@ class Norm:
         """The weight, and the bias of a layer norm."""
         return dict.fromkeys(self._kinds, (self.width,))
 
-    def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
+    def slices(self, stored: str, share: Share) -> WeightMap:
         """All of both on every rank."""
-        return {kind: whole(stored + kind, self.width) for kind in self._kinds} if view == MAIN else {}
-
-    def operations(self, tokens: Tokens) -> Operations:
-        """None: only what a model asks for in matrix products counts."""
-        return Operations()
+        return {kind: whole(stored + kind, self.width) for kind in self._kinds}
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
         """The norm of the backend."""

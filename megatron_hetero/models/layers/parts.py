@@ -75,7 +75,7 @@ class Tokens(NamedTuple):
     supervised: int = 0
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """Tokens of all sequences."""
         return sum(self.sequences)
 
@@ -137,6 +137,7 @@ class Site:
 
         bf16 = self.dtype == torch.bfloat16
         dtype = torch.bfloat16 if bf16 else torch.float32
+        fields = {"num_attention_heads": self.tp, "hidden_size": self.tp} | fields
         return TransformerConfig(
             num_layers=1,
             params_dtype=dtype,
@@ -153,7 +154,7 @@ class Site:
             gradient_accumulation_fusion=False,
             persist_layer_norm=False,
             masked_softmax_fusion=False,
-            **({"num_attention_heads": self.tp, "hidden_size": self.tp} | fields),
+            **fields,
         )
 
     def column_linear(self, inputs: int, outputs: int, *, bias: bool, leaves_bias: bool = False, name: str = "") -> Any:
@@ -208,6 +209,24 @@ class Part(Protocol):
     def build(self, site: Site, number: int) -> torch.nn.Module:
         """The torch module, without values of weights. `number`: of the layer in the whole module."""
         ...
+
+
+class MainPart:
+    """A part whose parameters are all of the main view, and which computes no products unless it says so."""
+
+    views = (MAIN,)
+
+    def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
+        """See `Part.weight_map`."""
+        return self.slices(stored, share) if view == MAIN else {}
+
+    def slices(self, stored: str, share: Share) -> WeightMap:
+        """The map of all parameters."""
+        raise NotImplementedError
+
+    def operations(self, tokens: Tokens) -> Operations:
+        """None."""
+        return Operations()
 
 
 class AttentionPart(Part, Protocol):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.files.json_objects import Table
 from megatron_hetero.models.common.images.family import PictureFamily
+from megatron_hetero.models.common.stored_names import canonical_name
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.qwen2_5_vl import checks, demo, joining
 from megatron_hetero.models.qwen2_5_vl.config_rules import CONFIG, FAMILY
@@ -52,6 +53,8 @@ class Qwen25VL(PictureFamily):
         return Qwen2VLImageProcessorPil
 
     write_demo = staticmethod(demo.write_model)
+
+    canonical_name = staticmethod(canonical_name)
 
     def published_name(self, name: str) -> str:
         return name

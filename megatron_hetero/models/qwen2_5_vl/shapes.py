@@ -11,6 +11,7 @@ from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.models.common.images.shape import ImageEncoderShape
 from megatron_hetero.models.common.language_shape import LanguageModelShape
+from megatron_hetero.models.common.stored_names import ENCODER
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
 from megatron_hetero.models.layers.layer import Layer
@@ -89,6 +90,7 @@ def _encoder(v: VisionShape) -> Architecture:
         layers=tuple(layer(i) for i in range(v.layers)),
         ends=(End("merger", merger, "merger.", "last", output=ROWS, projector=True),),
         stored="blocks.",
+        namespace=ENCODER,
     )
 
 

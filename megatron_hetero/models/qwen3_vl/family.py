@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.files.json_objects import Table
 from megatron_hetero.models.common.images.family import PictureFamily
+from megatron_hetero.models.common.stored_names import canonical_name, nested_name
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.qwen3_vl import checks, demo, joining
 from megatron_hetero.models.qwen3_vl.config_rules import CONFIG, FAMILY
@@ -53,11 +54,8 @@ class Qwen3VL(PictureFamily):
 
     write_demo = staticmethod(demo.write_model)
 
-    def published_name(self, name: str) -> str:
-        for flat, nested in (("visual.", "model.visual."), ("model.", "model.language_model.")):
-            if name.startswith(flat):
-                return nested + name.removeprefix(flat)
-        return name
+    canonical_name = staticmethod(canonical_name)
+    published_name = staticmethod(nested_name)
 
 
 QWEN3_VL: Family = Qwen3VL()

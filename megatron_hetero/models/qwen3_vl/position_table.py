@@ -8,29 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap, whole
-from megatron_hetero.models.layers.parts import Operations, Site, Tokens
+from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, whole
+from megatron_hetero.models.layers.parts import MainPart, Site
 
 
 @dataclass(frozen=True)
-class PositionTable:
+class PositionTable(MainPart):
     """`side` x `side` places of `hidden` elements, as an end of an encoder."""
 
     side: int
     hidden: int
-    views = (MAIN,)
 
     def tensors(self) -> TensorShapes:
         """The table."""
         return {"weight": (self.side**2, self.hidden)}
 
-    def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
+    def slices(self, stored: str, share: Share) -> WeightMap:
         """All of it on every rank."""
-        return {"weight": whole(f"{stored}weight", self.side**2)} if view == MAIN else {}
-
-    def operations(self, tokens: Tokens) -> Operations:
-        """None: rows are looked up."""
-        return Operations()
+        return {"weight": whole(f"{stored}weight", self.side**2)}
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
         """The torch module. With split activations each rank embeds its own patches."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from megatron_hetero.models.architecture import Architecture, End, alike
+from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.models.common.images.shape import ImageEncoderShape
 from megatron_hetero.models.common.language_shape import LanguageModelShape
+from megatron_hetero.models.common.stored_names import ENCODER
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
 from megatron_hetero.models.layers.layer import Layer
@@ -100,13 +101,14 @@ def _encoder(v: VisionShape) -> Architecture:
     )
     return Architecture(
         entry=End("patch_embed", PatchEmbedding(patch, v.hidden, bias=True), "patch_embed.", "first"),
-        layers=alike(v.layers, layer),
+        layers=(layer,) * v.layers,
         ends=(
             End("merger", merger(v.hidden), "merger.", "last", output=ROWS, projector=True),
             End("pos_embed", PositionTable(v.table_side, v.hidden), "pos_embed.", "first"),
             *deeper,
         ),
         stored="blocks.",
+        namespace=ENCODER,
     )
 
 

@@ -34,7 +34,8 @@ from megatron_hetero.engine.number_formats import nearest_bfloat16
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
-from megatron_hetero.models.weights import canonical_name, stored_shapes
+from megatron_hetero.models.common.stored_names import canonical_name
+from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.outputs.checkpoints import MANIFEST
 from megatron_hetero.outputs.exports import MARK, lock_of
 from tests.support.folders import ModelChoice, write_model

@@ -71,8 +71,8 @@ def _passes(model: Any, x: Tensor, c: Tensor, table: Tensor, plan: AttentionPlan
 
 
 def _attention(provider: Any, groups: ModuleGroups, kv_heads: int, causal: bool, windowed: bool) -> Any:
-    biased = {"qkv_bias": True, "out_bias": True}
-    part = SelfAttention(HEADS * DIM, HEADS, kv_heads, DIM, ("qkv", "out"), causal, windowed, **biased)
+    stored = "qkv", "out"
+    part = SelfAttention(HEADS * DIM, HEADS, kv_heads, DIM, stored, causal, windowed, qkv_bias=True, out_bias=True)
     model: Any = part.build(Site(groups, PLATFORM, provider, torch.bfloat16, sequence_parallel=False), 0)
     of_rank, of_all = (torch.Generator().manual_seed(seed) for seed in (1 + groups.tp.rank(), 0))
     for name, parameter in model.named_parameters():

@@ -13,7 +13,7 @@ from megatron_hetero.distributed.local_group import LocalGroup
 from megatron_hetero.distributed.module_groups import module_groups
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap, held, split_rows
-from megatron_hetero.models.architecture import Architecture, End, alike
+from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.common.backend import TorchSpecProvider
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Head, Merger, PatchEmbedding, TokenEmbedding
@@ -41,7 +41,7 @@ def encoder(mlp: Any = GATED, deeper: tuple[int, ...] = ()) -> Architecture:
     merger = Merger(8, 4, 6, NORM, ("norm", "fc1", "fc2"))
     return Architecture(
         End("patch_embed", PatchEmbedding((12,), 8, bias=False), "patch_embed.", "first"),
-        (layer(mlp), *alike(3, layer(mlp, windowed=True))),
+        (layer(mlp), *[layer(mlp, windowed=True)] * 3),
         (
             End("merger", merger, "merger.", "last", output="rows", projector=True),
             *(End(f"merger_{i}", merger, f"mergers.{i}.", i, output=f"rows.{i}", projector=True) for i in deeper),
@@ -54,7 +54,7 @@ def decoder(layers: int = 2, tied: bool = False) -> Architecture:
     head = End("output_layer", Head(32, 8), "head.", "last")
     return Architecture(
         End("embedding", TokenEmbedding(32, 8), "table.", "first"),
-        alike(layers, layer(kv_heads=1, causal=True)),
+        (layer(kv_heads=1, causal=True),) * layers,
         (
             End("final_layernorm", NORM, "norm.", "last"),
             replace(head, stored="table.", copies="embedding") if tied else head,
@@ -159,7 +159,7 @@ class Doubling:
         return {"gain": split_rows(f"{stored}gain", 1, Share(0, 1))}
 
     def operations(self, tokens: Tokens) -> Operations:
-        return Operations(tokens.count)
+        return Operations(tokens.total)
 
     def build(self, site: Site, number: int) -> torch.nn.Module:
         return _Doubling()
@@ -225,12 +225,11 @@ def test_one_part_is_built_alone_and_without_memory(site: Site) -> None:
 
 def test_a_stage_of_layers_that_differ_runs(site: Site) -> None:
     model = ModuleStage(MIXED, site, Stage(1, 2, False, False))
-    for parameter in model.layers[0].self_attention.parameters():
-        parameter.data.zero_()
+    only: Any = model.layers[0]
     hidden = torch.randn(4, 1, 8)
     plan: Any = None
-    normed = model.layers[0].pre_mlp_layernorm(hidden)
+    normed = only.pre_mlp_layernorm(hidden)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model.layers[0].self_attention, "forward", lambda hidden, *_: (torch.zeros_like(hidden), None))
+        patch.setattr(only.self_attention, "forward", lambda hidden, *_: (torch.zeros_like(hidden), None))
         found = model._run(hidden, torch.zeros(2, 4, 4), plan)
     torch.testing.assert_close(found, hidden + 2 * normed)

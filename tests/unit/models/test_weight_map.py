@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from math import lcm
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,11 +27,11 @@ from megatron_hetero.hf.weight_map import (
     split_rows,
     stack,
 )
+from megatron_hetero.models.common.stored_names import canonical_name
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.qwen3_vl import shapes as qwen3_vl
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import (
-    canonical_name,
     group_of,
     parts_of_tensors,
     projector_shapes,
@@ -91,6 +92,10 @@ def maps_of(shapes: ModelShapes, module: str, tp: int) -> list[WeightMap]:
     return [weight_map(module, shapes, rank, tp) for rank in range(tp)]
 
 
+def attention_of(shapes: ModelShapes) -> Any:
+    return shapes.text.architecture.layers[0].attention
+
+
 def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], int(np.prod(shape[1:]))
 
@@ -111,13 +116,8 @@ def times_held(shapes: ModelShapes, tp: int) -> dict[str, np.ndarray]:
 def test_every_stored_element_is_held_as_often_as_expected(case: tuple[ModelShapes, int]) -> None:
     shapes, tp = case
     for name, counts in times_held(shapes, tp).items():
-        copies = (
-            lcm(shapes.text.kv_heads, tp) // shapes.text.kv_heads
-            if KEY_OR_VALUE.search(name)
-            else tp
-            if REPLICATED.search(name)
-            else 1
-        )
+        of_keys = lcm(attention_of(shapes).kv_heads, tp) // attention_of(shapes).kv_heads
+        copies = of_keys if KEY_OR_VALUE.search(name) else tp if REPLICATED.search(name) else 1
         assert (counts == copies).all(), name
 
 
@@ -184,7 +184,7 @@ def read(stored: dict[str, Tensor], tensor_slice: TensorSlice) -> Tensor:
 @given(shapes_and_tp())
 def test_query_heads_lie_with_their_key_and_value_heads(case: tuple[ModelShapes, int]) -> None:
     shapes, tp = case
-    text = shapes.text
+    text = attention_of(shapes)
     ratio, found = text.heads // text.kv_heads, []
     for rank in range(tp):
         slices = weight_map("text", shapes, rank, tp)["layers.0.self_attention.linear_qkv.weight"]
@@ -241,9 +241,7 @@ def test_parts() -> None:
     assert group_of("vision", shapes, "patch_embed.weight") == "vision" and group_of("text", shapes, "x") == "text"
     found = parts_of_tensors(shapes)
     assert found.keys() == stored_shapes(shapes).keys() and set(found.values()) == {"vision", "projector", "text"}
-    assert {name for name, part in found.items() if part == "projector"} == set(
-        projector_shapes("vision", shapes.vision)
-    )
+    assert {name for name, part in found.items() if part == "projector"} == set(projector_shapes("vision", shapes))
 
 
 def small() -> ModelShapes:

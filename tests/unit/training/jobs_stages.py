@@ -25,11 +25,12 @@ from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.backend import TorchSpecProvider, te_provider
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
 from megatron_hetero.models.common.recompute.policy import How, Recompute
+from megatron_hetero.models.common.stored_names import canonical_name
 from megatron_hetero.models.layers.attention import AttentionPlan
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.stages.text import TextStage
-from megatron_hetero.models.weights import canonical_name, stored_shapes, weight_map
+from megatron_hetero.models.weights import stored_shapes, weight_map
 from megatron_hetero.models.writer import companions_of
 from megatron_hetero.names import ROWS, TEXT
 from megatron_hetero.sharding.encoder_shards import EncoderShards

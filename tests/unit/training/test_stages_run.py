@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from megatron_hetero.models.weights import canonical_name
+from megatron_hetero.models.common.stored_names import canonical_name
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
