@@ -24,7 +24,7 @@ from megatron_hetero.models.layers.attention import AttentionPlan
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.models.stages.encoder import EncoderStage
+from megatron_hetero.models.stages.encoder import EncoderModel
 
 
 def encoder_shape(hidden: int, layers: int = 8, heads: int = 16, out_hidden: int = 256) -> VisionShape:
@@ -52,7 +52,7 @@ def encoder_shape(hidden: int, layers: int = 8, heads: int = 16, out_hidden: int
 class Encoder:
     """One rank's part of an encoder in one layout, with random weights and the patches of random images."""
 
-    model: EncoderStage
+    model: EncoderModel
     batch: EncoderInput
     shard_lengths: tuple[int, ...]
     platform: Platform
@@ -75,7 +75,7 @@ class Encoder:
         layouts = resolve({"vision": layout}, {"vision": module}, dist.get_world_size())
         topology = Topology.build(layouts, platform)
         groups, backend = topology.collection("vision"), spec_provider("auto", platform)
-        model = EncoderStage(shape, Site(groups, platform, backend, torch.float32, sequence_parallel))
+        model = EncoderModel(shape, Site(groups, platform, backend, torch.float32, sequence_parallel))
         _fill(model)
         shards = EncoderShards(shape, layouts["vision"], sequence_parallel, grids, (tuple(range(len(grids))),))
         share = shards.share(topology.rank)
@@ -127,7 +127,7 @@ class Encoder:
 
 
 @torch.no_grad()
-def _fill(model: EncoderStage) -> None:
+def _fill(model: EncoderModel) -> None:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=0.02)

@@ -21,8 +21,8 @@ from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.layers.parts import Backend, Site
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.stages.encoder import EncoderStage
-from megatron_hetero.models.stages.text import TextStage
+from megatron_hetero.models.stages.encoder import EncoderModel
+from megatron_hetero.models.stages.text import TextModel
 from megatron_hetero.models.weights import group_of, tied_parameter, weight_map
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.stages import Stage, stages_of_rank
@@ -132,7 +132,7 @@ def build_module(
     groups, tp = topology.collection(name), topology.layouts[name].tp
     stages = stages_of_rank(every, groups.pp.rank(), topology.layouts[name].pp)
     site = Site(groups, topology.platform, backend, dtype, sequence_parallel, recompute, compile_layers)
-    make = partial(TextStage if name == TEXT else EncoderStage, shapes[name], site, offload=offload)
+    make = partial(TextModel if name == TEXT else EncoderModel, shapes[name], site, offload=offload)
     of_stages = [[weight_map(name, shapes, rank, tp, stage) for stage in stages] for rank in range(tp)]
     maps = tuple({each: slices for of in of_rank for each, slices in of.items()} for of_rank in of_stages)
     parts = _Parts(

@@ -63,7 +63,7 @@ def encoder_shapes(encoder: str, shapes: ModelShapes) -> TensorShapes:
 
 
 def projector_shapes(encoder: str, shapes: ModelShapes) -> TensorShapes:
-    """Those of them that are its projector's."""
+    """The tensors of an encoder's projector."""
     prefix = prefix_of(encoder, shapes)
     return {prefix + name: size for name, size in shapes[encoder].architecture.projector.items()}
 

@@ -318,7 +318,7 @@ class PackedSelfAttention(Overlapping):
             return rotated_heads(mixed, table_2nD, dim, order, members=self._members(mixed.shape[-2]))
         mixed = mixed if order is None else order.chosen(mixed)
         if self.compiled:
-            norms = None if q_norm is None else (compiled.Norm.of(q_norm), compiled.Norm.of(k_norm))
+            norms = None if q_norm is None else (compiled.NormWeights.of(q_norm), compiled.NormWeights.of(k_norm))
             return compiled.heads(mixed, table_2nD, dim, norms)
         assert q_norm is not None and k_norm is not None, "families norm both or neither"
         q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, table_2nD.shape[1], dim))

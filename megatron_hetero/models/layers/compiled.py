@@ -29,7 +29,7 @@ Activation = Callable[[Tensor], Tensor]
 _DENSE = torch.contiguous_format
 
 
-class Norm(NamedTuple):
+class NormWeights(NamedTuple):
     """What a norm is: a layer norm where it has a bias, else a root-mean-square norm."""
 
     weight: Tensor
@@ -37,7 +37,7 @@ class Norm(NamedTuple):
     eps: float
 
     @classmethod
-    def of(cls, module: Any) -> Norm:
+    def of(cls, module: Any) -> NormWeights:
         """One of `megatron_hetero.models.layers.norms`."""
         return cls(module.weight, getattr(module, "bias", None), module.eps)
 
@@ -54,12 +54,12 @@ def run(function: Callable[..., Any], *inputs: Any) -> Any:
     return compiled_once(function, dynamic=False)(*inputs)
 
 
-def normed(x: Tensor, norm: Norm) -> Tensor:
+def normed(x: Tensor, norm: NormWeights) -> Tensor:
     """`x` [S, 1, hidden], normed."""
     return run(_normed, x, *norm)
 
 
-def added_and_normed(part: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+def added_and_normed(part: Tensor, bias: Tensor | None, residual: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
     """`residual` and a part of a layer with the bias that it has not added, [S, 1, hidden], and their sum normed."""
     return run(_added_and_normed, part, bias, residual, *norm)
 
@@ -71,7 +71,9 @@ def activated(wide: Tensor, bias: Tensor | None, activation: Activation, *, has_
     return run(_activated, wide, bias, activation, has_gate)
 
 
-def heads(mixed: Tensor, table_2nD: Tensor, dim: int, norms: tuple[Norm, Norm] | None) -> tuple[Tensor, Tensor, Tensor]:
+def heads(
+    mixed: Tensor, table_2nD: Tensor, dim: int, norms: tuple[NormWeights, NormWeights] | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, see `rotary.rotated_heads`. `norms`: of the heads of queries and of keys, if any."""
     cosines, sines = table_2nD.unbind()
     return run(_heads, mixed, cosines, sines, dim, *(norms or (None, None)))
@@ -116,7 +118,12 @@ def _activated(wide: Tensor, bias: Tensor | None, activation: Activation, has_ga
 
 
 def _heads(
-    mixed: Tensor, cosines_nD: Tensor, sines_nD: Tensor, dim: int, q_norm: Norm | None, k_norm: Norm | None
+    mixed: Tensor,
+    cosines_nD: Tensor,
+    sines_nD: Tensor,
+    dim: int,
+    q_norm: NormWeights | None,
+    k_norm: NormWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, groups, width = len(cosines_nD), mixed.shape[-2], mixed.shape[-1] // dim
     q, k, v = mixed[:tokens].view(tokens, groups, width, dim).split((width - 2, 1, 1), dim=2)

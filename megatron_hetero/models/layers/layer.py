@@ -102,7 +102,7 @@ class LayerModule(torch.nn.Module):
     def _once(self, table_2nD: Tensor, plan: Any, hidden: Tensor) -> Tensor:
         part = self.self_attention(self._normed(self.input_layernorm, hidden), table_2nD, plan)
         if self.compiled and not self.selective:
-            norm = compiled.Norm.of(self.pre_mlp_layernorm)
+            norm = compiled.NormWeights.of(self.pre_mlp_layernorm)
             hidden, normed = compiled.added_and_normed(part[0], part[1], hidden, norm)
         else:
             hidden = _added(part, hidden)
@@ -111,7 +111,7 @@ class LayerModule(torch.nn.Module):
 
     def _normed(self, norm: Any, hidden: Tensor) -> Tensor:
         make: Callable[[Tensor], Tensor] = (
-            partial(compiled.normed, norm=compiled.Norm.of(norm)) if self.compiled else norm
+            partial(compiled.normed, norm=compiled.NormWeights.of(norm)) if self.compiled else norm
         )
         return remake(make, hidden) if self.selective else make(hidden)
 

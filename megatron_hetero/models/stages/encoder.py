@@ -28,7 +28,7 @@ from megatron_hetero.sharding.items import padded_patches
 from megatron_hetero.sharding.stages import Stage
 
 
-class EncoderStage(ModuleStage):
+class EncoderModel(ModuleStage):
     """Patches to rows, each rank on its own share; or the part of `stage` in that, the whole where it is None."""
 
     def __init__(

@@ -31,7 +31,7 @@ from megatron_hetero.names import ROWS
 from megatron_hetero.sharding.stages import Stage
 
 
-class TextStage(ModuleStage):
+class TextModel(ModuleStage):
     """Tokens and rows to the sum of token losses; or the part of `stage` in that, the whole where it is None.
 
     Where head and embedding share their weight but not their stage, the last stage holds a copy of it as

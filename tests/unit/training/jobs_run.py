@@ -28,8 +28,8 @@ from megatron_hetero.engine.optimizer import rate_of
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution import gathering
 from megatron_hetero.execution.contract import StepResult
-from megatron_hetero.models.stages.encoder import EncoderStage
-from megatron_hetero.models.stages.text import TextStage
+from megatron_hetero.models.stages.encoder import EncoderModel
+from megatron_hetero.models.stages.text import TextModel
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.processor.processor import Processor
 from megatron_hetero.schedule.actions import Action
@@ -359,14 +359,14 @@ class _Saved:
 
 def encoder_activations(flags: list[str]) -> tuple[int, int]:
     """The most bytes that the encoder saves for backward at a time in one step, and what is left of them after it."""
-    run, live, forward = build(flags), LiveBytes(), EncoderStage.forward
+    run, live, forward = build(flags), LiveBytes(), EncoderModel.forward
 
     def counted(*args: Any) -> Any:
         with live.saving():
             return forward(*args)
 
     _, batch, _ = next(iter(run.batches()))
-    with mock.patch.object(EncoderStage, "forward", counted):
+    with mock.patch.object(EncoderModel, "forward", counted):
         run.gradients(batch)
     return live.peak, live.now
 
@@ -383,7 +383,7 @@ def overlaps(flags: list[str]) -> dict[str, tuple[float, float]]:
     run = build(flags)
     _, batch, _ = next(iter(run.batches()))
     run.gradients(batch)  # Once before, so that nothing is set up in the step that is watched.
-    start, embed = BoundaryCommunicator._start, TextStage.embed
+    start, embed = BoundaryCommunicator._start, TextModel.embed
 
     def late_start(*args: Any) -> Any:
         time.sleep(0.0 if run.topology.rank == 0 else 0.4)
@@ -397,7 +397,7 @@ def overlaps(flags: list[str]) -> dict[str, tuple[float, float]]:
 
     with (
         mock.patch.object(BoundaryCommunicator, "_start", late_start),
-        mock.patch.object(TextStage, "embed", slow_embed),
+        mock.patch.object(TextModel, "embed", slow_embed),
         profile(activities=[ProfilerActivity.CPU]) as trace,
     ):
         run.gradients(batch)

@@ -29,7 +29,7 @@ from megatron_hetero.models.common.stored_names import canonical_name
 from megatron_hetero.models.layers.attention import AttentionPlan
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.stages.text import TextStage
+from megatron_hetero.models.stages.text import TextModel
 from megatron_hetero.models.weights import stored_shapes, weight_map
 from megatron_hetero.models.writer import companions_of
 from megatron_hetero.names import ROWS, TEXT
@@ -235,7 +235,7 @@ def train_text(trainee: Trainee, seeds: Sequence[int]) -> tuple[Tensor, dict[int
         batch, ids = packs.input(shards, first), shards.ownership("vision").held_by(first)
         rows = packs.rows[ids].requires_grad_()
 
-        def enter(model: TextStage, batch: TextInput = batch, rows: Tensor = rows) -> tuple[Tensor, ...]:
+        def enter(model: TextModel, batch: TextInput = batch, rows: Tensor = rows) -> tuple[Tensor, ...]:
             return model.embed(batch), rows
 
         passes = Passes(module, layout, batch, enter)
