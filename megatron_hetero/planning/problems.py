@@ -216,7 +216,11 @@ def _exchanges(plan: Plan) -> Iterator[PlanProblem]:
     for name, shape in plan.shapes.encoders.items():
         layout = plan.layouts[name]
         split = {axis: layout.degrees[axis] for axis in axes_of("tokens") if layout.degrees[axis] > 1}
-        if not plan.shards[name].used or not split or any(layer.windowed for layer in shape.architecture.layers):
+        if (
+            not plan.shards[name].used
+            or not split
+            or any(layer.attention.windowed for layer in shape.architecture.layers)
+        ):
             continue
         ranks = ",".join(f"{axis}:{degree}" for axis, degree in split.items())
         collectives = shape.layers * sum(COLLECTIVES[axis] for axis in split) * _passes(plan, name)

@@ -38,11 +38,6 @@ class Layer:
         """The views that its parameters belong to."""
         return tuple(dict.fromkeys((*self.attention.views, *self.mlp.views)))
 
-    @property
-    def windowed(self) -> bool:
-        """Whether its attention sees windows only."""
-        return self.attention.windowed
-
     def tensors(self) -> TensorShapes:
         """The stored tensors of a layer, by their names in it."""
         norms = zip(self.norm_names, self.norms, strict=True)

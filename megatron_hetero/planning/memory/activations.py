@@ -402,7 +402,7 @@ def encoder_stage(
     # A layer's norm keeps its input, which the merger before it has kept already.
     shared = message if encoder else 0
     mergers = [of_merger * (i in merging) - shared * (i - 1 in merging) for i in stage.layers]
-    windowed = [shape.architecture.layers[i].windowed for i in stage.layers]
+    windowed = [shape.architecture.layers[i].attention.windowed for i in stage.layers]
     layers = _layers(layer, shard, windowed, recompute, offload, held=held, mergers=mergers)
     saved = layers.kept
     if stage.is_first:
