@@ -22,7 +22,7 @@ from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.common.layers import products
+from megatron_hetero.models.layers import products
 from megatron_hetero.processor.processor import Processor
 from megatron_hetero.step.bucket_sums import BucketSums
 from megatron_hetero.training.starting import build_trainer

@@ -17,13 +17,14 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.layout.modules import resolve
-from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
 from megatron_hetero.models.common.backend import spec_provider
 from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.models.common.inputs import EncoderInput
-from megatron_hetero.models.common.recompute.policy import EVERYTHING_KEPT
+from megatron_hetero.models.layers.attention import AttentionPlan
+from megatron_hetero.models.layers.parts import Site
+from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
+from megatron_hetero.models.stages.encoder import EncoderModel
 
 
 def encoder_shape(hidden: int, layers: int = 8, heads: int = 16, out_hidden: int = 256) -> VisionShape:
@@ -51,7 +52,7 @@ def encoder_shape(hidden: int, layers: int = 8, heads: int = 16, out_hidden: int
 class Encoder:
     """One rank's part of an encoder in one layout, with random weights and the patches of random images."""
 
-    model: VisionModel
+    model: EncoderModel
     batch: EncoderInput
     shard_lengths: tuple[int, ...]
     platform: Platform
@@ -73,15 +74,8 @@ class Encoder:
         module = ModuleShape("vision", shape.heads, shape.heads, shape.hidden, shape.layers, "encoder")
         layouts = resolve({"vision": layout}, {"vision": module}, dist.get_world_size())
         topology = Topology.build(layouts, platform)
-        model = VisionModel(
-            shape,
-            topology.collection("vision"),
-            platform,
-            spec_provider("auto", platform),
-            dtype=torch.float32,
-            sequence_parallel=sequence_parallel,
-            recompute=EVERYTHING_KEPT,
-        )
+        groups, backend = topology.collection("vision"), spec_provider("auto", platform)
+        model = EncoderModel(shape, Site(groups, platform, backend, torch.float32, sequence_parallel))
         _fill(model)
         shards = EncoderShards(shape, layouts["vision"], sequence_parallel, grids, (tuple(range(len(grids))),))
         share = shards.share(topology.rank)
@@ -133,7 +127,7 @@ class Encoder:
 
 
 @torch.no_grad()
-def _fill(model: VisionModel) -> None:
+def _fill(model: EncoderModel) -> None:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=0.02)

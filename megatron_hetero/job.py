@@ -19,9 +19,9 @@ from megatron_hetero.layout.graph import Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.assumed import assumed_sample
-from megatron_hetero.models.common.flops import Passes, TextFlopShape, text_flops
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.frozen import Frozen
+from megatron_hetero.models.layers.parts import FORWARD, Tokens
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.builders import build_schedule, last_entered
@@ -32,7 +32,6 @@ from megatron_hetero.sharding.stages import Stage, cut_stages, even_split, stage
 
 MOST_TURNS = 1 << 15
 """Of all stages in a step, one for each micro-batch: its schedule is written out and checked before it begins."""
-FORWARD = Passes(inputs=False, weights=False)
 SCHEDULES = 32
 """As many are kept."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -218,11 +217,7 @@ class JobSpec:
 
     def text_work(self, tokens: int) -> int:
         """Predicted forward flops of the text module's layers for a sample of so many tokens."""
-        return text_flops(self._text_flops, [tokens], 0, FORWARD)
-
-    @cached_property
-    def _text_flops(self) -> TextFlopShape:
-        return self.shapes.text.flop_shape(self.shapes.text.layers, head=False)
+        return self.shapes.text.architecture.operations(Tokens([tokens]), passes=FORWARD)
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -24,10 +24,9 @@ from megatron_hetero.batch.step_loader import StepBatch
 from megatron_hetero.batch.to_device import to_device
 from megatron_hetero.config.schema import Config, load_config
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.models.common.flops import peak_flops
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.actions import Action
-from megatron_hetero.training.mfu import step_flops
+from megatron_hetero.training.mfu import peak_flops, step_flops
 from megatron_hetero.training.step_trainer import StepTrainer
 from megatron_hetero.training.trial import assumed_step, drawn_trainer
 from megatron_hetero.watch.stopwatch import Stopwatch

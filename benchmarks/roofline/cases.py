@@ -8,7 +8,7 @@ from functools import cached_property
 
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.job import JobSpec
-from megatron_hetero.models.common.flops import text_flops, vision_flops
+from megatron_hetero.models.layers.parts import Tokens
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.planning.estimate import Plan
@@ -147,17 +147,10 @@ class Step:
         assumed, pictures = AssumedBatch.of(job), self.samples * self.layouts.replicas
         text, vision = job.shapes.text, job.shapes.encoders["vision"]
         sizes = assumed.sample.sizes["vision"] * pictures
+        tokens = Tokens((assumed.sample.tokens,) * pictures, supervised=assumed.sample.supervised * pictures)
         return {
-            "vision": vision_flops(
-                vision.flop_shape(range(vision.layers), embeds=True),
-                [patches for size in sizes for patches in vision.sequences(size)],
-                [patches for size in sizes for patches in vision.windows(size)],
-            ),
-            TEXT: text_flops(
-                text.flop_shape(text.layers, head=True),
-                (assumed.sample.tokens,) * pictures,
-                assumed.sample.supervised * pictures,
-            ),
+            "vision": vision.architecture.operations(vision.tokens(sizes)),
+            TEXT: text.architecture.operations(tokens),
         }
 
 

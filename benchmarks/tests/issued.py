@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.roofline.costs import ask_of
 from benchmarks.roofline.timeline import Timeline, works_noted
-from megatron_hetero.models.common.layers.linear import _Linear
-from megatron_hetero.models.common.layers.overlapped import first_in_parts, second_in_parts
+from megatron_hetero.models.layers.linear import _Linear
+from megatron_hetero.models.layers.overlapped import first_in_parts, second_in_parts
 from megatron_hetero.step.bucket_sums import BucketSums
 from megatron_hetero.step.buffers import Bucket
 from megatron_hetero.step.weight_gathers import WeightGathers

@@ -13,8 +13,9 @@ from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.distributed.platform import Platform, on_device
 from megatron_hetero.execution.runtime import DeviceMicroBatch
-from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
+from megatron_hetero.models.layers.attention import AttentionPlan
+from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.encoder_shards import EncoderShare
 from megatron_hetero.sharding.token_shards import TokenShare

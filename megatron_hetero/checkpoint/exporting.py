@@ -25,6 +25,7 @@ from megatron_hetero.files.paths import resolved
 from megatron_hetero.hf.folder_files import CONFIG
 from megatron_hetero.hf.folder_writer import SHARD_BYTES, require_writable
 from megatron_hetero.job import DTYPES
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.models.writer import companions_of, model_writer
 from megatron_hetero.outputs.checkpoints import chosen_in, damaged, is_ours, read_manifest, verify
@@ -70,8 +71,8 @@ class OpenCheckpoint:
         record.require_own_name(folder)
         return cls(folder, record, open_index(folder, manifest))
 
-    def require(self, shapes: Mapping[str, Shape]) -> None:
-        """Check that it holds exactly the tensors of a model with the stored `shapes`. Raises `UserError`."""
+    def require(self, shapes: ModelShapes) -> None:
+        """Check that it holds exactly the tensors of a model of `shapes`. Raises `UserError`."""
         self.record.require_complete(index_shapes(self.index), shapes, self.folder)
 
     def dtypes(self, shapes: Mapping[str, Shape]) -> dict[str, torch.dtype]:
@@ -115,7 +116,7 @@ def export_checkpoint(
     require_writable(target)
     folders, shapes = sources.read()
     stored = stored_shapes(shapes)
-    checkpoint.require(stored)
+    checkpoint.require(shapes)
     require_configurations(sources, checkpoint)
     held = checkpoint.dtypes(stored)
     as_what = _dtypes(dtype or _own_dtype(checkpoint.record), held)

@@ -28,7 +28,6 @@ from megatron_hetero.hf.folder_files import CONFIG, ENCODERS
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import ROWS
 from megatron_hetero.hf.weight_map import TensorSlice
-from megatron_hetero.models.common.parameters import TIED_COPIES
 from megatron_hetero.models.opening import open_encoders, open_modules
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import prefix_of, stored_shapes
@@ -111,12 +110,12 @@ def _entry(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Entry:
 
 def _module_of(name: str, shapes: ModelShapes) -> str:
     """The module that a stored tensor is of."""
-    return next((encoder for encoder in shapes.encoders if name.startswith(prefix_of(encoder))), TEXT)
+    return next((encoder for encoder in shapes.encoders if name.startswith(prefix_of(encoder, shapes))), TEXT)
 
 
 def _require_equal_copies(weights: StoredWeights, shapes: ModelShapes) -> None:
     """Check that tied weights stored twice are equal, since only one is kept. Raises `UserError`."""
-    for copy, original in (TIED_COPIES if shapes.text.tied else {}).items():
+    for copy, original in shapes.text.architecture.stored_twice.items():
         if copy in weights.shapes:
             rows = weights.shapes[original][0]
             slices = [TensorSlice(original, (start, min(rows, start + ROWS))) for start in range(0, rows, ROWS)]

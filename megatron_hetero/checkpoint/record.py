@@ -21,6 +21,8 @@ from megatron_hetero.errors import UserError, listed
 from megatron_hetero.files.opening import read_text
 from megatron_hetero.hf.folder_files import CONFIG
 from megatron_hetero.models.frozen import frozen_tensors
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.outputs.checkpoints import name_of, step_of
 
 FILE_NAME = "run.json"
@@ -97,8 +99,8 @@ class RunRecord:
                 fix=f"rename the folder to {name_of(self.step)}",
             )
 
-    def frozen(self, shapes: Mapping[str, Shape]) -> frozenset[str]:
-        """The tensors among the stored `shapes` that did not train. Earlier versions had no `model.train`."""
+    def frozen(self, shapes: ModelShapes) -> frozenset[str]:
+        """The stored tensors of the model that did not train. Earlier versions had no `model.train`."""
         model = self.config["model"]
         return frozen_tensors(shapes, model["freeze"], model.get("train", ()))
 
@@ -133,14 +135,16 @@ class RunRecord:
                     fix=f"restore it{more}",
                 )
 
-    def require_complete(
-        self, stored: Mapping[str, Shape], shapes: Mapping[str, Shape], checkpoint: Path
-    ) -> dict[str, Shape]:
-        """Check that `stored`, the tensors of a checkpoint with this record, are exactly those of a model with the
-        stored `shapes`. Returns them without random states. Raises `UserError` listing all faults.
+    def require_complete(self, stored: Mapping[str, Shape], shapes: ModelShapes, checkpoint: Path) -> dict[str, Shape]:
+        """Check that `stored`, the tensors of a checkpoint with this record, are exactly those of a model of
+        `shapes`. Returns them without random states. Raises `UserError` listing all faults.
         """
         found = {key: shape for key, shape in stored.items() if not key.startswith(f"{RANDOM}/")}
-        require_tensors(checkpoint, found, expected_shapes(shapes, self.frozen(shapes), optimizer_kind(self.optimizer)))
+        require_tensors(
+            checkpoint,
+            found,
+            expected_shapes(stored_shapes(shapes), self.frozen(shapes), optimizer_kind(self.optimizer)),
+        )
         return found
 
     def require_same_model(self, new: RunRecord, allowed: Collection[str], checkpoint: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from megatron_hetero.checkpoint.contents import random_entries, read, written
 from megatron_hetero.checkpoint.format.index import INDEX, index_shapes, open_index
-from megatron_hetero.checkpoint.format.keys import Entry, Shape
+from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.checkpoint.format.storage import read_entries
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
@@ -21,6 +21,8 @@ from megatron_hetero.distributed.megatron import random_states, set_random_state
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError, listed
 from megatron_hetero.models.frozen import tensors_of_parts
+from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.names import parts_of
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
@@ -33,13 +35,13 @@ HISTORY = "metrics.jsonl"
 
 @dataclass(frozen=True, eq=False)
 class TrainState:
-    """The state that training changes, on one rank. `shapes`: of all stored tensors of the model. `working`: around
+    """The state that training changes, on one rank. `shapes`: of the model. `working`: around
     reads and writes that other ranks wait for.
     """
 
     optimizer: JointOptimizer
     topology: Topology
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: ModelShapes
     working: Working = nullcontext
 
     @property
@@ -56,7 +58,7 @@ class TrainState:
         """What this rank writes: views of the live state."""
         states = random_states(self.topology.platform)
         return [
-            *written(self.modules, self.optimizers, self.shapes),
+            *written(self.modules, self.optimizers, stored_shapes(self.shapes)),
             *random_entries(self.topology.rank, states),
         ]
 
@@ -112,7 +114,7 @@ def load(state: TrainState, checkpoint: Path, new: RunRecord, allowed: Sequence[
     # Imported weights take the place of the model's folder: the optimizers start from them as they would from that.
     imported = record.imported_from is not None
     optimizers = [None] * len(state.modules) if imported else state.optimizers
-    entries = read(state.modules, optimizers, state.shapes, found, imported=imported)
+    entries = read(state.modules, optimizers, stored_shapes(state.shapes), found, imported=imported)
     states = random_states(state.topology.platform)
     own_random = list(random_entries(rank, states))
     # Random states of another kind of device do not fit.
@@ -142,8 +144,8 @@ def _require_steps(record: RunRecord, new: RunRecord, checkpoint: Path) -> None:
         )
 
 
-def _changes(old: RunRecord, new: RunRecord, shapes: Mapping[str, Shape]) -> list[str]:
-    """Notes for the user on the differences between two runs of a model with the stored `shapes`."""
+def _changes(old: RunRecord, new: RunRecord, shapes: ModelShapes) -> list[str]:
+    """Notes for the user on the differences between two runs of a model."""
     if old.imported_from is not None:
         return [f"weights imported from {old.imported_from}: optimizer moments start at zero"]
     notes = []
@@ -159,7 +161,7 @@ def _changes(old: RunRecord, new: RunRecord, shapes: Mapping[str, Shape]) -> lis
     return [*notes, *_roundings(old, new, parts)]
 
 
-def _named(tensors: Collection[str], shapes: Mapping[str, Shape]) -> str:
+def _named(tensors: Collection[str], shapes: ModelShapes) -> str:
     """Tensors by the parts that they make up, and by name."""
     whole = {part: names for part, names in tensors_of_parts(shapes).items() if {*names} <= {*tensors}}
     others = {*tensors}.difference(*whole.values())

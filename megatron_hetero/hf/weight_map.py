@@ -10,13 +10,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 # The maps alone are computed without torch, whose import takes seconds.
 if TYPE_CHECKING:
     from torch import Tensor
 
 Interval = tuple[int, int]
+TensorShapes = dict[str, tuple[int, ...]]
+"""Stored tensors by name, in the order in which they are written."""
+MAIN = "main"
+"""The view of a layout that parameters belong to unless their layer says otherwise."""
+ALIGNMENT = 8
+"""Rows or columns of widths that are split over tp are padded to a multiple of it on each rank: 16 bytes in bfloat16,
+the unit of matrix products on tensor cores (NVIDIA, "Matrix Multiplication Background User's Guide", 2023). Weights and
+gradients of the padding are zero.
+"""
+
+
+class Share(NamedTuple):
+    """One of the shares that the ranks of a view hold of what they split: that of member `rank` of `ranks`."""
+
+    rank: int
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,34 @@ def share(size: int, tp_rank: int, tp: int, multiple: int = 1) -> tuple[Interval
     length = -(-size // (tp * multiple)) * multiple
     start = min(size, length * tp_rank)
     return (start, min(size, start + length)), length
+
+
+def split_length(size: int, ranks: int) -> int:
+    """What each of `ranks` has of `size`, with padding."""
+    _, length = share(size, 0, ranks, ALIGNMENT)
+    return length
+
+
+def split_rows(name: str, size: int, part: Share) -> tuple[TensorSlice, ...]:
+    """A rank's rows of a tensor of `size` rows, and what pads them."""
+    rows, length = share(size, *part, ALIGNMENT)
+    return (TensorSlice(name, rows, padding=length - (rows[1] - rows[0])),)
+
+
+def split_columns(name: str, rows: int, size: int, part: Share) -> tuple[TensorSlice, ...]:
+    """A rank's columns of a matrix of `size` columns, and what pads them."""
+    own, length = share(size, *part, ALIGNMENT)
+    return (TensorSlice(name, (0, rows), columns=own, padding=length - (own[1] - own[0])),)
+
+
+def whole(name: str, rows: int) -> tuple[TensorSlice, ...]:
+    """All of a tensor."""
+    return stack((name, (0, rows)))
+
+
+def columns(name: str, rows: int, part: Interval) -> tuple[TensorSlice, ...]:
+    """Columns of a matrix."""
+    return (TensorSlice(name, (0, rows), columns=part),)
 
 
 @dataclass(frozen=True)

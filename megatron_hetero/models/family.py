@@ -7,44 +7,37 @@ apart: an encoder of one family may feed the text module of another.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from megatron_hetero.data.items import Modality, Size
 from megatron_hetero.data.records import Record
 from megatron_hetero.files.json_objects import Table
-from megatron_hetero.hf.weight_map import WeightMap
 from megatron_hetero.layout.axes import Split
 from megatron_hetero.layout.views import View
 from megatron_hetero.models.common.demo_sizes import DemoSizes
-from megatron_hetero.models.common.flops import TextFlopShape, VisionFlopShape
 from megatron_hetero.sharding.items import ItemShape
-from megatron_hetero.sharding.stages import Stage
 
-TensorShapes = dict[str, tuple[int, ...]]
-"""Stored tensors by name, in the order in which they are written."""
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """What the layers of a module are made of. `rms_norm`: else layer norms, with a bias. `gated`: whether the MLP has
-    a gate. `head_norms`: whether queries and keys are normed, head by head.
-    """
-
-    rms_norm: bool = True
-    gated: bool = True
-    head_norms: bool = False
+# Layers import torch, which takes a second: families do not, until a shape is asked for.
+if TYPE_CHECKING:
+    from megatron_hetero.models.architecture import Architecture
+    from megatron_hetero.models.layers.parts import Tokens
+    from megatron_hetero.models.layers.rotary import Rotary
 
 
 class TransformerShape(Protocol):
     """What both modules are; widths in elements."""
 
     @property
-    def layer_kind(self) -> LayerKind:
-        """What the layers are made of."""
+    def architecture(self) -> Architecture:
+        """Its layers and ends, which everything is asked of that depends on what they are made of."""
+        ...
+
+    @property
+    def rotary(self) -> Rotary:
+        """How positions turn queries and keys."""
         ...
 
     @property
@@ -60,21 +53,6 @@ class TransformerShape(Protocol):
     @property
     def hidden(self) -> int:
         """Width of a token between layers."""
-        ...
-
-    @property
-    def heads(self) -> int:
-        """Attention heads."""
-        ...
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of one attention head."""
-        ...
-
-    @property
-    def ffn(self) -> int:
-        """Width of the MLP."""
         ...
 
     @property
@@ -108,11 +86,6 @@ class EncoderShape(TransformerShape, ItemShape, Protocol):
         """
         ...
 
-    @property
-    def full_layers(self) -> Collection[int]:
-        """The layers whose attention sees whole sequences; that of the others sees windows."""
-        ...
-
     def square(self, side: int) -> Size:
         """The size of a square image of `side` pixels, as the family's processor resizes it."""
         ...
@@ -125,18 +98,13 @@ class EncoderShape(TransformerShape, ItemShape, Protocol):
         """Patches of each window of local attention of an item."""
         ...
 
-    def flop_shape(self, layers: Collection[int], embeds: bool) -> VisionFlopShape:
-        """What the operations of some of the layers depend on; `embeds`: with the patch embedding."""
+    def tokens(self, sizes: Iterable[Any]) -> Tokens:
+        """What the encoder computes on, of items of these sizes."""
         ...
 
 
 class TextShape(TransformerShape, Protocol):
     """A language model."""
-
-    @property
-    def kv_heads(self) -> int:
-        """Key/value heads."""
-        ...
 
     @property
     def vocab(self) -> int:
@@ -146,14 +114,6 @@ class TextShape(TransformerShape, Protocol):
     @property
     def tied(self) -> bool:
         """Whether the head shares the weight of the embedding."""
-        ...
-
-    def flop_shape(self, layers: int, head: bool) -> TextFlopShape:
-        """What the operations of some of the layers depend on; `head`: with the logits."""
-        ...
-
-    def kv_copies(self, tp: int) -> int:
-        """How often each key/value head is held under `tp`: once where tp divides their number, else until it does."""
         ...
 
     def entry_layer(self, output: str) -> int | None:
@@ -285,36 +245,14 @@ class Family(Protocol):
         """Write a small model with random weights into `folder`, with a tokenizer that is trained on `corpus`."""
         ...
 
-    # ------------------------------------------------------------------------------------------------- modules
-
-    def encoder_model(self) -> type:
-        """The class of an encoder's pipeline stage."""
-        ...
-
-    def text_model(self) -> type:
-        """The class of the text module's pipeline stage."""
-        ...
-
     # ------------------------------------------------------------------------------------------------- weights
 
-    def published_name(self, name: str) -> str:
+    def canonical_name(self, stored: str, /) -> str:
+        """The name here of a tensor in a folder of the family."""
+        ...
+
+    def published_name(self, name: str, /) -> str:
         """What published folders of the family, and those that `transformers` writes, call the tensor `name`: the one
         of which `canonical_name` makes `name`.
         """
-        ...
-
-    def encoder_tensors(self, shape: Any, /) -> TensorShapes:
-        """The stored tensors of an encoder, without the prefix of encoders."""
-        ...
-
-    def text_tensors(self, shape: Any, /) -> TensorShapes:
-        """The stored tensors of the text module."""
-        ...
-
-    def encoder_map(self, prefix: str, shape: Any, tp_rank: int, tp: int, stage: Stage, /) -> WeightMap:
-        """The map of an encoder's parameters to its stored tensors, whose names begin with `prefix`."""
-        ...
-
-    def text_map(self, shape: Any, tp_rank: int, tp: int, stage: Stage, /) -> WeightMap:
-        """The map of the text module's parameters to its stored tensors."""
         ...

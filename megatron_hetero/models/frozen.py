@@ -15,11 +15,11 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from megatron_hetero.errors import UserError, listed
-from megatron_hetero.models.common.flops import Passes
-from megatron_hetero.models.common.parameters import EMBEDDING
+from megatron_hetero.models.layers.parts import Passes
+from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import ENCODER, canonical_name, group_of, prefix_of, stored_shapes, weight_map
-from megatron_hetero.names import TEXT, VISION, is_pattern, parts_of
+from megatron_hetero.models.weights import parts_of_tensors, stored_shapes, weight_map
+from megatron_hetero.names import is_pattern, parts_of
 
 _MOST_SUGGESTED = 8
 
@@ -44,9 +44,8 @@ class Frozen:
             UserError: a pattern matches no tensor, some tensors of one parameter train and others do not, or nothing
                 trains.
         """
-        stored = stored_shapes(shapes)
-        tensors = frozen_tensors(stored, freeze, train)
-        by_part = tensors_of_parts(stored)
+        stored, by_part = stored_shapes(shapes), tensors_of_parts(shapes)
+        tensors = frozen_tensors(shapes, freeze, train)
         parts = frozenset(part for part, names in by_part.items() if tensors.issuperset(names))
         if len(parts) == len(by_part):
             setting = "train" if train else "freeze"
@@ -54,7 +53,8 @@ class Frozen:
             raise UserError.at(f"model.{setting} (--model.{setting})", problem=problem, fix="remove an entry")
         if any(map(is_pattern, (*freeze, *train))):
             _require_whole_parameters(shapes, tensors, freeze, train)
-            looked_up = set() if shapes.text.tied else {each.name for each in weight_map(TEXT, shapes, 0, 1)[EMBEDDING]}
+            entry = shapes.text.architecture.entry
+            looked_up = set() if shapes.text.tied else {entry.stored + name for name in entry.part.tensors()}
             shares = {part: _share({*names} - looked_up, tensors, stored) for part, names in by_part.items()}
         else:
             shares = {part: float(part not in parts) for part in by_part}
@@ -73,55 +73,44 @@ class Frozen:
         return [name for name in names if self.parts.issuperset(parts_of(name))]
 
 
-def frozen_tensors(
-    stored: Mapping[str, Sequence[int]], freeze: Sequence[str], train: Sequence[str] = ()
-) -> frozenset[str]:
-    """The tensors among `stored`, those of a whole model, that do not train. Raises `UserError` where a pattern matches
-    none.
-    """
-    by_part = tensors_of_parts(stored)
-    frozen = _listed("model.freeze", freeze, stored, by_part)
-    return frozen | (frozenset(stored) - _listed("model.train", train, stored, by_part) if train else frozenset())
+def frozen_tensors(shapes: ModelShapes, freeze: Sequence[str], train: Sequence[str] = ()) -> frozenset[str]:
+    """The stored tensors of a model that do not train. Raises `UserError` where a pattern matches none."""
+    frozen = _listed("model.freeze", freeze, shapes)
+    every = frozenset(stored_shapes(shapes))
+    return frozen | (every - _listed("model.train", train, shapes) if train else frozenset())
 
 
-def tensors_of_parts(stored: Collection[str]) -> dict[str, list[str]]:
+def tensors_of_parts(shapes: ModelShapes) -> dict[str, list[str]]:
     """The names of a whole model's tensors by part."""
     found: dict[str, list[str]] = {}
-    for name in stored:
-        found.setdefault(_part_of(name), []).append(name)
+    for name, part in parts_of_tensors(shapes).items():
+        found.setdefault(part, []).append(name)
     return found
 
 
-def _part_of(stored: str) -> str:
-    before, mark, within = stored.partition(ENCODER)
-    if not mark:
-        return TEXT
-    encoder = before.rstrip(".") or VISION
-    assert stored.startswith(prefix_of(encoder)), f"{stored} is not a tensor of encoder {encoder}"
-    return group_of(encoder, within)
-
-
-def _listed(
-    setting: str, entries: Iterable[str], stored: Collection[str], by_part: Mapping[str, Sequence[str]]
-) -> frozenset[str]:
+def _listed(setting: str, entries: Iterable[str], shapes: ModelShapes) -> frozenset[str]:
     """The tensors that the entries of a setting list."""
-    found: set[str] = set()
+    found, by_part = set[str](), tensors_of_parts(shapes)
     for entry in entries:
-        found.update(names := _matching(entry, stored) if is_pattern(entry) else by_part.get(entry, ()))
+        found.update(names := _matching(entry, shapes) if is_pattern(entry) else by_part.get(entry, ()))
         if is_pattern(entry) and not names:
-            raise _unmatched(setting, entry, stored)
+            raise _unmatched(setting, entry, shapes)
     return frozenset(found)
 
 
-def _matching(pattern: str, stored: Iterable[str]) -> list[str]:
+def _matching(pattern: str, shapes: ModelShapes) -> list[str]:
     """The names that a pattern matches, in which the model's modules may be nested as folders nest them."""
-    flat = canonical_name(pattern)
-    return [name for name in stored if fnmatchcase(name, flat)]
+    flat = _flat(pattern, shapes)
+    return [name for name in stored_shapes(shapes) if fnmatchcase(name, flat)]
 
 
-def _unmatched(setting: str, pattern: str, stored: Collection[str]) -> UserError:
-    known = list(dict.fromkeys(map(_any_layer, stored)))
-    close = get_close_matches(_any_layer(canonical_name(pattern)), known, n=1)
+def _flat(pattern: str, shapes: ModelShapes) -> str:
+    return family_of(shapes.text.family).canonical_name(pattern)
+
+
+def _unmatched(setting: str, pattern: str, shapes: ModelShapes) -> UserError:
+    known = list(dict.fromkeys(map(_any_layer, stored_shapes(shapes))))
+    close = get_close_matches(_any_layer(_flat(pattern, shapes)), known, n=1)
     meant = f" (did you mean `{close[0]}`?)" if close else ""
     return UserError.at(
         f"{setting} (--{setting})",
@@ -146,12 +135,12 @@ def _require_whole_parameters(
     mixed = [names for names in parameters if 0 < len(frozen.intersection(names)) < len(names)]
     if not mixed:
         return
-    stored, first = stored_shapes(shapes), mixed[0]
-    too_few = not frozen_tensors(stored, freeze).isdisjoint(first)
+    first = mixed[0]
+    too_few = not frozen_tensors(shapes, freeze).isdisjoint(first)
     setting, given = ("model.freeze", freeze) if too_few else ("model.train", train)
     missing = {name for names in mixed for name in names if (name in frozen) != too_few}
     patterns = dict.fromkeys(map(_any_layer, sorted(missing)))
-    add = patterns if {name for pattern in patterns for name in _matching(pattern, stored)} == missing else missing
+    add = patterns if {name for pattern in patterns for name in _matching(pattern, shapes)} == missing else missing
     entries = " ".join(f'"{entry}"' if is_pattern(entry) else entry for entry in [*given, *sorted(add)])
     raise UserError.at(
         f"{setting} (--{setting})",

@@ -61,13 +61,13 @@ class ModelShapes:
 
     def module_shapes(self) -> dict[str, ModuleShape]:
         """What layouts are validated against."""
-        t = self.text
-        encoders = {
-            name: ModuleShape(name, v.heads, v.heads, v.hidden, v.layers, "encoder", v.views, v.parts)
-            for name, v in self.encoders.items()
-        }
-        text = ModuleShape(TEXT, t.heads, t.kv_heads, t.hidden, t.layers, "text", t.views, t.parts)
-        return {**encoders, TEXT: text}
+        found = {}
+        for name in self.modules:
+            shape = self[name]
+            heads = shape.architecture.heads, shape.architecture.kv_heads
+            kind = "text" if name == TEXT else "encoder"
+            found[name] = ModuleShape(name, *heads, shape.hidden, shape.layers, kind, shape.views, shape.parts)
+        return found
 
 
 def _check_outputs(name: str, folder: Path, encoder: EncoderShape, text: TextShape) -> None:

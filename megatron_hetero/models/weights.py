@@ -6,84 +6,80 @@ the encoder's name before them.
 
 from __future__ import annotations
 
-from megatron_hetero.hf.weight_map import WeightMap
-from megatron_hetero.models.common.parameters import EMBEDDING, HEAD, PROJECTOR
-from megatron_hetero.models.family import EncoderShape, TensorShapes
+from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT, VISION, parts_of
 from megatron_hetero.sharding.stages import Stage
 
-ENCODER = "visual."
 
-
-def canonical_name(stored: str) -> str:
-    """The name that published folders use. Newer versions of transformers may nest both modules under `model.`."""
-    for nested, flat in ((f"model.{ENCODER}", ENCODER), ("model.language_model.", "model.")):
-        if stored.startswith(nested):
-            return flat + stored.removeprefix(nested)
-    return stored
-
-
-def prefix_of(encoder: str) -> str:
+def prefix_of(encoder: str, shapes: ModelShapes) -> str:
     """What names of an encoder's tensors begin with, here: those of further encoders lie in folders of their own, where
     they begin as the first one's do.
     """
-    return ENCODER if encoder == VISION else f"{encoder}.{ENCODER}"
+    namespace = shapes.encoders[encoder].architecture.namespace
+    return namespace if encoder == VISION else f"{encoder}.{namespace}"
 
 
-def canonical_name_of(encoder: str, stored: str) -> str:
+def canonical_name_of(encoder: str, shapes: ModelShapes, stored: str) -> str:
     """The name here of a tensor in the folder of a further encoder."""
-    name = canonical_name(stored)
-    return prefix_of(encoder) + name.removeprefix(ENCODER) if name.startswith(ENCODER) else name
+    shape = shapes.encoders[encoder]
+    name, own = family_of(shape.family).canonical_name(stored), shape.architecture.namespace
+    return prefix_of(encoder, shapes) + name.removeprefix(own) if name.startswith(own) else name
 
 
-def group_of(module: str, parameter: str) -> str:
-    """The parameter group of a parameter (or stored tensor, without prefix), one of `parts_of` the module."""
-    return parts_of(module)[-1] if parameter.startswith(PROJECTOR) else module
+def group_of(module: str, shapes: ModelShapes, parameter: str) -> str:
+    """The parameter group of a parameter, one of `parts_of` the module."""
+    return parts_of(module)[-1] if shapes[module].architecture.in_projector(parameter) else module
+
+
+def parts_of_tensors(shapes: ModelShapes) -> dict[str, str]:
+    """For each stored tensor the part of the model that it is in, as `model.freeze` names them."""
+    found = dict.fromkeys(shapes.text.architecture.tensors, TEXT)
+    for encoder in shapes.encoders:
+        own, projector = parts_of(encoder)
+        found |= dict.fromkeys(encoder_shapes(encoder, shapes), own)
+        found |= dict.fromkeys(projector_shapes(encoder, shapes), projector)
+    return found
 
 
 def stored_shapes(shapes: ModelShapes) -> TensorShapes:
     """Every tensor of the model with its shape, in the order in which it is written: first those of further encoders,
     then what the model's own folder must hold.
     """
-    further = [encoder_shapes(name, shape) for name, shape in shapes.encoders.items() if name != VISION]
+    further = [encoder_shapes(name, shapes) for name in shapes.encoders if name != VISION]
     return {name: shape for of_encoder in further for name, shape in of_encoder.items()} | folder_shapes(shapes)
 
 
 def folder_shapes(shapes: ModelShapes) -> TensorShapes:
     """The tensors of the model's own folder: those of the encoder `vision` and of the text module."""
-    text = family_of(shapes.text.family).text_tensors(shapes.text)
-    return encoder_shapes(VISION, shapes.vision) | text
+    return encoder_shapes(VISION, shapes) | shapes.text.architecture.tensors
 
 
-def encoder_shapes(encoder: str, shape: EncoderShape) -> TensorShapes:
+def encoder_shapes(encoder: str, shapes: ModelShapes) -> TensorShapes:
     """The tensors of one encoder."""
-    prefix = prefix_of(encoder)
-    return {prefix + name: size for name, size in family_of(shape.family).encoder_tensors(shape).items()}
+    prefix = prefix_of(encoder, shapes)
+    return {prefix + name: size for name, size in shapes[encoder].architecture.tensors.items()}
 
 
-def projector_shapes(encoder: str, shape: EncoderShape) -> TensorShapes:
-    """Those of them that are its projector's."""
-    starts = tuple(prefix_of(encoder) + start for start in PROJECTOR)
-    return {name: size for name, size in encoder_shapes(encoder, shape).items() if name.startswith(starts)}
+def projector_shapes(encoder: str, shapes: ModelShapes) -> TensorShapes:
+    """The tensors of an encoder's projector."""
+    prefix = prefix_of(encoder, shapes)
+    return {prefix + name: size for name, size in shapes[encoder].architecture.projector.items()}
 
 
 def weight_map(module: str, shapes: ModelShapes, tp_rank: int, tp: int, stage: Stage | None = None) -> WeightMap:
-    """The map of `module` (an encoder or "text") for one rank of a tensor-parallel group of `tp`; only what `stage`
-    holds where one is given. Layers are numbered over the whole module.
+    """The map of the parameters of `module` (an encoder or "text") in the main view, for one rank of a tensor-parallel
+    group of `tp`, in the order of the torch module; only what `stage` holds where one is given. Layers are numbered
+    over the whole module.
     """
     shape = shapes[module]
-    family, stage = family_of(shape.family), stage or Stage.whole(shape.layers)
-    if module == TEXT:
-        return family.text_map(shape, tp_rank, tp, stage)
-    return family.encoder_map(prefix_of(module), shape, tp_rank, tp, stage)
+    prefix = "" if module == TEXT else prefix_of(module, shapes)
+    return shape.architecture.weight_map(prefix, Share(tp_rank, tp), stage or Stage.whole(shape.layers))
 
 
 def tied_parameter(module: str, shapes: ModelShapes, stage: Stage) -> str | None:
     """The parameter of `stage` of which another stage holds a copy: the embedding of a tied model, which is on the
     first stage, and the head on the last. None where there is none.
     """
-    if module != TEXT or not shapes.text.tied or stage.is_first == stage.is_last:
-        return None
-    return EMBEDDING if stage.is_first else HEAD
+    return shapes[module].architecture.tied_parameter(stage)

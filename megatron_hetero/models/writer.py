@@ -22,7 +22,7 @@ from megatron_hetero.hf.folder_writer import (
     folder_writer,
     read_companions,
 )
-from megatron_hetero.models.family import EncoderShape, TensorShapes
+from megatron_hetero.hf.weight_map import TensorShapes
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import encoder_shapes, folder_shapes, prefix_of
@@ -56,10 +56,10 @@ def model_writer(
         ExitStack() as stack,
     ):
         puts = {name: partial(writer.put, there) for name, there in own.items()}
-        for encoder, shape in shapes.encoders.items():
+        for encoder in shapes.encoders:
             if encoder != VISION:
-                names, place = names_of_encoder(encoder, shape), encoder_folder(writer.partial, encoder)
-                of_encoder = _folder(place, names, encoder_shapes(encoder, shape), dtype, companions[encoder], limit)
+                names, place = names_of_encoder(encoder, shapes), encoder_folder(writer.partial, encoder)
+                of_encoder = _folder(place, names, encoder_shapes(encoder, shapes), dtype, companions[encoder], limit)
                 further = stack.enter_context(of_encoder)
                 puts |= {name: partial(further.put, there) for name, there in names.items()}
         yield lambda name, tensor: puts[name](tensor)
@@ -68,14 +68,15 @@ def model_writer(
 def published_names(shapes: ModelShapes) -> dict[str, str]:
     """What the tensors of the model's own folder are called there, by their names here."""
     text, encoder = family_of(shapes.text.family), family_of(shapes.vision.family)
-    of_vision = encoder_shapes(VISION, shapes.vision)
+    of_vision = encoder_shapes(VISION, shapes)
     return {n: (encoder if n in of_vision else text).published_name(n) for n in folder_shapes(shapes)}
 
 
-def names_of_encoder(encoder: str, shape: EncoderShape) -> dict[str, str]:
+def names_of_encoder(encoder: str, shapes: ModelShapes) -> dict[str, str]:
     """What the tensors of a further encoder are called in its folder, by their names here."""
-    publish, own = family_of(shape.family).published_name, prefix_of(encoder)
-    return {name: publish(prefix_of(VISION) + name.removeprefix(own)) for name in encoder_shapes(encoder, shape)}
+    shape, own = shapes.encoders[encoder], prefix_of(encoder, shapes)
+    publish, namespace = family_of(shape.family).published_name, shape.architecture.namespace
+    return {name: publish(namespace + name.removeprefix(own)) for name in encoder_shapes(encoder, shapes)}
 
 
 def _folder(

@@ -193,7 +193,7 @@ def smaller_micro_batches(plan: Plan) -> Iterator[Change]:
 def images_over_more_ranks(plan: Plan) -> Iterator[Change]:
     """Replicas of an encoder become fewer, and each image is split over more ranks."""
     for name, shape in plan.shapes.encoders.items():
-        longer = EXCHANGED[len(shape.full_layers) < shape.layers]
+        longer = EXCHANGED[any(layer.attention.windowed for layer in shape.architecture.layers)]
         yield from _over_more_ranks(plan, name, "sp", longer)
 
 

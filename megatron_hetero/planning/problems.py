@@ -8,12 +8,12 @@ from math import ceil, lcm
 
 import numpy as np
 
+from megatron_hetero.hf.weight_map import split_length
 from megatron_hetero.job import micro_batch_setting
 from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.grammar import format_ranks
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.assumed import assumed_sample
-from megatron_hetero.models.common.weights.slices import split_length
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.fitting import Attempt, find_fitting
@@ -27,7 +27,7 @@ MOST_PADDING = 0.01
 UNEVEN = 1.25
 """How much more than the mean a pipeline stage may compute."""
 COLLECTIVES: Mapping[str, int] = {"sp": 2, "cp": 1}
-"""Of a layer with full attention in one pass, by axis (`megatron_hetero.models.common.attention`)."""
+"""Of a layer with full attention in one pass, by axis (`megatron_hetero.models.layers.attention`)."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _idle_replicas(plan: Plan) -> Iterator[PlanProblem]:
 
 def _more_axis(plan: Plan, name: str, layout: Layout) -> str:
     """An axis that may grow."""
-    heads = plan.shapes.encoders[name].heads
+    heads = plan.shapes.encoders[name].architecture.heads
     return "sp" if heads // layout.tp > layout.sp else "cp"
 
 
@@ -215,7 +215,11 @@ def _exchanges(plan: Plan) -> Iterator[PlanProblem]:
     for name, shape in plan.shapes.encoders.items():
         layout = plan.layouts[name]
         split = {axis: layout.degrees[axis] for axis in axes_of("tokens") if layout.degrees[axis] > 1}
-        if not plan.shards[name].used or not split or len(shape.full_layers) < shape.layers:
+        if (
+            not plan.shards[name].used
+            or not split
+            or any(layer.attention.windowed for layer in shape.architecture.layers)
+        ):
             continue
         ranks = ",".join(f"{axis}:{degree}" for axis, degree in split.items())
         collectives = shape.layers * sum(COLLECTIVES[axis] for axis in split) * _passes(plan, name)
@@ -330,23 +334,25 @@ def _stages(plan: Plan) -> Iterator[PlanProblem]:
 
 
 def _heads(plan: Plan) -> Iterator[PlanProblem]:
-    text, layout = plan.shapes.text, plan.layouts[TEXT]
-    held = text.kv_copies(layout.tp)
-    on_rank = text.kv_heads * held // layout.tp
+    layout, kv_heads = plan.layouts[TEXT], plan.shapes.text.architecture.kv_heads
+    held = lcm(kv_heads, layout.tp) // kv_heads
+    on_rank = kv_heads * held // layout.tp
     copies = held * lcm(on_rank, layout.sp) // on_rank
     if copies > 1:
         what = f"tp:{layout.tp}" + (f" and sp:{layout.sp}" if layout.sp > 1 else "")
         yield PlanProblem(
-            f"{TEXT} has {text.kv_heads} key/value heads for {what}, so that each is computed or sent {copies} times",
-            f"use cp in place of what tp·sp has above {text.kv_heads}, where memory allows",
+            f"{TEXT} has {kv_heads} key/value heads for {what}, so that each is computed or sent {copies} times",
+            f"use cp in place of what tp·sp has above {kv_heads}, where memory allows",
         )
 
 
 def _padding(plan: Plan) -> Iterator[PlanProblem]:
     text, tp = plan.shapes.text, plan.layouts[TEXT].tp
-    widths = [(TEXT, "vocabulary", text.vocab, tp), (TEXT, "MLP width", text.ffn, tp)]
-    for name, shape in plan.shapes.encoders.items():
-        widths.append((name, "MLP width", shape.ffn, plan.layouts[name].tp))
+    widths = [(TEXT, "vocabulary", text.vocab, tp)]
+    for name in (TEXT, *plan.shapes.encoders):
+        layers = plan.shapes[name].architecture.layers
+        each = dict.fromkeys(width for layer in layers for width in layer.mlp.widths)
+        widths += [(name, "MLP width", width, plan.layouts[name].tp) for width in each]
     for name, what, size, degree in widths:
         whole = degree * split_length(size, degree)
         if whole - split_length(size, 1) > MOST_PADDING * size:

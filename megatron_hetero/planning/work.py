@@ -6,21 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 
 from megatron_hetero.config.schema import Config
-from megatron_hetero.models.common.flops import (
-    Passes,
-    merger_flops,
-    text_flops,
-    vision_flops,
-)
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.frozen import Frozen
+from megatron_hetero.models.layers.parts import FORWARD, Tokens
 from megatron_hetero.names import TEXT, parts_of
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import DurationKey
 from megatron_hetero.sharding.stages import Stage
 
-FORWARD = Passes(inputs=False, weights=False)
 COPIED = 8000
 """Operations that a GPU does while a byte crosses the bus to its host, one way: some 400 TFLOP/s and 50 GB/s on H100,
 half of both on A100.
@@ -30,9 +24,8 @@ half of both on A100.
 def text_forward(assumed: AssumedBatch, stage: Stage) -> float:
     """Operations of one rank in the forward pass of a text stage: an even share of its replica's."""
     t, layout = assumed.shapes.text, assumed.layouts[TEXT]
-    shape = t.flop_shape(len(stage.layers), head=stage.is_last)
-    supervised = assumed.sample.supervised * len(assumed.lengths)
-    return text_flops(shape, assumed.lengths, supervised, FORWARD) / layout.ways("weights", "tokens")
+    tokens = Tokens(assumed.lengths, supervised=assumed.sample.supervised * len(assumed.lengths))
+    return t.architecture.operations(tokens, stage, FORWARD) / layout.ways("weights", "tokens")
 
 
 def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: float) -> float:
@@ -40,12 +33,7 @@ def encoder_forward(assumed: AssumedBatch, encoder: str, stage: Stage, images: f
     v, layout, sizes = assumed.shapes.encoders[encoder], assumed.layouts[encoder], assumed.sample.sizes[encoder]
     if not sizes:
         return 0.0
-    shape = v.flop_shape(stage.layers, embeds=stage.is_first)
-    patches = sum(v.sequences(sizes[0]))
-    windows = v.windows(sizes[0])
-    whole = vision_flops(shape, [patches], windows, FORWARD, FORWARD)
-    # The last merger is counted whatever the layers are.
-    of_image = whole if stage.is_last else whole - merger_flops(shape, patches, FORWARD)
+    of_image = v.architecture.operations(v.tokens(sizes[:1]), stage, FORWARD)
     return images * of_image / layout.ways("weights", "tokens")
 
 
@@ -98,8 +86,8 @@ def _chunks_again(assumed: AssumedBatch, name: str, stage: Stage, images: float,
     on_rank = _tokens(assumed, name, images) / layout.ways("tokens")
     if not recompute.chunks(math.ceil(on_rank)):
         return 0.0
-    widths = 2 if shape.layer_kind.gated else 1
-    return 2 * on_rank * shape.hidden * shape.ffn * widths * len(stage.layers) / layout.ways("weights")
+    per_token = sum(layer.mlp.first_product for layer in shape.architecture.layers[stage.first : stage.last])
+    return on_rank * per_token / layout.ways("weights")
 
 
 def _tokens(assumed: AssumedBatch, name: str, images: float) -> float:

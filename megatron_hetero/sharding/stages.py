@@ -17,7 +17,7 @@ from itertools import accumulate
 
 from megatron_hetero.errors import UserError
 
-LAYERS = "decoder.layers."
+LAYERS = "layers."
 """What the names of the layers' parameters begin with, before the number of the layer."""
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.backends import BackendSpecProvider
 from torch import Tensor
 
 from megatron_hetero.distributed.communicators import GRADIENT_AXES
@@ -18,10 +17,11 @@ from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.execution.gathering import shares_weights
 from megatron_hetero.hf.weight_map import WeightMap, WeightSource, held, load_slices
 from megatron_hetero.models.common.offload.activations import ActivationOffload
-from megatron_hetero.models.common.parameters import TIED_COPIES
 from megatron_hetero.models.common.recompute.policy import Recompute
-from megatron_hetero.models.registry import family_of
+from megatron_hetero.models.layers.parts import Backend, Site
 from megatron_hetero.models.shapes import ModelShapes
+from megatron_hetero.models.stages.encoder import EncoderModel
+from megatron_hetero.models.stages.text import TextModel
 from megatron_hetero.models.weights import tied_parameter, weight_map
 from megatron_hetero.names import TEXT
 from megatron_hetero.sharding.stages import Stage, stages_of_rank
@@ -35,7 +35,7 @@ def build_module(
     shapes: ModelShapes,
     every: Sequence[Stage],
     topology: Topology,
-    provider: BackendSpecProvider,
+    backend: Backend,
     *,
     dtype: torch.dtype,
     sequence_parallel: bool,
@@ -51,24 +51,13 @@ def build_module(
     """Build this rank's part of `name`: in its layout the stages that it holds, their weights read, and with buffers of
     `gradients`, that dtype. `every`: the pipeline stages of the module. `frozen`: the stored tensors that do not train.
     `sharded`: whether its optimizer will be. `zero`: the ZeRO stage. `offload`: where activations go, if they do not
-    stay on the device. `compile_layers`: see `layer_spec`.
+    stay on the device. `compile_layers`: see `Site`.
     """
     groups, layout = topology.collection(name), topology.layouts[name]
     tp, coordinate = layout.tp, layout.coordinate(topology.rank)
     stages = stages_of_rank(every, coordinate.pp, layout.pp)
-    family = family_of(shapes[name].family)
-    make = partial(
-        family.text_model() if name == TEXT else family.encoder_model(),
-        shapes[name],
-        groups,
-        topology.platform,
-        provider,
-        dtype=dtype,
-        sequence_parallel=sequence_parallel,
-        recompute=recompute,
-        offload=offload,
-        compile_layers=compile_layers,
-    )
+    site = Site(groups, topology.platform, backend, dtype, sequence_parallel, recompute, compile_layers)
+    make = partial(TextModel if name == TEXT else EncoderModel, shapes[name], site, offload=offload)
     of_stages = [[weight_map(name, shapes, rank, tp, stage) for stage in stages] for rank in range(tp)]
     maps = tuple({each: slices for of in of_rank for each, slices in of.items()} for of_rank in of_stages)
     parts = _Parts(
@@ -76,7 +65,7 @@ def build_module(
         stages,
         tuple(of_stages[coordinate.tp]),
         weights,
-        TIED_COPIES if shapes.text.tied else {},
+        shapes.text.architecture.stored_twice,
         frozenset(each for each, slices in maps[0].items() if slices[0].name not in frozen),
         next(filter(None, (tied_parameter(name, shapes, stage) for stage in stages)), None),
     )
@@ -184,8 +173,8 @@ def load_parameters(
     model: torch.nn.Module,
     own_map: WeightMap,
     weights: WeightSource,
-    stage: Stage | None = None,
-    copies: Mapping[str, str] = TIED_COPIES,
+    stage: Stage | None,
+    copies: Mapping[str, str],
 ) -> None:
     """Read each parameter's own slices. Parameters and map must have the same names.
 

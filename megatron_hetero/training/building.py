@@ -19,10 +19,11 @@ from megatron_hetero.execution.contract import ModuleOnRank
 from megatron_hetero.hf.weight_map import WeightSource
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.backend import spec_provider
-from megatron_hetero.models.common.layers.compiled import require_compiler
-from megatron_hetero.models.common.layers.overlapped import overlap_exchanges
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
+from megatron_hetero.models.layers.compiled import require_compiler
+from megatron_hetero.models.layers.overlapped import overlap_exchanges
+from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of
 from megatron_hetero.names import TEXT, parts_of
 from megatron_hetero.step.build import build
@@ -115,14 +116,14 @@ def _build_parts(job: JobSpec, topology: Topology, weights: Mapping[str, WeightS
     streamed = any(job.config.offload_of(module.name).states for module in modules)
     streams = platform.side_streams(2) if streamed else ()
     optimizers: dict[str, ModuleOptimizer] = {
-        module.name: build_shard_optimizer(module, _algorithm(job.config, module), streams)
+        module.name: build_shard_optimizer(module, _algorithm(job.config, job.shapes, module), streams)
         for module in modules
         if module.trained
     }
     return JointOptimizer(topology, modules, optimizers, job.config.optimizer.clip_grad)
 
 
-def _algorithm(config: Config, module: TrainedModule) -> Algorithm:
+def _algorithm(config: Config, shapes: ModelShapes, module: TrainedModule) -> Algorithm:
     """The optimizer of a module with its own rates and numbers."""
     chosen, precision, name = config.optimizer, config.precision_of(module.name), module.name
     encoder, *projector = parts_of(name)
@@ -130,7 +131,7 @@ def _algorithm(config: Config, module: TrainedModule) -> Algorithm:
     peaks |= {} if name == TEXT else {encoder: chosen.lr_vision}
 
     def lr(parameter: str) -> float:
-        peak = peaks.get(group_of(name, parameter))
+        peak = peaks.get(group_of(name, shapes, parameter))
         return chosen.lr if peak is None else peak
 
     numbers: dict[str, Any] = {"master": precision.master, "gradients": precision.gradients}
@@ -145,14 +146,14 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
     config = job.config
     if compile_layers := config.model.compile == "layers":
         require_compiler(topology.platform.device)
-    provider = spec_provider(config.model.layer_backend, topology.platform)
+    backend = spec_provider(config.model.layer_backend, topology.platform)
     modules = tuple(
         build_module(
             name,
             job.shapes,
             job.stages[name],
             topology,
-            provider,
+            backend,
             dtype=job.dtype,
             sequence_parallel=job.sequence_parallel[name],
             recompute=Recompute.of(config.model, name),

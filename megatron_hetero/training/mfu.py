@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation of a step."""
+"""Model FLOPs utilisation of a step, and the peak rates of devices."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from collections.abc import Collection
 from megatron_hetero.batch.step_loader import StepBatch
 from megatron_hetero.data.items import Size
 from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.models.common.flops import (
-    mfu,
-    peak_flops,
-    text_flops,
-    vision_flops,
-)
 from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.frozen import Frozen
+from megatron_hetero.models.layers.parts import Tokens
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT, parts_of
 
@@ -30,23 +25,68 @@ def utilisation(
 
 
 def step_flops(shapes: ModelShapes, frozen: Frozen, batch: StepBatch) -> int:
-    """Model FLOPs of a step; those of encoders are counted per patch."""
-    t = shapes.text
-    text = t.flop_shape(t.layers, head=True)
+    """Model FLOPs of a step; those of encoders are counted per patch: by the rows that reach the language model most of
+    their work would be missed. A part that is frozen is billed for what the gradients of the others need.
+    """
     encoders_train = len(frozen.modules(shapes.encoders)) < len(shapes.encoders)
     passes = frozen.passes(TEXT, inputs=encoders_train or 0 < frozen.shares[TEXT] < 1)
     of_encoders = [_encoder_flops(name, shape, frozen, batch.sizes[name]) for name, shape in shapes.encoders.items()]
-    return sum(of_encoders) + text_flops(text, batch.sample_lengths, batch.supervised, passes)
+    text = shapes.text.architecture.operations(Tokens(batch.sample_lengths, supervised=batch.supervised), passes=passes)
+    return sum(of_encoders) + text
 
 
 def _encoder_flops(name: str, v: EncoderShape, frozen: Frozen, sizes: Collection[Size]) -> int:
     encoder, projector = parts_of(name)
-    windows = [patches for size in sizes for patches in v.windows(size)]
-    images = [patches for size in sizes for patches in v.sequences(size)]
-    return vision_flops(
-        v.flop_shape(range(v.layers), embeds=True),
-        images,
-        windows,
-        frozen.passes(encoder, inputs=frozen.trains(encoder)),
-        frozen.passes(projector, inputs=frozen.trains(encoder)),
+    return v.architecture.operations(
+        v.tokens(sizes),
+        passes=frozen.passes(encoder, inputs=frozen.trains(encoder)),
+        projector=frozen.passes(projector, inputs=frozen.trains(encoder)),
     )
+
+
+# Dense bfloat16 operations per second, from the vendors' data sheets. The first entry whose words are all
+# in the device's name counts, so longer names come first.
+_PEAKS = (
+    ("GB200", 2.5e15),
+    ("B200", 2.25e15),
+    ("B100", 1.75e15),
+    ("GH200", 989.4e12),
+    ("H200 NVL", 835.5e12),
+    ("H200", 989.4e12),
+    ("H100 NVL", 835.5e12),
+    ("H100 PCIe", 756.5e12),
+    ("H100", 989.4e12),
+    ("H800", 989.4e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("RTX 6000 Ada", 364.2e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+    ("MI300X", 1307.4e12),
+    ("MI325X", 1307.4e12),
+)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak dense bfloat16 operations per second of a device, by the name that its driver reports.
+
+    None where it is not known, as for CPUs and for slices of a device.
+    """
+    words = device_name.replace("-", " ").upper().split()
+    if "MIG" in words:
+        return None
+    return next((peak for name, peak in _PEAKS if set(name.upper().split()) <= set(words)), None)
+
+
+def mfu(flops: int, seconds: float, devices: int, device_name: str) -> float | None:
+    """Model FLOPs utilisation: the share of all devices' peak that a step achieved; None where no peak is known."""
+    peak = peak_flops(device_name)
+    return None if peak is None or seconds <= 0 else flops / (seconds * devices * peak)

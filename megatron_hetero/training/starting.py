@@ -20,7 +20,6 @@ from megatron_hetero.environment.cuda import prepare_traces
 from megatron_hetero.errors import SharedError, os_errors_as
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.backend import backend_notices
-from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.names import VISION, parts_of
 from megatron_hetero.training.building import build_step_trainer
 from megatron_hetero.training.inputs import REPORTER, open_together
@@ -45,7 +44,7 @@ def build_trainer(config: Config, platform: Platform, watchdog: Watchdog | None 
     topology = steps.topology
     for notice in backend_notices(config.model.layer_backend, platform) if topology.rank == REPORTER else ():
         print(notice, flush=True)
-    state = TrainState(steps.optimizer, topology, stored_shapes(steps.shapes), working=watchdog.working)
+    state = TrainState(steps.optimizer, topology, steps.shapes, working=watchdog.working)
     with watchdog.waiting(lambda: "the state to resume from, with all other ranks,"):
         record = shared_record(config, state, inputs.mixture)
         resumed = _with_evaluations(resume(config, state, record), config, topology)

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_hetero.distributed import platform
 from megatron_hetero.distributed.platform import Platform
-from megatron_hetero.models.common.layers import rotary, swiglu
+from megatron_hetero.models.layers import mlp, rotary
 from megatron_hetero.step.fused_update import update_
 
 GPU = torch.device("cuda", 0)
@@ -48,8 +48,8 @@ NO_KERNELS = frozenset(
 
 
 COMPILED = {
-    swiglu.forward: 1,
-    swiglu.backward: 2,
+    mlp.swiglu_forward: 1,
+    mlp.swiglu_backward: 2,
     rotary.turned: 1,
     rotary.turned_back: 1,
     rotary.heads_turned: 3,

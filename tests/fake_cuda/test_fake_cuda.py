@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_hetero.models.common.layers import rotary, swiglu
-from megatron_hetero.models.common.layers.compiler import run
-from megatron_hetero.models.common.layers.order import Order
+from megatron_hetero.models.layers import mlp, rotary
+from megatron_hetero.models.layers.compiled import run
+from megatron_hetero.models.layers.rotary import Order
 from megatron_hetero.step.fused_update import update_
 from tests.fake_cuda import device, guard, runs
 from tests.fake_cuda.cases import CASES, LONG, Case
@@ -89,7 +89,7 @@ def test_kernels_are_those_recorded(case: Case, found: runs.Found) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("function", [swiglu.forward, swiglu.backward], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", [mlp.swiglu_forward, mlp.swiglu_backward], ids=lambda function: function.__name__)
 def test_compiled_functions_are_as_many_kernels_as_are_counted(function: Callable[..., Tensor]) -> None:
     """By the compiler's back end for CPUs, which joins loops as that for GPUs does. One graph serves all numbers of
     tokens, but for one and none. (That of updates has a test of its own, beside it.)
@@ -124,7 +124,7 @@ def rotated(function: Callable[..., Any], tokens: int) -> list[Any]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "function",
-    device.COMPILED.keys() - {swiglu.forward, swiglu.backward, update_},
+    device.COMPILED.keys() - {mlp.swiglu_forward, mlp.swiglu_backward, update_},
     ids=lambda function: function.__name__,
 )
 def test_rotations_are_as_many_kernels_as_are_counted(function: Callable[..., Any]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_hetero.models.common.attention import AttentionPlan
+from megatron_hetero.models.layers.attention import AttentionPlan
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import lru_cache
+from typing import Any, ClassVar, Self
 
 from megatron_hetero.layout.axes import Split
 from megatron_hetero.layout.views import View
-from megatron_hetero.models.common.flops import TextFlopShape
+from megatron_hetero.models.architecture import Architecture, End
+from megatron_hetero.models.layers.attention import SelfAttention
+from megatron_hetero.models.layers.ends import Head, TokenEmbedding
+from megatron_hetero.models.layers.layer import Layer
+from megatron_hetero.models.layers.mlp import MLP
+from megatron_hetero.models.layers.norms import Norm
+from megatron_hetero.models.layers.rotary import MultimodalRotary
 
 MOST_LOGITS = 1 << 26
 """Logits of a rank that exist at a time: 256 MiB in fp32."""
@@ -27,7 +33,13 @@ def keeps_logits(tokens: int, hidden: int) -> bool:
 
 @dataclass(frozen=True)
 class LanguageModelShape:
-    """Part of a `megatron_hetero.models.family.TextShape`. Sizes in elements."""
+    """Part of a `megatron_hetero.models.family.TextShape`, of language models whose tensors are named as those of Qwen2
+    and Qwen3. Sizes in elements. Families say whether queries, keys and values have a bias (`qkv_bias`), and whether
+    queries and keys are normed head by head (`head_norms`).
+    """
+
+    qkv_bias: ClassVar[bool]
+    head_norms: ClassVar[bool]
 
     layers: int
     hidden: int
@@ -63,14 +75,20 @@ class LanguageModelShape:
             max_positions=text.max_position_embeddings,
         )
 
-    def flop_shape(self, layers: int, head: bool) -> TextFlopShape:
-        """What the operations of some of the layers depend on; `head`: with the logits."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return TextFlopShape(layers, self.hidden, queries, keys, self.ffn, self.vocab if head else 0)
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """For each rotary frequency the position that it turns with: 0 time, 1 height, 2 width."""
+        raise NotImplementedError
 
-    def kv_copies(self, tp: int) -> int:
-        """How often each key/value head is held under `tp`: once where tp divides their number, else until it does."""
-        return math.lcm(self.kv_heads, tp) // self.kv_heads
+    @property
+    def rotary(self) -> MultimodalRotary:
+        """How positions turn queries and keys."""
+        return MultimodalRotary(self.rope_theta, self.head_dim, self.turns)
+
+    @property
+    def architecture(self) -> Architecture:
+        """The layers, between the embedding, and the final norm and the head."""
+        return _architecture(self)
 
     @property
     def views(self) -> tuple[View, ...]:
@@ -81,3 +99,33 @@ class LanguageModelShape:
     def parts(self) -> Mapping[Split, int]:
         """None, without further views."""
         return {}
+
+
+@lru_cache
+def _architecture(t: LanguageModelShape) -> Architecture:
+    norm = Norm(t.hidden, t.norm_eps)
+    attention = SelfAttention(
+        t.hidden,
+        t.heads,
+        t.kv_heads,
+        t.head_dim,
+        stored=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+        causal=True,
+        qkv_bias=t.qkv_bias,
+        head_norm=Norm(t.head_dim, t.norm_eps) if t.head_norms else None,
+        norm_names=("self_attn.q_norm", "self_attn.k_norm"),
+    )
+    mlp = MLP(t.hidden, t.ffn, stored=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+    layer = Layer(attention, mlp, (norm, norm), ("input_layernorm", "post_attention_layernorm"))
+    table, head = "model.embed_tokens.", Head(t.vocab, t.hidden)
+    return Architecture(
+        entry=End("embedding", TokenEmbedding(t.vocab, t.hidden), table, "first"),
+        layers=(layer,) * t.layers,
+        ends=(
+            End("final_layernorm", norm, "model.norm.", "last"),
+            End("output_layer", head, table, "last", copies="embedding", copy="lm_head.")
+            if t.tied
+            else End("output_layer", head, "lm_head.", "last"),
+        ),
+        stored="model.layers.",
+    )

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_hetero.models.common.language_shape import keeps_logits, tokens_at_a_time
-from megatron_hetero.models.common.layers.linear import gradient_of_weight, scaled_gradient
-from megatron_hetero.models.common.layers.products import add_product, product
+from megatron_hetero.models.layers.products import add_product, gradient_of_weight, product, scaled_gradient
 
 
 class VocabularyShard(NamedTuple):

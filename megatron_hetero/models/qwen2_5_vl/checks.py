@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hetero.models.common.configuration.checks import head_dim, of_text, of_vision, require
-from megatron_hetero.models.qwen2_5_vl.shapes import DEFAULT_SECTIONS
+from megatron_hetero.models.qwen2_5_vl.config_rules import DEFAULT_SECTIONS
 
 TITLE = "Qwen2.5-VL"
 

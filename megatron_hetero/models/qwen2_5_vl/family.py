@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.files.json_objects import Table
 from megatron_hetero.models.common.images.family import PictureFamily
+from megatron_hetero.models.common.stored_names import canonical_name
 from megatron_hetero.models.family import Family
-from megatron_hetero.models.qwen2_5_vl import checks, demo, joining, shapes, weights
-from megatron_hetero.models.qwen2_5_vl.config_rules import CONFIG
-from megatron_hetero.models.qwen2_5_vl.shapes import FAMILY, VisionShape
+from megatron_hetero.models.qwen2_5_vl import checks, demo, joining
+from megatron_hetero.models.qwen2_5_vl.config_rules import CONFIG, FAMILY
+
+if TYPE_CHECKING:
+    from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
 
 
 class Qwen25VL(PictureFamily):
@@ -35,9 +38,14 @@ class Qwen25VL(PictureFamily):
     joined = staticmethod(joining.joined)
 
     def encoder_shape(self, config: Any) -> VisionShape:
-        return shapes.vision_shape(config.vision_config)
+        from megatron_hetero.models.qwen2_5_vl.shapes import vision_shape
 
-    text_shape = staticmethod(shapes.text_shape)
+        return vision_shape(config.vision_config)
+
+    def text_shape(self, config: Any) -> TextShape:
+        from megatron_hetero.models.qwen2_5_vl.shapes import text_shape
+
+        return text_shape(config)
 
     def image_processor_class(self) -> type:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -46,23 +54,10 @@ class Qwen25VL(PictureFamily):
 
     write_demo = staticmethod(demo.write_model)
 
-    def encoder_model(self) -> type:
-        from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
-
-        return VisionModel
-
-    def text_model(self) -> type:
-        from megatron_hetero.models.qwen2_5_vl.text import TextModel
-
-        return TextModel
+    canonical_name = staticmethod(canonical_name)
 
     def published_name(self, name: str) -> str:
         return name
-
-    encoder_tensors = staticmethod(weights.encoder_tensors)
-    text_tensors = staticmethod(weights.text_tensors)
-    encoder_map = staticmethod(weights.encoder_map)
-    text_map = staticmethod(weights.text_map)
 
 
 QWEN2_5_VL: Family = Qwen25VL()

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from megatron_hetero.models.common.flops import VisionFlopShape
+from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.models.common.images.shape import ImageEncoderShape
 from megatron_hetero.models.common.language_shape import LanguageModelShape
-from megatron_hetero.models.family import LayerKind
+from megatron_hetero.models.common.stored_names import ENCODER
+from megatron_hetero.models.layers.attention import SelfAttention
+from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
+from megatron_hetero.models.layers.layer import Layer
+from megatron_hetero.models.layers.mlp import MLP
+from megatron_hetero.models.layers.norms import Norm
+from megatron_hetero.models.qwen2_5_vl.config_rules import DEFAULT_SECTIONS, FAMILY
 from megatron_hetero.models.qwen2_5_vl.geometry import ImageGeometry, image_geometry
 from megatron_hetero.names import ROWS
-
-FAMILY = "qwen2_5_vl"
-DEFAULT_SECTIONS = (16, 24, 24)
-"""Rotary frequencies for time, height and width, where a configuration gives none."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,6 @@ class VisionShape(ImageEncoderShape):
     def family(self) -> str:
         """The `model_type` of its family."""
         return FAMILY
-
-    @property
-    def layer_kind(self) -> LayerKind:
-        """What the layers are made of."""
-        return LayerKind()
 
     @property
     def position_dims(self) -> int:
@@ -56,41 +53,57 @@ class VisionShape(ImageEncoderShape):
         """Patches of each window of local attention."""
         return (self.order(size).windows * self.unit).tolist()
 
-    def flop_shape(self, layers: Collection[int], embeds: bool) -> VisionFlopShape:
-        """What the operations of some of the layers depend on."""
-        full = sum(layer in self.full_layers for layer in layers)
-        pixels = self.patch_elements if embeds else 0
-        return VisionFlopShape(len(layers), full, self.hidden, self.ffn, pixels, self.unit, self.out_hidden)
+    @property
+    def window_patches(self) -> int:
+        """Patches of a whole window of local attention."""
+        return self.window**2 * self.unit
 
-    def flops_per_patch(self) -> tuple[float, float]:
-        """Forward flops per patch, and per patch and patch of its sequence in layers of full attention."""
-        return _flops_per_patch(self)
+    @property
+    def architecture(self) -> Architecture:
+        """Layers with window attention, and some with full attention, between patch embedding and merger."""
+        return _encoder(self)
 
 
 @lru_cache
-def _flops_per_patch(shape: VisionShape) -> tuple[float, float]:
-    window_patches = shape.window**2 * shape.unit
-    linear = (
-        shape.layers * (8 * shape.hidden**2 + 6 * shape.hidden * shape.ffn) + 2 * shape.patch_elements * shape.hidden
+def _encoder(v: VisionShape) -> Architecture:
+    norm = Norm(v.hidden, v.norm_eps)
+    mlp = MLP(v.hidden, v.ffn, stored=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), bias=True)
+
+    def layer(number: int) -> Layer:
+        attention = SelfAttention(
+            v.hidden,
+            v.heads,
+            v.heads,
+            v.head_dim,
+            stored=("attn.qkv", "attn.proj"),
+            causal=False,
+            windowed=number not in v.full_layers,
+            qkv_bias=True,
+            out_bias=True,
+        )
+        return Layer(attention, mlp, (norm, norm), ("norm1", "norm2"))
+
+    merger = Merger(v.hidden, v.unit, v.out_hidden, norm, stored=("ln_q", "mlp.0", "mlp.2"))
+    patch = (v.channels, v.temporal_patch, v.patch, v.patch)
+    return Architecture(
+        entry=End("patch_embed", PatchEmbedding(patch, v.hidden, bias=False), "patch_embed.", "first"),
+        layers=tuple(layer(i) for i in range(v.layers)),
+        ends=(End("merger", merger, "merger.", "last", output=ROWS, projector=True),),
+        stored="blocks.",
+        namespace=ENCODER,
     )
-    merger = 2 * shape.hidden * (shape.hidden * shape.unit + shape.out_hidden)
-    windowed = (shape.layers - len(shape.full_layers)) * 4 * shape.hidden * window_patches
-    return float(linear + merger + windowed), float(len(shape.full_layers) * 4 * shape.hidden)
 
 
 @dataclass(frozen=True)
 class TextShape(LanguageModelShape):
     """The language model."""
 
+    qkv_bias, head_norms = True, False
+
     @property
     def family(self) -> str:
         """The `model_type` of its family."""
         return FAMILY
-
-    @property
-    def layer_kind(self) -> LayerKind:
-        """What the layers are made of."""
-        return LayerKind()
 
     @property
     def turns(self) -> tuple[int, ...]:

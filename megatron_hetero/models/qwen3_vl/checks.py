@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hetero.models.common.configuration.checks import of_text, of_vision, require
-from megatron_hetero.models.qwen3_vl.shapes import DEFAULT_SECTIONS
+from megatron_hetero.models.qwen3_vl.config_rules import DEFAULT_SECTIONS
 
 TITLE = "Qwen3-VL"
 

@@ -9,6 +9,9 @@ from dataclasses import replace
 from megatron_hetero.files.json_objects import Table, one_of, whole
 from megatron_hetero.models.common.configuration.rules import LANGUAGE, ROPE, SIZE, SOME_LAYERS, VISION, whole_model
 
+FAMILY = "qwen3_vl"
+DEFAULT_SECTIONS = (24, 20, 20)
+"""Rotary frequencies for time, height and width, where a configuration gives none."""
 INTERLEAVED = replace(
     one_of(True),
     because="height, width and time take rotary frequencies in turns",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.files.json_objects import Table
 from megatron_hetero.models.common.images.family import PictureFamily
+from megatron_hetero.models.common.stored_names import canonical_name, nested_name
 from megatron_hetero.models.family import Family
-from megatron_hetero.models.qwen3_vl import checks, demo, joining, shapes, weights
-from megatron_hetero.models.qwen3_vl.config_rules import CONFIG
-from megatron_hetero.models.qwen3_vl.shapes import FAMILY, VisionShape
+from megatron_hetero.models.qwen3_vl import checks, demo, joining
+from megatron_hetero.models.qwen3_vl.config_rules import CONFIG, FAMILY
+
+if TYPE_CHECKING:
+    from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
 
 
 class Qwen3VL(PictureFamily):
@@ -35,9 +38,14 @@ class Qwen3VL(PictureFamily):
     joined = staticmethod(joining.joined)
 
     def encoder_shape(self, config: Any) -> VisionShape:
-        return shapes.vision_shape(config.vision_config)
+        from megatron_hetero.models.qwen3_vl.shapes import vision_shape
 
-    text_shape = staticmethod(shapes.text_shape)
+        return vision_shape(config.vision_config)
+
+    def text_shape(self, config: Any) -> TextShape:
+        from megatron_hetero.models.qwen3_vl.shapes import text_shape
+
+        return text_shape(config)
 
     def image_processor_class(self) -> type:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -46,21 +54,8 @@ class Qwen3VL(PictureFamily):
 
     write_demo = staticmethod(demo.write_model)
 
-    def encoder_model(self) -> type:
-        from megatron_hetero.models.qwen3_vl.vision import VisionModel
-
-        return VisionModel
-
-    def text_model(self) -> type:
-        from megatron_hetero.models.qwen3_vl.text import TextModel
-
-        return TextModel
-
-    published_name = staticmethod(weights.published_name)
-    encoder_tensors = staticmethod(weights.encoder_tensors)
-    text_tensors = staticmethod(weights.text_tensors)
-    encoder_map = staticmethod(weights.encoder_map)
-    text_map = staticmethod(weights.text_map)
+    canonical_name = staticmethod(canonical_name)
+    published_name = staticmethod(nested_name)
 
 
 QWEN3_VL: Family = Qwen3VL()

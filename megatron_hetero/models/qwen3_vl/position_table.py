@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, whole
+from megatron_hetero.models.layers.parts import MainPart, Site
 
 
-class PositionTable(torch.nn.Module):
-    """`side` x `side` places of `config.hidden_size` elements, as `weight` [side * side, hidden]."""
+@dataclass(frozen=True)
+class PositionTable(MainPart):
+    """`side` x `side` places of `hidden` elements, as an end of an encoder."""
 
-    def __init__(self, config: TransformerConfig, side: int, platform: Platform):
+    side: int
+    hidden: int
+
+    def tensors(self) -> TensorShapes:
+        """The table."""
+        return {"weight": (self.side**2, self.hidden)}
+
+    def slices(self, stored: str, share: Share) -> WeightMap:
+        """All of it on every rank."""
+        return {"weight": whole(f"{stored}weight", self.side**2)}
+
+    def build(self, site: Site, number: int) -> torch.nn.Module:
+        """The torch module. With split activations each rank embeds its own patches."""
+        return site.mark(_PositionTable(self, site))
+
+
+class _PositionTable(torch.nn.Module):
+    """The table as `weight` [side * side, hidden]."""
+
+    def __init__(self, table: PositionTable, site: Site):
         super().__init__()
-        self.side = side
+        self.side = table.side
         self.weight = torch.nn.Parameter(
-            torch.zeros(side * side, config.hidden_size, dtype=config.params_dtype, device=platform.device)
+            torch.zeros(table.side**2, table.hidden, dtype=site.dtype, device=site.platform.device)
         )
-        # As the patch embedding's: with sequence-parallel activations each rank embeds its own patches.
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, positions_4n: Tensor) -> Tensor:
         """What is added to the embeddings of patches, fp32 [n, hidden]. `positions_4n`: see `RasterOrder.positions`."""

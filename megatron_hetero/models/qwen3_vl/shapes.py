@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from megatron_hetero.models.common.flops import VisionFlopShape
+from megatron_hetero.models.architecture import Architecture, End
 from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.models.common.images.shape import ImageEncoderShape
 from megatron_hetero.models.common.language_shape import LanguageModelShape
-from megatron_hetero.models.family import LayerKind
+from megatron_hetero.models.common.stored_names import ENCODER
+from megatron_hetero.models.layers.attention import SelfAttention
+from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
+from megatron_hetero.models.layers.layer import Layer
+from megatron_hetero.models.layers.mlp import MLP
+from megatron_hetero.models.layers.norms import Norm
+from megatron_hetero.models.qwen3_vl.config_rules import DEFAULT_SECTIONS, FAMILY
 from megatron_hetero.models.qwen3_vl.geometry import RasterOrder, raster_order
+from megatron_hetero.models.qwen3_vl.position_table import PositionTable
 from megatron_hetero.names import ROWS
 
-FAMILY = "qwen3_vl"
-DEFAULT_SECTIONS = (24, 20, 20)
-"""Rotary frequencies for time, height and width, where a configuration gives none."""
 DEEPSTACK = "deepstack."
 """What outputs that are made after earlier layers are called, before their number (Meng et al. 2024, arXiv 2406.04334).
 """
@@ -39,11 +43,6 @@ class VisionShape(ImageEncoderShape):
         return FAMILY
 
     @property
-    def layer_kind(self) -> LayerKind:
-        """What the layers are made of."""
-        return LayerKind(rms_norm=False, gated=False)
-
-    @property
     def position_dims(self) -> int:
         """Coordinates of a patch: row and column, and how many there are of each in its image."""
         return 4
@@ -53,11 +52,6 @@ class VisionShape(ImageEncoderShape):
         """The rows of the last layer, and those of earlier ones."""
         return {ROWS: self.layers - 1} | {f"{DEEPSTACK}{i}": layer for i, layer in enumerate(self.deepstack)}
 
-    @property
-    def full_layers(self) -> Collection[int]:
-        """All layers."""
-        return range(self.layers)
-
     def order(self, size: ImageSize) -> RasterOrder:
         """The image in raster order."""
         return raster_order(size, self.merge)
@@ -66,46 +60,68 @@ class VisionShape(ImageEncoderShape):
         """Patches of each unit: no attention is local, so that any cut will do."""
         return [self.unit] * self.rows(size)
 
-    def flop_shape(self, layers: Collection[int], embeds: bool) -> VisionFlopShape:
-        """What the operations of some of the layers depend on."""
-        return VisionFlopShape(
-            layers=len(layers),
-            full_layers=len(layers),
-            hidden=self.hidden,
-            ffn=self.ffn,
-            patch_elements=self.patch_elements if embeds else 0,
-            merge=self.unit,
-            out=self.out_hidden,
-            gated=False,
-            more_mergers=sum(layer in layers for layer in self.deepstack),
-        )
-
-    def flops_per_patch(self) -> tuple[float, float]:
-        """Forward flops per patch, and per patch and patch of its sequence."""
-        return _flops_per_patch(self)
+    @property
+    def architecture(self) -> Architecture:
+        """Layers of one kind, patch embedding and learned positions before them, and mergers of several layers."""
+        return _encoder(self)
 
 
 @lru_cache
-def _flops_per_patch(shape: VisionShape) -> tuple[float, float]:
-    layers = shape.layers * (8 * shape.hidden**2 + 4 * shape.hidden * shape.ffn)
-    embedding = 2 * shape.patch_elements * shape.hidden
-    merger = 2 * shape.hidden * (shape.hidden * shape.unit + shape.out_hidden)
-    return float(layers + embedding + len(shape.outputs) * merger), float(shape.layers * 4 * shape.hidden)
+def _encoder(v: VisionShape) -> Architecture:
+    def norm(width: int) -> Norm:
+        return Norm(width, v.norm_eps, rms=False)
+
+    def merger(normed: int) -> Merger:
+        return Merger(v.hidden, v.unit, v.out_hidden, norm(normed), stored=("norm", "linear_fc1", "linear_fc2"))
+
+    attention = SelfAttention(
+        v.hidden,
+        v.heads,
+        v.heads,
+        v.head_dim,
+        stored=("attn.qkv", "attn.proj"),
+        causal=False,
+        qkv_bias=True,
+        out_bias=True,
+    )
+    names = "mlp.linear_fc1", "mlp.linear_fc2"
+    mlp = MLP(v.hidden, v.ffn, stored=names, activation="gelu_tanh", gated=False, bias=True)
+    layer = Layer(attention, mlp, (norm(v.hidden), norm(v.hidden)), ("norm1", "norm2"))
+    patch = (v.channels, v.temporal_patch, v.patch, v.patch)
+    deeper = (
+        End(
+            f"deepstack_merger_{i}",
+            merger(v.hidden * v.unit),
+            f"deepstack_merger_list.{i}.",
+            at,
+            output=f"{DEEPSTACK}{i}",
+            projector=True,
+        )
+        for i, at in enumerate(v.deepstack)
+    )
+    return Architecture(
+        entry=End("patch_embed", PatchEmbedding(patch, v.hidden, bias=True), "patch_embed.", "first"),
+        layers=(layer,) * v.layers,
+        ends=(
+            End("merger", merger(v.hidden), "merger.", "last", output=ROWS, projector=True),
+            End("pos_embed", PositionTable(v.table_side, v.hidden), "pos_embed.", "first"),
+            *deeper,
+        ),
+        stored="blocks.",
+        namespace=ENCODER,
+    )
 
 
 @dataclass(frozen=True)
 class TextShape(LanguageModelShape):
     """The language model."""
 
+    qkv_bias, head_norms = False, True
+
     @property
     def family(self) -> str:
         """The `model_type` of its family."""
         return FAMILY
-
-    @property
-    def layer_kind(self) -> LayerKind:
-        """What the layers are made of."""
-        return LayerKind(head_norms=True)
 
     @property
     def turns(self) -> tuple[int, ...]:

@@ -37,20 +37,33 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
+from megatron_hetero.hf.weight_map import split_length
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.common.flops import TRAINED, Passes
 from megatron_hetero.models.common.language_shape import keeps_logits, tokens_at_a_time
 from megatron_hetero.models.common.offload.policy import OffloadSizes
 from megatron_hetero.models.common.recompute.policy import EVERYTHING_KEPT, Recompute
-from megatron_hetero.models.common.weights.slices import split_length
-from megatron_hetero.models.family import EncoderShape, LayerKind, TextShape
+from megatron_hetero.models.family import EncoderShape, TextShape
+from megatron_hetero.models.layers.layer import Layer
+from megatron_hetero.models.layers.parts import TRAINED, Passes
 from megatron_hetero.names import ROWS
 from megatron_hetero.planning.memory.layers import LayerBytes, LayersBytes, layers_bytes
 from megatron_hetero.planning.shards import SequenceShard, Spans
 from megatron_hetero.sharding.stages import Stage
 
 FP32 = 4
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer is made of. `rms_norm`: else layer norms, with a bias. `gated`: whether the MLP has a gate.
+    `head_norms`: whether queries and keys are normed, head by head.
+    """
+
+    rms_norm: bool = True
+    gated: bool = True
+    head_norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -324,10 +337,17 @@ def text_stage(
 
 def text_layer(shape: TextShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
     """A layer of the text module on one rank."""
-    groups = shape.kv_heads * shape.kv_copies(layout.tp) // layout.tp
+    return _layer_shape(shape.architecture.layers[0], layout, itemsize, passes, gpu)
+
+
+def _layer_shape(layer: Layer, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
+    attention: Any = layer.attention
+    mlp: Any = layer.mlp
+    groups = attention.kv_heads * attention.kv_copies(layout.tp) // layout.tp
+    kind = LayerKind(layer.norms[0].rms, mlp.gated, attention.head_norm is not None)
     return LayerShape(
-        shape.hidden, shape.heads // layout.tp, groups, shape.head_dim, split_length(shape.ffn, layout.tp),
-        layout.sp, layout.cp, True, itemsize, passes, shape.layer_kind, gpu,
+        attention.hidden, attention.heads // layout.tp, groups, attention.head_dim, split_length(mlp.ffn, layout.tp),
+        layout.sp, layout.cp, attention.causal, itemsize, passes, kind, gpu,
     )  # fmt: skip
 
 
@@ -382,7 +402,7 @@ def encoder_stage(
     # A layer's norm keeps its input, which the merger before it has kept already.
     shared = message if encoder else 0
     mergers = [of_merger * (i in merging) - shared * (i - 1 in merging) for i in stage.layers]
-    windowed = [i not in shape.full_layers for i in stage.layers]
+    windowed = [shape.architecture.layers[i].attention.windowed for i in stage.layers]
     layers = _layers(layer, shard, windowed, recompute, offload, held=held, mergers=mergers)
     saved = layers.kept
     if stage.is_first:
@@ -401,11 +421,7 @@ def encoder_stage(
 
 def encoder_layer(shape: EncoderShape, layout: Layout, itemsize: int, passes: Passes, gpu: bool) -> LayerShape:
     """A layer of an encoder on one rank."""
-    heads = shape.heads // layout.tp
-    return LayerShape(
-        shape.hidden, heads, heads, shape.head_dim, split_length(shape.ffn, layout.tp), layout.sp, layout.cp, False,
-        itemsize, passes, shape.layer_kind, gpu,
-    )  # fmt: skip
+    return _layer_shape(shape.architecture.layers[0], layout, itemsize, passes, gpu)
 
 
 def _merger_bytes(

@@ -32,7 +32,7 @@ from megatron_hetero.execution.gathering import bucket_elements, rows_of_share, 
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes, tied_parameter, weight_map
-from megatron_hetero.sharding.stages import LAYERS, Stage
+from megatron_hetero.sharding.stages import Stage
 from megatron_hetero.step.number_formats import BLOCK, batch_elements
 
 _MASTER = {"float32": 4, "split": 2, "none": 0}
@@ -42,25 +42,6 @@ UNPACKED = 48
 """Bytes of an element while it is updated with moments of 8 bits."""
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
 """Elements; see Megatron's `_ParamAndGradBuffer`."""
-
-_IN_LAYER = (
-    "input_layernorm.weight",
-    "input_layernorm.bias",
-    "self_attention.linear_proj.weight",
-    "self_attention.linear_proj.bias",
-    "self_attention.linear_qkv.weight",
-    "self_attention.linear_qkv.bias",
-    "self_attention.q_layernorm.weight",
-    "self_attention.k_layernorm.weight",
-    "pre_mlp_layernorm.weight",
-    "pre_mlp_layernorm.bias",
-    "mlp.linear_fc1.weight",
-    "mlp.linear_fc1.bias",
-    "mlp.linear_fc2.weight",
-    "mlp.linear_fc2.bias",
-)
-_BEFORE_LAYERS = ("embedding.", "patch_embed.")
-"""What names of parameters begin with that come before the layers."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +67,7 @@ def parameters_of(
     for stage in stages:
         tied = tied_parameter(module, shapes, stage)
         slices = weight_map(module, shapes, 0, tp, stage)
-        for name in sorted(slices, key=_place):
+        for name in slices:
             elements = sum(_elements(tensor_slice, stored[tensor_slice.name]) for tensor_slice in slices[name])
             rows = sum(map(_rows, slices[name]))
             found.append(Parameter(name, rows, elements, slices[name][0].name not in frozen, name == tied))
@@ -102,15 +83,6 @@ def _elements(tensor_slice: TensorSlice, shape: tuple[int, ...]) -> int:
 def _rows(tensor_slice: TensorSlice) -> int:
     padding = tensor_slice.padding if tensor_slice.columns is None else 0
     return tensor_slice.rows[1] - tensor_slice.rows[0] + padding
-
-
-def _place(name: str) -> tuple[int, int, int]:
-    """Where a parameter comes in its model."""
-    if name.startswith(LAYERS):
-        number, _, rest = name.removeprefix(LAYERS).partition(".")
-        return 1, int(number), _IN_LAYER.index(rest)
-    # What comes after the layers is in order in the map of weights already.
-    return (0, 0, 0) if name.startswith(_BEFORE_LAYERS) else (2, 0, 0)
 
 
 @dataclass(frozen=True)

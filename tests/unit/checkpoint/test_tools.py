@@ -33,7 +33,8 @@ from megatron_hetero.config.schema import CheckpointConfig
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
-from megatron_hetero.models.weights import canonical_name, stored_shapes
+from megatron_hetero.models.common.stored_names import canonical_name
+from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.outputs.checkpoints import MANIFEST
 from megatron_hetero.outputs.exports import MARK, lock_of
 from megatron_hetero.step.number_formats import nearest_bfloat16

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
 from measuring.meter import CollectiveMeter
@@ -20,21 +19,23 @@ from megatron_hetero.distributed.module_groups import ModuleGroups
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.common.attention import (
+from megatron_hetero.models.common.backend import TorchSpecProvider
+from megatron_hetero.models.common.loss import VocabularyShard, head_loss, vocab_parallel_hits
+from megatron_hetero.models.layers.attention import (
     AttentionPlan,
-    PackedSegments,
     PackedSelfAttention,
+    SelfAttention,
     TorchAttention,
     attend_across,
 )
-from megatron_hetero.models.common.backend import TorchSpecProvider, layer_spec, transformer_config
-from megatron_hetero.models.common.exchange import (
+from megatron_hetero.models.layers.exchange import (
     gather_keys,
     padded_index,
     ulysses_gather_heads,
     ulysses_scatter_heads,
 )
-from megatron_hetero.models.common.loss import VocabularyShard, head_loss, vocab_parallel_hits
+from megatron_hetero.models.layers.parts import Site
+from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.sharding.context import contiguous_segments, zigzag_segments, zigzag_tokens
 from tests.support.pool import world
 
@@ -146,9 +147,6 @@ def layer(layout: str, packs: list[tuple[int, ...]], kv_heads: int) -> None:
     tp = Layout.parse(layout, dist.get_world_size()).tp
     groups = _groups(layout)
     model = _self_attention(groups, kv_heads, sequence_parallel=tp > 1)
-    assert model.pg_collection.cp.size() == 1 and model.pg_collection.tp.size() == tp, (
-        "the exchanges are not Megatron's"
-    )
     reference = _self_attention(_groups(f"tp:{tp}"), kv_heads, sequence_parallel=False)
     for lengths in packs:
         _compare_layers(model, reference, lengths, groups)
@@ -162,7 +160,7 @@ def _compare_layers(model: Any, reference: Any, lengths: tuple[int, ...], groups
     table = torch.stack((angles.cos(), angles.sin()))
     x.requires_grad_()
     whole = AttentionPlan(PackedSegments.of(lengths, CPU), (total,), (total,))
-    expected, _ = reference(x, rotary_pos_emb=table, packed_seq_params=whole)
+    expected, _ = reference(x, table, whole)
     expected.backward(c)
 
     mine, plan = assign(lengths, groups, True, "ragged")
@@ -170,7 +168,7 @@ def _compare_layers(model: Any, reference: Any, lengths: tuple[int, ...], groups
     share = max(1, -(-len(mine) // tp))  # rows of this shard on each tp rank, padding included
     rows = slice(share * groups.tp.rank(), share * groups.tp.rank() + share)
     own, own_c = (F.pad(full.detach()[mine], (0, 0, 0, 0, 0, share * tp - len(mine)))[rows] for full in (x, c))
-    out, _ = model(own.requires_grad_(), rotary_pos_emb=table[:, mine], packed_seq_params=plan)
+    out, _ = model(own.requires_grad_(), table[:, mine], plan)
     out.backward(own_c)
 
     kept = mine[rows]
@@ -184,48 +182,40 @@ def _compare_layers(model: Any, reference: Any, lengths: tuple[int, ...], groups
 
 
 class OtherAttention(TorchAttention):
-    """A core attention that a provider might bring along."""
+    """A core attention that a backend might bring along."""
+
+
+class OtherBackend(TorchSpecProvider):
+    """A backend with `OtherAttention`."""
+
+    def core_attention(self) -> type:
+        return OtherAttention
 
 
 def core_attentions(layout: str, dtype: torch.dtype) -> dict[str, str]:
-    """Which core attention layers of a provider with `OtherAttention` get: causal, in both directions, windowed."""
+    """Which core attention layers of `OtherBackend` get: causal, in both directions, windowed."""
     PLATFORM.prepare_megatron()
-    groups, found = _groups(layout), {}
-    layers = {"causal": (AttnMaskType.causal, False), "full": (AttnMaskType.no_mask, False)}
-    for name, (mask, windowed) in (layers | {"windowed": (AttnMaskType.no_mask, True)}).items():
-        submodules: Any = layer_spec(TorchSpecProvider(), mask, windowed=windowed).submodules
-        submodules.self_attention.submodules.core_attention = OtherAttention
-        config = _config(groups, kv_heads=8, sequence_parallel=False, dtype=dtype)
-        model: Any = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
-        found[name] = type(model.core_attention).__name__
-    return found
+    site = Site(_groups(layout), PLATFORM, OtherBackend(), dtype, sequence_parallel=False)
+    layers = {"causal": (True, False), "full": (False, False), "windowed": (False, True)}
+    return {
+        name: type(attention(8, causal=causal, windowed=windowed).build(site, 0).core_attention).__name__
+        for name, (causal, windowed) in layers.items()
+    }
+
+
+def attention(kv_heads: int, *, causal: bool = True, windowed: bool = False) -> SelfAttention:
+    """Eight heads, with a bias of queries, keys and values."""
+    return SelfAttention(32, 8, kv_heads, 4, ("qkv", "out"), causal, windowed, qkv_bias=True)
 
 
 def _self_attention(groups: ModuleGroups, kv_heads: int, *, sequence_parallel: bool) -> Any:
-    """Eight heads; weights depend on the tp rank only."""
-    submodules: Any = layer_spec(TorchSpecProvider(), AttnMaskType.causal).submodules
-    config = _config(groups, kv_heads, sequence_parallel=sequence_parallel)
-    model: Any = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
+    """Weights depend on the tp rank only."""
+    site = Site(groups, PLATFORM, TorchSpecProvider(), torch.float32, sequence_parallel)
+    model: Any = attention(kv_heads).build(site, 0)
     generator = torch.Generator().manual_seed(groups.tp.rank())
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3, generator=generator)
     return model
-
-
-def _config(groups: ModuleGroups, kv_heads: int, *, sequence_parallel: bool, dtype: torch.dtype = torch.float32) -> Any:
-    return transformer_config(
-        PLATFORM,
-        params_dtype=dtype,
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=8,
-        num_query_groups=kv_heads,
-        ffn_hidden_size=32,
-        add_bias_linear=False,
-        add_qkv_bias=True,
-        tensor_model_parallel_size=groups.tp.size(),
-        sequence_parallel=sequence_parallel,
-    )
 
 
 def gathered(lengths: tuple[int, ...]) -> None:

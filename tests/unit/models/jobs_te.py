@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
 from megatron_hetero.distributed.megatron import prepare_globals
@@ -15,17 +13,16 @@ from megatron_hetero.distributed.module_groups import ModuleGroups
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
-from megatron_hetero.models.common.backend import TorchSpecProvider, layer_spec, te_provider, transformer_config
+from megatron_hetero.models.common.backend import TorchSpecProvider, te_provider
+from megatron_hetero.models.layers.attention import AttentionPlan, SelfAttention
+from megatron_hetero.models.layers.parts import Site
+from megatron_hetero.models.layers.segments import PackedSegments
 from tests.unit.models.jobs_attention import assign
 
 PLATFORM = Platform(CPU, "gloo")
 HEADS, DIM = 8, 16
-LAYERS = {
-    "causal": (AttnMaskType.causal, False),
-    "full": (AttnMaskType.no_mask, False),
-    "windowed": (AttnMaskType.no_mask, True),
-}
+LAYERS = {"causal": (True, False), "full": (False, False), "windowed": (False, True)}
+"""Whether a kind is causal, and whether it attends inside windows."""
 
 
 def attentions(layout: str, kv_heads: int, lengths: tuple[int, ...], capability: tuple[int, int]) -> dict[str, Any]:
@@ -43,13 +40,13 @@ def _compare(
     kv_heads: int,
     lengths: tuple[int, ...],
     capability: tuple[int, int],
-    mask: AttnMaskType,
+    causal: bool,
     windowed: bool,
 ) -> list[str]:
     theirs, ours = (
-        _attention(p, groups, kv_heads, mask, windowed) for p in (te_provider(capability), TorchSpecProvider())
+        _attention(p, groups, kv_heads, causal, windowed) for p in (te_provider(capability), TorchSpecProvider())
     )
-    assigned = assign(lengths, groups, mask == AttnMaskType.causal, "even")
+    assigned = assign(lengths, groups, causal, "even")
     own = len(assigned.mine)
     windows = PackedSegments.of([own - own // 3, own // 3], CPU)
     plan = AttentionPlan(assigned.plan.full, assigned.plan.sp_lengths, assigned.plan.cp_lengths, windows)
@@ -67,25 +64,16 @@ def _compare(
 def _passes(model: Any, x: Tensor, c: Tensor, table: Tensor, plan: AttentionPlan) -> list[Any]:
     """The output, the gradient of the input and those of the weights."""
     x = x.clone().requires_grad_()
-    out, bias = model(x, rotary_pos_emb=table, packed_seq_params=plan)
+    out, bias = model(x, table, plan)
     out = out if bias is None else out + bias
     out.backward(c)
     return [out.detach(), *(p.grad for p in (x, *model.parameters()))]
 
 
-def _attention(provider: Any, groups: ModuleGroups, kv_heads: int, mask: AttnMaskType, windowed: bool) -> Any:
-    submodules: Any = layer_spec(provider, mask, windowed=windowed).submodules
-    config = transformer_config(
-        PLATFORM,
-        params_dtype=torch.bfloat16,
-        num_layers=1,
-        hidden_size=HEADS * DIM,
-        num_attention_heads=HEADS,
-        num_query_groups=kv_heads,
-        ffn_hidden_size=32,
-        tensor_model_parallel_size=groups.tp.size(),
-    )
-    model: Any = build_module(submodules.self_attention, config=config, layer_number=1, pg_collection=groups)
+def _attention(provider: Any, groups: ModuleGroups, kv_heads: int, causal: bool, windowed: bool) -> Any:
+    stored = "qkv", "out"
+    part = SelfAttention(HEADS * DIM, HEADS, kv_heads, DIM, stored, causal, windowed, qkv_bias=True, out_bias=True)
+    model: Any = part.build(Site(groups, PLATFORM, provider, torch.bfloat16, sequence_parallel=False), 0)
     of_rank, of_all = (torch.Generator().manual_seed(seed) for seed in (1 + groups.tp.rank(), 0))
     for name, parameter in model.named_parameters():
         parameter.data.normal_(std=0.1, generator=of_all if name == "linear_proj.bias" else of_rank)

@@ -16,10 +16,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import nn
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
-from megatron_hetero.models.common.attention import PackedSegments, TorchAttention
-from megatron_hetero.models.common.layers.rotary import rotate
 from megatron_hetero.models.common.loss import VocabularyShard, head_loss
-from megatron_hetero.models.common.stages.rotary import axial_table
+from megatron_hetero.models.layers.attention import TorchAttention
+from megatron_hetero.models.layers.rotary import axial_table, rotate
+from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 from megatron_hetero.sharding.context import AttentionSegments, zigzag_segments, zigzag_tokens
 from tests.support.matrix import thinned

@@ -15,11 +15,11 @@ from torch._inductor.config import cpp
 
 from megatron_hetero.distributed.platform import CPU
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.common.layers import compiled
-from megatron_hetero.models.common.layers.compiled import Norm, require_compiler
-from megatron_hetero.models.common.layers.norms import LayerNorm, RMSNorm
-from megatron_hetero.models.common.layers.rotary import rotate, rotated_heads, split_heads
-from megatron_hetero.models.common.layers.swiglu import swiglu
+from megatron_hetero.models.layers import compiled
+from megatron_hetero.models.layers.compiled import NormWeights, require_compiler
+from megatron_hetero.models.layers.mlp import swiglu
+from megatron_hetero.models.layers.norms import LayerNorm, RMSNorm
+from megatron_hetero.models.layers.rotary import rotate, rotated_heads, split_heads
 from tests.unit.models.test_layers import norm_of, with_gradients
 
 
@@ -31,10 +31,10 @@ def alike(function: Callable[..., Tensor], other: Callable[..., Tensor], *inputs
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
 def test_norms_and_residuals(kind: Any) -> None:
     norm, inputs = norm_of(kind, 24, torch.float32), [torch.randn(7, 1, 24) for _ in range(2)]
-    alike(lambda x: compiled._normed(x, *Norm.of(norm)), norm, inputs[0])
+    alike(lambda x: compiled._normed(x, *NormWeights.of(norm)), norm, inputs[0])
 
     def added_and_normed(part: Tensor, residual: Tensor) -> Tensor:
-        return torch.cat(compiled._added_and_normed(part, norm.weight, residual, *Norm.of(norm)))
+        return torch.cat(compiled._added_and_normed(part, norm.weight, residual, *NormWeights.of(norm)))
 
     def one_by_one(part: Tensor, residual: Tensor) -> Tensor:
         return torch.cat((residual + part + norm.weight, norm(residual + part + norm.weight)))
@@ -49,7 +49,7 @@ def test_heads(tokens: int, normed: bool) -> None:
     mixed, table = torch.randn(9, 1, 2, 5 * dim), torch.randn(2, tokens, dim)
 
     def heads(mixed: Tensor) -> Tensor:
-        q_norm, k_norm = (Norm.of(norm) if normed else None for norm in norms)
+        q_norm, k_norm = (NormWeights.of(norm) if normed else None for norm in norms)
         return torch.cat(compiled._heads(mixed, table[0], table[1], dim, q_norm, k_norm), dim=1)
 
     def one_by_one(mixed: Tensor) -> Tensor:

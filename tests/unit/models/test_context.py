@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.models.common.exchange import padded_index
+from megatron_hetero.models.layers.exchange import padded_index
 from megatron_hetero.sharding.context import (
     AttentionSegments,
     chunk_bounds,

@@ -25,7 +25,8 @@ from megatron_hetero.files import lock as file_lock
 from megatron_hetero.hf import folder_writer as writer_module
 from megatron_hetero.hf.folder_writer import folder_writer, plan_shards, read_companions, require_writable
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
-from megatron_hetero.models.weights import canonical_name, stored_shapes
+from megatron_hetero.models.common.stored_names import canonical_name
+from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.outputs.exports import MARK, lock_of, partial_of
 from megatron_hetero.processor.processor import Processor
 from tests.support.folders import ModelChoice, write_model

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import replace
 
 import pytest
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.common.flops import Passes, text_flops
 from megatron_hetero.models.frozen import Frozen
+from megatron_hetero.models.layers.parts import Passes
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
 from tests.unit.models.test_stages import shapes_of
@@ -69,10 +68,10 @@ def test_parts_that_patterns_freeze_are_frozen() -> None:
 def test_operations_of_half_the_layers() -> None:
     """The head and the layers count; the embedding is looked up. A layer takes 4 operations instead of 6."""
     found = frozen("model.layers.[0-5].*", "model.embed_tokens.weight")
-    t, shape = TWO.text, TWO.text.flop_shape(TWO.text.layers, head=False)
-    layers = shape.layers * (shape.hidden * 2 * (shape.query_width + shape.kv_width) + 3 * shape.hidden * shape.ffn)
+    t, tokens = TWO.text, Tokens([9])
+    layers = sum(layer.operations(tokens).linear for layer in t.architecture.layers) // (2 * 9)
     assert found.shares["text"] == pytest.approx(1 - layers / 2 / (layers + t.hidden * t.vocab))
-    none, half, whole = (text_flops(replace(shape, vocab=0), [9], 0, Passes(True, True, x)) for x in (0, 0.5, 1))
+    none, half, whole = (t.architecture.operations(tokens, passes=Passes(True, True, x)) for x in (0, 0.5, 1))
     assert half - none == whole - half == 2 * 9 * layers // 2
     assert found.passes("text", inputs=True) == Passes(True, True, found.shares["text"])
 

@@ -17,8 +17,9 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.hf.weight_files import INDEX, SINGLE
 from megatron_hetero.hf.weight_map import TensorSlice
+from megatron_hetero.models.common.stored_names import canonical_name
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape
-from megatron_hetero.models.weights import canonical_name, stored_shapes
+from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.step.family_module import load_parameters
 from tests.support.folders import ModelChoice, write_model
 from tests.support.shapes import shapes_of_folder
@@ -192,7 +193,7 @@ def load_embedding(folder: Path, rows: tuple[int, int]) -> None:
     name = "model.embed_tokens.weight"
     weights.require(stored_shapes(shapes_of_folder(folder)), frozenset({"lm_head.weight"}))
     layer = torch.nn.Linear(weights.shapes[name][1], rows[1] - rows[0], bias=False)
-    load_parameters(layer, {"weight": (TensorSlice(name, rows),)}, weights)
+    load_parameters(layer, {"weight": (TensorSlice(name, rows),)}, weights, None, {"lm_head.weight": name})
 
 
 def store_head(folder: Path, edit: Callable[[Tensor], Tensor]) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_hetero.models.common.attention import TorchAttention
-from megatron_hetero.models.common.kernels import (
+from megatron_hetero.models.layers.attention import TorchAttention
+from megatron_hetero.models.layers.kernels import (
     Kernel,
     bucketed,
     choose_kernel,
@@ -31,7 +31,7 @@ from megatron_hetero.models.common.kernels import (
     kernel_for,
     torch_flash,
 )
-from megatron_hetero.models.common.segments import PackedSegments
+from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.sharding.context import AttentionSegments, contiguous_segments, zigzag_segments
 from tests.support.stand_ins.flash import (
     aten_flash_attention_forward,

@@ -15,13 +15,11 @@ from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm, rotate_half
 
 from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.models.common.layers import rotary
-from megatron_hetero.models.common.layers import swiglu as gates
-from megatron_hetero.models.common.layers.linear import gradient_of_weight
-from megatron_hetero.models.common.layers.norms import LayerNorm, RMSNorm
-from megatron_hetero.models.common.layers.order import Order
-from megatron_hetero.models.common.layers.rotary import rotate, rotated_heads
-from megatron_hetero.models.common.layers.swiglu import swiglu
+from megatron_hetero.models.layers import mlp, rotary
+from megatron_hetero.models.layers.linear import gradient_of_weight
+from megatron_hetero.models.layers.mlp import swiglu
+from megatron_hetero.models.layers.norms import LayerNorm, RMSNorm
+from megatron_hetero.models.layers.rotary import Order, rotate, rotated_heads
 
 Platform(CPU, "gloo").prepare_megatron()
 HALF_ULP = 2**-8
@@ -135,7 +133,7 @@ def test_gates_are_those_of_their_definition(dtype: torch.dtype) -> None:
     exact = with_gradients(lambda x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1], wide)
     torch.testing.assert_close(with_gradients(swiglu, wide), exact)
     grad = torch.randn(7, 1, 12).to(dtype)
-    torch.testing.assert_close(gates.backward(grad, wide), gates.backward_in_place(grad, wide))
+    torch.testing.assert_close(mlp.swiglu_backward(grad, wide), mlp.swiglu_backward_in_place(grad, wide))
 
 
 @pytest.mark.parametrize("total", [torch.float32, torch.bfloat16], ids=str)

@@ -12,19 +12,20 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
-from megatron_hetero.models.common.layers.order import Order
-from megatron_hetero.models.common.layers.overlapped import (
+from megatron_hetero.models.layers.attention import PackedSelfAttention
+from megatron_hetero.models.layers.mlp import MLPModule
+from megatron_hetero.models.layers.overlapped import (
     Ahead,
+    Overlapping,
     first_in_parts,
     kept_ahead,
     overlap_exchanges,
     parts_of,
     second_in_parts,
 )
+from megatron_hetero.models.layers.rotary import Order
 from tests.support.folders import ModelChoice, write_model
 from tests.support.matrix import thinned
 from tests.support.pool import Pool, world
@@ -104,7 +105,7 @@ def test_orders_go_backward_as_their_adjoints() -> None:
 def test_parts_are_even_and_no_more_than_tokens() -> None:
     mlp: Any = SimpleNamespace(exchanged_in_parts=4)
     assert [parts_of(mlp, tokens) for tokens in (10, 3, 1, 0)] == [(3, 3, 2, 2), (1, 1, 1), (1,), (0,)]
-    assert parts_of(SimpleNamespace(), 10) == (10,)  # pyright: ignore[reportArgumentType]
+    assert parts_of(Overlapping(), 10) == (10,)
 
 
 @given(st.integers(1, 9), st.integers(0, 40000))
@@ -117,16 +118,13 @@ def test_long_parts_are_whole_tiles_and_about_as_long(parts: int, tokens: int) -
 
 
 def test_layers_that_are_not_ours_are_refused() -> None:
-    mlp = MLP.__new__(MLP)
-    nn.Module.__init__(mlp)
-    mlp.linear_fc1, mlp.linear_fc2 = nn.Linear(1, 1), nn.Linear(1, 1)
-    with pytest.raises(TypeError, match="an MLP of Linear exchanges by itself"):
-        overlap_exchanges(nn.Sequential(mlp), 2)
-    attention: Any = SelfAttention.__new__(SelfAttention)
-    nn.Module.__init__(attention)
-    attention.linear_qkv, attention.linear_proj = nn.Linear(1, 1), nn.Linear(1, 1)
-    with pytest.raises(TypeError, match="attention of Linear exchanges by itself"):
-        overlap_exchanges(nn.Sequential(attention), 2)
+    for kind, what in ((MLPModule, "an MLP"), (PackedSelfAttention, "attention")):
+        module = kind.__new__(kind)
+        nn.Module.__init__(module)
+        for name in ("linear_fc1", "linear_fc2", "linear_qkv", "linear_proj"):
+            module.add_module(name, nn.Linear(1, 1))
+        with pytest.raises(TypeError, match=f"{what} of Linear exchanges by itself"):
+            overlap_exchanges(nn.Sequential(module), 2)
 
 
 STEPS = [

@@ -29,13 +29,13 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.common.demo_sizes import DemoSizes
 from megatron_hetero.models.common.images.geometry import ImageSize
+from megatron_hetero.models.common.stored_names import canonical_name, nested_name
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.opening import open_encoders, open_modules
 from megatron_hetero.models.qwen3_vl.family import QWEN3_VL
 from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
-from megatron_hetero.models.qwen3_vl.weights import published_name
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import canonical_name, folder_shapes, stored_shapes
+from megatron_hetero.models.weights import folder_shapes, stored_shapes
 from megatron_hetero.models.writer import companions_of, encoder_folder, model_writer
 from megatron_hetero.processor.processor import Processor
 from tests.support.folders import CORPUS, ModelChoice, randomise, write_model
@@ -156,7 +156,7 @@ def test_a_language_model_alone_takes_an_encoder(folders: Path, tmp_path: Path) 
 def test_on_text_a_joined_model_is_the_language_model(folders: Path) -> None:
     alone: Any = Qwen3ForCausalLM.from_pretrained(folders / "text")
     joined: Any = Qwen3VLForConditionalGeneration(ModelFolders.read(folders / "text", folders / "own").config)
-    state = {published_name(name): tensor for name, tensor in alone.state_dict().items()}
+    state = {nested_name(name): tensor for name, tensor in alone.state_dict().items()}
     missing, unexpected = joined.load_state_dict(state, strict=False)
     assert not unexpected and all(name.startswith("model.visual.") for name in missing)
     ids = torch.arange(10)[None]
@@ -220,8 +220,8 @@ def names_in(folder: Path) -> set[str]:
 
 def test_published_names_are_read_back() -> None:
     names = ["visual.merger.norm.bias", "model.layers.0.self_attn.q_norm.weight", "model.norm.weight", "lm_head.weight"]
-    assert [canonical_name(published_name(name)) for name in names] == names
-    assert published_name("model.norm.weight") == "model.language_model.norm.weight"
+    assert [canonical_name(nested_name(name)) for name in names] == names
+    assert nested_name("model.norm.weight") == "model.language_model.norm.weight"
 
 
 # ---------------------------------------------------------------------------------------------------- counts

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.common.parameters import EMBEDDING, HEAD
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import tied_parameter, weight_map
@@ -87,12 +86,15 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 def test_names() -> None:
     stage = Stage(3, 5, False, True)
-    assert stage.global_name("decoder.layers.1.mlp.linear_fc1.weight") == "decoder.layers.4.mlp.linear_fc1.weight"
-    assert stage.global_name("decoder.final_layernorm.weight") == "decoder.final_layernorm.weight"
+    assert stage.global_name("layers.1.mlp.linear_fc1.weight") == "layers.4.mlp.linear_fc1.weight"
+    assert stage.global_name("final_layernorm.weight") == "final_layernorm.weight"
     assert str(stage) == "layers 3-4" and str(Stage(3, 4, False, False)) == "layers 3"
 
 
 # ------------------------------------------------------------------------------------------------- weights
+
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def shapes_of(layers: int, tied: bool) -> ModelShapes:

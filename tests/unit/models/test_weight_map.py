@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from math import lcm
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_hetero.hf.weight_map import TensorSlice, WeightMap, extract_slice, held, load_slices, share, stack
-from megatron_hetero.models.common.weights.slices import split_columns, split_length, split_rows
+from megatron_hetero.hf.weight_map import (
+    Share,
+    TensorSlice,
+    WeightMap,
+    extract_slice,
+    held,
+    load_slices,
+    share,
+    split_columns,
+    split_length,
+    split_rows,
+    stack,
+)
+from megatron_hetero.models.common.stored_names import canonical_name
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.qwen3_vl import shapes as qwen3_vl
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import canonical_name, group_of, stored_shapes, weight_map
+from megatron_hetero.models.weights import (
+    group_of,
+    parts_of_tensors,
+    projector_shapes,
+    stored_shapes,
+    weight_map,
+)
 from megatron_hetero.training.export import assemble
 from tests.support.shapes import parameter_count
 
@@ -73,6 +92,10 @@ def maps_of(shapes: ModelShapes, module: str, tp: int) -> list[WeightMap]:
     return [weight_map(module, shapes, rank, tp) for rank in range(tp)]
 
 
+def attention_of(shapes: ModelShapes) -> Any:
+    return shapes.text.architecture.layers[0].attention
+
+
 def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], int(np.prod(shape[1:]))
 
@@ -93,9 +116,9 @@ def times_held(shapes: ModelShapes, tp: int) -> dict[str, np.ndarray]:
 def test_every_stored_element_is_held_as_often_as_expected(case: tuple[ModelShapes, int]) -> None:
     shapes, tp = case
     for name, counts in times_held(shapes, tp).items():
-        copies = shapes.text.kv_copies(tp) if KEY_OR_VALUE.search(name) else tp if REPLICATED.search(name) else 1
+        of_keys = lcm(attention_of(shapes).kv_heads, tp) // attention_of(shapes).kv_heads
+        copies = of_keys if KEY_OR_VALUE.search(name) else tp if REPLICATED.search(name) else 1
         assert (counts == copies).all(), name
-    assert shapes.text.kv_copies(tp) == lcm(shapes.text.kv_heads, tp) // shapes.text.kv_heads
 
 
 @some
@@ -161,10 +184,10 @@ def read(stored: dict[str, Tensor], tensor_slice: TensorSlice) -> Tensor:
 @given(shapes_and_tp())
 def test_query_heads_lie_with_their_key_and_value_heads(case: tuple[ModelShapes, int]) -> None:
     shapes, tp = case
-    text = shapes.text
+    text = attention_of(shapes)
     ratio, found = text.heads // text.kv_heads, []
     for rank in range(tp):
-        slices = weight_map("text", shapes, rank, tp)["decoder.layers.0.self_attention.linear_qkv.weight"]
+        slices = weight_map("text", shapes, rank, tp)["layers.0.self_attention.linear_qkv.weight"]
         for q, k, v in zip(slices[::3], slices[1::3], slices[2::3], strict=True):
             queries = range(q.rows[0] // text.head_dim, q.rows[1] // text.head_dim)
             assert k.rows == v.rows and tuple(p.name.split(".")[-2] for p in (q, k, v)) == (
@@ -187,7 +210,8 @@ def test_shares(size: int, tp: int, expected: list[tuple[int, int]]) -> None:
 @given(st.integers(1, 200), st.integers(1, 9))
 def test_what_a_rank_has_of_a_split_width_is_aligned(size: int, tp: int) -> None:
     rows, columns = zip(
-        *((split_rows("a", size, r, tp)[0], split_columns("a", 3, size, r, tp)[0]) for r in range(tp)), strict=True
+        *((split_rows("a", size, Share(r, tp))[0], split_columns("a", 3, size, Share(r, tp))[0]) for r in range(tp)),
+        strict=True,
     )
     assert [i for part in rows for i in range(*part.rows)] == list(range(size))
     assert [part.columns for part in columns] == [part.rows for part in rows]
@@ -209,16 +233,23 @@ def test_names() -> None:
     assert canonical_name("model.visual.blocks.0.norm1.weight") == "visual.blocks.0.norm1.weight"
     assert canonical_name("model.language_model.norm.weight") == "model.norm.weight"
     assert canonical_name("model.embed_tokens.weight") == "model.embed_tokens.weight"
-    assert (
-        group_of("vision", "merger.ln_q.weight") == "projector" and group_of("vision", "patch_embed.weight") == "vision"
-    )
-    assert group_of("text", "merger.x") == "text"
-    assert group_of("vision", "deepstack_merger_list.0.linear_fc1.weight") == "projector"
+
+
+def test_parts() -> None:
+    shapes = small()
+    assert group_of("vision", shapes, "merger.norm.weight") == "projector"
+    assert group_of("vision", shapes, "patch_embed.weight") == "vision" and group_of("text", shapes, "x") == "text"
+    found = parts_of_tensors(shapes)
+    assert found.keys() == stored_shapes(shapes).keys() and set(found.values()) == {"vision", "projector", "text"}
+    assert {name for name, part in found.items() if part == "projector"} == set(projector_shapes("vision", shapes))
+
+
+def small() -> ModelShapes:
+    vision = VisionShape(1, 4, 2, 3, 3, 2, 1, 1, 4, 1e4, window=4, full_layers=frozenset({0}))
+    return ModelShapes({"vision": vision}, TextShape(1, 4, 2, 1, 2, 3, 5, True, 1e4, (1,), 1e-6, 64))
 
 
 def test_parameter_count() -> None:
-    vision = VisionShape(1, 4, 2, 3, 3, 2, 1, 1, 4, 1e4, window=4, full_layers=frozenset({0}))
-    text = TextShape(1, 4, 2, 1, 2, 3, 5, True, 1e4, (1,), 1e-6, 64)
-    shapes = ModelShapes({"vision": vision}, text)
+    shapes = small()
     assert parameter_count(shapes) == sum(int(np.prod(s)) for s in stored_shapes(shapes).values())
     assert "lm_head.weight" not in stored_shapes(shapes)

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_hetero.config.schema import DatasetConfig, load_command, load_config
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.common.weights.slices import split_length
+from megatron_hetero.hf.weight_map import split_length
 from megatron_hetero.planning.command import require_files, show_plan
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.planning.plot import draw_plan
@@ -39,7 +39,8 @@ def _found(plan: object) -> str:
 def test_stages_hold_the_whole_model_once(make_plan: MakePlan) -> None:
     plan = make_plan(8, "pp:2,dp:4", "pp:4,dp:2")
     vision = plan.shapes.encoders["vision"]
-    pads = split_length(vision.ffn, 1) - vision.ffn
+    (width,) = vision.architecture.layers[0].mlp.widths
+    pads = split_length(width, 1) - width
     zeros = vision.layers * pads * (3 * vision.hidden + 2)
     assert pads and sum(held.parameters for held in plan.parameters.values()) == parameter_count(plan.shapes) + zeros
 

@@ -113,7 +113,7 @@ def _note_runs(run: Trainer, runs: list[Run]) -> list[int]:
     now = [0]
     for name, gathers in _gathers(run).items():
         [chunks] = [module.chunks for module in run.modules if module.name == name]
-        for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
+        for layer in (layer for chunk in chunks for layer in chunk.layers):
             read = set(map(id, layer.parameters()))
             own = (place for place, of in enumerate(gathers.buckets) if read & set(map(id, of.parameters)))
             layer.register_forward_pre_hook(partial(_note, runs, now, name, gathers, frozenset(own)))

@@ -23,8 +23,8 @@ from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution import gathering
 from megatron_hetero.execution.contract import StepResult
-from megatron_hetero.models.qwen2_5_vl.text import TextModel
-from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
+from megatron_hetero.models.stages.encoder import EncoderModel
+from megatron_hetero.models.stages.text import TextModel
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.processor.processor import Processor
 from megatron_hetero.schedule.actions import Action
@@ -357,14 +357,14 @@ class _Saved:
 
 def encoder_activations(flags: list[str]) -> tuple[int, int]:
     """The most bytes that the encoder saves for backward at a time in one step, and what is left of them after it."""
-    run, live, forward = build(flags), LiveBytes(), VisionModel.forward
+    run, live, forward = build(flags), LiveBytes(), EncoderModel.forward
 
     def counted(*args: Any) -> Any:
         with live.saving():
             return forward(*args)
 
     _, batch, _ = next(iter(run.batches()))
-    with mock.patch.object(VisionModel, "forward", counted):
+    with mock.patch.object(EncoderModel, "forward", counted):
         run.gradients(batch)
     return live.peak, live.now
 

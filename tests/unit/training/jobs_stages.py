@@ -18,14 +18,16 @@ from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
 from megatron_hetero.models.common.backend import TorchSpecProvider, te_provider
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
 from megatron_hetero.models.common.recompute.policy import How, Recompute
+from megatron_hetero.models.common.stored_names import canonical_name
 from megatron_hetero.models.frozen import Frozen
-from megatron_hetero.models.qwen2_5_vl.text import TextModel
+from megatron_hetero.models.layers.attention import AttentionPlan
+from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import canonical_name, stored_shapes, weight_map
+from megatron_hetero.models.stages.text import TextModel
+from megatron_hetero.models.weights import stored_shapes, weight_map
 from megatron_hetero.models.writer import companions_of
 from megatron_hetero.names import ROWS, TEXT
 from megatron_hetero.sharding.encoder_shards import EncoderShards
@@ -332,7 +334,7 @@ def gathered(case: Case) -> list[str]:
 
 
 def loading(case: Case, name: str) -> dict[str, Any]:
-    """The numbers of this rank's layers, as Megatron has them; and what is said of a map of another stage."""
+    """The numbers of this rank's layers, counted over the whole module; and what is said of a map of another stage."""
     trainee = Trainee(case)
     module, layout = trainee.module, trainee.layouts[name]
     every = cut_stages(trainee.shapes[name].layers, layout.pp, split=case.split, module=name)
@@ -346,5 +348,5 @@ def loading(case: Case, name: str) -> dict[str, Any]:
             load_parameters(model, own_map, weights, stage, copies={})
         except AssertionError as error:
             said[other] = str(error)
-    numbers = [(layer.layer_number, layer.self_attention.layer_number) for layer in model.decoder.layers]
+    numbers = [layer.number for layer in model.layers]
     return {"numbers": numbers, "said": said, "own": stage, "names": sorted(module.parameters)}

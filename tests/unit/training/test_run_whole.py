@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.errors import UserError
 from megatron_hetero.job import JobSpec
-from megatron_hetero.models.weights import canonical_name
+from megatron_hetero.models.common.stored_names import canonical_name
 from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.pool import Pool
 from tests.unit.training import jobs_run as jobs

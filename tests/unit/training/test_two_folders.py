@@ -17,7 +17,7 @@ from megatron_hetero.batch.sources import open_processor
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.errors import UserError
 from megatron_hetero.job import JobSpec
-from megatron_hetero.models.weights import canonical_name
+from megatron_hetero.models.common.stored_names import canonical_name
 from tests.support.folders import CORPUS, ModelChoice, randomise, train_tokenizer, write_model
 from tests.support.oracle import Oracle
 from tests.support.pool import Pool

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
 
 from megatron_hetero.layout.axes import Split
 from megatron_hetero.layout.views import View
+from megatron_hetero.models.architecture import Architecture
 from megatron_hetero.models.common.images.geometry import ImageSize
+from megatron_hetero.models.layers.parts import FORWARD, Tokens
+from megatron_hetero.models.layers.rotary import AxialRotary
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,18 @@ class ImageEncoderShape:
         frames, rows, columns = size
         return (rows * columns,) * frames
 
+    def windows(self, size: ImageSize) -> list[int]:
+        """Patches of each window of local attention."""
+        raise NotImplementedError
+
+    def tokens(self, sizes: Iterable[ImageSize]) -> Tokens:
+        """What the encoder computes on, of images of these sizes."""
+        sizes = list(sizes)
+        return Tokens(
+            [patches for size in sizes for patches in self.sequences(size)],
+            [patches for size in sizes for patches in self.windows(size)],
+        )
+
     def square(self, side: int) -> ImageSize:
         """The patches of a square image of `side` pixels, which is resized to whole units as the processor does."""
         patches = max(1, round(side / (self.patch * self.merge))) * self.merge
@@ -103,9 +119,24 @@ class ImageEncoderShape:
         linear, quadratic = self.flops_per_patch()
         return linear + quadratic * size[1] * size[2]
 
+    @property
+    def window_patches(self) -> int:
+        """Patches of a whole window of local attention, a multiple of a unit."""
+        return self.unit
+
+    @property
+    def architecture(self) -> Architecture:
+        """Layers and ends."""
+        raise NotImplementedError
+
+    @property
+    def rotary(self) -> AxialRotary:
+        """How positions turn queries and keys."""
+        return AxialRotary(self.rope_theta, self.head_dim)
+
     def flops_per_patch(self) -> tuple[float, float]:
         """Forward flops per patch, and per patch and patch of its sequence in layers of full attention."""
-        raise NotImplementedError
+        return _flops_per_patch(self)
 
     @property
     def views(self) -> tuple[View, ...]:
@@ -116,3 +147,13 @@ class ImageEncoderShape:
     def parts(self) -> Mapping[Split, int]:
         """None, without further views."""
         return {}
+
+
+@lru_cache
+def _flops_per_patch(shape: ImageEncoderShape) -> tuple[float, float]:
+    """Both from the operations of an image of one and of two windows: linear * n + quadratic * n^2."""
+    n = shape.window_patches
+    one, two = (
+        shape.architecture.operations(Tokens([windows * n], [n] * windows), passes=FORWARD) for windows in (1, 2)
+    )
+    return float((4 * one - two) // (2 * n)), float((two - 2 * one) // (2 * n * n))

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hetero.models.common.optional import FLASH_ATTN, FLASH_ATTN_3, find, unusable
-from megatron_hetero.models.common.segments import PackedSegments, ShapeBucket
+
+if TYPE_CHECKING:
+    from megatron_hetero.models.layers.segments import PackedSegments, ShapeBucket
 
 HALF = (torch.bfloat16, torch.float16)
 # Limits of the flash kernel in PyTorch and in flash-attn 2: aten/src/ATen/native/transformers/cuda/flash_attn/

@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import on_device
-from megatron_hetero.models.common.exchange import padded_index
+from megatron_hetero.models.layers.exchange import padded_index
 from megatron_hetero.sharding.context import AttentionSegments
 
 

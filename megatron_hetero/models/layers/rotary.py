@@ -8,16 +8,151 @@ head. A table [2, n, D] has the cosines and sines of each token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.distributed.platform import compiles_for
-from megatron_hetero.models.common.layers.compiler import run
-from megatron_hetero.models.common.layers.order import Order
+from megatron_hetero.distributed.platform import compiles_for, on_device
+from megatron_hetero.models.layers.compiled import run
+
+
+@lru_cache(maxsize=16)
+def rotary_frequencies(theta: float, dim: int, device: torch.device) -> Tensor:
+    """theta^(-2i / dim) for i below dim / 2, fp32. Computed on the host as `transformers` does, and moved once."""
+    return on_device(1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), device)
+
+
+def axial_table(positions_2n: Tensor, theta: float, head_dim: int) -> Tensor:
+    """Cosines and sines of the 2-D rotary embedding, fp32 [2, n, head_dim]: half of the angles by row, half by
+    column.
+    """
+    frequencies = rotary_frequencies(theta, head_dim // 2, positions_2n.device)
+    angles = (positions_2n[..., None].float() * frequencies).transpose(0, 1).flatten(1)
+    return _cosines_and_sines(angles)
+
+
+def multimodal_table(positions_3n: Tensor, theta: float, head_dim: int, turns: tuple[int, ...]) -> Tensor:
+    """Cosines and sines of the multimodal rotary embedding, fp32 [2, n, head_dim].
+
+    `turns`: for each frequency the position that it turns with: 0 time, 1 height, 2 width (Wang et al. 2024,
+    arXiv 2409.12191).
+    """
+    device = positions_3n.device
+    frequencies = rotary_frequencies(theta, head_dim, device)
+    return _cosines_and_sines(positions_3n[_index(turns, device)].transpose(0, 1).float() * frequencies)
+
+
+class Rotary(Protocol):
+    """How positions turn queries and keys."""
+
+    def table(self, positions: Tensor) -> Tensor:
+        """Cosines and sines, fp32 [2, n, head_dim], of `positions` [dims, n]."""
+        ...
+
+
+@dataclass(frozen=True)
+class AxialRotary:
+    """2-D rotary embedding, see `axial_table`."""
+
+    theta: float
+    head_dim: int
+
+    def table(self, positions: Tensor) -> Tensor:
+        """Of rows and columns, the first two dims of `positions`."""
+        return axial_table(positions[:2], self.theta, self.head_dim)
+
+
+@dataclass(frozen=True)
+class MultimodalRotary:
+    """Rotary embedding of time, height and width, see `multimodal_table`."""
+
+    theta: float
+    head_dim: int
+    turns: tuple[int, ...]
+
+    def table(self, positions: Tensor) -> Tensor:
+        """Of all three dims of `positions`."""
+        return multimodal_table(positions, self.theta, self.head_dim, self.turns)
+
+
+def _cosines_and_sines(angles: Tensor) -> Tensor:
+    angles = torch.cat((angles, angles), dim=-1)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+@lru_cache(maxsize=16)
+def _index(turns: tuple[int, ...], device: torch.device) -> Tensor:
+    """Moved to the device once."""
+    return on_device(torch.tensor(turns), device)
+
+
+class Order(NamedTuple):
+    """How n tokens of a sequence lie in S rows. `rows`: int64 [n], the row of each token; `tokens`: int64 [S], the
+    token of each row, n or more where that has none.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of_parts(cls, parts: tuple[int, ...], ranks: int, tokens: int, device: torch.device) -> Self:
+        """Part after part the tokens that each of the ranks has in it, as many as `parts` say: those of the first rank
+        are the first in the sequence. `tokens`: of the sequence, which padding follows.
+        """
+        rows, of_rows = _both_ways(parts, ranks, device)
+        return cls(rows[:tokens], of_rows)
+
+    def chosen(self, x: Tensor) -> Tensor:
+        """[n, ...], the tokens of `x` [S, ...] in order."""
+        return _Chosen.apply(x, self)  # pyright: ignore[reportReturnType]
+
+    def placed(self, x: Tensor) -> Tensor:
+        """[S, ...], the tokens `x` [n, ...] in their rows, and zeros elsewhere."""
+        return _Placed.apply(x, self)  # pyright: ignore[reportReturnType]
+
+
+@lru_cache(maxsize=16)
+def _both_ways(parts: tuple[int, ...], ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The row of each token, and the token of each row; padding, too."""
+    by_part = torch.arange(sum(parts) * ranks).split([ranks * tokens for tokens in parts])
+    by_rank = [rows.view(ranks, tokens) for rows, tokens in zip(by_part, parts, strict=True)]
+    rows = torch.cat(by_rank, dim=1).flatten()
+    return on_device(rows, device), on_device(rows.argsort(), device)
+
+
+class _Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return x.index_select(0, order.rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _place(grad, ctx.order), None
+
+
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return _place(x, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.index_select(0, ctx.order.rows), None
+
+
+def _place(x: Tensor, order: Order) -> Tensor:
+    length = len(order.tokens)
+    make = x.new_empty if length == len(x) else x.new_zeros
+    return make(length, *x.shape[1:]).index_copy_(0, order.rows, x)
 
 
 def rotate(x_nHD: Tensor, table_2nD: Tensor) -> Tensor:

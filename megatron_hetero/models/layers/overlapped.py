@@ -25,21 +25,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.models.common.layers.linear import (
-    ColumnLinear,
-    RowLinear,
-    adds_to_main_grad,
-    gradient_of_weight,
-)
+from megatron_hetero.models.layers.products import adds_to_main_grad, gradient_of_weight
 
-PARTS = "exchanged_in_parts"
 TILE = 64
 """Tokens of a rank that fill tiles of a matrix product, 128 rows or a multiple, with those of others under any tp."""
+
+
+class Overlapping(nn.Module):
+    """A module with two linear layers whose exchanges over tp may be in parts."""
+
+    what = "a module"
+    exchanged_in_parts = 1
+
+    def linears(self) -> tuple[nn.Module, nn.Module]:
+        """The layer that gathers tokens, and the layer that reduces them."""
+        raise NotImplementedError
 
 
 def overlap_exchanges(model: nn.Module, parts: int) -> None:
@@ -49,25 +52,18 @@ def overlap_exchanges(model: nn.Module, parts: int) -> None:
         TypeError: one is not made of our linear layers.
     """
     for module in model.modules():
-        if isinstance(module, MLP):
-            _require_ours("an MLP", module.linear_fc1, module.linear_fc2)
-        elif isinstance(module, SelfAttention):
-            _require_ours("attention", module.linear_qkv, module.linear_proj)
-        else:
-            continue
-        setattr(module, PARTS, parts)
+        if isinstance(module, Overlapping):
+            first, second = module.linears()
+            if not (hasattr(first, "exchanges_in_parts") and hasattr(second, "exchanges_in_parts")):
+                raise TypeError(f"{module.what} of {type(first).__name__} exchanges by itself")
+            module.exchanged_in_parts = parts
 
 
-def _require_ours(what: str, first: object, second: object) -> None:
-    if not (isinstance(first, ColumnLinear) and isinstance(second, RowLinear)):
-        raise TypeError(f"{what} of {type(first).__name__} exchanges by itself")
-
-
-def parts_of(module: nn.Module, tokens: int) -> tuple[int, ...]:
+def parts_of(module: Overlapping, tokens: int) -> tuple[int, ...]:
     """Tokens of each part, of a rank that has so many; one part where exchanges of the `module` are not to overlap.
     Long parts are whole tiles, but for the last, so that products in parts take no more of them than one of all tokens.
     """
-    parts = min(getattr(module, PARTS, 1), max(1, tokens))
+    parts = min(module.exchanged_in_parts, max(1, tokens))
     if parts > 1 and tokens >= TILE * parts * parts:
         long = TILE * round(tokens / parts / TILE)
         return *(long,) * (parts - 1), tokens - long * (parts - 1)

@@ -5,7 +5,8 @@ those becomes few kernels.
 
 Products and attention stay as they are: kernels of libraries, with exchanges between ranks and gradients added to
 `main_grad` that no compiler sees. What is compiled are functions of tensors alone, of any number of tokens, and so
-compiled once for each width and dtype, whichever layers call them: once where gradients are wanted, once where not.
+compiled once for each width and dtype, whichever layers call them: once where gradients are wanted, once where not
+(Ansel et al. 2024, "PyTorch 2", ASPLOS).
 
 Shape suffixes: n tokens without padding, S tokens with padding, G groups of heads of this rank, H heads, D elements per
 head.
@@ -21,14 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import compile_problem
+from megatron_hetero.distributed.platform import compiled as compiled_once
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.common.layers.compiler import run
 
 Activation = Callable[[Tensor], Tensor]
 _DENSE = torch.contiguous_format
 
 
-class Norm(NamedTuple):
+class NormWeights(NamedTuple):
     """What a norm is: a layer norm where it has a bias, else a root-mean-square norm."""
 
     weight: Tensor
@@ -36,17 +37,29 @@ class Norm(NamedTuple):
     eps: float
 
     @classmethod
-    def of(cls, module: Any) -> Norm:
-        """One of `megatron_hetero.models.common.layers.norms`."""
+    def of(cls, module: Any) -> NormWeights:
+        """One of `megatron_hetero.models.layers.norms`."""
         return cls(module.weight, getattr(module, "bias", None), module.eps)
 
 
-def normed(x: Tensor, norm: Norm) -> Tensor:
+def run(function: Callable[..., Any], *inputs: Any) -> Any:
+    """`function(*inputs)`, compiled for any number of tokens, which is the first dim of all tensors but parameters.
+    Compilers treat 0 and 1 as cases of their own, which are not worth one.
+    """
+    tensors = [x for x in inputs if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter)]
+    if any(len(x) < 2 for x in tensors):
+        return function(*inputs)
+    for x in tensors:
+        torch._dynamo.mark_dynamic(x, 0)
+    return compiled_once(function, dynamic=False)(*inputs)
+
+
+def normed(x: Tensor, norm: NormWeights) -> Tensor:
     """`x` [S, 1, hidden], normed."""
     return run(_normed, x, *norm)
 
 
-def added_and_normed(part: Tensor, bias: Tensor | None, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+def added_and_normed(part: Tensor, bias: Tensor | None, residual: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
     """`residual` and a part of a layer with the bias that it has not added, [S, 1, hidden], and their sum normed."""
     return run(_added_and_normed, part, bias, residual, *norm)
 
@@ -58,7 +71,9 @@ def activated(wide: Tensor, bias: Tensor | None, activation: Activation, *, has_
     return run(_activated, wide, bias, activation, has_gate)
 
 
-def heads(mixed: Tensor, table_2nD: Tensor, dim: int, norms: tuple[Norm, Norm] | None) -> tuple[Tensor, Tensor, Tensor]:
+def heads(
+    mixed: Tensor, table_2nD: Tensor, dim: int, norms: tuple[NormWeights, NormWeights] | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, see `rotary.rotated_heads`. `norms`: of the heads of queries and of keys, if any."""
     cosines, sines = table_2nD.unbind()
     return run(_heads, mixed, cosines, sines, dim, *(norms or (None, None)))
@@ -103,7 +118,12 @@ def _activated(wide: Tensor, bias: Tensor | None, activation: Activation, has_ga
 
 
 def _heads(
-    mixed: Tensor, cosines_nD: Tensor, sines_nD: Tensor, dim: int, q_norm: Norm | None, k_norm: Norm | None
+    mixed: Tensor,
+    cosines_nD: Tensor,
+    sines_nD: Tensor,
+    dim: int,
+    q_norm: NormWeights | None,
+    k_norm: NormWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, groups, width = len(cosines_nD), mixed.shape[-2], mixed.shape[-1] // dim
     q, k, v = mixed[:tokens].view(tokens, groups, width, dim).split((width - 2, 1, 1), dim=2)

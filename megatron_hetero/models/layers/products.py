@@ -1,4 +1,4 @@
-"""Matrix products, by the library that is fastest at them.
+"""Matrix products, by the library that is fastest at them; and those that give gradients of weights.
 
 On a CPU PyTorch takes MKL for fp32, which on processors of other makers than Intel uses half of their vectors: on a
 Zen 5 core it reaches 97 GFLOP/s where oneDNN, which PyTorch brings too, reaches 220. oneDNN makes a kernel for each new
@@ -61,3 +61,44 @@ def has_onednn() -> bool:
 
 def _onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
+
+
+def gradient_of_weight(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right` for autograd; or what it is to pass on where the product is added to `main_grad` at once, which
+    Megatron's `DistributedDataParallel` is told of and does not look at, unless the parameter has other gradients too.
+    """
+    if not adds_to_main_grad(parameter, left.dtype):
+        if hasattr(parameter, "grad_added_to_main_grad"):  # Of an earlier micro-batch, perhaps.
+            parameter.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
+        return product(left, right)
+    add_product(parameter.main_grad, left, right)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.zeros_like(parameter) if _is_shared(parameter) else torch.empty_like(parameter)
+
+
+def scaled_gradient(parameter: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
+    """`gradient` times `scale` [] for autograd, in its place; or, likewise, what it is to pass on where that is added
+    to `main_grad` at once.
+    """
+    total = _main_grad(parameter)
+    if total is None:
+        return gradient.mul_(scale)
+    torch.addcmul(total, gradient, scale, out=total)
+    parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+    return gradient.zero_() if _is_shared(parameter) else gradient
+
+
+def adds_to_main_grad(parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Whether products of factors of `dtype` are added to the parameter's `main_grad` at once."""
+    total = _main_grad(parameter)
+    return total is not None and (total.dtype == dtype or keeps_wide(total, total.dtype))
+
+
+def _main_grad(parameter: Tensor) -> Tensor | None:
+    """That of Megatron's `DistributedDataParallel`, of which it takes word that something was added."""
+    return getattr(parameter, "main_grad", None) if hasattr(parameter, "grad_added_to_main_grad") else None
+
+
+def _is_shared(parameter: Tensor) -> bool:
+    """Whether a head is the embedding, too, which Megatron marks so."""
+    return getattr(parameter, "zero_out_wgrad", False)

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_hetero.models.common.layers.products import add_product, keeps_wide, product
+from megatron_hetero.models.layers.products import gradient_of_weight, product
 
 Sharing = Literal["split", "whole", "none"]
 """How a tp group has the input of a layer that is split by column: each rank some tokens; each all of them, so that
@@ -27,6 +27,8 @@ parts of their gradient are to be added; or there is nothing to exchange.
 
 class ColumnLinear(ColumnParallelLinear):
     """Split by column. It adds its bias in any case, and so leaves none to its caller."""
+
+    exchanges_in_parts = True
 
     def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[S, 1, in] ([S / tp, 1, in] with sequence-parallel activations) to [S, 1, out / tp]."""
@@ -38,6 +40,8 @@ class RowLinear(RowParallelLinear):
     """Split by row. It adds its bias in any case, and so leaves none to its caller: over tp the product of the first
     rank adds it, before the sum.
     """
+
+    exchanges_in_parts = True
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[S, 1, in / tp] to [S, 1, out] ([S / tp, 1, out] with sequence-parallel activations)."""
@@ -129,44 +133,3 @@ def _reduced(grad: Tensor, group: dist.ProcessGroup, sharing: Sharing) -> tuple[
         return grad, dist.all_reduce(grad, group=group, async_op=True)
     own = grad.new_empty(len(grad) // group.size(), *grad.shape[1:])
     return own, dist.reduce_scatter_tensor(own, grad, group=group, async_op=True)
-
-
-def gradient_of_weight(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right` for autograd; or what it is to pass on where the product is added to `main_grad` at once, which
-    Megatron's `DistributedDataParallel` is told of and does not look at, unless the parameter has other gradients too.
-    """
-    if not adds_to_main_grad(parameter, left.dtype):
-        if hasattr(parameter, "grad_added_to_main_grad"):  # Of an earlier micro-batch, perhaps.
-            parameter.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
-        return product(left, right)
-    add_product(parameter.main_grad, left, right)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
-    return torch.zeros_like(parameter) if _is_shared(parameter) else torch.empty_like(parameter)
-
-
-def scaled_gradient(parameter: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
-    """`gradient` times `scale` [] for autograd, in its place; or, likewise, what it is to pass on where that is added
-    to `main_grad` at once.
-    """
-    total = _main_grad(parameter)
-    if total is None:
-        return gradient.mul_(scale)
-    torch.addcmul(total, gradient, scale, out=total)
-    parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
-    return gradient.zero_() if _is_shared(parameter) else gradient
-
-
-def adds_to_main_grad(parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Whether products of factors of `dtype` are added to the parameter's `main_grad` at once."""
-    total = _main_grad(parameter)
-    return total is not None and (total.dtype == dtype or keeps_wide(total, total.dtype))
-
-
-def _main_grad(parameter: Tensor) -> Tensor | None:
-    """That of Megatron's `DistributedDataParallel`, of which it takes word that something was added."""
-    return getattr(parameter, "main_grad", None) if hasattr(parameter, "grad_added_to_main_grad") else None
-
-
-def _is_shared(parameter: Tensor) -> bool:
-    """Whether a head is the embedding, too, which Megatron marks so."""
-    return getattr(parameter, "zero_out_wgrad", False)

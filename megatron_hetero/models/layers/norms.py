@@ -1,23 +1,52 @@
-"""Norms of the last dim, that know sequence parallelism and keep their input as it is, with one or two numbers for each
-row.
+"""Norms, as values; and their torch modules: norms of the last dim, that know sequence parallelism and keep their input
+as it is, with one or two numbers for each row.
 
 Megatron's own `WrappedTorchNorm` refuses sequence-parallel activations; all that they need is the mark on the weight.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, whole
+from megatron_hetero.models.layers.parts import MainPart, Site
+
+
+@dataclass(frozen=True)
+class Norm(MainPart):
+    """A norm over `width` elements, as a part of a module. `rms`: root-mean-square; else a layer norm with a bias."""
+
+    width: int
+    eps: float
+    rms: bool = True
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return ("weight",) if self.rms else ("weight", "bias")
+
+    def tensors(self) -> TensorShapes:
+        """The weight, and the bias of a layer norm."""
+        return dict.fromkeys(self._kinds, (self.width,))
+
+    def slices(self, stored: str, share: Share) -> WeightMap:
+        """All of both on every rank."""
+        return {kind: whole(stored + kind, self.width) for kind in self._kinds}
+
+    def build(self, site: Site, number: int) -> torch.nn.Module:
+        """The norm of the backend."""
+        config = site.config_of(rms_norm=self.rms)
+        return site.backend.layer_norm(rms_norm=self.rms)(config=config, hidden_size=self.width, eps=self.eps)
 
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467), computed in fp32."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(
@@ -33,7 +62,7 @@ class RMSNorm(torch.nn.Module):
 class LayerNorm(torch.nn.LayerNorm):
     """Layer norm with a bias (Ba et al. 2016, arXiv 1607.06450)."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps, dtype=config.params_dtype, device=torch.cuda.current_device())
         for parameter in (self.weight, self.bias):
             parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,174 @@
+"""A module as a value: the list of its layers between its ends.
+
+Everything that is asked of a module's weights and operations is answered by its parts. Parameters are named as in the
+torch modules of `megatron_hetero.models.stages`, with layers numbered over the whole module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
+from megatron_hetero.models.layers.layer import Layer
+from megatron_hetero.models.layers.parts import TRAINED, Part, Passes, Site, Tokens, named
+from megatron_hetero.sharding.stages import LAYERS, Stage
+
+
+@dataclass(frozen=True)
+class End:
+    """A part of a module beside its layers.
+
+    `name`: attribute of the torch module that holds it. `stored`: what the names of its stored tensors begin with.
+    `at`: whether the first or the last pipeline stage holds it, or that of the layer with this number. `copies`:
+    another end, whose tensors it shares: a stage that has both has the parameter once. `copy`: what the names of its
+    tensors begin with in folders that store them once more. `output`: of the module, which the end computes.
+    `projector`: whether it is part of an encoder's projector, which trains or is frozen by itself.
+    """
+
+    name: str
+    part: Part
+    stored: str
+    at: Literal["first", "last"] | int
+    copies: str | None = None
+    copy: str = ""
+    output: str = ""
+    projector: bool = False
+
+    def is_on(self, stage: Stage) -> bool:
+        """Whether `stage` holds it."""
+        return stage.is_first if self.at == "first" else stage.is_last if self.at == "last" else self.at in stage.layers
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`layers` from first to last, whose stored tensors begin with `stored`, a number and a dot. `namespace`: what the
+    names of all tensors begin with in a folder of the whole model; it is not part of the names here.
+
+    `entry`: what the first stage begins with. `ends`: the others, in the order in which stages hold their parameters,
+    all after those of the layers.
+    """
+
+    entry: End
+    layers: tuple[Layer, ...]
+    ends: tuple[End, ...]
+    stored: str
+    namespace: str = ""
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """The views that parameters belong to."""
+        parts = [*self.layers, *(end.part for end in (self.entry, *self.ends))]
+        return tuple(dict.fromkeys(view for part in parts for view in part.views))
+
+    @property
+    def heads(self) -> int:
+        """What tp·sp has to divide: heads of queries that all layers have a multiple of."""
+        return math.gcd(*(layer.attention.heads for layer in self.layers))
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values, likewise."""
+        return math.gcd(*(layer.attention.kv_heads for layer in self.layers))
+
+    @cached_property
+    def tensors(self) -> TensorShapes:
+        """All stored tensors with their shapes, in the order in which they are written."""
+        every = (self.entry, *self.ends)
+        before = [end for end in every if end.at == "first" and end.copies is None]
+        after = [end for end in every if end.at != "first" and end.copies is None]
+        parts: list[tuple[str, Part | Layer]] = [(end.stored, end.part) for end in before]
+        parts += [(f"{self.stored}{number}.", layer) for number, layer in enumerate(self.layers)]
+        parts += [(end.stored, end.part) for end in after]
+        return {stored + name: shape for stored, part in parts for name, shape in part.tensors().items()}
+
+    @property
+    def stored_twice(self) -> dict[str, str]:
+        """Tensors that a folder may store a second time, and those that they must equal."""
+        ends = [end for end in self.ends if end.copies is not None]
+        return {end.copy + name: end.stored + name for end in ends for name in end.part.tensors()}
+
+    @cached_property
+    def projector(self) -> TensorShapes:
+        """The tensors of the projector, by name."""
+        ends = [end for end in self.ends if end.projector]
+        return {end.stored + name: shape for end in ends for name, shape in end.part.tensors().items()}
+
+    def in_projector(self, parameter: str) -> bool:
+        """Whether a parameter is in the projector."""
+        return any(end.projector and parameter.startswith(f"{end.name}.") for end in self.ends)
+
+    def ends_of(self, stage: Stage) -> Iterator[End]:
+        """What `stage` holds beside its layers. One that copies another on the same stage has no parameters there."""
+        return (end for end in (self.entry, *self.ends) if end.is_on(stage))
+
+    def holds_copy(self, end: End, stage: Stage) -> bool:
+        """Whether the weight of `end` is that of another end of the same stage."""
+        return end.copies is not None and any(other.name == end.copies for other in self.ends_of(stage))
+
+    def weight_map(self, prefix: str, share: Share, stage: Stage, view: str = MAIN) -> WeightMap:
+        """The parameters of `stage` in the order of its torch module, and the slices of stored tensors that they are
+        for one `share`. `prefix`: what all names of tensors begin with.
+        """
+        result: dict[str, tuple] = {}
+
+        def add(end: End) -> None:
+            if end.is_on(stage) and not self.holds_copy(end, stage):
+                result.update(named(end.name, end.part.weight_map(prefix + end.stored, share, view)))
+
+        add(self.entry)
+        for i in stage.layers:
+            of_layer = self.layers[i].weight_map(f"{prefix}{self.stored}{i}.", share, view)
+            result.update(named(f"{LAYERS}{i}", of_layer))
+        for end in self.ends:
+            add(end)
+        return result
+
+    def tied_parameter(self, stage: Stage) -> str | None:
+        """The parameter of `stage` of which another stage holds a copy, if there is one."""
+        every = {end.name: end for end in (self.entry, *self.ends)}
+        for copy in self.ends:
+            if copy.copies is None:
+                continue
+            original = every[copy.copies]
+            if copy.is_on(stage) != original.is_on(stage):
+                end = copy if copy.is_on(stage) else original
+                (parameter,) = end.part.weight_map("", Share(0, 1))
+                return f"{end.name}.{parameter}"
+        return None
+
+    def operations(
+        self, tokens: Tokens, stage: Stage | None = None, passes: Passes = TRAINED, projector: Passes | None = None
+    ) -> int:
+        """Operations of `stage`, or of the whole module, over all ranks, with the gradients of `passes`. `projector`:
+        those of the projector, if they differ. The input of the module never needs a gradient.
+        """
+        stage = stage or Stage.whole(len(self.layers))
+        kinds = self._kinds if len(stage.layers) == len(self.layers) else Counter(self.layers[i] for i in stage.layers)
+        found = sum(count * layer.operations(tokens).of(passes) for layer, count in kinds.items())
+        for end in self.ends_of(stage):
+            own = replace(passes, inputs=False) if end is self.entry else passes
+            own = projector if end.projector and projector is not None else own
+            found += end.part.operations(tokens).of(own)
+        return found
+
+    @cached_property
+    def _kinds(self) -> Counter[Layer]:
+        """How many layers there are of each kind."""
+        return Counter(self.layers)
+
+    def build(self, part: int | str, site: Site) -> torch.nn.Module:
+        """The torch module of one part alone, without values of weights: of the layer with that number, or of the end
+        with that name. Under `torch.device("meta")`, or on fake tensors, it takes no memory. Layers are not recomputed
+        as a whole.
+        """
+        if isinstance(part, int):
+            return self.layers[part].build(site, part)
+        (end,) = (end for end in (self.entry, *self.ends) if end.name == part)
+        return end.part.build(site, 0)

@@ -1,1 +1,0 @@
-"""What transformer layers are made of, in few passes over memory: linear layers, norms, rotary embedding, gates."""

@@ -1,1 +1,0 @@
-"""The pipeline stages that families are built from: of encoders and of language models."""

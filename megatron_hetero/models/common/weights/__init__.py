@@ -1,1 +1,0 @@
-"""What families share of stored tensors, and of the maps from parameters to them."""

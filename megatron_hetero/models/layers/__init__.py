@@ -1,0 +1,1 @@
+"""Layers as values made of parts, and the torch modules that they build."""

@@ -1,0 +1,387 @@
+"""Self-attention over packed sequences, for every module and axis: as a value, and its torch module.
+
+Shape suffixes: n tokens of this rank without padding, S tokens with padding, H heads of this rank, D elements per head,
+K keys that this rank's queries see.
+
+Queries and keys are turned by a table with one entry per token, which serves 2-D and multimodal positions of packed
+samples; padding never enters attention; `megatron_hetero.models.layers.exchange` has the exchanges under `sp` and `cp`.
+A sequence is assigned to the members of `cp` first, the tokens of each of them to the members of `sp`:
+
+    own tokens, own heads    -- sp: heads for tokens -->    the cp member's tokens, 1 / sp of the heads
+                             -- cp: gather keys ------->    and the keys and values that these tokens see
+                             -- attention, on segments -->
+                             -- sp: tokens for heads -->    own tokens, own heads
+
+A forward pass takes two all-to-alls where sp > 1 and one all-gather where cp > 1; the backward pass two all-to-alls and
+one reduce-scatter. Layers that attend inside windows take none.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap, columns, stack, whole
+from megatron_hetero.models.common.recompute.remake import not_keeping, remake
+from megatron_hetero.models.layers import compiled
+from megatron_hetero.models.layers.exchange import gather_keys, ulysses_gather_heads, ulysses_scatter_heads
+from megatron_hetero.models.layers.kernels import HALF, Kernel, kernel_for
+from megatron_hetero.models.layers.norms import Norm
+from megatron_hetero.models.layers.overlapped import (
+    Ahead,
+    Overlapping,
+    first_in_parts,
+    kept_ahead,
+    parts_of,
+    second_in_parts,
+)
+from megatron_hetero.models.layers.parts import MainPart, Operations, Site, Tokens, named
+from megatron_hetero.models.layers.rotary import Order, rotate, rotated_heads, split_heads
+
+if TYPE_CHECKING:
+    from megatron_hetero.models.layers.segments import PackedSegments
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Who attends to what, and the lengths of the exchanges.
+
+    `full` are the segments of this rank's context-parallel member. `sp_lengths`: tokens without padding of each `sp`
+    member of that one, `cp_lengths`: tokens of each `cp` member. `windows` are the sequences of this rank's own shard,
+    for layers that attend locally.
+    """
+
+    full: PackedSegments
+    sp_lengths: tuple[int, ...]
+    cp_lengths: tuple[int, ...]
+    windows: PackedSegments | None = None
+
+
+@dataclass(frozen=True)
+class SelfAttention(MainPart):
+    """Softmax attention with rotary embedding, as a part of a layer. Sizes in elements.
+
+    `stored`: names of the stored projections: of queries, keys and values, or of one tensor of all three in that order;
+    and of the output. `windowed`: tokens see their window; else, `causal`, what precedes them in their sequence, or the
+    whole sequence. `head_norm`: of each head of queries and keys, whose stored norms are `norm_names`.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    stored: tuple[str, ...]
+    causal: bool
+    windowed: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    head_norm: Norm | None = None
+    norm_names: tuple[str, str] = ("", "")
+
+    def kv_copies(self, tp: int) -> int:
+        """How often each key/value head is held under `tp`: once where tp divides their number, else until it does."""
+        return math.lcm(self.kv_heads, tp) // self.kv_heads
+
+    def tensors(self) -> TensorShapes:
+        """Projections, each with its bias if it has one, norms of heads before that of the output."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        *first, out = self.stored
+        sizes = (queries, keys, keys) if len(first) == 3 else (queries + 2 * keys,)
+        result: TensorShapes = {}
+        for name, rows in zip(first, sizes, strict=True):
+            result[f"{name}.weight"] = (rows, self.hidden)
+            if self.qkv_bias:
+                result[f"{name}.bias"] = (rows,)
+        for name, norm in self._head_norms():
+            result |= {f"{name}.{kind}": shape for kind, shape in norm.tensors().items()}
+        result[f"{out}.weight"] = (self.hidden, queries)
+        return result | ({f"{out}.bias": (self.hidden,)} if self.out_bias else {})
+
+    def slices(self, stored: str, share: Share) -> WeightMap:
+        """Heads of queries, with the keys and values that they use, are split; copies of these are held where they are
+        fewer than the ranks.
+        """
+        out, width = stored + self.stored[-1], self.heads // share.ranks * self.head_dim
+        own = share.rank * width, (share.rank + 1) * width
+        result: dict[str, Any] = {"linear_proj.weight": columns(f"{out}.weight", self.hidden, own)}
+        if self.out_bias:
+            result["linear_proj.bias"] = whole(f"{out}.bias", self.hidden)
+        for kind in ("weight", "bias")[: 1 + self.qkv_bias]:
+            result[f"linear_qkv.{kind}"] = stack(*self._groups(stored, kind, share))
+        for parameter, (name, norm) in zip(("q_layernorm", "k_layernorm"), self._head_norms(), strict=False):
+            result |= named(parameter, norm.slices(f"{stored}{name}.", share))
+        return result
+
+    def _head_norms(self) -> Sequence[tuple[str, Norm]]:
+        return [] if self.head_norm is None else [(name, self.head_norm) for name in self.norm_names]
+
+    def _groups(self, stored: str, kind: str, share: Share) -> list[tuple[str, tuple[int, int]]]:
+        """For each key/value head of a rank (or copy of one) its query heads, then k, then v."""
+        *first, _ = self.stored
+        q, k, v = (f"{stored}{name}.{kind}" for name in (first if len(first) == 3 else first * 3))
+        # Where the heads of keys and values begin, in heads.
+        k_at, v_at = (0, 0) if len(first) == 3 else (self.heads, self.heads + self.kv_heads)
+        copies = self.kv_copies(share.ranks)
+        groups = self.kv_heads * copies
+        heads, dim = self.heads // groups, self.head_dim
+        parts = []
+        for group in range(groups * share.rank // share.ranks, groups * (share.rank + 1) // share.ranks):
+            kv = group // copies
+            parts += [
+                (q, (group * heads * dim, (group + 1) * heads * dim)),
+                (k, ((k_at + kv) * dim, (k_at + kv + 1) * dim)),
+                (v, ((v_at + kv) * dim, (v_at + kv + 1) * dim)),
+            ]
+        return parts
+
+    def operations(self, tokens: Tokens) -> Operations:
+        """Projections, and scores with the sum of values for each pair of tokens that meet."""
+        if self.windowed:
+            within = sum(tokens.windows)
+            assert within == tokens.total, f"sequences hold {tokens.total} tokens, windows {within}"
+            pairs = sum(n * n for n in tokens.windows)
+        else:
+            pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in tokens.sequences)
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return Operations(2 * tokens.total * self.hidden * (2 * queries + 2 * keys), 4 * queries * pairs)
+
+    def build(self, site: Site, number: int) -> PackedSelfAttention:
+        """The torch module."""
+        return PackedSelfAttention(self, site, number)
+
+
+class TorchAttention(torch.nn.Module):
+    """Core attention by one of `megatron_hetero.models.layers.kernels`, a Megatron `core_attention`.
+
+    It takes any number of heads, so it can stand behind an exchange of heads for tokens. `kernel`: which one; None
+    takes the one for the device and dtype of the queries.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        kernel: Kernel | None = None,
+        **_: Any,
+    ):
+        super().__init__()
+        self.causal = "causal" in attn_mask_type.name
+        self.scale = softmax_scale
+        self.kernel = kernel
+
+    def forward(
+        self,
+        q_nHD: Tensor,
+        k_KHD: Tensor,
+        v_KHD: Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedSegments,
+        **_: Any,
+    ) -> Tensor:
+        """Attention inside each segment of `packed_seq_params`; returns [n, H * D]."""
+        kernel = self.kernel or kernel_for(q_nHD.device, q_nHD.dtype, q_nHD.shape[2])
+        return kernel(q_nHD, k_KHD, v_KHD, packed_seq_params, causal=self.causal, scale=self.scale).flatten(1)
+
+
+def core_attention(offered: Any, dtype: torch.dtype, *, exchanges: bool) -> Any:
+    """`offered` (Transformer Engine's attention, say) where it computes what a layer asks for, else `TorchAttention`.
+
+    `exchanges`: whether heads or keys come from other ranks. Transformer Engine wants the number of heads that its
+    module was built for (`DotProductAttention.forward` asserts it), and aligns causal masks at the first query and key
+    as Megatron calls it on packed sequences. Nor has it a kernel for packed sequences in fp32.
+    """
+    return offered if dtype in HALF and not exchanges else TorchAttention
+
+
+class PackedSelfAttention(Overlapping):
+    """The torch module of a `SelfAttention`, with the `forward` described at the head of this file.
+
+    `exchanges`: whether heads or keys come from other ranks. `selective`: what pads the output is not saved, nor norms
+    of heads and what rotates them. `compiled`: what makes heads of the projection is compiled.
+    """
+
+    what = "attention"
+
+    def __init__(self, part: SelfAttention, site: Site, number: int):
+        super().__init__()
+        from megatron.core.transformer.enums import AttnMaskType
+
+        groups = site.groups
+        self.sp_group, self.context_group, self.tp_group = groups.sp, groups.context, groups.tp
+        self.windowed, self.head_dim = part.windowed, part.head_dim
+        self.exchanges = not part.windowed and (groups.sp.size() > 1 or groups.context.size() > 1)
+        self.selective, self.compiled = site.recompute.selective, site.compile_layers
+        self.shards = site.tp if site.splits_activations else 1
+        kv_heads = part.kv_heads * part.kv_copies(site.tp)
+        self.groups_on_rank = kv_heads // site.tp
+        self.attn_mask_type = AttnMaskType.causal if part.causal else AttnMaskType.no_mask
+        config = site.config_of(
+            hidden_size=part.hidden,
+            num_attention_heads=part.heads,
+            num_query_groups=kv_heads,
+            kv_channels=part.head_dim,
+        )
+        kind = core_attention(site.backend.core_attention(), site.dtype, exchanges=self.exchanges)
+        self.core_attention: Any = kind(
+            config=config,
+            layer_number=number + 1,
+            attn_mask_type=self.attn_mask_type,
+            attention_type="self",
+            cp_comm_type=None,
+            softmax_scale=None,
+            # The exchanges are ours: core attention sees its queries with all their keys, without context parallelism.
+            pg_collection=_without_context(groups),
+        )
+        queries, keys = part.heads * part.head_dim, kv_heads * part.head_dim
+        self.linear_proj: Any = site.row_linear(queries, part.hidden, bias=part.out_bias, leaves_bias=True, name="proj")
+        self.linear_qkv: Any = site.column_linear(part.hidden, queries + 2 * keys, bias=part.qkv_bias, name="qkv")
+        self.q_layernorm, self.k_layernorm = (
+            None if part.head_norm is None else _of_heads(part.head_norm.build(site, number), site) for _ in "qk"
+        )
+
+    def linears(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+        """The projections before and after attention."""
+        return self.linear_qkv, self.linear_proj
+
+    def forward(self, hidden: Tensor, table_2nD: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor | None]:
+        """Attention on `hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split over tp).
+
+        `table_2nD`: cosines and sines. Returns the output in the shape of the input, and the bias that the layer adds.
+        """
+        parts = parts_of(self, len(hidden))
+        if len(parts) > 1:
+            return self._in_parts(hidden, parts, table_2nD, plan)
+        with not_keeping(hidden):
+            mixed = self._by_group(self.linear_qkv(hidden)[0])
+        out = self._attention(mixed, table_2nD, plan)
+        padding = len(mixed) - len(out)
+        padded = (remake if self.selective and padding else _made)(partial(_padded, padding), out)
+        with not_keeping(padded):
+            return self.linear_proj(padded)
+
+    def _by_group(self, wide: Tensor) -> Tensor:
+        """[S, 1, out] to [S, 1, groups, heads of a group * D]."""
+        return wide.view(*wide.shape[:-1], self.groups_on_rank, -1)
+
+    def _in_parts(
+        self, hidden: Tensor, parts: tuple[int, ...], table_2nD: Tensor, plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `forward`, with exchanges over tp beside products, see `layers.overlapped`."""
+        group: Any = self.tp_group
+        length, tokens = len(hidden) * self.shards, table_2nD.shape[1]
+        order = Order.of_parts(parts, group.size(), tokens, hidden.device)
+        first: Any = self.linear_qkv
+        ahead = Ahead(parts, group) if first.weight.requires_grad else None
+        with not_keeping(hidden):
+            mixed = self._by_group(first_in_parts(first, hidden, parts, ahead))
+        out = self._attention(mixed, table_2nD, plan, order)
+        if ahead is not None:
+            with not_keeping(hidden):
+                out = kept_ahead(out, hidden, ahead)
+        # Tokens in another order are a copy of what attention keeps, and soon made again.
+        again = self.selective or tokens == length
+        padded = (remake if again else _made)(lambda out: order.placed(out).unsqueeze(1), out)
+        with not_keeping(padded):
+            return second_in_parts(self.linear_proj, padded, parts)
+
+    def _attention(self, mixed: Tensor, table_2nD: Tensor, plan: AttentionPlan, order: Order | None = None) -> Tensor:
+        """[n, H * D], of the projection [S, 1, groups, heads of a group * D]. `order`: of the tokens in that, where
+        they are not in order.
+        """
+        # Without norms of heads nothing is kept but what attention takes, which is as large as the projection.
+        make = remake if self.selective and self.q_layernorm is not None else _made
+        q, k, v = make(partial(self._heads, table_2nD, order), mixed)
+        with not_keeping(q, k, v):
+            if self.windowed:
+                return self._attend(q, k, v, plan.windows)
+            return attend_across(self._attend, q, k, v, plan, self.sp_group, self.context_group)
+
+    def _heads(self, table_2nD: Tensor, order: Order | None, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The projection, see `_attention`, to queries, keys and values [n, heads, D] without padding, normed where the
+        model does so, and rotated; or [n, members, heads of a member, D], as an exchange of heads takes them, too.
+        """
+        dim, q_norm, k_norm = self.head_dim, self.q_layernorm, self.k_layernorm
+        if q_norm is None and not self.compiled:
+            return rotated_heads(mixed, table_2nD, dim, order, members=self._members(mixed.shape[-2]))
+        mixed = mixed if order is None else order.chosen(mixed)
+        if self.compiled:
+            norms = None if q_norm is None else (compiled.NormWeights.of(q_norm), compiled.NormWeights.of(k_norm))
+            return compiled.heads(mixed, table_2nD, dim, norms)
+        assert q_norm is not None and k_norm is not None, "families norm both or neither"
+        q, k, v = (x.flatten(1, 2) for x in split_heads(mixed, table_2nD.shape[1], dim))
+        q, k = (rotate(norm(x.contiguous()), table_2nD) for norm, x in ((q_norm, q), (k_norm, k)))
+        # A view of the projection would keep all of it for the backward pass.
+        return q, k, v if self.exchanges else v.contiguous()
+
+    def _members(self, groups: int) -> int:
+        """Of how many ranks each gets some of the heads; one where groups of heads are to be repeated for that."""
+        members = self.sp_group.size()
+        return members if not self.windowed and groups % members == 0 else 1
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: PackedSegments | None) -> Tensor:
+        if not len(q):
+            # No kernel accepts that. Gradients (of zero) flow, so that the backward pass takes part in all exchanges.
+            return q.flatten(1) + (k[:0].sum() + v[:0].sum())
+        return self.core_attention(
+            q, k, v, None, attn_mask_type=self.attn_mask_type, packed_seq_params=segments
+        ).flatten(1)  # fmt: skip
+
+
+def _padded(padding: int, out: Tensor) -> Tensor:
+    return (F.pad(out, (0, 0, 0, padding)) if padding else out).unsqueeze(1)
+
+
+def _made(make: Callable[..., Any], *inputs: Tensor) -> Any:
+    return make(*inputs)
+
+
+def attend_across(
+    attend: Callable[[Tensor, Tensor, Tensor, PackedSegments], Tensor],
+    q_nHD: Tensor,
+    k_nHD: Tensor,
+    v_nHD: Tensor,
+    plan: AttentionPlan,
+    sp: dist.ProcessGroup,
+    context: dist.ProcessGroup,
+) -> Tensor:
+    """`attend` on `plan.full`, between the exchanges at the head of this file: [n, H * D].
+
+    `sp`, `context`: this rank's groups along the axes `sp` and `cp`. A group of one exchanges nothing.
+    """
+    q, k, v = q_nHD, k_nHD, v_nHD
+    if sp.size() > 1:
+        q, k, v = ulysses_scatter_heads(q, k, v, plan.sp_lengths, sp)
+    if context.size() > 1:
+        assert plan.full.key_index is not None, "segments of one member alone, under cp"
+        k, v = gather_keys(k, v, plan.cp_lengths, plan.full.key_index, context)
+    out = attend(q, k, v, plan.full)
+    return ulysses_gather_heads(out, plan.sp_lengths, sp) if sp.size() > 1 else out
+
+
+def _without_context(groups: Any) -> Any:
+    alone = copy.copy(groups)
+    alone.cp = alone.sp = alone.context = groups.ep
+    return alone
+
+
+def _of_heads(norm: torch.nn.Module, site: Site) -> torch.nn.Module:
+    """Each tp rank norms its own heads, so that gradients of a norm that all heads share are parts that are added over
+    tp: also where activations are whole, when norms are not marked for that.
+    """
+    if site.tp > 1:
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True  # pyright: ignore[reportAttributeAccessIssue]
+    return norm

@@ -1,0 +1,195 @@
+"""Ends of modules, as values, and their torch modules: embeddings of patches and of tokens, the merger of an encoder,
+the head of a language model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_hetero.hf.weight_map import (
+    Share,
+    TensorShapes,
+    WeightMap,
+    columns,
+    share,
+    split_length,
+    split_rows,
+    stack,
+    whole,
+)
+from megatron_hetero.models.layers.norms import Norm
+from megatron_hetero.models.layers.parts import MainPart, Operations, Site, Tokens, named
+
+KINDS = ("weight", "bias")
+
+
+@dataclass(frozen=True)
+class PatchEmbedding(MainPart):
+    """A linear layer on the elements of each patch. `dims`: of a patch, as its weight is stored."""
+
+    dims: tuple[int, ...]
+    hidden: int
+    bias: bool
+
+    @property
+    def elements(self) -> int:
+        """Elements of a patch."""
+        return torch.Size(self.dims).numel()
+
+    def tensors(self) -> TensorShapes:
+        """The weight, and the bias if there is one."""
+        shapes: TensorShapes = {"proj.weight": (self.hidden, *self.dims)}
+        return shapes | ({"proj.bias": (self.hidden,)} if self.bias else {})
+
+    def slices(self, stored: str, share: Share) -> WeightMap:
+        """All of it on every rank."""
+        return {kind: whole(f"{stored}proj.{kind}", self.hidden) for kind in KINDS[: 1 + self.bias]}
+
+    def operations(self, tokens: Tokens) -> Operations:
+        """One product."""
+        return Operations(2 * tokens.total * self.elements * self.hidden)
+
+    def build(self, site: Site, number: int) -> torch.nn.Module:
+        """The linear layer. With split activations each rank embeds its own patches."""
+        from megatron_hetero.models.layers.linear import WholeLinear
+
+        options: dict[str, Any] = {"dtype": site.dtype, "device": site.platform.device}
+        return site.mark(WholeLinear(self.elements, self.hidden, bias=self.bias, **options))
+
+
+@dataclass(frozen=True)
+class Merger(MainPart):
+    """An MLP on each unit's concatenated patches, behind a norm of each patch, or of each unit. `stored`: names of the
+    norm and of the two linear layers.
+    """
+
+    hidden: int
+    unit: int
+    out: int
+    norm: Norm
+    stored: tuple[str, str, str]
+
+    @property
+    def width(self) -> int:
+        """Elements of a unit."""
+        return self.hidden * self.unit
+
+    def tensors(self) -> TensorShapes:
+        """The norm and both linear layers."""
+        norm, fc1, fc2 = self.stored
+        return {f"{norm}.{kind}": shape for kind, shape in self.norm.tensors().items()} | {
+            f"{fc1}.weight": (self.width, self.width),
+            f"{fc1}.bias": (self.width,),
+            f"{fc2}.weight": (self.out, self.width),
+            f"{fc2}.bias": (self.out,),
+        }
+
+    def slices(self, stored: str, share: Share) -> WeightMap:
+        """The first layer is split by rows, the second by columns."""
+        norm, fc1, fc2 = (stored + name for name in self.stored)
+        part = _even(self.width, share)
+        return {
+            **named("norm", self.norm.slices(f"{norm}.", share)),
+            "linear_fc1.weight": stack((f"{fc1}.weight", part)),
+            "linear_fc1.bias": stack((f"{fc1}.bias", part)),
+            "linear_fc2.weight": columns(f"{fc2}.weight", self.out, part),
+            "linear_fc2.bias": whole(f"{fc2}.bias", self.out),
+        }
+
+    def operations(self, tokens: Tokens) -> Operations:
+        """Two products for each unit."""
+        return Operations(2 * (tokens.total // self.unit) * (self.width * self.width + self.width * self.out))
+
+    def build(self, site: Site, number: int) -> torch.nn.Module:
+        """The torch module."""
+        return PatchMerger(self, site, number)
+
+
+def _even(size: int, of: Share) -> tuple[int, int]:
+    return share(size, *of)[0]
+
+
+class PatchMerger(torch.nn.Module):
+    """The torch module of a `Merger`."""
+
+    def __init__(self, merger: Merger, site: Site, number: int):
+        super().__init__()
+        self.width, self.normed = merger.width, merger.norm.width
+        self.norm = merger.norm.build(site, number)
+        self.linear_fc1 = site.column_linear(self.width, self.width, bias=True)
+        self.linear_fc2 = site.row_linear(self.width, merger.out, bias=True)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[S, 1, hidden] to rows [S / unit, out]."""
+        units = self.norm(patches.view(-1, 1, self.normed)).view(-1, 1, self.width)
+        hidden, _ = self.linear_fc1(units)
+        return self.linear_fc2(torch.nn.functional.gelu(hidden))[0].squeeze(1)
+
+
+@dataclass(frozen=True)
+class TokenEmbedding(MainPart):
+    """A table of `vocab` rows, which is split over tp."""
+
+    vocab: int
+    hidden: int
+
+    def tensors(self) -> TensorShapes:
+        """The table."""
+        return {"weight": (self.vocab, self.hidden)}
+
+    def slices(self, stored: str, share: Share) -> WeightMap:
+        """Rows of the table."""
+        return {"word_embeddings.weight": split_rows(f"{stored}weight", self.vocab, share)}
+
+    def build(self, site: Site, number: int) -> torch.nn.Module:
+        """The torch module."""
+        return _TokenEmbedding(self, site)
+
+
+class _TokenEmbedding(torch.nn.Module):
+    def __init__(self, part: TokenEmbedding, site: Site):
+        super().__init__()
+        from megatron.core.tensor_parallel import VocabParallelEmbedding
+
+        self.splits_activations = site.splits_activations
+        self.word_embeddings: Any = VocabParallelEmbedding(
+            num_embeddings=site.tp * split_length(part.vocab, site.tp),
+            embedding_dim=part.hidden,
+            init_method=None,  # pyright: ignore[reportArgumentType]
+            reduce_scatter_embeddings=site.splits_activations,
+            config=site.config,
+            tp_group=site.groups.tp,
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [S] to [S, 1, hidden], or [S / tp, 1, hidden] where activations are split over tp."""
+        embedded = self.word_embeddings(tokens.unsqueeze(0))
+        return embedded if self.splits_activations else embedded.transpose(0, 1).contiguous()
+
+
+@dataclass(frozen=True)
+class Head(MainPart):
+    """Logits of `vocab` tokens."""
+
+    vocab: int
+    hidden: int
+
+    def tensors(self) -> TensorShapes:
+        """The weight, without a bias."""
+        return {"weight": (self.vocab, self.hidden)}
+
+    def slices(self, stored: str, share: Share) -> WeightMap:
+        """Rows of the weight."""
+        return {"weight": split_rows(f"{stored}weight", self.vocab, share)}
+
+    def operations(self, tokens: Tokens) -> Operations:
+        """One product for each supervised token."""
+        return Operations(2 * tokens.supervised * self.hidden * self.vocab)
+
+    def build(self, site: Site, number: int) -> torch.nn.Module:
+        """The linear layer, whose weight alone is used: the loss computes with it."""
+        return site.column_linear(self.hidden, site.tp * split_length(self.vocab, site.tp), bias=False)

@@ -1,0 +1,228 @@
+"""MLPs, as values; and their torch module, which saves little for the backward pass, and takes its tokens in chunks
+where asked to.
+
+The activation of a gate is SiLU, times what passes it (Shazeer 2020, arXiv 2002.05202): one pass forward and one
+backward where a GPU compiles them, few elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_hetero.distributed.platform import compiled, compiles_for
+from megatron_hetero.hf.weight_map import (
+    ALIGNMENT,
+    Share,
+    TensorShapes,
+    TensorSlice,
+    WeightMap,
+    share,
+    split_columns,
+    split_length,
+    split_rows,
+    whole,
+)
+from megatron_hetero.models.common.recompute.remake import not_keeping, remake
+from megatron_hetero.models.layers.compiled import activated
+from megatron_hetero.models.layers.overlapped import Overlapping, first_in_parts, parts_of, second_in_parts
+from megatron_hetero.models.layers.parts import MainPart, Operations, Site, Tokens
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+"""Activation functions by name."""
+
+
+@dataclass(frozen=True)
+class MLP(MainPart):
+    """Two linear layers with an activation between them, as a part of a layer. `gated`: the activation is that of a
+    gate, times what passes it. `stored`: names of the stored linear layers: (gate,) up, down.
+    """
+
+    hidden: int
+    ffn: int
+    stored: tuple[str, ...]
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    gated: bool = True
+    bias: bool = False
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Width between the two layers."""
+        return (self.ffn,)
+
+    @property
+    def first_product(self) -> int:
+        """Operations per token of the first linear layer."""
+        return 2 * self.hidden * self.ffn * (1 + self.gated)
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return ("weight", "bias") if self.bias else ("weight",)
+
+    def tensors(self) -> TensorShapes:
+        """Weights, each with its bias if there are any."""
+        *first, last = self.stored
+        sizes = [(name, self.ffn, self.hidden) for name in first] + [(last, self.hidden, self.ffn)]
+        return {
+            f"{name}.{kind}": (rows, columns) if kind == "weight" else (rows,)
+            for name, rows, columns in sizes
+            for kind in self._kinds
+        }
+
+    def slices(self, stored: str, share: Share) -> WeightMap:
+        """The first layer is split by rows, the gate above what passes it; the second by columns."""
+        *first, last = (stored + name for name in self.stored)
+        result: dict[str, tuple[TensorSlice, ...]] = {}
+        for kind in self._kinds:
+            names = [f"{name}.{kind}" for name in first]
+            rows = _gate_and_up(names, self.ffn, share) if self.gated else split_rows(names[0], self.ffn, share)
+            result[f"linear_fc1.{kind}"] = rows
+        result["linear_fc2.weight"] = split_columns(f"{last}.weight", self.hidden, self.ffn, share)
+        if self.bias:
+            result["linear_fc2.bias"] = whole(f"{last}.bias", self.hidden)
+        return result
+
+    def operations(self, tokens: Tokens) -> Operations:
+        """Products with all weights."""
+        return Operations(tokens.total * (self.first_product + 2 * self.hidden * self.ffn))
+
+    def build(self, site: Site, number: int) -> MLPModule:
+        """The torch module."""
+        return MLPModule(self, site)
+
+
+def _gate_and_up(names: Sequence[str], ffn: int, part: Share) -> tuple[TensorSlice, ...]:
+    """Gate above up, each with its own padding below it."""
+    gate, up = names
+    rows, length = share(ffn, *part, ALIGNMENT)
+    padding = length - (rows[1] - rows[0])
+    return TensorSlice(gate, rows, padding=padding), TensorSlice(up, rows, at=length, padding=padding)
+
+
+class MLPModule(Overlapping):
+    """The torch module of an `MLP`. How its tokens pass, `site.recompute` says:
+
+    selective   the product of gate and up (the output of the activation, without a gate) is computed again
+    chunk       more tokens than that on this rank pass in chunks, and the backward pass of each computes gate and up
+                again: the first of the products, with the all-gather over tp where activations are split. The second,
+                and its communication, are done once
+
+    With activations that are split over tp, each rank gives an equal share of each chunk. All ranks of a tp group have
+    equally many tokens, split or not, and so equally many chunks; over other axes an MLP exchanges nothing.
+    """
+
+    what = "an MLP"
+
+    def __init__(self, mlp: MLP, site: Site):
+        super().__init__()
+        self.recompute, self.compiled, self.has_gate = site.recompute, site.compile_layers, mlp.gated
+        self.activation = ACTIVATIONS[mlp.activation]
+        # Megatron has a fused kernel for this one.
+        self.fuses_bias = site.platform.is_cuda and mlp.gated and mlp.activation == "silu"
+        self.shards = site.tp if site.splits_activations else 1
+        ffn = site.tp * split_length(mlp.ffn, site.tp)
+        self.linear_fc1 = site.column_linear(
+            mlp.hidden, ffn * (1 + mlp.gated), bias=mlp.bias, leaves_bias=True, name="fc1"
+        )
+        self.linear_fc2 = site.row_linear(ffn, mlp.hidden, bias=mlp.bias, leaves_bias=True, name="fc2")
+
+    def linears(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+        """The two linear layers."""
+        return self.linear_fc1, self.linear_fc2
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`hidden` [S, 1, hidden] ([S / tp, 1, hidden] where activations are split) to the same, and a bias to add."""
+        if not self.recompute.chunks(len(hidden) * self.shards):
+            return self._at_once(hidden)
+        outs, bias = [], None
+        for piece in hidden.split(max(1, self.recompute.chunk // self.shards)):
+            with not_keeping(hidden):
+                product = remake(self._product_of_input, piece)
+            with not_keeping(product):
+                out, bias = self.linear_fc2(product)
+            outs.append(out)
+        return torch.cat(outs), bias
+
+    def _at_once(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        parts = parts_of(self, len(hidden))
+        together = len(parts) == 1
+        with not_keeping(hidden):
+            wide, bias = self.linear_fc1(hidden) if together else (first_in_parts(self.linear_fc1, hidden, parts), None)
+        inputs = (wide,) if bias is None else (wide, bias)
+        product = remake(self._product, *inputs) if self.recompute.selective else self._product(*inputs)
+        with not_keeping(product):
+            return self.linear_fc2(product) if together else second_in_parts(self.linear_fc2, product, parts)
+
+    def _product_of_input(self, piece: Tensor) -> Tensor:
+        return self._product(*self.linear_fc1(piece))
+
+    def _product(self, wide: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., 2 ffn] of gate and up to [..., ffn]; without a gate [..., ffn] to the same."""
+        if self.compiled:
+            return activated(wide, bias, self.activation, has_gate=self.has_gate)
+        if bias is not None and self.fuses_bias:
+            from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+
+            return bias_swiglu_impl(wide, bias, False, False)
+        wide = wide if bias is None else wide + bias
+        if not self.has_gate:
+            return self.activation(wide)
+        if self.activation is F.silu:
+            return swiglu(wide)
+        gate, up = wide.chunk(2, dim=-1)
+        return self.activation(gate) * up
+
+
+def swiglu(wide: Tensor) -> Tensor:
+    """silu(gate) * up, [..., ffn], of gate and up in one tensor [..., 2 ffn], which is all that is kept."""
+    return _SwiGLU.apply(wide)  # pyright: ignore[reportReturnType]
+
+
+def swiglu_forward(wide: Tensor) -> Tensor:
+    """`swiglu`, without its gradient."""
+    gate, up = wide.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def swiglu_backward(grad: Tensor, wide: Tensor) -> Tensor:
+    """The gradient of `wide`, as a compiler joins it into one pass."""
+    gate, up = wide.chunk(2, dim=-1)
+    of_gate = torch.ops.aten.silu_backward(grad * up, gate)
+    return torch.cat((of_gate, grad * F.silu(gate)), dim=-1)
+
+
+def swiglu_backward_in_place(grad: Tensor, wide: Tensor) -> Tensor:
+    """The gradient of `wide`, each part of it where it belongs."""
+    (gate, up), made = wide.chunk(2, dim=-1), torch.empty_like(wide)
+    of_gate, of_up = made.chunk(2, dim=-1)
+    activated = F.silu(gate)
+    torch.mul(grad, activated, out=of_up)
+    of_activated = torch.mul(grad, up, out=activated)  # It is read no more.
+    torch.ops.aten.silu_backward.grad_input(of_activated, gate, grad_input=of_gate)
+    return made
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, wide: Tensor) -> Tensor:
+        ctx.save_for_backward(wide)
+        return compiled(swiglu_forward)(wide) if compiles_for(wide) else swiglu_forward(wide)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (wide,) = ctx.saved_tensors
+        back = compiled(swiglu_backward) if compiles_for(wide) else swiglu_backward_in_place
+        return back(grad, wide)
