@@ -9,7 +9,7 @@ import pytest
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.frozen import Frozen
-from megatron_hetero.models.layers.parts import Passes
+from megatron_hetero.models.layers.parts import Passes, Tokens
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
 from tests.unit.models.test_stages import shapes_of
