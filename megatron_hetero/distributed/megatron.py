@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -119,6 +120,27 @@ def set_random_states(states: Mapping[str, Tensor], platform: Platform) -> None:
     tracker: Any = megatron_random.get_cuda_rng_tracker()
     tracker.set_states(of_tracker)
     platform.set_random_states(states)
+
+
+@contextlib.contextmanager
+def without_processes(device: torch.device) -> Iterator[None]:
+    """Inside, Megatron's layers are built and run on `device`, with groups that know their sizes, and without a default
+    process group and random streams: nothing is drawn.
+    """
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (torch.cuda, "current_device", lambda: device),
+        (dist, "is_initialized", lambda: True),
+        (dist, "get_rank", lambda *_: 0),
+        (megatron_random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext()),
+    )
+    before = [getattr(owner, name) for owner, name, _ in replaced]
+    try:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(replaced, before, strict=True):
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager

@@ -41,6 +41,8 @@ class _Compiler:
     """Whether `torch.compile` makes kernels for this process's GPU, as all ranks have agreed; None: not tried yet."""
 
     works: bool | None = None
+    instead: Callable[..., Any] | None = None
+    """What runs functions on tensors without values, in place of compiled ones, as `instead(function, *inputs)`."""
 
 
 _COMPILER = _Compiler()
@@ -81,7 +83,17 @@ def _without_compiler(problem: str) -> str:
 
 def compiles_for(tensor: torch.Tensor) -> bool:
     """Whether `torch.compile` makes kernels for the device of `tensor` that are worth the wait: those of a GPU."""
-    return tensor.is_cuda and _gpus_compile()
+    return _COMPILER.instead is not None if tensor.is_meta else tensor.is_cuda and _gpus_compile()
+
+
+@contextlib.contextmanager
+def instead_of_compiled(run: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `run(function, *inputs)` runs what a GPU compiles, on tensors without values (those on `meta`)."""
+    before, _COMPILER.instead = _COMPILER.instead, run
+    try:
+        yield
+    finally:
+        _COMPILER.instead = before
 
 
 @cache
@@ -89,13 +101,15 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[
     """`function` by `torch.compile`, once for tensors of any length. Without `dynamic`: of any length of dims that are
     marked so, as one graph; other sizes are known, which makes better kernels.
     """
-    made = torch.compile(function, dynamic=dynamic, fullgraph=not dynamic)
+    make = cache(partial(torch.compile, function, dynamic=dynamic, fullgraph=not dynamic))
 
     def run(*inputs: Any) -> Any:
+        if _COMPILER.instead is not None and any(isinstance(x, torch.Tensor) and x.is_meta for x in inputs):
+            return _COMPILER.instead(function, *inputs)
         # Here, as settings are those of a thread, and backward passes run in threads of their own.
         if torch._dynamo.config.recompile_limit < MOST_GRAPHS:
             torch._dynamo.config.recompile_limit = MOST_GRAPHS
-        return made(*inputs)
+        return make()(*inputs)
 
     return run
 
@@ -103,7 +117,7 @@ def compiled(function: Callable[..., Any], *, dynamic: bool = True) -> Callable[
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host on the device, without waiting for it: through pinned memory, or as it is on a CPU."""
     if device.type != "cuda":
-        return tensor
+        return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
 
 

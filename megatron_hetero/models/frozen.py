@@ -82,9 +82,9 @@ def frozen_tensors(shapes: ModelShapes, freeze: Sequence[str], train: Sequence[s
 
 def tensors_of_parts(shapes: ModelShapes) -> dict[str, list[str]]:
     """The names of a whole model's tensors by part."""
-    found: dict[str, list[str]] = {}
-    for name, part in parts_of_tensors(shapes).items():
-        found.setdefault(part, []).append(name)
+    found, parts = dict[str, list[str]](), parts_of_tensors(shapes)
+    for name in stored_shapes(shapes):
+        found.setdefault(parts[name], []).append(name)
     return found
 
 

@@ -21,9 +21,9 @@ from megatron_hetero.job import JobSpec, OfJob
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.recompute.policy import Recompute
+from megatron_hetero.models.weights import prefix_of
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
-from megatron_hetero.planning.memory.activations import StageBytes, encoder_stage, text_stage
 from megatron_hetero.planning.memory.allowance import ALLOWANCES, allowance_bytes
 from megatron_hetero.planning.memory.gathered import GatheredBytes, gathered_bytes, planned_span
 from megatron_hetero.planning.memory.lifetimes import RankBytes, peak_activations
@@ -34,10 +34,12 @@ from megatron_hetero.planning.memory.parameters import (
     parameter_bytes,
     parameters_of,
 )
+from megatron_hetero.planning.memory.parts import MeasuredModule
+from megatron_hetero.planning.memory.stages import StageBytes, stage_bytes
 from megatron_hetero.planning.memory.staging import loan_sizes, loans_of, peak_staging
 from megatron_hetero.planning.shards import ModuleShards, SequenceShard, encoder_shards, text_shards
 from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
-from megatron_hetero.planning.work import durations, encoder_trains, with_copies
+from megatron_hetero.planning.work import durations, with_copies
 from megatron_hetero.schedule.program import Role, Schedule
 from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
 from megatron_hetero.sharding.stages import Stage, stages_of_rank
@@ -392,17 +394,31 @@ class _Memory:
         return RankBytes(stages, held, needed, outputs, self.assumed.calls, rounded)
 
     def _stage(self, name: str, number: int, shard: SequenceShard) -> StageBytes:
-        itemsize, stage, layout = self.job.dtype.itemsize, self.job.stages[name][number], self.assumed.layouts[name]
-        config = self.job.config
-        recompute, offload = Recompute.of(config.model, name), config.offload_of(name).activations
-        if name == TEXT:
-            passes = self.job.frozen.passes(TEXT, inputs=True)
-            return text_stage(
-                self.assumed.shapes.text, layout, stage, shard, itemsize, passes, recompute, self.gpu,
-                offload=offload, compiled=config.model.compile == "layers",
-            )  # fmt: skip
-        shape, trains = self.assumed.shapes.encoders[name], encoder_trains(self.job.frozen, name)
-        return encoder_stage(shape, layout, stage, shard, itemsize, trains, recompute, self.gpu, offload=offload)
+        offload = self.job.config.offload_of(name).activations
+        return stage_bytes(self._modules[name], self.job.stages[name][number], shard, offload=offload)
+
+    @cached_property
+    def _modules(self) -> dict[str, MeasuredModule]:
+        config, frozen, shapes = self.job.config.model, self.job.frozen, self.assumed.shapes
+        prefixes = {name: "" if name == TEXT else prefix_of(name, shapes) for name in shapes.modules}
+        return {
+            name: MeasuredModule(
+                name,
+                self.assumed.shapes[name],
+                layout.tp,
+                layout.sp,
+                layout.cp,
+                self.job.sequence_parallel[name],
+                self.job.dtype,
+                Recompute.of(config, name),
+                frozen=frozenset(n for n in shapes[name].architecture.tensors if prefixes[name] + n in frozen.tensors),
+                trains=name == TEXT or frozen.trains(name),
+                parts=config.tp_overlap.get(name, 1),
+                compiled=config.compile == "layers",
+                gpu=self.gpu,
+            )
+            for name, layout in self.assumed.layouts.items()
+        }
 
 
 def _by_rank(boundary: Boundary, world_size: int) -> np.ndarray:

@@ -39,10 +39,6 @@ class SequenceShard:
     windows: Spans = ()
     supervised: int = 0
 
-    def spans(self, windowed: bool) -> Spans:
-        """Those of attention in windows, or of full attention."""
-        return self.windows if windowed else self.segments
-
 
 @dataclass(frozen=True, eq=False)
 class ModuleShards:

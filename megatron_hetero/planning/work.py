@@ -9,7 +9,7 @@ from megatron_hetero.config.schema import Config
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
-from megatron_hetero.names import TEXT, parts_of
+from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import DurationKey
@@ -96,9 +96,3 @@ def _tokens(assumed: AssumedBatch, name: str, images: float) -> float:
         return sum(assumed.lengths)
     sizes = assumed.sample.sizes[name]
     return images * sum(assumed.shapes.encoders[name].sequences(sizes[0])) if sizes else 0
-
-
-def encoder_trains(frozen: Frozen, encoder: str) -> tuple[bool, bool]:
-    """Whether an encoder trains, and whether its projector does."""
-    own, projector = parts_of(encoder)
-    return frozen.trains(own), frozen.trains(projector)

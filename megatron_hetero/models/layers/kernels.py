@@ -187,15 +187,22 @@ def flash_attn(
 
 
 def bucketed(
-    q_nHD: Tensor, k_KhD: Tensor, v_KhD: Tensor, segments: PackedSegments, *, causal: bool, scale: float | None
+    q_nHD: Tensor,
+    k_KhD: Tensor,
+    v_KhD: Tensor,
+    segments: PackedSegments,
+    *,
+    causal: bool,
+    scale: float | None,
+    attend: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
-    """By PyTorch's `scaled_dot_product_attention`, called once for each bucket of `segments`."""
+    """By `attend`, PyTorch's `scaled_dot_product_attention`, called once for each bucket of `segments`."""
     queries = [bucket.queries * bucket.segments for bucket in segments.buckets]
     keys = [bucket.keys * bucket.segments for bucket in segments.buckets]
     q_parts = _ordered(q_nHD, segments.order).split(queries)
     k_parts, v_parts = (_ordered(x, segments.key_order).split(keys) for x in (k_KhD, v_KhD))
     inputs = zip(q_parts, k_parts, v_parts, segments.buckets, strict=True)
-    parts = [_bucket(q, k, v, bucket, segments, causal, scale) for q, k, v, bucket in inputs]
+    parts = [_bucket(q, k, v, bucket, segments, causal, scale, attend) for q, k, v, bucket in inputs]
     out, order = parts[0] if len(parts) == 1 else torch.cat(parts), segments.order
     return out if order is None else torch.empty_like(out).index_copy(0, order, out)
 
@@ -205,12 +212,19 @@ def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _bucket(
-    q: Tensor, k: Tensor, v: Tensor, bucket: ShapeBucket, segments: PackedSegments, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bucket: ShapeBucket,
+    segments: PackedSegments,
+    causal: bool,
+    scale: float | None,
+    attend: Callable[..., Tensor],
 ) -> Tensor:
     q, k, v = (x.unflatten(0, (bucket.segments, -1)).transpose(1, 2) for x in (q, k, v))
     # `is_causal` of this function aligns at the first query and key. The one query of a segment sees all its keys.
     masked = causal and 1 < bucket.queries < bucket.keys
-    out = F.scaled_dot_product_attention(
+    out = attend(
         q,
         k,
         v,

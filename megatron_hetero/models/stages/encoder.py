@@ -40,7 +40,7 @@ class EncoderModel(ModuleStage):
         self._entry = architecture.entry.name
         held = list(architecture.ends_of(self.stage))
         self._added = [end.name for end in held if end.at == "first" and end is not architecture.entry]
-        self._outputs = [end for end in held if end.output]
+        self.outputs = [end for end in held if end.output]
         self._patch_shards = site.tp if site.splits_activations else 1
 
     def forward(self, batch: EncoderInput, hidden: Tensor | None = None) -> Tensor | dict[str, Tensor]:
@@ -55,7 +55,7 @@ class EncoderModel(ModuleStage):
         assert hidden is not None, "stages after the first take hidden states"
         others: dict[str, Tensor] = {}
         hidden = self.run_layers(batch, hidden, others)
-        last = next((end for end in self._outputs if end.at == "last"), None)
+        last = next((end for end in self.outputs if end.at == "last"), None)
         out = hidden if last is None else self._rows(batch, last, hidden)
         return {HIDDEN if last is None else last.output: out} | others if others else out
 
@@ -90,7 +90,7 @@ class EncoderModel(ModuleStage):
         that are computed after layers before the last.
         """
         table = self.shape.rotary.table(batch.positions)
-        after = {end.at: self._into(others, end, batch) for end in self._outputs if isinstance(end.at, int)}
+        after = {end.at: self._into(others, end, batch) for end in self.outputs if isinstance(end.at, int)}
         return self._run(hidden, table, batch.attention, after)
 
     def _into(self, others: dict[str, Tensor], end: End, batch: EncoderInput) -> Between:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_hetero.layout.edge import Edge
-from megatron_hetero.planning.memory.activations import StageBytes
+from megatron_hetero.planning.memory.stages import StageBytes
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Module, Role, Schedule, StageId
 

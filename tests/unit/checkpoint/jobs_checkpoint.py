@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 import pretrain_vlm
-from megatron_hetero.checkpoint import shared_folder, state
+from megatron_hetero.checkpoint import shared_folder
+from megatron_hetero.checkpoint import whole as writing
 from megatron_hetero.checkpoint.contents import Entry
 from megatron_hetero.checkpoint.format import storage
 from megatron_hetero.checkpoint.format.index import index_dtypes, index_shapes, read_index
@@ -261,7 +262,7 @@ def saves_apart(flags: list[str], folder: Path, where: str) -> str:
             (partial / name).unlink()
         return records
 
-    with mock.patch.object(folder_module, "SEEN_S", 0.3), mock.patch.object(state, "write_entries", write):
+    with mock.patch.object(folder_module, "SEEN_S", 0.3), mock.patch.object(writing, "write_entries", write):
         return _error(lambda: run.saver.after(2))
 
 

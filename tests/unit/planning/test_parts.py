@@ -15,10 +15,10 @@ from megatron_hetero.execution import gathering
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.offload.policy import OffloadSizes
-from megatron_hetero.planning.memory.activations import flash_workspace
-from megatron_hetero.planning.memory.layers import LayerBytes, LayersBytes, layers_bytes
+from megatron_hetero.planning.memory.measured import flash_workspace
 from megatron_hetero.planning.memory.nccl_memory import NVLS_BYTES, PEER_BYTES, RING_BYTES, bytes_by_rank, kind_bytes
 from megatron_hetero.planning.memory.parameters import Parameter, buckets_of, parameter_bytes
+from megatron_hetero.planning.memory.stages import KeptBytes, StageBytes, together
 from megatron_hetero.planning.memory.staging import SimulatedBufferPool
 from megatron_hetero.planning.traffic import Indexed, traffic_of
 from tests.unit.planning.conftest import MakePlan
@@ -145,20 +145,32 @@ def test_memory_of_communicators() -> None:
     assert bytes_by_rank((), 1).tolist() == [0], "a rank alone has no communicator"
 
 
-LAYERS = [LayerBytes(10, 1), LayerBytes(30), LayerBytes(20, 2, again=100), LayerBytes(5)]
+LAYERS = [[KeptBytes(10, 1)], [KeptBytes(30)], [KeptBytes(20, 2, again=100)], [KeptBytes(5)]]
+
+
+def bytes_of(saved: int, passing: int, again: int, host: int) -> StageBytes:
+    return StageBytes(saved, passing, again, host, forward=passing, backward=0)
 
 
 def test_layers_that_stay_add_up() -> None:
-    # The third is made again when the fourth is gone.
-    assert layers_bytes(LAYERS) == LayersBytes(kept=65, passing=0, again=95, host=0)
-    assert layers_bytes([]) == LayersBytes(0, 0, 0, 0)
+    # The third is recomputed when the fourth is gone.
+    assert together(LAYERS) == bytes_of(65, 0, 95, 0)
+    assert together([]) == bytes_of(0, 0, 0, 0)
 
 
 def test_layers_that_are_offloaded_are_on_the_device_two_at_a_time() -> None:
     """In both passes most with the third: 1 of the first, 30 and 20, in place of 1 + 0 + 2 + 5."""
-    assert layers_bytes(LAYERS, OffloadSizes(least=1, block=8)) == LayersBytes(8, 43, 143, 16 + 32 + 24)
+    assert together(LAYERS, offload=OffloadSizes(least=1, block=8)) == bytes_of(8, 43, 143, 16 + 32 + 24)
     # A single layer is offloaded too.
-    assert layers_bytes(LAYERS[:1], OffloadSizes(least=1, block=8)) == LayersBytes(1, 9, 9, 16)
+    assert together(LAYERS[:1], offload=OffloadSizes(least=1, block=8)) == bytes_of(1, 9, 9, 16)
+
+
+def test_workspace_is_that_of_the_part_that_takes_most_with_what_is_kept_then() -> None:
+    """Backward the second layer has most: 10 and 20 are there, 30 more for its time, when 5 and 7 are gone."""
+    layers = [[KeptBytes(10, forward=3, backward=20)], [KeptBytes(20, forward=8, backward=30)], [KeptBytes(5)]]
+    found = together(layers, before=[KeptBytes(1, 1)], after=[KeptBytes(7, forward=9, backward=4)])
+    assert (found.saved, found.forward, found.backward) == (43, 9, 30 - 12)
+    assert together(layers).backward == 30 - 5
 
 
 @pytest.mark.parametrize("recompute, moved", [("none", 4.91), ("selective", 3.27), ("full", 0.25)])
@@ -181,14 +193,3 @@ def test_attention_goes_backward_in_three_times_the_memory_for_small_windows() -
     assert flash_workspace(16384, 16384, 1, 16, 16, 80) == 4 * (16384 + 128) * 16 * 97
     shared = flash_workspace(4096, 4096, 1, 7, 1, 128) - 4 * (4096 + 128) * 7 * 129
     assert shared == 2 * 2 * 4096 * 7 * 128, "keys and values of each head"
-
-
-def test_a_plan_has_the_memory_in_which_attention_goes_backward(
-    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here the encoder's MLPs are so narrow that its backward pass peaks in attention."""
-    given = 2, "dp:1@0", "dp:1@1", "--model.dtype bfloat16 --plan.image_side 1792 --data.max_seq_length 8192"
-    planned = make_plan(*given).memory.sum(axis=1)
-    monkeypatch.setattr("megatron_hetero.planning.memory.activations.flash_workspace", lambda *_: 0)
-    without = make_plan(*given).memory.sum(axis=1)
-    assert planned[0] - without[0] == flash_workspace(16384, 16384, 256, 16, 16, 80) and planned[1] == without[1]

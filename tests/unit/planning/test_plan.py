@@ -350,9 +350,12 @@ def test_a_plot_that_is_replaced_is_reported(
     assert "replacing the previous file" not in first and "replacing the previous file" in second
 
 
-def test_the_program_plans_without_megatron_data_or_weights(plan_flags: Callable[[str], list[str]]) -> None:
+def test_the_program_plans_without_processes_data_or_weights(plan_flags: Callable[[str], list[str]]) -> None:
     argv = plan_flags("--plan --world-size 2 --vision-parallel sp:2 --text-parallel tp:2")
-    code = f"import sys, pretrain_vlm; pretrain_vlm.main({argv!r}); assert 'megatron.core' not in sys.modules"
+    code = (
+        "import pretrain_vlm, torch; from torch import distributed as dist; asked = torch.cuda.current_device; "
+        f"pretrain_vlm.main({argv!r}); assert not dist.is_initialized() and torch.cuda.current_device is asked"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "No problems found." in done.stdout
