@@ -1,4 +1,4 @@
-"""Several samples in one sequence, without padding between them."""
+"""Samples, and several of them in one sequence, without padding between them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,43 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_hetero.data.items import Size
 from megatron_hetero.data.records import MOST_CHARACTERS, Record
-from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
+from megatron_hetero.models.items.types import Size
 
 IGNORED = -100
 CHARACTERS_PER_TOKEN = 64
 """More than the average of any text; tokenizers have longer tokens, for rules and blanks."""
 FEW_CHARACTERS = 2**16
 """Texts up to this size are always tokenized, which is cheap and gives their exact length."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedSample:
+    """One record as tokens, with a token for each row of its items.
+
+    Attributes:
+        input_ids: int64 [n].
+        supervised: bool [n], true for the tokens the model is trained to produce.
+        sizes: of each item, of its type's own.
+        pieces: of each item the sizes of its pieces.
+        position_ids: int64 [3, n], multimodal rotary positions from 0.
+        row_positions: int64 [rows], the indices of the tokens that stand for rows, item by item in the order of rows.
+        rows: int64 [items], the rows of each item.
+        record: its source, which also names the encoder of each item.
+    """
+
+    input_ids: np.ndarray
+    supervised: np.ndarray
+    sizes: tuple[Size, ...]
+    pieces: tuple[tuple[Size, ...], ...]
+    position_ids: np.ndarray
+    row_positions: np.ndarray
+    rows: np.ndarray
+    record: Record
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +57,6 @@ class PackedBatch:
             predicts nothing, so labels never cross samples.
         position_ids: int64 [3, n], from 0 in each sample.
         cu_seqlens: int64 [samples + 1], where each sample begins and the last one ends.
-        sizes: of each image, of the type of its encoder's family.
-        rows: int64 [images], the tokens of each image.
-        encoders: which encoder each image is for.
-        image_positions: int64 [rows], the positions of image tokens: image by image, in raster order of merged patches.
         supervised_tokens: labels that are not -100.
     """
 
@@ -41,10 +64,6 @@ class PackedBatch:
     labels: np.ndarray
     position_ids: np.ndarray
     cu_seqlens: np.ndarray
-    sizes: tuple[Size, ...]
-    rows: np.ndarray
-    encoders: tuple[str, ...]
-    image_positions: np.ndarray
     supervised_tokens: int
 
 
@@ -58,16 +77,11 @@ def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
         check_rows(sample)
     cu_seqlens = np.cumsum([0] + [len(sample) for sample in samples], dtype=np.int64)
     labels = _joined([_labels(sample) for sample in samples])
-    images = [start + sample.image_positions for start, sample in zip(cu_seqlens[:-1], samples, strict=True)]
     return PackedBatch(
         input_ids=_joined([sample.input_ids for sample in samples]),
         labels=labels,
         position_ids=_joined([sample.position_ids for sample in samples], 3),
         cu_seqlens=cu_seqlens,
-        sizes=tuple(size for sample in samples for size in sample.sizes),
-        rows=_joined([sample.rows for sample in samples]),
-        encoders=tuple(name for sample in samples for name in sample.record.encoders),
-        image_positions=_joined(images),
         supervised_tokens=int((labels != IGNORED).sum()),
     )
 
@@ -106,7 +120,7 @@ def check_length(sample: TokenizedSample, max_seq_length: int, too_long: Literal
         return False
     raise UserError.at(
         sample.record.where,
-        found=f"a sample of {len(sample)} tokens, {len(sample.image_positions)} of them for images",
+        found=f"a sample of {len(sample)} tokens, {len(sample.row_positions)} of them for images",
         expected=f"at most data.max_seq_length = {max_seq_length}",
         because="samples are never truncated",
         fix="raise data.max_seq_length, lower data.max_pixels, or set data.too_long to skip",
@@ -116,10 +130,10 @@ def check_length(sample: TokenizedSample, max_seq_length: int, too_long: Literal
 def check_rows(sample: TokenizedSample) -> None:
     """Check that a sample has as many image tokens as its images have rows. Raises `UserError`."""
     rows = int(sample.rows.sum())
-    if rows != len(sample.image_positions):
+    if rows != len(sample.row_positions):
         raise UserError.at(
             f"{sample.record.where}: field 'image'",
-            found=f"{len(sample.image_positions)} image tokens",
+            found=f"{len(sample.row_positions)} image tokens",
             expected=f"{rows}, one for each merged patch of its {len(sample.sizes)} images",
             fix="do not change pictures while training reads them, or correct the record",
         )

@@ -18,6 +18,7 @@ from megatron_hetero.engine.data_parallel import DataParallel, Replicated
 from megatron_hetero.engine.fully_sharded import FullySharded, shard_stage, without_weights
 from megatron_hetero.execution.gathering import shares_weights
 from megatron_hetero.hf.weight_map import Held, WeightMap, WeightSource, held, load_slices
+from megatron_hetero.layout.stages import Stage, stages_of_rank
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.parameters import TIED_COPIES
 from megatron_hetero.models.common.recompute.policy import Recompute
@@ -25,7 +26,6 @@ from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of, tied_parameter, weight_map
 from megatron_hetero.names import TEXT
-from megatron_hetero.sharding.stages import Stage, stages_of_rank
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_hetero.config.schema import PlanConfig
-from megatron_hetero.data.items import Size
+from megatron_hetero.models.family import EncoderShape
+from megatron_hetero.models.items.types import ItemType, Size
+from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 
 
@@ -49,11 +51,21 @@ class AssumedSample:
         return max(1, min(most))
 
 
+def assumed_sizes(plan: PlanConfig, shapes: ModelShapes) -> dict[str, Size]:
+    """By encoder the size of its pieces."""
+    return {name: item_type(shape).assumed(shape, plan) for name, shape in shapes.encoders.items()}
+
+
+def item_type(shape: EncoderShape) -> ItemType:
+    """The type of the items that section `plan` describes."""
+    return family_of(shape.family).items[0]
+
+
 def assumed_sample(plan: PlanConfig, shapes: ModelShapes) -> AssumedSample:
     """The sample that section `plan` describes, for a model of these shapes."""
-    square = {name: shape.square(plan.image_side) for name, shape in shapes.encoders.items()}
-    sizes = {name: (size,) * plan.images for name, size in square.items()}
-    rows = {name: shapes.encoders[name].rows(size) for name, size in square.items()}
+    of_piece = assumed_sizes(plan, shapes)
+    sizes = {name: (size,) * plan.images for name, size in of_piece.items()}
+    rows = {name: shapes.encoders[name].rows(size) for name, size in of_piece.items()}
     tokens = plan.tokens + sum(rows[name] * len(sizes[name]) for name in sizes)
     return AssumedSample(sizes, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_hetero.data.items import Modality, Size
-from megatron_hetero.data.records import Record
 from megatron_hetero.files.json_objects import Table
 from megatron_hetero.hf.weight_map import WeightMap
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.common.demo_sizes import DemoSizes
 from megatron_hetero.models.common.flops import TextFlopShape, VisionFlopShape
-from megatron_hetero.sharding.items import ItemShape
-from megatron_hetero.sharding.stages import Stage
+from megatron_hetero.models.items.types import ItemShape, ItemType
 
 TensorShapes = dict[str, tuple[int, ...]]
 """Stored tensors by name, in the order in which they are written."""
@@ -101,16 +99,8 @@ class EncoderShape(TransformerShape, ItemShape, Protocol):
         """The layers whose attention sees whole sequences; that of the others sees windows."""
         ...
 
-    def square(self, side: int) -> Size:
-        """The size of a square image of `side` pixels, as the family's processor resizes it."""
-        ...
-
-    def side(self, size: Any) -> int:
-        """Pixels of a side of an item of that size, a square image."""
-        ...
-
     def windows(self, size: Any) -> list[int]:
-        """Patches of each window of local attention of an item."""
+        """Patches of each window of local attention of a piece."""
         ...
 
     def flop_shape(self, layers: Collection[int], embeds: bool) -> VisionFlopShape:
@@ -149,37 +139,6 @@ class TextShape(TransformerShape, Protocol):
         before the layers; for others the layer to whose output they are added. None where the model does not take them.
         """
         ...
-
-
-class ItemReader(Protocol):
-    """What an encoder sees of the items that are for it. Holds no open files and can be pickled."""
-
-    token_id: int
-    """The token that stands for one row."""
-
-    def size(self, record: Record, k: int) -> Size:
-        """Of item `k` of a record, from its header. Raises `UserError`."""
-        ...
-
-    def places(self, size: Any) -> np.ndarray:
-        """Where the rows of an item lie in time, height and width, from where it begins: int64 [3, rows]."""
-        ...
-
-    def patches(self, record: Record, k: int, size: Any) -> np.ndarray:
-        """The decoded patches of item `k`, of that size: float32 [patches, patch_elements]. Raises `UserError`."""
-        ...
-
-    def describe(self, record: Record, k: int, size: Any) -> str:
-        """Item `k` in words: what it is in its file, and what the encoder takes. Raises `UserError`."""
-        ...
-
-
-class ItemTokens(NamedTuple):
-    """How the text shows an item: between `start` and `end` a `row` for each of its rows. Names of `Family.tokens`."""
-
-    start: str
-    row: str
-    end: str
 
 
 class Family(Protocol):
@@ -245,27 +204,14 @@ class Family(Protocol):
         ...
 
     @property
-    def shown(self) -> Mapping[Modality, ItemTokens]:
-        """Which of them show items of each modality that the text module knows."""
-        ...
-
-    @property
-    def modality(self) -> Modality:
-        """What the encoder takes."""
-        ...
-
-    def image_processor_class(self) -> type:
-        """The class of `transformers` whose pixels the encoder takes."""
-        ...
-
-    def reader(self, image_processor: Any, token_id: int, max_image_pixels: int) -> ItemReader:
-        """What reads items for the encoder. `token_id`: the token that stands for a row."""
+    def items(self) -> Sequence[ItemType]:
+        """What the encoder takes: types of items, of a modality each, of which section `plan` describes the first."""
         ...
 
     @property
     def positions(self) -> Callable[[int, np.ndarray, Sequence[np.ndarray]], np.ndarray]:
-        """Rotary positions of a sample of so many tokens, int64 [dims, tokens], from the first token of each item and
-        the places of its rows, see `ItemReader.places`.
+        """Rotary positions of a sample of so many tokens, int64 [dims, tokens], from the first token of each block and
+        the places of its rows, see `Block`.
         """
         ...
 

@@ -7,12 +7,12 @@ the encoder's name before them.
 from __future__ import annotations
 
 from megatron_hetero.hf.weight_map import WeightMap
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.common.parameters import EMBEDDING, HEAD, PROJECTOR
 from megatron_hetero.models.family import EncoderShape, TensorShapes
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT, VISION, parts_of
-from megatron_hetero.sharding.stages import Stage
 
 ENCODER = "visual."
 

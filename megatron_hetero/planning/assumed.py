@@ -12,17 +12,17 @@ import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.config.schema import PlanConfig
+from megatron_hetero.data.sharding.balance import assign, assign_in_order
+from megatron_hetero.data.sharding.calls import cut_calls
+from megatron_hetero.data.sharding.encoder_shards import EncoderShards
+from megatron_hetero.data.sharding.token_shards import TokenShards
 from megatron_hetero.errors import UserError
 from megatron_hetero.job import BatchShape, Budget, JobSpec, micro_batch_setting
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.assumed import AssumedSample, assumed_sample, lengthened
+from megatron_hetero.models.assumed import AssumedSample, assumed_sample, assumed_sizes, lengthened
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
-from megatron_hetero.sharding.balance import assign, assign_in_order
-from megatron_hetero.sharding.calls import cut_calls
-from megatron_hetero.sharding.encoder_shards import EncoderShards
-from megatron_hetero.sharding.token_shards import TokenShards
 
 MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 22, 1 << 23
 """Of an assumed micro-batch, over all replicas; tokens of one of them."""
@@ -130,7 +130,7 @@ def _require_size(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, sett
     """Check that the images and tokens of a micro-batch are few enough to be counted one by one."""
     packs = batch.samples * batch.replicas
     images = plan.images * len(shapes.encoders) * packs
-    of_image = sum(shape.rows(shape.square(plan.image_side)) for shape in shapes.encoders.values())
+    of_image = sum(shapes.encoders[name].rows(size) for name, size in assumed_sizes(plan, shapes).items())
     # Every image counts, and so does a pack's every token.
     rows, pack = plan.images * of_image * packs, (plan.images * of_image + plan.tokens) * batch.samples
     found = {

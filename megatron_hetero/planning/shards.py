@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_hetero.data.sharding.encoder_shards import EncoderShards
+from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.items.types import padded_patches
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch, one_replica
-from megatron_hetero.sharding.context import AttentionSegments
-from megatron_hetero.sharding.encoder_shards import EncoderShards
-from megatron_hetero.sharding.items import padded_patches
 
 Spans = tuple[tuple[int, int], ...]
 """Queries and keys of segments of attention, in order."""

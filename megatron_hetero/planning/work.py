@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from megatron_hetero.config.schema import Config
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.common.flops import (
     Passes,
     merger_flops,
@@ -17,7 +18,6 @@ from megatron_hetero.names import TEXT, parts_of
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import DurationKey
-from megatron_hetero.sharding.stages import Stage
 
 FORWARD = Passes(inputs=False, weights=False)
 COPIED = 8000

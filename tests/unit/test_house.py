@@ -20,15 +20,15 @@ outputs
 layout
 hf config
 distributed
-data watch
+watch
 boundary
 schedule
-execution sharding
+execution
 models
-processor job
+job
 engine
 recipe
-batch
+data
 checkpoint planning
 training
 evaluation

@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_hetero.models.common.flops import VisionFlopShape
-from megatron_hetero.models.common.images.geometry import ImageSize
-from megatron_hetero.models.common.images.shape import ImageEncoderShape
 from megatron_hetero.models.common.language_shape import LanguageModelShape
 from megatron_hetero.models.family import LayerKind
+from megatron_hetero.models.items.pictures.geometry import ImageSize
+from megatron_hetero.models.items.pictures.shape import ImageEncoderShape
 from megatron_hetero.models.qwen2_5_vl.geometry import ImageGeometry, image_geometry
 from megatron_hetero.names import ROWS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_hetero.hf.weight_map import TensorSlice, WeightMap
+from megatron_hetero.layout.stages import LAYERS, Stage
 from megatron_hetero.models.common.weights import text
 from megatron_hetero.models.common.weights.slices import gate_and_up, split_columns, whole
 from megatron_hetero.models.common.weights.vision import (
@@ -14,7 +15,6 @@ from megatron_hetero.models.common.weights.vision import (
 )
 from megatron_hetero.models.family import TensorShapes
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
-from megatron_hetero.sharding.stages import LAYERS, Stage
 
 _MLP = "mlp.0", "mlp.2"
 """What a merger calls its linear layers."""

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_hetero.models.common.images.geometry import ImageSize, patch_places
+from megatron_hetero.models.items.pictures.geometry import ImageSize, patch_places
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,10 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_hetero.models.common.flops import VisionFlopShape
-from megatron_hetero.models.common.images.geometry import ImageSize
-from megatron_hetero.models.common.images.shape import ImageEncoderShape
 from megatron_hetero.models.common.language_shape import LanguageModelShape
 from megatron_hetero.models.family import LayerKind
+from megatron_hetero.models.items.pictures.geometry import ImageSize
+from megatron_hetero.models.items.pictures.shape import ImageEncoderShape
 from megatron_hetero.models.qwen3_vl.geometry import RasterOrder, raster_order
 from megatron_hetero.names import ROWS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_hetero.hf.weight_map import TensorSlice, WeightMap
+from megatron_hetero.layout.stages import LAYERS, Stage
 from megatron_hetero.models.common.weights import text
 from megatron_hetero.models.common.weights.slices import split_columns, split_rows, whole
 from megatron_hetero.models.common.weights.vision import (
@@ -14,7 +15,6 @@ from megatron_hetero.models.common.weights.vision import (
 )
 from megatron_hetero.models.family import TensorShapes
 from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
-from megatron_hetero.sharding.stages import LAYERS, Stage
 
 _LINEARS = "linear_fc1", "linear_fc2"
 

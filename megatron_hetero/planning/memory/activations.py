@@ -39,6 +39,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.common.flops import TRAINED, Passes
 from megatron_hetero.models.common.language_shape import keeps_logits, tokens_at_a_time
 from megatron_hetero.models.common.offload.policy import OffloadSizes
@@ -48,7 +49,6 @@ from megatron_hetero.models.family import EncoderShape, LayerKind, TextShape
 from megatron_hetero.names import ROWS
 from megatron_hetero.planning.memory.layers import LayerBytes, LayersBytes, layers_bytes
 from megatron_hetero.planning.shards import SequenceShard, Spans
-from megatron_hetero.sharding.stages import Stage
 
 FP32 = 4
 

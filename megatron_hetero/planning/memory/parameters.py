@@ -31,9 +31,9 @@ from megatron_hetero.config.schema import FP32, PrecisionConfig
 from megatron_hetero.engine.number_formats import BLOCK, batch_elements
 from megatron_hetero.execution.gathering import bucket_elements, rows_of_share, shares_weights
 from megatron_hetero.hf.weight_map import TensorSlice
+from megatron_hetero.layout.stages import LAYERS, Stage
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import group_of, stored_shapes, tied_parameter, weight_map
-from megatron_hetero.sharding.stages import LAYERS, Stage
 
 _MASTER = {"float32": 4, "split": 2, "none": 0}
 _MOMENT = {"float32": 4, "bfloat16": 2, "8bit": 1}

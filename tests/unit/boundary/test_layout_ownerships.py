@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.data.sharding.ownerships import own_samples, own_tokens, tokens_of
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.sharding.ownerships import own_samples, own_tokens, tokens_of
 
 DEGREE = st.integers(1, 3)
 unhurried = settings(deadline=None)

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.models.common.exchange import padded_index
-from megatron_hetero.sharding.context import (
+from megatron_hetero.layout.context import (
     AttentionSegments,
     chunk_bounds,
     contiguous_segments,
     zigzag_segments,
     zigzag_tokens,
 )
+from megatron_hetero.models.common.exchange import padded_index
 
 PACKS = st.lists(st.integers(0, 20), max_size=6)
 MEMBERS = st.integers(1, 5)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from megatron_hetero.models.common.images.geometry import ImageSize
+from megatron_hetero.data.sharding.encoder_shards import EncoderPlan, plan_encoder
+from megatron_hetero.models.items.pictures.geometry import ImageSize
 from megatron_hetero.models.qwen2_5_vl.geometry import ImageGeometry, image_geometry
-from megatron_hetero.sharding.items import EncoderPlan, plan_encoder
 
 PATCH = 14
 COST = (1.0, 0.01)

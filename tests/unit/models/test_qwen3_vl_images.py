@@ -14,14 +14,14 @@ from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-from megatron_hetero.models.common.images.geometry import ImageSize
+from megatron_hetero.data.sharding.encoder_shards import plan_encoder
 from megatron_hetero.models.common.stages.rotary import multimodal_table
+from megatron_hetero.models.items.pictures.geometry import ImageSize
 from megatron_hetero.models.qwen3_vl.geometry import raster_order
 from megatron_hetero.models.qwen3_vl.joining import rope_settings
 from megatron_hetero.models.qwen3_vl.position_table import taps
 from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
 from megatron_hetero.names import ROWS
-from megatron_hetero.sharding.items import plan_encoder
 
 some = settings(max_examples=100)
 SHAPE = VisionShape(4, 48, 4, 52, 3, 16, 2, 2, 64, 1e4, table_side=6, deepstack=(0, 2))

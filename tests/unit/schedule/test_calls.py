@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_hetero.data.sharding.calls import PATCHES_OF_A_CALL, cut_calls
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.sharding.calls import PATCHES_OF_A_CALL, cut_calls
 from tests.unit.schedule.oracle import execute
 from tests.unit.schedule.shapes import layouts, schedules
 

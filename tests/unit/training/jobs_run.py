@@ -18,8 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import Record
-from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.engine.bucket_sums import BucketSums
 from megatron_hetero.engine.gradients import scale_gradients
 from megatron_hetero.engine.module import TrainedModule
@@ -31,12 +32,12 @@ from megatron_hetero.execution.contract import StepResult
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.weights import stored_shapes
-from megatron_hetero.processor.processor import Processor
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.training.export import Value, assemble, gather_parameters
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
+from tests.support.items import IMAGE
 from tests.support.pool import platform
 
 Arrays = dict[str, np.ndarray]
@@ -417,7 +418,7 @@ def decoded(flags: list[str]) -> list[dict[str, Any]]:
     run = build(flags)
     seen: list[tuple[str, int]] = []
     samples: Any = run.loader.reader
-    reader, results = samples.processor.readers["vision"], []
+    reader, results = samples.processor.readers[IMAGE], []
     real = reader.patches
 
     def spy(record: Any, place: int, grid: Any) -> np.ndarray:
@@ -435,7 +436,7 @@ def batches(flags: list[str]) -> list[list[tuple[list[int], bytes, int]]]:
     """Tokens, pixels and supervised tokens of every micro-batch of every step."""
     run = build(flags)
     return [
-        [(m.pack.input_ids.tolist(), _bytes(m.pixels), b.supervised) for m in b.micro_batches if m.pack is not None]
+        [(m.pack.input_ids.tolist(), _bytes(m.patches), b.supervised) for m in b.micro_batches if m.pack is not None]
         for _, b, _ in run.batches()
     ]
 

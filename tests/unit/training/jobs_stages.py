@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hetero.config.schema import OptimizerConfig
+from megatron_hetero.data.sharding.encoder_shards import EncoderShards
+from megatron_hetero.data.sharding.token_shards import TokenShards
 from megatron_hetero.distributed.megatron import prepare_globals
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology
@@ -22,6 +24,7 @@ from megatron_hetero.engine.module import TrainedModule, build_module, load_para
 from megatron_hetero.engine.optimizer import build_optimizer
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.stages import Stage, cut_stages, stages_of_rank
 from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
 from megatron_hetero.models.common.backend import TorchSpecProvider, te_provider
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
@@ -31,9 +34,6 @@ from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import canonical_name, stored_shapes, weight_map
 from megatron_hetero.models.writer import companions_of
 from megatron_hetero.names import ROWS, TEXT
-from megatron_hetero.sharding.encoder_shards import EncoderShards
-from megatron_hetero.sharding.stages import Stage, cut_stages, stages_of_rank
-from megatron_hetero.sharding.token_shards import TokenShards
 from megatron_hetero.training.export import Value, assemble, export_model, gather_parameters
 from tests.support.shapes import shapes_of_folder
 
@@ -293,7 +293,7 @@ def vision(case: Case) -> dict[str, Any]:
     weights = torch.randn(units, shape.out_hidden, generator=random)
     own = torch.nn.functional.pad(pixels[ids].view(-1, shape.patch_elements), (0, 0, 0, share.padding))
     batch = EncoderInput(
-        pixels=own if module.stages[0].is_first else None,
+        patches=own if module.stages[0].is_first else None,
         positions=torch.from_numpy(share.positions),
         attention=AttentionPlan(
             full=PackedSegments.of_segments(share.segments, CPU, share.cp_lengths),

@@ -26,6 +26,6 @@ class OddReader:
             raise ZeroDivisionError("of our own")
         return os.getpid()
 
-    def patches(self, picture: Any) -> np.ndarray:
-        """As many as the number of the picture."""
-        return np.full((picture.number, 1000), picture.number, np.float32)
+    def patches(self, wanted: Any) -> np.ndarray:
+        """As many as the number of the item."""
+        return np.full((wanted.number, 1000), wanted.number, np.float32)

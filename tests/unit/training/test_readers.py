@@ -17,15 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_hetero.batch.readers.messages import receive, send
-from megatron_hetero.batch.readers.processes import ReaderProcesses
-from megatron_hetero.batch.readers.reader import Picture, SampleReader
 from megatron_hetero.config.schema import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.data.readers.messages import receive, send
+from megatron_hetero.data.readers.processes import ReaderProcesses
+from megatron_hetero.data.readers.reader import SampleReader, Wanted
 from megatron_hetero.data.records import Record
 from megatron_hetero.errors import UserError
-from megatron_hetero.processor.processor import Processor
 from tests.support.folders import ModelChoice, write_data, write_model
+from tests.support.items import whole
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.unit.training import jobs_run as jobs
@@ -120,10 +121,10 @@ def test_another_process_reads_the_same(readers: tuple[SampleReader, ReaderProce
         mine, theirs = (reader.tokenise(mixture[number]) for reader in (here, there))
         assert mine is not None and theirs is not None and mine.record == theirs.record
         assert mine.sizes == theirs.sizes
-        for name in ("input_ids", "supervised", "position_ids", "image_positions", "rows"):
+        for name in ("input_ids", "supervised", "position_ids", "row_positions", "rows"):
             np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
         for k, size in enumerate(mine.sizes):
-            picture = Picture(mine.record, k, size)
+            picture = Wanted(mine.record, k, whole(size))
             pixels = here.patches(picture), there.patches(picture)
             assert pixels[0].dtype == pixels[1].dtype and pixels[0].tobytes() == pixels[1].tobytes()
 
@@ -132,7 +133,7 @@ def test_what_is_wrong_with_data_is_said_in_the_same_words(
     readers: tuple[SampleReader, ReaderProcesses, Mixture],
 ) -> None:
     here, there, mixture = readers
-    (mixture[0].image_path(0)).write_bytes(b"no picture")
+    (mixture[0].item(0).path).write_bytes(b"no picture")
     told = []
     for reader in (here, there):
         with pytest.raises(UserError) as raised:
@@ -151,7 +152,7 @@ def test_as_many_processes_as_threads_work(odd: Callable[..., ReaderProcesses]) 
     readers, found = odd(count=2), dict[int, int]()
 
     def read(number: int) -> None:
-        found[number] = len(readers.patches(Picture(RECORD, number, None)))
+        found[number] = len(readers.patches(Wanted(RECORD, number, ())))
 
     threads = [Thread(target=read, args=(number,)) for number in range(20)]
     for thread in threads:
@@ -186,7 +187,7 @@ def test_a_process_ends_with_its_reader_and_not_by_signals_to_its_group(odd: Cal
 RANK = """
 import time
 from threading import Thread
-from megatron_hetero.batch.readers.processes import ReaderProcesses
+from megatron_hetero.data.readers.processes import ReaderProcesses
 from megatron_hetero.data.records import Record
 from tests.unit.training.odd_reader import OddReader
 readers = ReaderProcesses(OddReader(), 1)

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.batch.step_plan import Images, MicroBatchPlan, PackShape
+from megatron_hetero.data.step_plan import MicroBatchPlan, PackShape, Pieces
 from megatron_hetero.errors import UserError
+from megatron_hetero.layout.context import zigzag_tokens
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.sharding.context import zigzag_tokens
 from tests.unit.training.jobs_packs import (
     BATCHES,
     SHAPE,
@@ -59,14 +59,14 @@ def embedded_units(plans: list[MicroBatchPlan], packs: list[PackShape], vision: 
     """The units whose patches each rank has once all replicas have shared what they decoded."""
     results: list[np.ndarray] = []
     for rank, plan in enumerate(plans):
-        forward, replica = plan.pixels["vision"].exchange.forward, vision.group_of(rank, "tp", "sp", "cp")
-        assert plan.pixels["vision"].exchange.ranks == replica
+        forward, replica = plan.patches["vision"].exchange.forward, vision.group_of(rank, "tp", "sp", "cp")
+        assert plan.patches["vision"].exchange.ranks == replica
         result = np.full(forward.needed, -1)
         result[forward.kept_to] = decoded_units(plan, packs)[forward.kept_from]
         results.append(result)
     for stage in ("scatter", "gather"):
         for rank, plan in enumerate(plans):
-            exchange = plan.pixels["vision"].exchange.forward.exchange(stage)
+            exchange = plan.patches["vision"].exchange.forward.exchange(stage)
             if exchange is not None:
                 replica = vision.group_of(rank, "tp", "sp", "cp")
                 parts = [_sent(plans, packs, results, peer, replica.index(rank), stage) for peer in replica]
@@ -78,7 +78,7 @@ def embedded_units(plans: list[MicroBatchPlan], packs: list[PackShape], vision: 
 def _sent(
     plans: list[MicroBatchPlan], packs: list[PackShape], results: list[np.ndarray], sender: int, to: int, stage: str
 ) -> np.ndarray:
-    exchange = plans[sender].pixels["vision"].exchange.forward.exchange(stage)  # pyright: ignore[reportArgumentType]
+    exchange = plans[sender].patches["vision"].exchange.forward.exchange(stage)  # pyright: ignore[reportArgumentType]
     assert exchange is not None
     source = decoded_units(plans[sender], packs) if stage == "scatter" else results[sender]
     return np.split(source[exchange.send], np.cumsum(exchange.send_counts)[:-1])[to]
@@ -89,14 +89,14 @@ def _sent(
 def test_every_image_is_decoded_once_and_every_unit_encoded_once(case: Case) -> None:
     packs, layouts, sharded, _ = case
     plans, vision = plans_of(case), layouts["vision"]
-    total = sum(len(pack.images[0].positions) for pack in packs)
+    total = sum(len(pack.pieces[0].positions) for pack in packs)
     if total == 0:
         assert all(
-            not p.pixels and not p.encoders and not p.boundaries and not len(p.text.rows_at["vision"]) for p in plans
+            not p.patches and not p.encoders and not p.boundaries and not len(p.text.rows_at["vision"]) for p in plans
         )
         return
-    images = [image for plan in plans for image in plan.pixels["vision"].decodes]
-    assert sorted(images) == list(range(sum(len(pack.images[0].sizes) for pack in packs)))
+    images = [image for plan in plans for image in plan.patches["vision"].decodes]
+    assert sorted(images) == list(range(sum(len(pack.pieces[0].sizes) for pack in packs)))
     units = embedded_units(plans, packs, vision)
     copies = 1 if sharded["vision"] else vision.tp
     assert Counter(np.concatenate(units).tolist()) == Counter(dict.fromkeys(range(total), copies))
@@ -120,7 +120,7 @@ def test_every_image_position_gets_its_row(case: Case) -> None:
         if plan.boundaries:
             assert plan.boundaries[EDGE].forward.needed == len(needed)
     copies = 1 if sharded["text"] else text.tp
-    assert found == Counter(dict.fromkeys(range(sum(len(p.images[0].positions) for p in packs)), copies))
+    assert found == Counter(dict.fromkeys(range(sum(len(p.pieces[0].positions) for p in packs)), copies))
 
 
 @some
@@ -161,7 +161,7 @@ def test_shares_fit_together(case: Case) -> None:
         np.testing.assert_array_equal(share.positions, table[shard].reshape(-1, 2).T)
         assert share.sp_lengths[at.sp] == sum(share.windows) == SHAPE.unit * len(shard)
         assert share.cp_lengths[at.cp] == sum(share.sp_lengths) == sum(share.segments.queries)
-        padded = {SHAPE.unit * len(units[r]) + plans[r].pixels["vision"].padding for r in group}
+        padded = {SHAPE.unit * len(units[r]) + plans[r].patches["vision"].padding for r in group}
         assert len(padded) == 1 and padded.pop() > 0, "ranks that share activations hold different lengths"
 
 
@@ -203,7 +203,7 @@ def test_decoding_moves_from_rank_to_rank() -> None:
     layouts = {name: Layout.parse("sp:8", 8) for name in ("vision", "text")}
     packs = random_packs("even", layouts["text"], 0)
     planners = [planner(layouts, {"vision": False, "text": False}, rank) for rank in range(8)]
-    turns = [[p.plan(packs, turn).pixels["vision"].decodes for p in planners] for turn in range(8)]
+    turns = [[p.plan(packs, turn).patches["vision"].decodes for p in planners] for turn in range(8)]
     assert [decodes.index((0,)) for decodes in turns] == [(turns[0].index((0,)) + turn) % 8 for turn in range(8)]
 
 
@@ -211,7 +211,7 @@ def test_micro_batches_of_one_shape_are_planned_once() -> None:
     layouts = {"vision": Layout.parse("sp:4,dp:2", 8), "text": Layout.parse("tp:2,dp:4", 8)}
     packs = random_packs("ragged", layouts["text"], 3)
     ours = planner(layouts, {"vision": True, "text": True}, 5)
-    copies = [PackShape(p.lengths, tuple(Images(i.counts, i.sizes, i.places) for i in p.images)) for p in packs]
+    copies = [PackShape(p.lengths, tuple(Pieces(i.counts, i.sizes, i.places) for i in p.pieces)) for p in packs]
     first, again, other = (
         ours.plan(packs),
         ours.plan(copies, turn=1),
@@ -219,8 +219,8 @@ def test_micro_batches_of_one_shape_are_planned_once() -> None:
     )
     assert first.boundaries[EDGE] is again.boundaries[EDGE] is not other.boundaries[EDGE]
     assert first.encoders["vision"] is again.encoders["vision"] and first.text is again.text
-    assert first.pixels["vision"] is ours.plan(copies, turn=4).pixels["vision"]  # four ranks share a replica's images
-    assert first.pixels["vision"] is not again.pixels["vision"]
+    assert first.patches["vision"] is ours.plan(copies, turn=4).patches["vision"]  # four ranks share a replica's images
+    assert first.patches["vision"] is not again.patches["vision"]
 
 
 @st.composite
@@ -244,7 +244,7 @@ def test_a_call_encodes_several_micro_batches(step: tuple[Any, dict[str, Layout]
     )
     held = [np.concatenate([[0], np.cumsum([_held(plan) for plan in plans])]) for plans in by_rank]
     for m, of_one in enumerate(packs):
-        rows = sum(len(pack.images[0].positions) for pack in of_one)
+        rows = sum(len(pack.pieces[0].positions) for pack in of_one)
         for rank, plans in enumerate(by_rank):
             alone = planners[rank].plan(of_one)
             assert plans[m].text is alone.text
@@ -253,7 +253,7 @@ def test_a_call_encodes_several_micro_batches(step: tuple[Any, dict[str, Layout]
                 mine = units[rank][held[rank][m] : held[rank][m + 1]]
                 assert ((first <= mine) & (mine < first + rows)).all()
                 assert plans[m].boundaries[EDGE].forward.needed == alone.boundaries[EDGE].forward.needed
-            assert m == 0 or not (plans[m].encoders or plans[m].pixels or plans[m].calls)
+            assert m == 0 or not (plans[m].encoders or plans[m].patches or plans[m].calls)
         first += rows
     for rank, mine in enumerate(units):
         assert held[rank][-1] == len(mine) and by_rank[rank][0].calls == {"vision": range(3)}
@@ -299,7 +299,7 @@ def test_places_that_are_not_the_images_rows_are_refused(change: str, message: s
     wrong = {"one less": good[:-1], "one more": [*good, 13], "another sample's": [0, *good[1:]],
              "twice": [*good[:-1], good[-2]], "outside": [*good[:-1], 15]}[change]  # fmt: skip
     packs = [
-        PackShape((3, 2, 10), (Images((0, 0, 2), grids, np.array(places, np.int64).tobytes()),))
+        PackShape((3, 2, 10), (Pieces((0, 0, 2), grids, np.array(places, np.int64).tobytes()),))
         for places in (good, wrong)
     ]
     messages = set()

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.common.backend import layer_spec, transformer_config
 from megatron_hetero.models.common.inputs import TextInput
 from megatron_hetero.models.common.loss import VocabularyShard, head_loss
@@ -38,7 +39,6 @@ from megatron_hetero.models.common.stages.rotary import multimodal_table
 from megatron_hetero.models.common.weights.slices import split_length
 from megatron_hetero.models.family import TextShape
 from megatron_hetero.names import ROWS
-from megatron_hetero.sharding.stages import Stage
 
 
 class LanguageShape(TextShape, Protocol):

@@ -1,6 +1,6 @@
 """A vision encoder and its mergers, from Megatron-Core layers.
 
-    pixels of own patches -> patch embedding -> transformer block -> merger -> rows
+    own patches -> patch embedding -> transformer block -> merger -> rows
                                                   | after some layers
                                                   +-> merger of the layer -> rows of another output
 
@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.common.backend import layer_spec, transformer_config
 from megatron_hetero.models.common.inputs import EncoderInput
 from megatron_hetero.models.common.layers.linear import WholeLinear
@@ -38,9 +39,8 @@ from megatron_hetero.models.common.stages.merger import PatchMerger
 from megatron_hetero.models.common.stages.rotary import axial_table
 from megatron_hetero.models.common.weights.slices import split_length
 from megatron_hetero.models.family import EncoderShape
+from megatron_hetero.models.items.types import padded_patches
 from megatron_hetero.names import HIDDEN, ROWS
-from megatron_hetero.sharding.items import padded_patches
-from megatron_hetero.sharding.stages import Stage
 
 
 class VisionShape(EncoderShape, Protocol):
@@ -148,8 +148,8 @@ class VisionModel(MegatronModule):
 
     def enter(self, batch: EncoderInput) -> Tensor:
         """The embedding of this rank's patches, of shape `hidden_shape`, on the first stage."""
-        assert batch.pixels is not None, "the first stage embeds pixels"
-        return self.patch_embed(batch.pixels).unsqueeze(1)
+        assert batch.patches is not None, "the first stage embeds patches"
+        return self.patch_embed(batch.patches).unsqueeze(1)
 
     def run_layers(self, batch: EncoderInput, hidden: Tensor, others: dict[str, Tensor]) -> Tensor:
         """`hidden` after the layers of this stage, of the same shape. `others` is filled with the rows of the outputs

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron_hetero.hf.weight_map import Interval, TensorSlice, WeightMap, stack
+from megatron_hetero.layout.stages import LAYERS, Stage
 from megatron_hetero.models.common.parameters import EMBEDDING, HEAD
 from megatron_hetero.models.common.weights.slices import columns, gate_and_up, head, split_columns, split_rows, whole
 from megatron_hetero.models.family import TensorShapes, TextShape
-from megatron_hetero.sharding.stages import LAYERS, Stage
 
 HEAD_NORMS = {"q_layernorm": "q_norm", "k_layernorm": "k_norm"}
 """Megatron's names, and those of stored tensors."""

@@ -1,4 +1,4 @@
-"""Patches of images from the ranks that decode them to those that embed them, on the host."""
+"""Patches of items from the ranks that decode them to those that embed them, on the host."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hetero.batch.step_plan import PixelPlan
 from megatron_hetero.boundary.buffers import RowIndex, load_index
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.routes import DirectionPlan
+from megatron_hetero.data.step_plan import PatchPlan
 from megatron_hetero.distributed.platform import CPU
 from megatron_hetero.distributed.topology import Topology
-from megatron_hetero.sharding.items import ItemShape
+from megatron_hetero.models.items.types import ItemShape
 
 
 @dataclass(frozen=True, eq=False)
-class PixelSharing:
+class PatchSharing:
     """Between the hosts of each encoder's replica that this rank is in. `encoders`: by name."""
 
     topology: Topology
     encoders: Mapping[str, ItemShape]
 
-    def share_out(self, encoder: str, plan: PixelPlan, decoded: Sequence[np.ndarray]) -> Tensor:
-        """Patches of the images that this rank decoded, fp32 [patches, elements] each, to those that it embeds, with
+    def share_out(self, encoder: str, plan: PatchPlan, decoded: Sequence[np.ndarray]) -> Tensor:
+        """Patches of the items that this rank decoded, fp32 [patches, elements] each, to those that it embeds, with
         zeros for padding after them; in pinned memory where a GPU fetches them.
         """
         width, pinned = self.encoders[encoder].unit_width, self.topology.platform.is_cuda

@@ -1,4 +1,4 @@
-"""The data side of a `transformers` folder: configuration, tokenizer and image processor."""
+"""The data side of a `transformers` folder: its files and its tokenizer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
+from megatron_hetero.data.processor.folder_rules import FILES
 from megatron_hetero.errors import UserError, in_short
 from megatron_hetero.files.json_objects import MOST_BYTES, check, read_object
 from megatron_hetero.files.opening import is_unfit
 from megatron_hetero.hf.folder_files import COMPANIONS
-from megatron_hetero.models.family import Family
 from megatron_hetero.models.registry import titles
 from megatron_hetero.outputs.checkpoints import advice_to_export
-from megatron_hetero.processor.folder_rules import FILES
 
 # `transformers` is imported where it is used: it imports torch, seconds that command-line help and checks of the
 # configuration need not wait for.
@@ -73,7 +71,7 @@ def check_files(path: Path, names: Iterable[str] = FILES) -> None:
 
 
 @contextmanager
-def _as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> Iterator[None]:
+def as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> Iterator[None]:
     """`transformers` raises OSError, ValueError, KeyError, ... and exceptions of its Rust parts."""
     try:
         yield
@@ -117,7 +115,7 @@ def load_tokenizer(path: Path, template: str | None = None) -> Any:
     os.environ["RUST_BACKTRACE"] = "0"  # A panic is caught. Its trace would be printed, with RUST_BACKTRACE=1.
     from transformers import AutoTokenizer
 
-    with _as_user_errors(path, "a tokenizer"):
+    with as_user_errors(path, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **_LOCAL)
         tokenizer.chat_template = template or tokenizer.chat_template
         legacy = path / "chat_template.json"
@@ -157,69 +155,3 @@ def check_vocabulary(path: Path, tokenizer: Any, rows: int) -> None:
             fix="add rows with transformers, `model.resize_token_embeddings("
             f"{beyond[-1][0] + 1})`, and save model and tokenizer together; or remove the tokens from the tokenizer",
         )
-
-
-def load_image_processor(
-    path: Path, family: Family, min_pixels: int | None, max_pixels: int | None, setting: str = "model.hf_path"
-) -> Any:
-    """The image processor in its PIL variant, which gives the same pixels on every machine.
-
-    Args:
-        path: the folder.
-        family: of its encoder.
-        min_pixels: overrides the folder's smallest area in pixels after resizing.
-        max_pixels: overrides the folder's largest area.
-        setting: the setting that names the folder.
-    """
-    # From its module: releases before 5.18 export it only if torchvision is installed.
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
-    check_files(path, IMAGE_FILES)
-    with _as_user_errors(path, "an image processor", setting):
-        processor = AutoImageProcessor.from_pretrained(path, backend="pil", **_LOCAL)
-        if not isinstance(processor, family.image_processor_class()):
-            raise TypeError(f"it is of type {type(processor).__name__}")
-        size = dict(processor.size)
-        low = min_pixels if min_pixels is not None else size.get("shortest_edge") or size.get("min_pixels")
-        high = max_pixels if max_pixels is not None else size.get("longest_edge") or size.get("max_pixels")
-    if low is None or high is None or not 0 < low <= high:
-        section = "data" if setting.startswith("model.hf_path") else setting.removesuffix(".hf_path")
-        raise UserError.at(
-            f"{section}.min_pixels and {section}.max_pixels",
-            found=f"an area of {low} to {high} pixels",
-            expected="0 < min_pixels <= max_pixels",
-            because=f"the defaults come from {path}",
-            fix="set both, as areas in pixels",
-        )
-    processor.size = {"shortest_edge": low, "longest_edge": high}
-    return processor
-
-
-def check_agreement(path: Path, config: Any, image_processor: Any, setting: str = "model.hf_path") -> None:
-    """Raises UserError if the image processor makes patches that the vision encoder does not accept, tried on a picture
-    of one row.
-    """
-    vision = config.vision_config
-    pairs = {
-        "patch_size": (image_processor.patch_size, vision.patch_size),
-        "merge_size": (image_processor.merge_size, vision.spatial_merge_size),
-        "temporal_patch_size": (image_processor.temporal_patch_size, vision.temporal_patch_size),
-    }
-    for name, (ours, theirs) in pairs.items():
-        if ours != theirs:
-            raise UserError.at(
-                path / "preprocessor_config.json",
-                found=f"{name} {ours}",
-                expected=f"{theirs}, as in vision_config of config.json",
-                fix="copy both files from the same model",
-            )
-    side, elements = (
-        vision.patch_size * vision.spatial_merge_size,
-        3 * vision.temporal_patch_size * vision.patch_size**2,
-    )
-    size = {"shortest_edge": side**2, "longest_edge": side**2}
-    with _as_user_errors(path, "an image processor", setting):
-        black = Image.new("RGB", (side, side))
-        patches = image_processor(images=[black], size=size, return_tensors="np")["pixel_values"]
-        if patches.shape != (vision.spatial_merge_size**2, elements) or not np.isfinite(patches).all():
-            raise ValueError(f"a black picture of {side} x {side} pixels becomes patches of {patches.shape}")

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_hetero.batch.samples import SampleMetadata
+from megatron_hetero.data.metadata import SampleMetadata
+from megatron_hetero.data.sharding.bins import UNLIMITED, fill_bins, into_rounds
 from megatron_hetero.job import BatchShape, Budget, JobSpec, samples_of
-from megatron_hetero.sharding.bins import UNLIMITED, fill_bins, into_rounds
-from megatron_hetero.sharding.items import ItemShape
+from megatron_hetero.models.items.types import ItemShape
 
 Deal = Sequence[Sequence[Sequence[int]]]
 """For each micro-batch and replica the numbers of its samples, ascending; at least one micro-batch."""

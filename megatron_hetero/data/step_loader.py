@@ -8,7 +8,7 @@ Per step and rank, on one background thread with a pool of `data.workers` thread
   2. exchange the samples' integers (and any error) among all ranks, once, on the host;
   3. deal the samples to text replicas and micro-batches, tokenise the others of this rank's replica, and pack them;
   4. plan all micro-batches: who decodes and encodes what, in which calls, which rows go where;
-  5. decode this rank's share of its encoder replica's images, each once in the replica;
+  5. decode this rank's share of its encoder replica's pieces of items, each once in the replica;
   6. exchange any error among all ranks, and send each rank of the replica the patches that it embeds.
 
 An error of any rank reaches all ranks in the next exchange, so that all stop with the same message.
@@ -21,23 +21,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.batch.dealing import Deal, Dealing
-from megatron_hetero.batch.pixels import PixelSharing
-from megatron_hetero.batch.readers.reader import Picture, Reader
-from megatron_hetero.batch.samples import SampleMetadata, pack_metadata
-from megatron_hetero.batch.step_plan import MicroBatchPlan, PackMetadata, StepPlanner
-from megatron_hetero.data.items import Size
+from megatron_hetero.data.dealing import Deal, Dealing
+from megatron_hetero.data.metadata import PackMetadata, SampleMetadata, pack_metadata
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.packing import PackedBatch, pack
-from megatron_hetero.data.sample import TokenizedSample
+from megatron_hetero.data.packing import PackedBatch, TokenizedSample, pack
+from megatron_hetero.data.patches import PatchSharing
+from megatron_hetero.data.readers.reader import Reader, Wanted
+from megatron_hetero.data.step_plan import MicroBatchPlan, StepPlanner
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import SharedError, UserError
+from megatron_hetero.models.items.types import Piece, Size
 from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.program import Schedule
 
@@ -46,17 +46,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One micro-batch on the host: this rank's pack, its plan, and the pixels of the patches that it embeds.
+    """One micro-batch on the host: this rank's pack, its plan, and the patches that it embeds.
 
     `pack`: None on ranks outside the text module. `samples`: the numbers in the stream of its samples, in turn; none
-    outside the text module. `pixels`: by encoder, fp32 [patches of this rank, padding included, elements of a patch],
-    of the first micro-batch of a call those of all; not of encoders for which nobody has an image, nor outside an
+    outside the text module. `patches`: by encoder, fp32 [patches of this rank, padding included, elements of a patch],
+    of the first micro-batch of a call those of all; not of encoders for which nobody has an item, nor outside an
     encoder's first stage.
     """
 
     pack: PackedBatch | None
     plan: MicroBatchPlan
-    pixels: Mapping[str, torch.Tensor]
+    patches: Mapping[str, torch.Tensor]
     samples: tuple[int, ...] = ()
 
 
@@ -64,7 +64,7 @@ class MicroBatch:
 class StepBatch:
     """One step on the host.
 
-    Over all replicas: `supervised` and `tokens`, `sizes`, by encoder those of its images, `sample_lengths`, the
+    Over all replicas: `supervised` and `tokens`, `sizes`, by encoder those of its pieces, `sample_lengths`, the
     tokens of each sample, `encoder_loads`, for each call of an encoder the predicted forward flops of each replica,
     `text_loads`, for each micro-batch those of each replica of the text module, and `skipped`, how many samples were
     left out as too long.
@@ -131,18 +131,18 @@ class StepLoader:
         _require_one_plan(f"{self.what} {step}", self._exchange(step, digests, error))
         assert mine is not None, "an error has reached all ranks"
         packs, decoded = mine
-        pixels = [
-            {name: self._pixels.share_out(name, part, patches.get(name, [])) for name, part in plan.pixels.items()}
-            for plan, patches in zip(plans, decoded, strict=True)
+        patches = [
+            {name: self._patches.share_out(name, part, parts.get(name, [])) for name, part in plan.patches.items()}
+            for plan, parts in zip(plans, decoded, strict=True)
         ]
         numbers = [() if self._replica is None else tuple(of_round[self._replica]) for of_round in deal]
         everything = [pack for packs_of in gathered for pack in packs_of]
         return StepBatch(
-            micro_batches=tuple(MicroBatch(*parts) for parts in zip(packs, plans, pixels, numbers, strict=True)),
+            micro_batches=tuple(MicroBatch(*parts) for parts in zip(packs, plans, patches, numbers, strict=True)),
             supervised=sum(pack.supervised for pack in everything),
             tokens=sum(pack.tokens for pack in everything),
             sizes={
-                name: tuple(size for pack in everything for size in pack.shape.images[i].sizes)
+                name: tuple(size for pack in everything for size in pack.shape.pieces[i].sizes)
                 for i, name in enumerate(encoders)
             },
             sample_lengths=tuple(n for pack in everything for n in pack.shape.lengths),
@@ -154,8 +154,8 @@ class StepLoader:
         )
 
     @cached_property
-    def _pixels(self) -> PixelSharing:
-        return PixelSharing(self.topology, self.planner.encoders)
+    def _patches(self) -> PatchSharing:
+        return PatchSharing(self.topology, self.planner.encoders)
 
     @cached_property
     def _replica(self) -> int | None:
@@ -207,7 +207,7 @@ class StepLoader:
 
     def _as_told(self, number: int, sample: TokenizedSample | None, told: SampleMetadata) -> TokenizedSample:
         """The sample, if it is the one that its reader told all ranks of. Raises `UserError`."""
-        if sample is None or (len(sample), len(sample.sizes)) != (told.tokens, sum(map(len, told.places))):
+        if sample is None or (len(sample), len(sample.sizes)) != (told.tokens, told.items):
             raise UserError.at(
                 self.mixture[number].where,
                 found="a sample of another length" if sample is not None else "a sample that is too long",
@@ -225,20 +225,22 @@ class StepLoader:
         gathered: Sequence[Sequence[PackMetadata]],
         run: Callable[..., Iterable[Any]],
     ) -> list[dict[str, list[np.ndarray]]]:
-        """For each micro-batch, by encoder, the patches of the images that this rank decodes, fp32 [patches,
-        elements]: for the first of a call those of all.
+        """For each micro-batch, by encoder, the patches of the pieces that this rank decodes, fp32 [patches, elements]:
+        for the first of a call those of all. Pieces of one item that follow each other are decoded together.
         """
         numbers, wanted = {name: i for i, name in enumerate(self.planner.encoders)}, []
         for m, plan in enumerate(plans):
-            for name, pixels in plan.pixels.items():
+            for name, planned in plan.patches.items():
                 i, call = numbers[name], plan.calls.get(name, range(m, m + 1))
                 packs = [pack for of_one in call for pack in gathered[of_one]]
-                images = [pair for p in packs for pair in zip(p.sources[i], p.shape.images[i].sizes, strict=True)]
-                chosen = [images[k] for k in pixels.decodes]
-                wanted += [(m, name, Picture(self.mixture[at.sample], at.place, size)) for at, size in chosen]
+                pieces = [pair for p in packs for pair in zip(p.sources[i], p.shape.pieces[i].sizes, strict=True)]
+                chosen = [pieces[k] for k in planned.decodes]
+                for (sample, item), of_item in groupby(chosen, lambda pair: pair[0][:2]):
+                    of_one = [Piece(source.piece, size) for source, size in of_item]
+                    wanted.append((m, name, Wanted(self.mixture[sample], item, of_one)))
         decoded: list[dict[str, list[np.ndarray]]] = [{} for _ in plans]
-        of_pictures = run(self.reader.patches, [picture for *_, picture in wanted])
-        for (m, name, _), patches in zip(wanted, of_pictures, strict=True):
+        of_items = run(self.reader.patches, [each for *_, each in wanted])
+        for (m, name, _), patches in zip(wanted, of_items, strict=True):
             decoded[m].setdefault(name, []).append(patches)
         return decoded
 

@@ -1,28 +1,26 @@
-"""From records to what ranks train on, one record or picture at a time."""
+"""From records to what ranks train on, one record or item at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_hetero.batch.samples import SampleMetadata
-from megatron_hetero.data.items import Size
-from megatron_hetero.data.packing import check_length, check_patches, check_text
+from megatron_hetero.data.metadata import SampleMetadata
+from megatron_hetero.data.packing import TokenizedSample, check_length, check_patches, check_text
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import Record
-from megatron_hetero.data.sample import TokenizedSample
-from megatron_hetero.processor.processor import Processor
-from megatron_hetero.sharding.items import ItemShape
+from megatron_hetero.models.items.types import ItemShape, Piece
 
 
-class Picture(NamedTuple):
-    """Image `number` of a record, and its size as its encoder takes it."""
+class Wanted(NamedTuple):
+    """Some pieces of item `number` of a record."""
 
     record: Record
     number: int
-    size: Size
+    pieces: Sequence[Piece]
 
 
 class Reader(Protocol):
@@ -32,8 +30,8 @@ class Reader(Protocol):
         """A record as tokens; None where it is too long, and such are skipped."""
         ...
 
-    def patches(self, picture: Picture) -> np.ndarray:
-        """A picture as its encoder takes it, fp32 [patches, elements of a patch]."""
+    def patches(self, wanted: Wanted) -> np.ndarray:
+        """Pieces as their encoder takes them, one after the other, fp32 [patches, elements of a patch]."""
         ...
 
 
@@ -61,10 +59,10 @@ class SampleReader:
         most = self.most_patches
         return sample if most is None or check_patches(sample, self._patches_of(sample), most, self.too_long) else None
 
-    def patches(self, picture: Picture) -> np.ndarray:
+    def patches(self, wanted: Wanted) -> np.ndarray:
         """See `Reader`."""
-        return self.processor.patches(*picture)
+        return self.processor.patches(*wanted)
 
     def _patches_of(self, sample: TokenizedSample) -> int:
-        """The patches of a sample's images, of the encoder for which it has most."""
+        """The patches of a sample's items, of the encoder for which it has most."""
         return max(SampleMetadata.of(sample, list(self.encoders)).patches(self.encoders))

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_hetero.data.processor.folder import load_tokenizer
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.folder_files import PROCESSOR_FILES
 from megatron_hetero.models.folders import ModelFolders
-from megatron_hetero.processor.folder import load_tokenizer
 
 TEMPLATE, LEGACY_TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 

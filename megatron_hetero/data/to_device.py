@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hetero.batch.step_loader import MicroBatch
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.data.packing import IGNORED, PackedBatch
+from megatron_hetero.data.sharding.encoder_shards import EncoderShare
+from megatron_hetero.data.sharding.token_shards import TokenShare
+from megatron_hetero.data.step_loader import MicroBatch
 from megatron_hetero.distributed.platform import Platform, on_device
 from megatron_hetero.execution.runtime import DeviceMicroBatch
 from megatron_hetero.models.common.attention import AttentionPlan, PackedSegments
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
 from megatron_hetero.names import TEXT
-from megatron_hetero.sharding.encoder_shards import EncoderShare
-from megatron_hetero.sharding.token_shards import TokenShare
 
 PADDING_TOKEN = 0
 """What shards are filled with: any token will do, since nothing attends to it and it predicts nothing."""
@@ -26,25 +26,25 @@ PADDING_TOKEN = 0
 def to_device(
     batch: MicroBatch, platform: Platform, dtype: torch.dtype, outputs: Mapping[str, Collection[str]]
 ) -> DeviceMicroBatch:
-    """Move one micro-batch; pixels arrive in `dtype`. `outputs`: of each encoder, those whose rows enter the text."""
+    """Move one micro-batch; patches arrive in `dtype`. `outputs`: of each encoder, those whose rows enter the text."""
     plan, inputs = batch.plan, {}
     for name, share in plan.encoders.items():
-        pixels = _move(batch.pixels[name], platform).to(dtype) if name in batch.pixels else None
-        inputs[name] = _vision_input(share, pixels, platform)
+        patches = _move(batch.patches[name], platform).to(dtype) if name in batch.patches else None
+        inputs[name] = _encoder_input(share, patches, platform)
     if plan.text is not None and batch.pack is not None:
         inputs[TEXT] = _text_input(batch.pack, plan.text, platform, outputs)
     boundaries = {edge: load_plan(part, platform.device) for edge, part in plan.boundaries.items()}
     return DeviceMicroBatch(inputs, boundaries, plan.calls)
 
 
-def _vision_input(share: EncoderShare, pixels: Tensor | None, platform: Platform) -> EncoderInput:
+def _encoder_input(share: EncoderShare, patches: Tensor | None, platform: Platform) -> EncoderInput:
     attention = AttentionPlan(
         full=PackedSegments.of_segments(share.segments, platform.device, share.cp_lengths),
         sp_lengths=share.sp_lengths,
         cp_lengths=share.cp_lengths,
         windows=PackedSegments.of(share.windows, platform.device),
     )
-    return EncoderInput(pixels, _move(share.positions, platform), attention, share.padding)
+    return EncoderInput(patches, _move(share.positions, platform), attention, share.padding)
 
 
 def _text_input(

@@ -1,6 +1,6 @@
 """Which rank of the text module works on which tokens of its replica's pack. Pure.
 
-A pack is cut three times: zigzag over `cp`, each sample by itself (`megatron_hetero.sharding.context`); what a cp
+A pack is cut three times: zigzag over `cp`, each sample by itself (`megatron_hetero.layout.context`); what a cp
 member got, in contiguous runs over `sp`; and, with sequence-parallel activations, what an sp member got, in runs of
 equal length over `tp`, the last ones filled up with padding. For one sample of 12 tokens under cp:2,sp:2,tp:2:
 
@@ -18,14 +18,14 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Groups, Ownership
-from megatron_hetero.layout.layout import Layout
-from megatron_hetero.sharding.context import (
+from megatron_hetero.layout.context import (
     AttentionSegments,
     chunk_bounds,
     zigzag_member,
     zigzag_segments,
     zigzag_tokens,
 )
+from megatron_hetero.layout.layout import Layout
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,12 +20,14 @@ from weakref import finalize
 
 import numpy as np
 
-from megatron_hetero.batch.readers import process
-from megatron_hetero.batch.readers.messages import Answer, receive, send
-from megatron_hetero.batch.readers.reader import Picture, Reader
+from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.data.readers import process
+from megatron_hetero.data.readers.messages import Answer, receive, send
+from megatron_hetero.data.readers.reader import Reader, SampleReader, Wanted
 from megatron_hetero.data.records import Record
-from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
+from megatron_hetero.job import JobSpec
 
 _ENDS_S = 5.0
 """How long a process may take to end once its socket has closed."""
@@ -47,9 +49,9 @@ class ReaderProcesses:
         """See `Reader`."""
         return self._ask("tokenise", record, record)
 
-    def patches(self, picture: Picture) -> np.ndarray:
+    def patches(self, wanted: Wanted) -> np.ndarray:
         """See `Reader`."""
-        return self._ask("patches", picture, picture.record)
+        return self._ask("patches", wanted, wanted.record)
 
     def _ask(self, method: str, argument: Any, record: Record) -> Any:
         free = self._idle.get()
@@ -57,6 +59,14 @@ class ReaderProcesses:
             return free.ask(method, argument, record)
         finally:
             self._idle.put(free)
+
+
+def reader_of(job: JobSpec, processor: Processor) -> Reader:
+    """What reads samples for a job, in this process or in others."""
+    data, budget = job.config.data, job.budget
+    most_patches = None if budget is None else budget.patches
+    here = SampleReader(processor, job.shapes.encoders, data.max_seq_length, data.too_long, most_patches)
+    return ReaderProcesses(here, data.workers) if data.worker_type == "process" else here
 
 
 class _Process:

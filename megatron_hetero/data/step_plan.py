@@ -1,8 +1,8 @@
 """What each rank decodes, encodes and reads in the micro-batches of a step, from integers that all ranks know. Pure.
 
-Words of this file: a *pack* is the micro-batch of one replica of the text module. Images are numbered over the packs
-of all replicas in turn; so are the rows, image by image in raster order of their units. A *call* of an encoder takes
-one micro-batch or more (`sharding.calls`); its images, and their rows, are numbered one micro-batch after the other.
+Words of this file: a *pack* is the micro-batch of one replica of the text module. The pieces of items are numbered over
+the packs of all replicas in turn; so are the rows, piece by piece in the order of their units. A *call* of an encoder
+takes one micro-batch or more (`sharding.calls`); its pieces, and rows, are numbered one micro-batch after the other.
 
 All of it follows from the shapes of the packs, so that micro-batches, and calls, of one shape are planned once.
 """
@@ -18,78 +18,26 @@ import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.boundary.plan import RankPlan, plan_boundary
-from megatron_hetero.data.items import Size
+from megatron_hetero.data.metadata import PackShape, Pieces
+from megatron_hetero.data.sharding.balance import assign, assign_in_order, loads_of
+from megatron_hetero.data.sharding.calls import cut_calls
+from megatron_hetero.data.sharding.encoder_shards import EncoderShards, EncoderShare
+from megatron_hetero.data.sharding.token_shards import TokenShards, TokenShare
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.items.types import ItemShape, Size
 from megatron_hetero.names import ROWS, TEXT
-from megatron_hetero.sharding.balance import assign, assign_in_order, loads_of
-from megatron_hetero.sharding.calls import cut_calls
-from megatron_hetero.sharding.encoder_shards import EncoderShards, EncoderShare
-from megatron_hetero.sharding.items import ItemShape
-from megatron_hetero.sharding.token_shards import TokenShards, TokenShare
 
 Balance = Literal["off", "replica"]
-"""How images are assigned to the encoder's replicas: in order, or so that predicted work is even."""
-
-
-@dataclass(frozen=True)
-class ImageSource:
-    """Where an image comes from: sample number of the stream of samples, and its place among that sample's images."""
-
-    sample: int
-    place: int
-
-
-@dataclass(frozen=True)
-class Images:
-    """The images of a pack that are for one encoder. Hashable.
-
-    `counts`: images of each sample; `sizes`: of all images. `places`: the bytes of int64 [rows], where rows go in the
-    pack.
-    """
-
-    counts: tuple[int, ...]
-    sizes: tuple[Size, ...]
-    places: bytes
-
-    @property
-    def positions(self) -> np.ndarray:
-        """Where rows go in the pack, int64 [rows]."""
-        return np.frombuffer(self.places, np.int64)
-
-
-@dataclass(frozen=True)
-class PackShape:
-    """What decides how a pack is cut: the tokens of each sample, and the images of each encoder, in the order of the
-    encoders. Hashable.
-    """
-
-    lengths: tuple[int, ...]
-    images: tuple[Images, ...]
-
-
-@dataclass(frozen=True)
-class PackMetadata:
-    """What other ranks need to know of a pack: its shape, where the images of each encoder come from, and the number of
-    its supervised tokens.
-    """
-
-    shape: PackShape
-    sources: tuple[tuple[ImageSource, ...], ...]
-    supervised: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all samples."""
-        return sum(self.shape.lengths)
+"""How pieces are assigned to the encoder's replicas: in order, or so that predicted work is even."""
 
 
 @dataclass(frozen=True, eq=False)
-class PixelPlan:
-    """The pixels that one rank of an encoder's first stage decodes and embeds.
+class PatchPlan:
+    """The patches that one rank of an encoder's first stage decodes and embeds.
 
-    `decodes`: numbers of the images that this rank decodes. `exchange`: how the units of their patches reach the ranks
+    `decodes`: numbers of the pieces that this rank decodes. `exchange`: how the units of their patches reach the ranks
     of its replica that embed them (the forward direction). `padding`: patches of zeros after those that it embeds.
     """
 
@@ -102,20 +50,20 @@ class PixelPlan:
 class MicroBatchPlan:
     """Everything that ranks agree on about one micro-batch, as one rank sees it.
 
-    `text`: what this rank reads, None outside the text module. By encoder, `pixels` and `encoders` are what this rank
+    `text`: what this rank reads, None outside the text module. By encoder, `patches` and `encoders` are what this rank
     decodes and encodes, where it is of the encoder's first stage and of the encoder; `loads` the predicted forward
     flops of each replica. `boundaries`: by edge, how rows reach the text, where this rank takes part.
 
-    `calls`: by encoder, the micro-batches that one call of it encodes, where these are several. Then `pixels`,
+    `calls`: by encoder, the micro-batches that one call of it encodes, where these are several. Then `patches`,
     `encoders` and `loads` of the first are those of all, and the others have none. A rank holds the rows of the call
     one micro-batch after the other.
 
-    An encoder for which no pack of the micro-batch, or of the call, has an image is in none of them: nobody encodes,
+    An encoder for which no pack of the micro-batch, or of the call, has an item is in none of them: nobody encodes,
     nothing crosses.
     """
 
     text: TokenShare | None
-    pixels: Mapping[str, PixelPlan] = field(default_factory=dict)
+    patches: Mapping[str, PatchPlan] = field(default_factory=dict)
     encoders: Mapping[str, EncoderShare] = field(default_factory=dict)
     boundaries: Mapping[Edge, RankPlan] = field(default_factory=dict)
     loads: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -156,7 +104,7 @@ class StepPlanner:
         layouts: of the encoders and of "text".
         sequence_parallel: for all of them, whether activations are sharded over tp.
         row_bytes: bytes of a row of one output on the wire.
-        balance: how images are assigned to an encoder's replicas.
+        balance: how pieces are assigned to an encoder's replicas.
         edges: along which the rows of encoders reach the text module, with the outputs that cross there; None: the rows
             of each from its last stage to the first.
         together: which micro-batches of a step an encoder may encode in one call; None: each by itself.
@@ -184,7 +132,7 @@ class StepPlanner:
         self._numbers = {name: i for i, name in enumerate(self.encoders)}
         self._read = lru_cache(maxsize=32)(self._plan_reading)  # These are the largest.
         self._encode = lru_cache(maxsize=64)(self._plan_call)
-        self._decode = lru_cache(maxsize=64)(self._plan_pixels)
+        self._decode = lru_cache(maxsize=64)(self._plan_patches)
 
     def with_calls(self, together: Together) -> StepPlanner:
         """The same, but that these micro-batches may be one call."""
@@ -197,7 +145,7 @@ class StepPlanner:
         number.
 
         Raises:
-            UserError: a pack has more or fewer places for rows than its images have rows.
+            UserError: a pack has more or fewer places for rows than its items have rows.
         """
         return self._plans([tuple(packs)], {}, turn)[0]
 
@@ -225,19 +173,19 @@ class StepPlanner:
         return cut_calls(patches, together, layout.size // layout.pp)
 
     def _sizes(self, name: str, packs: Packs) -> tuple[Size, ...]:
-        """Of all images of a micro-batch that are for an encoder."""
-        return tuple(size for pack in packs for size in pack.images[self._numbers[name]].sizes)
+        """The sizes of all pieces of a micro-batch that are for an encoder."""
+        return tuple(size for pack in packs for size in pack.pieces[self._numbers[name]].sizes)
 
     def _add_call(self, plans: list[MicroBatchPlan], name: str, call: range, packs: Sequence[Packs], turn: int) -> None:
         """Add what one call encodes to the plan of its first micro-batch, and what crosses to the plan of each."""
         planned, first = self._encode(name, tuple(packs[call.start : call.stop])), plans[call.start]
-        shards, pixels = planned.shards, first.pixels
+        shards, patches = planned.shards, first.patches
         if self.rank in shards.layout:
             decoders = shards.layout.size // shards.layout.dp
-            pixels = {**pixels, name: self._decode(name, shards, (turn + call.start) % decoders)}
+            patches = {**patches, name: self._decode(name, shards, (turn + call.start) % decoders)}
         plans[call.start] = replace(
             first,
-            pixels=pixels,
+            patches=patches,
             encoders=first.encoders if planned.share is None else {**first.encoders, name: planned.share},
             loads={**first.loads, name: planned.loads},
             calls={**first.calls, name: call} if len(call) > 1 else first.calls,
@@ -248,9 +196,9 @@ class StepPlanner:
 
     def _plan_reading(self, packs: Packs) -> _Reading:
         for replica, pack in enumerate(packs):
-            for shape, images in zip(self.encoders.values(), pack.images, strict=True):
-                require_rows_for_places(replica, pack.lengths, images, shape.rows)
-        places = {name: tuple(p.images[i].positions for p in packs) for name, i in self._numbers.items()}
+            for shape, pieces in zip(self.encoders.values(), pack.pieces, strict=True):
+                require_rows_for_places(replica, pack.lengths, pieces, shape.rows)
+        places = {name: tuple(p.pieces[i].positions for p in packs) for name, i in self._numbers.items()}
         lengths = tuple(p.lengths for p in packs)
         tokens = TokenShards(self.text.stage(0), self.sharded[TEXT], lengths, places)
         share = tokens.share(self.text.peer_at_stage(self.rank, 0)) if self.rank in self.text else None
@@ -263,7 +211,7 @@ class StepPlanner:
         return sorted({edge.target_coordinate(self.text) for edge in self.edges})
 
     def _plan_call(self, name: str, packs: tuple[Packs, ...]) -> _Call:
-        """A call that encodes some micro-batches. Images are numbered over all of them in turn, and so are rows."""
+        """A call that encodes some micro-batches. Pieces are numbered over all of them in turn, and so are rows."""
         shape, layout = self.encoders[name], self.layouts[name]
         each = [self._sizes(name, of_one) for of_one in packs]
         sizes = tuple(size for of_one in each for size in of_one)
@@ -290,25 +238,25 @@ class StepPlanner:
         needed = self._read(packs).wanted[edge.target_coordinate(self.text)].ownership(edge.source)
         return plan_boundary(held, needed, self.row_bytes * len(self.edges[edge])).rank(self.rank)
 
-    def _plan_pixels(self, name: str, shards: EncoderShards, turn: int) -> PixelPlan:
+    def _plan_patches(self, name: str, shards: EncoderShards, turn: int) -> PatchPlan:
         replica = shards.layout.replica_of(self.rank)
         unit_bytes = 4 * self.encoders[name].unit_width
         patches = plan_boundary(shards.decoded(replica, turn), shards.replica_ownership(replica), unit_bytes)
-        return PixelPlan(
+        return PatchPlan(
             shards.decodes(self.rank, turn), patches.rank(self.rank, backward=False), shards.share(self.rank).padding
         )
 
 
 def require_rows_for_places(
-    replica: int, lengths: Sequence[int], images: Images, rows_of: Callable[[Size], int]
+    replica: int, lengths: Sequence[int], pieces: Pieces, rows_of: Callable[[Size], int]
 ) -> None:
-    """Check that each sample's images have as many rows as the sample has places for them, and that places ascend.
+    """Check that each sample's items have as many rows as the sample has places for them, and that places ascend.
     `lengths`: tokens of the samples.
 
     Raises:
         UserError: naming the replica, the first sample that is wrong, and both numbers.
     """
-    places, ends = images.positions, np.cumsum(lengths)
+    places, ends = pieces.positions, np.cumsum(lengths)
     where = f"pack of text replica {replica}"
     if len(places) and (places[0] < 0 or places[-1] >= sum(lengths) or np.any(np.diff(places) <= 0)):
         raise UserError.at(
@@ -318,9 +266,9 @@ def require_rows_for_places(
             because="each row takes the place of one image token",
             fix="make sizes and image positions from the same samples",
         )
-    rows = [rows_of(size) for size in images.sizes]
-    of_image = np.repeat(np.arange(len(lengths)), images.counts)
-    expected = np.bincount(of_image, weights=rows, minlength=len(lengths)).astype(int)
+    rows = [rows_of(size) for size in pieces.sizes]
+    of_piece = np.repeat(np.arange(len(lengths)), pieces.counts)
+    expected = np.bincount(of_piece, weights=rows, minlength=len(lengths)).astype(int)
     found = np.bincount(np.searchsorted(ends, places, side="right"), minlength=len(lengths))
     wrong = np.flatnonzero(found != expected)
     if len(wrong):
@@ -328,7 +276,7 @@ def require_rows_for_places(
         raise UserError.at(
             f"{where}, sample {sample}",
             found=f"{found[sample]} image tokens",
-            expected=f"{expected[sample]}, one for each row of its {images.counts[sample]} images",
+            expected=f"{expected[sample]}, one for each row of its {pieces.counts[sample]} images",
             because="each row takes the place of one image token",
             fix="make sizes and image positions from the same samples",
         )

@@ -14,10 +14,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from megatron_hetero.boundary.ownership import Gradient, Ownership
+from megatron_hetero.data.sharding.token_shards import TokenShards, even_cuts, tp_share
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.axes import axes_of
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.sharding.token_shards import TokenShards, even_cuts, tp_share
 
 CUT = ("cp", "sp", "tp")
 """Axes over which the rows of a replica may be cut, from the longest runs to the shortest."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from megatron_hetero.models.common.images.geometry import ImageSize
+from megatron_hetero.models.items.pictures.geometry import ImageSize
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,6 @@ class ImageEncoderShape:
         """Patches of each frame: full attention sees one."""
         frames, rows, columns = size
         return (rows * columns,) * frames
-
-    def square(self, side: int) -> ImageSize:
-        """The patches of a square image of `side` pixels, which is resized to whole units as the processor does."""
-        patches = max(1, round(side / (self.patch * self.merge))) * self.merge
-        return ImageSize(1, patches, patches)
-
-    def side(self, size: ImageSize) -> int:
-        """Pixels of a side of a square image of that size."""
-        return size.rows * self.patch
 
     def cost(self, size: ImageSize) -> float:
         """Predicted forward flops of encoding an image."""

@@ -1,4 +1,4 @@
-"""A process that reads for a rank: `python -m megatron_hetero.batch.readers.process DESCRIPTOR`, started by
+"""A process that reads for a rank: `python -m megatron_hetero.data.readers.process DESCRIPTOR`, started by
 `processes`. It ends with its rank, however that ends, since the socket between them closes.
 """
 
@@ -10,7 +10,7 @@ import sys
 import traceback
 from typing import Any
 
-from megatron_hetero.batch.readers.messages import Answer, receive, send
+from megatron_hetero.data.readers.messages import Answer, receive, send
 from megatron_hetero.errors import UserError
 
 
