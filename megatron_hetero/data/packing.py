@@ -71,7 +71,7 @@ def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
     """Packs samples in the order given; there may be none (all were too long and skipped).
 
     Raises:
-        UserError: a sample's image tokens do not match the rows of its images.
+        UserError: the tokens that a sample has for rows are not as many as its items have rows.
     """
     for sample in samples:
         check_rows(sample)
@@ -86,21 +86,19 @@ def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
     )
 
 
-def check_text(record: Record, max_seq_length: int, too_long: Literal["error", "skip"] = "error") -> bool:
-    """Whether the text of a record may be tokenized, which takes proportional memory; false if it is too long for
-    ``max_seq_length`` tokens by its number of characters alone, and ``too_long`` is skip.
+TooLong = Literal["error", "skip"]
+"""What is done with a sample that exceeds a limit: refuse it, or leave it out. Samples are never truncated."""
 
-    Raises:
-        UserError: it is too long, and ``too_long`` is error.
+
+def check_text(record: Record, max_seq_length: int, too_long: TooLong = "error") -> bool:
+    """Whether the text of a record may be tokenized, which takes proportional memory; false if it is too long for
+    ``max_seq_length`` tokens by its number of characters alone. Raises `UserError` where ``too_long`` is error.
     """
     most = min(max(CHARACTERS_PER_TOKEN * max_seq_length, FEW_CHARACTERS), MOST_CHARACTERS)
-    if record.characters <= most:
-        return True
-    if too_long == "skip":
-        return False
     raised = "raise data.max_seq_length, " if most < MOST_CHARACTERS else ""
-    raise UserError.at(
-        record.where,
+    return record.characters <= most or _skips(
+        record,
+        too_long,
         found=f"a text of {record.characters} characters",
         expected=f"at most {most} for data.max_seq_length = {max_seq_length}",
         because="a token is a few characters, and samples are never truncated",
@@ -108,18 +106,13 @@ def check_text(record: Record, max_seq_length: int, too_long: Literal["error", "
     )
 
 
-def check_length(sample: TokenizedSample, max_seq_length: int, too_long: Literal["error", "skip"] = "error") -> bool:
-    """Whether the sample is used; false if it is too long and ``too_long`` is skip. Samples are never truncated.
-
-    Raises:
-        UserError: the sample has more than ``max_seq_length`` tokens and ``too_long`` is error.
+def check_length(sample: TokenizedSample, max_seq_length: int, too_long: TooLong = "error") -> bool:
+    """Whether the sample is used; false if it has more than ``max_seq_length`` tokens. Raises `UserError` where
+    ``too_long`` is error.
     """
-    if len(sample) <= max_seq_length:
-        return True
-    if too_long == "skip":
-        return False
-    raise UserError.at(
-        sample.record.where,
+    return len(sample) <= max_seq_length or _skips(
+        sample.record,
+        too_long,
         found=f"a sample of {len(sample)} tokens, {len(sample.row_positions)} of them for images",
         expected=f"at most data.max_seq_length = {max_seq_length}",
         because="samples are never truncated",
@@ -127,8 +120,29 @@ def check_length(sample: TokenizedSample, max_seq_length: int, too_long: Literal
     )
 
 
+def check_patches(sample: TokenizedSample, patches: int, most: int, too_long: TooLong = "error") -> bool:
+    """Whether the sample, with so many `patches`, is used; false if these are more than ``most``. Raises `UserError`
+    where ``too_long`` is error.
+    """
+    return patches <= most or _skips(
+        sample.record,
+        too_long,
+        found=f"images of {patches} patches",
+        expected=f"at most train.patches_per_micro_batch = {most}",
+        because="a sample is never split over micro-batches",
+        fix="raise train.patches_per_micro_batch, lower data.max_pixels, or set data.too_long to skip",
+    )
+
+
+def _skips(record: Record, too_long: TooLong, **problem: str) -> bool:
+    """False, where records are skipped for such a problem. Raises `UserError` otherwise."""
+    if too_long == "skip":
+        return False
+    raise UserError.at(record.where, **problem)
+
+
 def check_rows(sample: TokenizedSample) -> None:
-    """Check that a sample has as many image tokens as its images have rows. Raises `UserError`."""
+    """Check that a sample has as many tokens for rows as its items have rows. Raises `UserError`."""
     rows = int(sample.rows.sum())
     if rows != len(sample.row_positions):
         raise UserError.at(
@@ -137,27 +151,6 @@ def check_rows(sample: TokenizedSample) -> None:
             expected=f"{rows}, one for each merged patch of its {len(sample.sizes)} images",
             fix="do not change pictures while training reads them, or correct the record",
         )
-
-
-def check_patches(
-    sample: TokenizedSample, patches: int, most: int, too_long: Literal["error", "skip"] = "error"
-) -> bool:
-    """Whether the sample, with so many `patches`, is used; false if these are too many and ``too_long`` is skip.
-
-    Raises:
-        UserError: the images have more than ``most`` patches and ``too_long`` is error.
-    """
-    if patches <= most:
-        return True
-    if too_long == "skip":
-        return False
-    raise UserError.at(
-        sample.record.where,
-        found=f"images of {patches} patches",
-        expected=f"at most train.patches_per_micro_batch = {most}",
-        because="a sample is never split over micro-batches",
-        fix="raise train.patches_per_micro_batch, lower data.max_pixels, or set data.too_long to skip",
-    )
 
 
 def _labels(sample: TokenizedSample) -> np.ndarray:

@@ -25,7 +25,7 @@ MOST_CHARACTERS = 4 * 2**20
 
 @dataclass(frozen=True)
 class Turn:
-    """One speaker's turn; that of a user may hold literal ``<image>`` placeholders, or those of other encoders."""
+    """One speaker's turn; that of a user may hold literal placeholders such as ``<image>``."""
 
     role: ChatRole
     text: str

@@ -2,7 +2,7 @@
 
 Words of this file: a *pack* is the micro-batch of one replica of the text module. The pieces of items are numbered over
 the packs of all replicas in turn; so are the rows, piece by piece in the order of their units. A *call* of an encoder
-takes one micro-batch or more (`sharding.calls`); its pieces, and rows, are numbered one micro-batch after the other.
+takes one micro-batch or more (`data.sharding.calls`); its pieces and rows are numbered one micro-batch after the other.
 
 All of it follows from the shapes of the packs, so that micro-batches, and calls, of one shape are planned once.
 """

@@ -1,6 +1,6 @@
 """The sample that a plan assumes, which is all that is known of the data before any is read.
 
-A sample is the rows of its images, encoder by encoder, then its text, of which the last tokens are supervised.
+A sample is the rows of its items, encoder by encoder, then its text, of which the last tokens are supervised.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_hetero.models.shapes import ModelShapes
 
 @dataclass(frozen=True)
 class AssumedSample:
-    """By encoder, `sizes` of the sample's images and `rows` of one image. `tokens`: of the sample, image tokens
+    """By encoder, `sizes` of the pieces of the sample's items and `rows` of one. `tokens`: of the sample, those of rows
     included; `supervised`: tokens that the loss counts.
     """
 
@@ -30,7 +30,7 @@ class AssumedSample:
 
     @property
     def text(self) -> int:
-        """Tokens of the sample, image tokens excluded."""
+        """Tokens of the sample, those of rows excluded."""
         return self.tokens - sum(self.rows[name] * len(sizes) for name, sizes in self.sizes.items())
 
     def positions(self, encoder: str) -> np.ndarray:

@@ -1,1 +1,1 @@
-"""From records to tokens and patches, with the tokenizer and image processor of a `transformers` folder."""
+"""From records to tokens and patches, with the files of a `transformers` folder."""

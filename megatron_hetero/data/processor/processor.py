@@ -107,7 +107,7 @@ class Processor:
         of an answer would otherwise merge with the one at the end of the prompt.
 
         Raises:
-            UserError: too much text, special tokens in it, a missing or oversized image, or an unsuitable chat
+            UserError: too much text, special tokens in it, a missing or oversized item, or an unsuitable chat
             template.
         """
         record.require_readable()

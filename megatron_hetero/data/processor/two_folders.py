@@ -25,7 +25,7 @@ def open_tokenizer(folders: ModelFolders) -> Any:
 
 
 def with_token_ids(folders: ModelFolders, tokenizer: Any) -> Any:
-    """The model's configuration with the ids of the image tokens.
+    """The model's configuration with the ids of the tokens that show items.
 
     Raises:
         UserError: the tokenizer of a language model has none, or the embedding has no rows for them.

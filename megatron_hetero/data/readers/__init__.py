@@ -1,1 +1,1 @@
-"""What tokenizes records and decodes their pictures: in this process, or in others."""
+"""What tokenizes records and decodes their items: in this process, or in others."""

@@ -1,1 +1,1 @@
-"""Who works on what: layers on stages, tokens and images on ranks. Pure."""
+"""Who works on what: tokens and pieces of items on ranks. Pure."""

@@ -1,6 +1,6 @@
 """Assigning pieces of work to replicas so that predicted cost is even. Pure, and for any model.
 
-Words: an *item* is what is assigned whole (an image); its *cost* is any number that adds up over items, such as flops
+Words: an *item* is what is assigned whole (a picture); its *cost* is any number that adds up over items, such as flops
 (0 or more). Every rank assigns for itself and must come to the same result: ties go to the lower index, and sums are
 plain additions in a fixed order, never reductions whose order depends on the machine.
 """

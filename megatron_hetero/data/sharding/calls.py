@@ -1,8 +1,8 @@
 """Which micro-batches an encoder computes in one call. Pure.
 
 Small pictures leave a GPU waiting for the host, which issues as many kernels for few patches as for many. So the
-micro-batches of a wave are one packed call: attention stays within a picture, everything else takes all patches at
-once, and images are assigned to replicas, and cut over ranks, over the whole call.
+micro-batches of a wave are one packed call: attention stays within a piece, everything else takes all patches at
+once, and pieces are assigned to replicas, and cut over ranks, over the whole call.
 """
 
 from __future__ import annotations

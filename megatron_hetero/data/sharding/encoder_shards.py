@@ -38,7 +38,7 @@ from megatron_hetero.models.items.types import ItemOrder, ItemShape, Size
 
 @dataclass(frozen=True, eq=False)
 class EncoderShare:
-    """What one rank of the vision module encodes in one micro-batch. All lengths in patches.
+    """What one rank of the encoder encodes in one micro-batch. All lengths in patches.
 
     `padding`: patches of zeros after those that the rank embeds. `positions`: int64 [2, n] for the n real patches of
     the rank's shard (that its tp group shares). `windows`: lengths of the shard's windows. `sp_lengths`: patches of
@@ -56,9 +56,9 @@ class EncoderShare:
 
 @dataclass(frozen=True, eq=False)
 class EncoderShards:
-    """The images of a micro-batch, of `sizes`, `assigned` to the replicas (the numbers of each one's images).
+    """The pieces of a micro-batch, of `sizes`, `assigned` to the replicas (the numbers of each one's pieces).
 
-    `layout` of the vision module; `sharded`: sequence-parallel activations over tp. Rows are numbered image by image,
+    `layout` of the encoder; `sharded`: sequence-parallel activations over tp. Rows are numbered piece by piece,
     in raster order of their units.
     """
 
@@ -73,7 +73,7 @@ class EncoderShards:
 
     @cached_property
     def _first_row(self) -> np.ndarray:
-        """Where the rows of each item begin, and the end."""
+        """Where the rows of each piece begin, and where the last ones end."""
         return np.cumsum([0, *map(self.shape.rows, self.sizes)])
 
     # ------------------------------------------------------------------------------------------- who holds what
@@ -81,7 +81,7 @@ class EncoderShards:
     def ownership(self) -> Ownership:
         """Which units each rank embeds, in this order, and of which it holds the rows once it has encoded."""
         in_order = [
-            self.shape.order(self.sizes[i]).units + self._first_row[i] for images in self.assigned for i in images
+            self.shape.order(self.sizes[i]).units + self._first_row[i] for pieces in self.assigned for i in pieces
         ]
         ids = np.concatenate([np.zeros(0, np.int64), *in_order])
         groups = holding_groups(self.layout, self.sharded)
@@ -111,27 +111,27 @@ class EncoderShards:
         return whole.of_groups(replica * size, (replica + 1) * size)
 
     def decoded(self, replica: int, turn: int) -> Ownership:
-        """Which units each rank of a replica decodes: whole images, in raster order.
+        """Which units each rank of a replica decodes: whole pieces, in raster order.
 
-        `turn`: the number of the micro-batch. Where there are fewer images than ranks, others decode in each.
+        `turn`: the number of the micro-batch. Where there are fewer pieces than ranks, others decode in each.
         """
         first, decoders = self._first_row, self._decoders(replica, turn)
         units: list[list[np.ndarray]] = [
-            [np.arange(first[i], first[i + 1]) for i in images] for images in decoders.values()
+            [np.arange(first[i], first[i + 1]) for i in pieces] for pieces in decoders.values()
         ]
         none = np.zeros(0, np.int64)
         return Ownership.of({(rank,): np.concatenate([none, *own]) for rank, own in zip(decoders, units, strict=True)})
 
     def decodes(self, rank: int, turn: int) -> tuple[int, ...]:
-        """The numbers of the images that `rank` decodes, in the order in which `decoded` has their units."""
+        """The numbers of the pieces that `rank` decodes, in the order in which `decoded` has their units."""
         return tuple(self._decoders(self.layout.replica_of(rank), turn)[rank])
 
     def _decoders(self, replica: int, turn: int) -> dict[int, list[int]]:
-        """The images of a replica that each of its ranks decodes: assigned so that their patches are even."""
-        images = self.assigned[replica]
+        """The pieces of a replica that each of its ranks decodes: assigned so that their patches are even."""
+        pieces = self.assigned[replica]
         ranks = self.layout.group_of(self.layout.rank_at(dp=replica), *axes_of("weights", "tokens"))
-        assigned = assign([float(self.shape.rows(self.sizes[i]) * self.shape.unit) for i in images], len(ranks))
-        return {rank: [images[i] for i in assigned[(at - turn) % len(ranks)]] for at, rank in enumerate(ranks)}
+        assigned = assign([float(self.shape.rows(self.sizes[i]) * self.shape.unit) for i in pieces], len(ranks))
+        return {rank: [pieces[i] for i in assigned[(at - turn) % len(ranks)]] for at, rank in enumerate(ranks)}
 
     # ---------------------------------------------------------------------------------------------- one rank
 
@@ -161,13 +161,13 @@ class EncoderShards:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# How the items of a replica are cut
+# How the pieces of a replica are cut
 # ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ItemSlice:
-    """The units [start, stop) of one item, in its own order."""
+    """The units [start, stop) of one piece, in its own order."""
 
     item: int
     start: int
@@ -178,7 +178,7 @@ class ItemSlice:
 class EncoderPlan:
     """What each member of one encoder replica encodes: member cp_rank * sp + sp_rank. Lengths are patches.
 
-    `slices`: per member, its parts of items. `windows`: per member, the lengths of its windows.
+    `slices`: per member, its parts of pieces. `windows`: per member, the lengths of its windows.
     `sequences`: the lengths of the segments of full attention over all members.
     """
 
@@ -194,7 +194,7 @@ class EncoderPlan:
 
 
 def plan_encoder(shape: ItemShape, items: Sequence[int], sizes: Sequence[Size], sp: int, cp: int) -> EncoderPlan:
-    """Cut the windows of a replica's `items` (their numbers, with their `sizes`) into cp * sp contiguous shards.
+    """Cut the windows of a replica's pieces `items` (their numbers, with their `sizes`) into cp * sp contiguous shards.
 
     The runs of the `cp` members are as even in predicted flops as whole windows allow: queries are theirs, and meet all
     keys of a sequence. Each run is cut over its `sp` members evenly in patches: in full attention these exchange heads,
@@ -224,7 +224,7 @@ def shard_units(shape: ItemShape, sizes: Sequence[Size], sp: int, cp: int) -> np
 
 
 def _cut(shape: ItemShape, sizes: Sequence[Size], sp: int, cp: int) -> tuple[list[ItemOrder], np.ndarray, np.ndarray]:
-    """The orders of the items, the units before each window and in all, and the windows at which shards begin."""
+    """The orders of the pieces, the units before each window and in all, and the windows at which shards begin."""
     orders = [shape.order(size) for size in sizes]
     units = np.concatenate([np.zeros(0, np.int64), *(order.windows for order in orders)])
     costs = np.repeat([shape.cost_per_patch(size) for size in sizes], [len(order.windows) for order in orders])

@@ -32,7 +32,7 @@ def own_samples(
     stage: int = -1,
     gradient: Gradient = "invariant",
 ) -> Ownership:
-    """Whole samples on replicas: what an encoder makes of pictures, or what a replica of the text module reads.
+    """Whole samples on replicas: what an encoder makes of items, or what a replica of the text module reads.
 
     Args:
         layout: of the module.

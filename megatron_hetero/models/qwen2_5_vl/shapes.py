@@ -10,9 +10,8 @@ from typing import Any
 from megatron_hetero.models.common.flops import VisionFlopShape
 from megatron_hetero.models.common.language_shape import LanguageModelShape
 from megatron_hetero.models.family import LayerKind
-from megatron_hetero.models.items.pictures.geometry import ImageSize
+from megatron_hetero.models.items.pictures.geometry import ImageSize, PictureOrder, picture_order
 from megatron_hetero.models.items.pictures.shape import ImageEncoderShape
-from megatron_hetero.models.qwen2_5_vl.geometry import ImageGeometry, image_geometry
 from megatron_hetero.names import ROWS
 
 FAMILY = "qwen2_5_vl"
@@ -48,9 +47,9 @@ class VisionShape(ImageEncoderShape):
         """Rows alone."""
         return {ROWS: self.layers - 1}
 
-    def order(self, size: ImageSize) -> ImageGeometry:
+    def order(self, size: ImageSize) -> PictureOrder:
         """The image in window order."""
-        return image_geometry(size, self.merge, self.window)
+        return picture_order(size, self.merge, self.window)
 
     def windows(self, size: ImageSize) -> list[int]:
         """Patches of each window of local attention."""

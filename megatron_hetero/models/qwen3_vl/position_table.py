@@ -23,7 +23,7 @@ class PositionTable(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, positions_4n: Tensor) -> Tensor:
-        """What is added to the embeddings of patches, fp32 [n, hidden]. `positions_4n`: see `RasterOrder.positions`."""
+        """What is added to the embeddings of patches, fp32 [n, hidden]. `positions_4n`: of a `PictureOrder`."""
         places, weights = taps(positions_4n, self.side)
         return F.embedding_bag(places, self.weight.float(), per_sample_weights=weights, mode="sum")
 

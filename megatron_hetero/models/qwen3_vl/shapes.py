@@ -11,9 +11,8 @@ from typing import Any
 from megatron_hetero.models.common.flops import VisionFlopShape
 from megatron_hetero.models.common.language_shape import LanguageModelShape
 from megatron_hetero.models.family import LayerKind
-from megatron_hetero.models.items.pictures.geometry import ImageSize
+from megatron_hetero.models.items.pictures.geometry import ImageSize, PictureOrder, picture_order
 from megatron_hetero.models.items.pictures.shape import ImageEncoderShape
-from megatron_hetero.models.qwen3_vl.geometry import RasterOrder, raster_order
 from megatron_hetero.names import ROWS
 
 FAMILY = "qwen3_vl"
@@ -58,9 +57,9 @@ class VisionShape(ImageEncoderShape):
         """All layers."""
         return range(self.layers)
 
-    def order(self, size: ImageSize) -> RasterOrder:
+    def order(self, size: ImageSize) -> PictureOrder:
         """The image in raster order."""
-        return raster_order(size, self.merge)
+        return picture_order(size, self.merge, window=1, sides=True)
 
     def windows(self, size: ImageSize) -> list[int]:
         """Patches of each unit: no attention is local, so that any cut will do."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_hetero.data.sharding.bins import UNLIMITED, fill_bins, into_rounds
 from megatron_hetero.models.items.pictures.geometry import ImageSize
-from tests.unit.models.test_balance import SHAPE
+from tests.unit.data.test_balance import SHAPE
 
 BUDGET = 8192
 some = settings(max_examples=150)

@@ -29,9 +29,9 @@ from tests.support.folders import ModelChoice, write_data, write_model
 from tests.support.items import whole
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
+from tests.unit.data.odd_reader import OddReader
 from tests.unit.training import jobs_run as jobs
 from tests.unit.training.jobs_run import MakeFlags
-from tests.unit.training.odd_reader import OddReader
 
 RECORD = Record("d", 0, "train.jsonl:1", ())
 
@@ -189,7 +189,7 @@ import time
 from threading import Thread
 from megatron_hetero.data.readers.processes import ReaderProcesses
 from megatron_hetero.data.records import Record
-from tests.unit.training.odd_reader import OddReader
+from tests.unit.data.odd_reader import OddReader
 readers = ReaderProcesses(OddReader(), 1)
 print(readers.tokenise(Record("d", 0, "train.jsonl:1", ())), flush=True)
 time.sleep(60)
