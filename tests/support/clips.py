@@ -18,7 +18,6 @@ import numpy as np
 from megatron_hetero.config.schema import PlanConfig
 from megatron_hetero.models.items.pictures.geometry import ImageSize
 from megatron_hetero.models.items.pictures.item_type import Pictures
-from megatron_hetero.models.items.pictures.reader import ImageReader
 from megatron_hetero.models.items.types import Block, Item, ItemSettings, ItemTokens, Modality, Piece
 from megatron_hetero.models.qwen2_5_vl.family import QWEN2_5_VL
 
@@ -32,7 +31,7 @@ _TOKENS = PICTURES.tokens._replace(row="video_token_id")
 class ClipReader:
     """Reads the pictures of clips."""
 
-    pictures: ImageReader
+    pictures: Any
 
     @property
     def token_id(self) -> int:
@@ -77,7 +76,7 @@ class Clips:
     def inputs(self, patches: np.ndarray, sizes: Sequence[Sizes]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def assumed(self, shape: Any, plan: PlanConfig) -> ImageSize:
+    def assumed(self, shape: Any, plan: PlanConfig) -> Any:
         return PICTURES.assumed(shape, plan)
 
     def measures(self, shape: Any, size: ImageSize) -> str:

@@ -29,6 +29,7 @@ from megatron_hetero.engine.optimizer import rate_of
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution import gathering
 from megatron_hetero.execution.contract import StepResult
+from megatron_hetero.models.items.types import Item
 from megatron_hetero.models.qwen2_5_vl.text import TextModel
 from megatron_hetero.models.qwen2_5_vl.vision import VisionModel
 from megatron_hetero.models.weights import stored_shapes
@@ -416,14 +417,14 @@ def overlaps(flags: list[str]) -> dict[str, tuple[float, float]]:
 def decoded(flags: list[str]) -> list[dict[str, Any]]:
     """Per step: which images this rank decoded, those that its encoder replica encodes, and how many there are."""
     run = build(flags)
-    seen: list[tuple[str, int]] = []
+    seen: list[tuple[str, str]] = []
     samples: Any = run.loader.reader
     reader, results = samples.processor.readers[IMAGE], []
     real = reader.patches
 
-    def spy(record: Any, place: int, grid: Any) -> np.ndarray:
-        seen.append((record.where, place))
-        return real(record, place, grid)
+    def spy(item: Item, pieces: Any) -> np.ndarray:
+        seen.append((item.where, item.path.name))
+        return real(item, pieces)
 
     with mock.patch.object(reader, "patches", spy):
         for _, batch, _ in run.batches():
