@@ -99,10 +99,6 @@ class EncoderShape(TransformerShape, ItemShape, Protocol):
         """The layers whose attention sees whole sequences; that of the others sees windows."""
         ...
 
-    def windows(self, size: Any) -> list[int]:
-        """Patches of each window of local attention of a piece."""
-        ...
-
     def flop_shape(self, layers: Collection[int], embeds: bool) -> VisionFlopShape:
         """What the operations of some of the layers depend on; `embeds`: with the patch embedding."""
         ...

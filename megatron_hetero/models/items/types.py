@@ -182,6 +182,10 @@ class ItemShape(Protocol):
         """Patches of each sequence of full attention."""
         ...
 
+    def windows(self, size: Any) -> list[int]:
+        """Patches of each window of local attention, in its own order."""
+        ...
+
     def cost(self, size: Any) -> float:
         """Predicted forward flops of encoding the piece."""
         ...

@@ -51,10 +51,6 @@ class VisionShape(ImageEncoderShape):
         """The image in window order."""
         return picture_order(size, self.merge, self.window)
 
-    def windows(self, size: ImageSize) -> list[int]:
-        """Patches of each window of local attention."""
-        return (self.order(size).windows * self.unit).tolist()
-
     def flop_shape(self, layers: Collection[int], embeds: bool) -> VisionFlopShape:
         """What the operations of some of the layers depend on."""
         full = sum(layer in self.full_layers for layer in layers)

@@ -61,10 +61,6 @@ class VisionShape(ImageEncoderShape):
         """The image in raster order."""
         return picture_order(size, self.merge, window=1, sides=True)
 
-    def windows(self, size: ImageSize) -> list[int]:
-        """Patches of each unit: no attention is local, so that any cut will do."""
-        return [self.unit] * self.rows(size)
-
     def flop_shape(self, layers: Collection[int], embeds: bool) -> VisionFlopShape:
         """What the operations of some of the layers depend on."""
         return VisionFlopShape(

@@ -1,4 +1,4 @@
-"""What the shapes of image encoders have in common, whatever their family."""
+"""What the shapes of encoders of pictures have in common, whatever their family."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from megatron_hetero.models.items.pictures.geometry import ImageSize
+from megatron_hetero.models.items.pictures.geometry import ImageSize, PictureOrder
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,14 @@ class ImageEncoderShape:
         """Patches of each frame: full attention sees one."""
         frames, rows, columns = size
         return (rows * columns,) * frames
+
+    def order(self, size: ImageSize) -> PictureOrder:
+        """The order in which the encoder works."""
+        raise NotImplementedError
+
+    def windows(self, size: ImageSize) -> list[int]:
+        """Patches of each window of local attention; of one unit, where no attention is local."""
+        return (self.order(size).windows * self.unit).tolist()
 
     def cost(self, size: ImageSize) -> float:
         """Predicted forward flops of encoding an image."""
