@@ -19,7 +19,7 @@ from megatron_hetero.models.shapes import ModelShapes
 
 @dataclass(frozen=True)
 class AssumedSample:
-    """By encoder, `sizes` of the pieces of the sample's items and `rows` of one. `tokens`: of the sample, those of rows
+    """By encoder, `sizes` of the pieces of the sample's items and their `rows`. `tokens`: of the sample, those of rows
     included; `supervised`: tokens that the loss counts.
     """
 
@@ -31,23 +31,21 @@ class AssumedSample:
     @property
     def text(self) -> int:
         """Tokens of the sample, those of rows excluded."""
-        return self.tokens - sum(self.rows[name] * len(sizes) for name, sizes in self.sizes.items())
+        return self.tokens - sum(self.rows.values())
 
     def positions(self, encoder: str) -> np.ndarray:
         """Where the encoder's rows go in the sample, int64."""
-        rows = {name: self.rows[name] * len(sizes) for name, sizes in self.sizes.items()}
-        names = list(rows)
-        first = sum(rows[name] for name in names[: names.index(encoder)])
-        return np.arange(first, first + rows[encoder])
+        names = list(self.rows)
+        first = sum(self.rows[name] for name in names[: names.index(encoder)])
+        return np.arange(first, first + self.rows[encoder])
 
     def fitting(self, tokens: int, patches: int | None, shapes: ModelShapes) -> int:
         """How many such samples make a micro-batch of so many tokens, and patches for each encoder (None: any number);
         at least 1.
         """
         most = [tokens // self.tokens]
-        for name, sizes in self.sizes.items():
-            of_sample = self.rows[name] * len(sizes) * shapes.encoders[name].unit
-            most += [patches // of_sample] if patches is not None and of_sample else []
+        if patches is not None:
+            most += [patches // (rows * shapes.encoders[name].unit) for name, rows in self.rows.items() if rows]
         return max(1, min(most))
 
 
@@ -65,8 +63,8 @@ def assumed_sample(plan: PlanConfig, shapes: ModelShapes) -> AssumedSample:
     """The sample that section `plan` describes, for a model of these shapes."""
     of_piece = assumed_sizes(plan, shapes)
     sizes = {name: (size,) * plan.images for name, size in of_piece.items()}
-    rows = {name: shapes.encoders[name].rows(size) for name, size in of_piece.items()}
-    tokens = plan.tokens + sum(rows[name] * len(sizes[name]) for name in sizes)
+    rows = {name: shapes.encoders[name].rows(size) * plan.images for name, size in of_piece.items()}
+    tokens = plan.tokens + sum(rows.values())
     return AssumedSample(sizes, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
 
 

@@ -64,12 +64,12 @@ class AssumedBatch:
 
     def assigned(self, encoder: str, micro_batches: int = 1) -> list[list[int]]:
         """The images of a call of so many micro-batches that each replica of the encoder gets."""
-        sizes, dp = self.sample.sizes[encoder], self.layouts[encoder].dp
-        count = len(sizes) * self.batch.samples * self.batch.replicas * micro_batches
+        sizes, shape, dp = self.sample.sizes[encoder], self.shapes.encoders[encoder], self.layouts[encoder].dp
+        samples = self.batch.samples * self.batch.replicas * micro_batches
         if self.balance != "replica":
-            return assign_in_order(count, dp)
-        cost = self.shapes.encoders[encoder].cost(sizes[0]) if sizes else 0.0
-        return assign([cost] * count, dp)
+            return assign_in_order(len(sizes) * samples, dp)
+        costs = {size: shape.cost(size) for size in set(sizes)}
+        return assign([costs[size] for size in sizes] * samples, dp)
 
     def token_shards(self, layout: Layout) -> TokenShards:
         """The packs of the replicas of `layout`, a stage of the text module."""
@@ -103,7 +103,7 @@ def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
     batch, together = job.batch, job.together(job.batch.micro_batches)
     found = {}
     for name, shape in job.shapes.encoders.items():
-        patches = shape.unit * sample.rows[name] * len(sample.sizes[name]) * batch.samples * batch.replicas
+        patches = shape.unit * sample.rows[name] * batch.samples * batch.replicas
         layout = job.layouts[name]
         found[name] = cut_calls([patches] * batch.micro_batches, together[name], layout.size // layout.pp)
     return found
@@ -112,7 +112,7 @@ def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
 def _filling(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, budget: Budget) -> PlanConfig:
     """`plan` with samples that fill a micro-batch. Raises `UserError` where one alone is larger."""
     sample = assumed_sample(plan, shapes)
-    patches = {name: sample.rows[name] * len(sample.sizes[name]) * e.unit for name, e in shapes.encoders.items()}
+    patches = {name: sample.rows[name] * e.unit for name, e in shapes.encoders.items()}
     limits = {"tokens": (sample.tokens, budget.tokens), "patches": (max(patches.values()), budget.patches)}
     for what, (number, most) in limits.items():
         if most is not None and number > most:
