@@ -21,6 +21,7 @@ from megatron_hetero.job import BatchShape, Budget, JobSpec, micro_batch_setting
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.assumed import AssumedSample, assumed_sample, assumed_sizes, lengthened
+from megatron_hetero.models.items.types import Size
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
 
@@ -64,12 +65,15 @@ class AssumedBatch:
 
     def assigned(self, encoder: str, micro_batches: int = 1) -> list[list[int]]:
         """The images of a call of so many micro-batches that each replica of the encoder gets."""
-        sizes, shape, dp = self.sample.sizes[encoder], self.shapes.encoders[encoder], self.layouts[encoder].dp
-        samples = self.batch.samples * self.batch.replicas * micro_batches
+        sizes, dp = self.pieces(encoder, micro_batches), self.layouts[encoder].dp
         if self.balance != "replica":
-            return assign_in_order(len(sizes) * samples, dp)
-        costs = {size: shape.cost(size) for size in set(sizes)}
-        return assign([costs[size] for size in sizes] * samples, dp)
+            return assign_in_order(len(sizes), dp)
+        costs = {size: self.shapes.encoders[encoder].cost(size) for size in self.sample.sizes[encoder]}
+        return assign([costs[size] for size in sizes], dp)
+
+    def pieces(self, encoder: str, micro_batches: int = 1) -> tuple[Size, ...]:
+        """The sizes of all pieces in a call of so many micro-batches."""
+        return self.sample.sizes[encoder] * (self.batch.samples * self.batch.replicas * micro_batches)
 
     def token_shards(self, layout: Layout) -> TokenShards:
         """The packs of the replicas of `layout`, a stage of the text module."""
@@ -83,11 +87,9 @@ class AssumedBatch:
 
     def encoder_shards(self, encoder: str, coordinate: int, micro_batches: int = 1) -> EncoderShards:
         """The images of a call of so many micro-batches as a stage of the encoder holds them."""
-        layout, sizes = self.layouts[encoder], self.sample.sizes[encoder]
+        shape, stage = self.shapes.encoders[encoder], self.layouts[encoder].stage(coordinate)
         assigned = tuple(map(tuple, self.assigned(encoder, micro_batches)))
-        everything = sizes * (self.batch.samples * self.batch.replicas * micro_batches)
-        stage = layout.stage(coordinate)
-        return EncoderShards(self.shapes.encoders[encoder], stage, self.sharded[encoder], everything, assigned)
+        return EncoderShards(shape, stage, self.sharded[encoder], self.pieces(encoder, micro_batches), assigned)
 
     def sides(self, edge: Edge, micro_batches: int = 1) -> list[tuple[Ownership, Ownership]]:
         """Who holds the rows that cross along an edge, and who needs them, for each of the micro-batches of a call."""
