@@ -1,8 +1,8 @@
 """What each rank's layers work on in an assumed micro-batch, or call of an encoder: a few different shards, and which
 rank has which. Pure.
 
-All replicas of the text module work on packs that are alike, and so do encoder replicas with pieces of the same sizes, so
-that shards are computed for one of each.
+All replicas of the text module work on packs that are alike, and so do all encoder replicas with pieces of the same
+sizes, so that shards are computed for one of each.
 """
 
 from __future__ import annotations
