@@ -23,9 +23,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 from benchmarks.report import table, verdict
-from megatron_hetero.batch.step_plan import Images, PackShape, StepPlanner
 from megatron_hetero.boundary.ownership import Groups, Ownership
 from megatron_hetero.boundary.plan import plan_boundary
+from megatron_hetero.data.metadata import PackShape, Pieces
+from megatron_hetero.data.step_plan import StepPlanner
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 
@@ -145,7 +146,7 @@ def _pack(images: list[tuple[int, int]]) -> PackShape:
     places = [np.arange(start, start + h * w) for start, (h, w) in zip(starts.tolist(), images, strict=False)]
     grids = tuple((1, SHAPE.merge * height, SHAPE.merge * width) for height, width in images)
     joined = np.concatenate([np.zeros(0, np.int64), *places])
-    return PackShape(tuple(lengths), (Images((1,) * len(images), grids, joined.tobytes()),))
+    return PackShape(tuple(lengths), (Pieces((1,) * len(images), grids, joined.tobytes()),))
 
 
 def _ownerships(pair: Pair, ranks: int, rows: int) -> Callable[[], tuple[Ownership, Ownership]]:

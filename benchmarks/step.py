@@ -20,7 +20,7 @@ from benchmarks.crew import Crew
 from benchmarks.material import Case, write_material
 from benchmarks.report import EncoderReport, StepReport
 from measuring.material import ModelSize
-from megatron_hetero.models.common.images.geometry import ImageSize
+from megatron_hetero.models.items.pictures.geometry import ImageSize
 
 RESULTS = Path(__file__).parent / "results"
 

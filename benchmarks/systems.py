@@ -19,11 +19,13 @@ from measuring.memory import Memory
 from measuring.meter import CollectiveMeter, total_bytes, total_seconds
 from megatron_hetero.config.schema import DatasetConfig, load_config
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.sample import TokenizedSample
+from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.data.validation import IMAGES
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.items.types import ItemSettings, Piece
 from megatron_hetero.models.layers import products
-from megatron_hetero.processor.processor import Processor
 from megatron_hetero.step.bucket_sums import BucketSums
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.watch.stopwatch import Stopwatch
@@ -163,7 +165,7 @@ class Plain:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         registry = {"d": DatasetConfig(annotations=folder / "data.jsonl", images=folder / "images")}
         mixture = Mixture.parse(("d",), registry, False, 0)
-        processor = Processor.from_folder(folder / "model", None, MAX_PIXELS)
+        processor = Processor.from_folder(folder / "model", ItemSettings(None, MAX_PIXELS))
         self.batches = [plain_batch(mixture, processor, i, platform.device) for i in range(cases)]
 
     def step(self, case: int) -> StepResult:
@@ -221,8 +223,8 @@ def plain_batch(mixture: Mixture, processor: Processor, case: int, device: torch
     inputs = {"dummy": None, "dummy_grid": None, **plain_inputs(mine, processor)}
     inputs["num_items_in_batch"] = torch.tensor(supervised / dist.get_world_size())
     if not mine.sizes:
-        reader: Any = processor.readers["vision"]
-        width = 3 * reader.temporal_patch_size * reader.patch_size**2
+        reader: Any = processor.readers[IMAGES[0]]
+        width = 3 * reader.image_processor.temporal_patch_size * reader.patch_size**2
         inputs |= {"dummy": torch.zeros(4, width), "dummy_grid": torch.tensor([[1, 2, 2]])}
     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     return {"inputs": moved, "tokens": sum(map(len, samples))}
@@ -234,11 +236,11 @@ def plain_inputs(sample: TokenizedSample, processor: Processor) -> dict[str, Any
     inputs = {
         "input_ids": ids[None],
         "attention_mask": torch.ones_like(ids)[None],
-        "mm_token_type_ids": (ids == processor.readers["vision"].token_id).int()[None],
+        "mm_token_type_ids": (ids == processor.readers[IMAGES[0]].token_id).int()[None],
         "labels": torch.where(torch.from_numpy(sample.supervised), ids, -100)[None],
     }
     if sample.sizes:
-        pixels = processor.patches(sample.record, 0, sample.sizes[0])
+        pixels = processor.patches(sample.record, 0, [Piece(0, sample.sizes[0])])
         inputs |= {"pixel_values": torch.from_numpy(pixels), "image_grid_thw": torch.tensor(sample.sizes)}
     return inputs
 

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from measuring.meter import CollectiveMeter, SavedActivations
-from megatron_hetero.batch.step_plan import EncoderShards
+from megatron_hetero.data.step_plan import EncoderShards
 from megatron_hetero.distributed.megatron import prepare_globals
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.layout.modules import resolve
 from megatron_hetero.models.common.backend import spec_provider
-from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.models.common.inputs import EncoderInput
+from megatron_hetero.models.items.pictures.geometry import ImageSize
 from megatron_hetero.models.layers.attention import AttentionPlan
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.layers.segments import PackedSegments

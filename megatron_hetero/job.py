@@ -18,6 +18,7 @@ from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.graph import Graph
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.modules import resolve
+from megatron_hetero.layout.stages import Stage, cut_stages, even_split, stage_of
 from megatron_hetero.models.assumed import assumed_sample
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.frozen import Frozen
@@ -28,7 +29,6 @@ from megatron_hetero.schedule.builders import build_schedule, last_entered
 from megatron_hetero.schedule.checks.check import check_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings, resolve_settings, sharing_encoders
-from megatron_hetero.sharding.stages import Stage, cut_stages, even_split, stage_of
 
 MOST_TURNS = 1 << 15
 """Of all stages in a step, one for each micro-batch: its schedule is written out and checked before it begins."""

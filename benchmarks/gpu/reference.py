@@ -16,8 +16,9 @@ from benchmarks.gpu.cases import LEARNING_RATE, SIDES
 from benchmarks.systems import MAX_PIXELS, plain_inputs
 from megatron_hetero.config.schema import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
-from megatron_hetero.data.sample import TokenizedSample
-from megatron_hetero.processor.processor import Processor
+from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.models.items.types import ItemSettings
 
 FLOOR = 1e-3
 """Of the norm of all gradients: what is added to a gradient's norm before errors are divided by it."""
@@ -46,7 +47,10 @@ class Reference:
 
         loaded: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
         registry = {"d": DatasetConfig(annotations=annotations, images=annotations.parent / "images")}
-        processor, mixture = Processor.from_folder(model, None, MAX_PIXELS), Mixture.parse(("d",), registry, False, 0)
+        processor, mixture = (
+            Processor.from_folder(model, ItemSettings(None, MAX_PIXELS)),
+            Mixture.parse(("d",), registry, False, 0),
+        )
         return cls(loaded.to(device), processor, mixture, device)
 
     def gradients(self, step: int = 1) -> tuple[float, dict[str, Tensor]]:

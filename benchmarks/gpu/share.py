@@ -20,9 +20,9 @@ import torch.distributed as dist
 from benchmarks.gpu import cases, groups, trace
 from benchmarks.gpu.record import Record
 from measuring.material import write_samples
-from megatron_hetero.batch.step_loader import StepBatch
-from megatron_hetero.batch.to_device import to_device
 from megatron_hetero.config.schema import Config, load_config
+from megatron_hetero.data.step_loader import StepBatch
+from megatron_hetero.data.to_device import to_device
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.planning.estimate import KINDS, Plan
 from megatron_hetero.schedule.actions import Action
@@ -152,7 +152,7 @@ class RankOnDevice:
         if platform.is_cuda:
             # As the loader leaves it.
             pinned = [
-                replace(m, pixels={name: pixels.pin_memory() for name, pixels in m.pixels.items()})
+                replace(m, patches={name: patches.pin_memory() for name, patches in m.patches.items()})
                 for m in batch.micro_batches
             ]
             batch = replace(batch, micro_batches=tuple(pinned))

@@ -20,6 +20,7 @@ from megatron_hetero.checkpoint.model_files import alone, differences, hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import FILE_NAME as RECORD
 from megatron_hetero.checkpoint.record import RunRecord
+from megatron_hetero.data.processor.two_folders import export_changes
 from megatron_hetero.errors import UserError
 from megatron_hetero.files.paths import resolved
 from megatron_hetero.hf.folder_files import CONFIG
@@ -29,7 +30,6 @@ from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.models.writer import companions_of, model_writer
 from megatron_hetero.outputs.checkpoints import chosen_in, damaged, is_ours, read_manifest, verify
-from megatron_hetero.processor.two_folders import export_changes
 from megatron_hetero.step.number_formats import nearest_bfloat16
 
 STORED = "stored"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hetero.config.checks import require_encoder_name
+from megatron_hetero.data.processor.folder import TEXT_FILES, VISION_FILES, check_folder
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import VISION
-from megatron_hetero.processor.folder import TEXT_FILES, VISION_FILES, check_folder
 
 
 @dataclass(frozen=True)

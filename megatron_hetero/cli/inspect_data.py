@@ -15,10 +15,10 @@ import numpy as np
 from rich.markup import escape
 from rich.text import Text
 
-from megatron_hetero.data.sample import TokenizedSample
+from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.distributed.launch import ended
 from megatron_hetero.errors import printable
-from megatron_hetero.processor.processor import Processor
 from megatron_hetero.terminal import Parser, console
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ _SUPERVISED_MARKS = ("⟦", "⟧")
 
 
 def rendered(processor: Processor, sample: TokenizedSample) -> Text:
-    """The sample's text as the model reads it; supervised spans are marked, image tokens counted."""
+    """The sample's text as the model reads it; supervised spans are marked, tokens of rows counted."""
     text = Text()
     keys = zip(sample.supervised.tolist(), np.isin(sample.input_ids, processor.row_tokens).tolist(), strict=True)
     position = 0
-    for (supervised, is_image), run in groupby(keys):
+    for (supervised, is_row), run in groupby(keys):
         size = sum(1 for _ in run)
         ids = sample.input_ids[position : position + size].tolist()
         position += size
-        if is_image:
+        if is_row:
             text.append(f"{processor.tokenizer.decode(ids[:1])}×{size}", "cyan")
         elif supervised:
             text.append(printable(processor.tokenizer.decode(ids), but="\n\t").join(_SUPERVISED_MARKS), _SUPERVISED)
@@ -57,17 +57,20 @@ def show_sample(console: Console, processor: Processor, sample: TokenizedSample,
     console.print(rendered(processor, sample), soft_wrap=True)
     console.print(f"tokens: {len(sample)}, supervised: {int(sample.supervised.sum())}{note}", highlight=False)
     for k, size in enumerate(sample.sizes):
-        reader = processor.readers[record.encoders[k]]
-        to = f" for {record.encoders[k]}" if len(processor.readers) > 1 else ""
-        line = f"image {k}{to}: {record.images[k]}, {reader.describe(record, k, size)}, {sample.rows[k]} tokens"
+        field, file = record.items[k]
+        to = f" for {field.encoder}" if len(processor.readers) > 1 else ""
+        described = processor.readers[field].describe(record.item(k), size)
+        line = f"{field.modality} {k}{to}: {file}, {described}, {sample.rows[k]} tokens"
         console.print(Text(printable(line)), soft_wrap=True)
 
 
 def show(config: Config, count: int, console: Console) -> None:
     """Print the first ``count`` samples that a run with this configuration reads."""
-    from megatron_hetero.batch.sources import open_mixture, open_processor
+    from megatron_hetero.data.mixture import open_mixture
+    from megatron_hetero.data.processor.processor import open_processor
 
-    mixture, processor = open_mixture(config), open_processor(config)
+    processor = open_processor(config)
+    mixture = open_mixture(config, processor.fields)
     for i in range(count):
         show_sample(console, processor, processor.tokenize(mixture[i]), config.data.max_seq_length)
     sources = ", ".join(f"{share} ({len(annotations)} records)" for annotations, share in mixture.parts)

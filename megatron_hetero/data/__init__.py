@@ -1,4 +1,4 @@
-"""LLaVA-style data: records, mixtures of data sets, pictures, chat text, and packing.
+"""The way from records to the device: mixtures of data sets, items, chat text, packs, plans of steps, loading.
 
 Independent of ranks: ``mixture[i]`` is the i-th sample of one infinite stream on every rank.
 """

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hetero.data.records import Record
-from megatron_hetero.data.validation import image_fields, split_at_placeholders
+from megatron_hetero.data.validation import IMAGES, ItemField, split_at_placeholders
 from megatron_hetero.errors import UserError, in_short
-from megatron_hetero.names import VISION
 
 END_OF_TURN = "<|im_end|>"
 _MARK = "\ufdd0answer\ufdd0"
 """Stands for each answer in a rendering that locates them; longer where a text has it."""
-NONE: Mapping[str, str] = {}
+Parts = Mapping[ItemField, dict[str, str]]
+"""By field the part of a message that stands for an item in it."""
+PICTURES: Parts = {field: {"type": "image"} for field in IMAGES}
 
 
 @dataclass(frozen=True)
@@ -25,30 +26,24 @@ class RenderedText:
     supervised: bool
 
 
-def to_messages(record: Record, shown: Mapping[str, str] = NONE) -> list[dict[str, Any]]:
-    """The record as messages for a chat template; a placeholder of the vision encoder becomes a part of type image.
-    `shown`: the text that stands for an image of each other encoder, which templates do not know.
-    """
+def to_messages(record: Record, shown: Parts = PICTURES) -> list[dict[str, Any]]:
+    """The record as messages for a chat template, with a part for each placeholder, see `Parts`."""
     return [{"role": turn.role, "content": _content(turn.role, turn.text, shown)} for turn in record.turns]
 
 
-def _content(role: str, text: str, shown: Mapping[str, str]) -> str | list[dict[str, str]]:
-    stretches, between = split_at_placeholders(text, image_fields([VISION, *shown]))
+def _content(role: str, text: str, shown: Parts) -> str | list[dict[str, str]]:
+    stretches, between = split_at_placeholders(text, list(shown))
     if role != "user" or not between:
         return text
-    images = [
-        {"type": "image"} if field.encoder == VISION else {"type": "text", "text": shown[field.encoder]}
-        for field in between
-    ]
     parts: list[dict[str, str]] = []
     for k, stretch in enumerate(stretches):
-        parts += [images[k - 1]] if k else []
+        parts += [shown[between[k - 1]]] if k else []
         parts += [{"type": "text", "text": stretch}] if stretch else []
     return parts
 
 
-def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> list[RenderedText]:
-    """Renders the record with the tokenizer's chat template. `shown`: see `to_messages`.
+def render(tokenizer: Any, record: Record, shown: Parts = PICTURES) -> list[RenderedText]:
+    """Renders the record with the tokenizer's chat template. `shown`: see `Parts`.
 
     The runs joined are the rendered text. Each assistant turn's text and its ``<|im_end|>`` are supervised, nothing
     else. A turn begins where the template's own generation prompt ends, so training matches generation. The template
@@ -81,9 +76,9 @@ def render(tokenizer: Any, record: Record, shown: Mapping[str, str] = NONE) -> l
     return [run for run in [*runs, RenderedText(full[position:], False)] if run.text]
 
 
-def render_prompt(tokenizer: Any, record: Record, turns: int) -> str:
+def render_prompt(tokenizer: Any, record: Record, turns: int, shown: Parts = PICTURES) -> str:
     """The first `turns` of the record with the generation prompt. Raises `UserError`."""
-    return _apply(tokenizer, to_messages(record)[:turns], record, prompt=True)
+    return _apply(tokenizer, to_messages(record, shown)[:turns], record, prompt=True)
 
 
 def _apply(tokenizer: Any, messages: list[dict[str, Any]], record: Record, *, prompt: bool) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron_hetero.config.sampled_dataset import SampledDataset
-from megatron_hetero.config.schema import DatasetConfig
+from megatron_hetero.config.schema import Config, DatasetConfig
 from megatron_hetero.data.records import Annotations, Record
+from megatron_hetero.data.validation import IMAGES, ItemField
 from megatron_hetero.errors import UserError
-from megatron_hetero.names import VISION
 
 
 class Mixture:
@@ -40,7 +40,7 @@ class Mixture:
         registry: Mapping[str, DatasetConfig],
         shuffle: bool,
         seed: int,
-        encoders: Sequence[str] = (VISION,),
+        fields: Sequence[ItemField] = IMAGES,
     ) -> Mixture:
         """Loads the named data sets.
 
@@ -50,7 +50,7 @@ class Mixture:
             registry: the data sets by name.
             shuffle: redraw samples and order every epoch.
             seed: of the random draws; unused without shuffle.
-            encoders: the encoders that images may be for.
+            fields: those that items may be in, see `item_fields`.
 
         Raises:
             UserError: no entry, an unknown name, a bad rate, or a data set that does not load.
@@ -66,7 +66,7 @@ class Mixture:
             _check_name(each.name, registry)
         names = dict.fromkeys(each.name for each in sampled)
         loaded = {
-            name: Annotations.load(name, registry[name].annotations, registry[name].images, encoders) for name in names
+            name: Annotations.load(name, registry[name].annotations, registry[name].images, fields) for name in names
         }
         return cls([(loaded[each.name], each) for each in sampled], shuffle=shuffle, seed=seed)
 
@@ -103,6 +103,20 @@ class Mixture:
             chosen.append(start + np.concatenate([np.tile(np.arange(len(data)), repeats), last]))
         order = np.concatenate(chosen)
         return generator.permutation(order) if self.shuffle else order
+
+
+def open_mixture(config: Config, fields: Sequence[ItemField]) -> Mixture:
+    """The data sets of `data.datasets`, loaded. Raises `UserError`."""
+    return _mixture(config, config.data.datasets, config.data.shuffle, fields)
+
+
+def open_held_out(config: Config, fields: Sequence[ItemField]) -> dict[str, Mixture]:
+    """Each of the data sets of `eval.datasets`, loaded, in the order of its records. Raises `UserError`."""
+    return {name: _mixture(config, (name,), False, fields) for name in config.eval.datasets}
+
+
+def _mixture(config: Config, datasets: Sequence[str], shuffle: bool, fields: Sequence[ItemField]) -> Mixture:
+    return Mixture.parse(datasets, config.data.registry, shuffle, config.train.seed, fields)
 
 
 def _check_name(name: str, registry: Mapping[str, DatasetConfig]) -> None:

@@ -14,9 +14,9 @@ from typing import Literal, cast
 import numpy as np
 
 from megatron_hetero.data.reading import read_records, record_place
-from megatron_hetero.data.validation import image_fields, validate_record
+from megatron_hetero.data.validation import IMAGES, ItemField, ItemRef, validate_record
 from megatron_hetero.errors import UserError, quoted
-from megatron_hetero.names import VISION
+from megatron_hetero.models.items.types import Item
 
 ChatRole = Literal["system", "user", "assistant"]
 MOST_CHARACTERS = 4 * 2**20
@@ -25,7 +25,7 @@ MOST_CHARACTERS = 4 * 2**20
 
 @dataclass(frozen=True)
 class Turn:
-    """One speaker's turn; that of a user may hold literal ``<image>`` placeholders, or those of other encoders."""
+    """One speaker's turn; that of a user may hold literal placeholders such as ``<image>``."""
 
     role: ChatRole
     text: str
@@ -33,29 +33,28 @@ class Turn:
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation with its images.
+    """One conversation with its items.
 
     Attributes:
         dataset: name of the data set in the registry.
         index: position in its annotation file, from 0.
         where: ``train.jsonl:12`` or ``train.json record 12``, for messages.
         turns: an optional system turn, then user and assistant in turn.
-        images: paths relative to ``image_folder``, in the order of their placeholders.
-        encoders: the encoder of each image; ``vision`` by default.
-        image_folder: folder the paths are relative to; None only without images.
+        items: what it shows, in the order of their placeholders, with paths relative to ``folder``.
+        folder: None only without items.
     """
 
     dataset: str
     index: int
     where: str
     turns: tuple[Turn, ...]
-    images: tuple[str, ...] = ()
-    image_folder: Path | None = field(default=None, repr=False)
-    encoders: tuple[str, ...] = ()
+    items: tuple[ItemRef, ...] = ()
+    folder: Path | None = field(default=None, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "encoders", self.encoders or (VISION,) * len(self.images))
-        assert len(self.encoders) == len(self.images), "one encoder for each image"
+    @property
+    def encoders(self) -> list[str]:
+        """The encoder of each item."""
+        return [ref.field.encoder for ref in self.items]
 
     @property
     def characters(self) -> int:
@@ -73,24 +72,24 @@ class Record:
                 fix="shorten or remove the record",
             )
 
-    def image_path(self, k: int) -> Path:
-        """The absolute path of image ``k`` with links resolved. The file need not exist.
+    def item(self, k: int) -> Item:
+        """Item ``k`` with the absolute path of its file, links resolved. The file need not exist.
 
         Raises:
-            UserError: the path leads out of the image folder, for example through a symbolic link.
+            UserError: the path leads out of the folder, for example through a symbolic link.
         """
-        assert self.image_folder is not None, "records with images have an image folder"
-        folder = os.path.realpath(self.image_folder)
-        path = os.path.realpath(os.path.join(folder, self.images[k]))
+        assert self.folder is not None, "records with items have a folder"
+        ref, folder = self.items[k], os.path.realpath(self.folder)
+        path = os.path.realpath(os.path.join(folder, ref.file))
         if os.path.commonpath([folder, path]) != folder:
             raise UserError.at(
-                f"{self.where}: field '{image_fields([self.encoders[k]])[0].name}'",
-                found=f"{quoted(self.images[k])}, which leads to {path}",
+                f"{self.where}: field '{ref.field.name}'",
+                found=f"{quoted(ref.file)}, which leads to {path}",
                 expected=f"a file inside {folder}",
                 because="annotations must not reach files outside the image folder, not even through links",
                 fix="copy the pictures into the folder, or set `images` in data.registry to a folder that has them",
             )
-        return Path(path)
+        return Item(Path(path), self.where)
 
 
 class Annotations(Sequence[Record]):
@@ -101,19 +100,27 @@ class Annotations(Sequence[Record]):
     """
 
     def __init__(
-        self, name: str, annotations: Path, images: Path | None, buffer: bytes, ends: np.ndarray, lines: np.ndarray
+        self,
+        name: str,
+        annotations: Path,
+        images: Path | None,
+        fields: Sequence[ItemField],
+        buffer: bytes,
+        ends: np.ndarray,
+        lines: np.ndarray,
     ) -> None:
         """Use `load`. ``ends`` [n + 1] are offsets into ``buffer``; ``lines`` [n] file lines, 0 in a JSON list."""
         self.name = name
         self.path = annotations
         self.images = images
+        self._fields = {field.key: field for field in fields}
         self._buffer = buffer
         self._ends = ends
         self._lines = lines
 
     @classmethod
     def load(
-        cls, name: str, annotations: Path, images: Path | None, encoders: Sequence[str] = (VISION,)
+        cls, name: str, annotations: Path, images: Path | None, fields: Sequence[ItemField] = IMAGES
     ) -> Annotations:
         """Reads and validates a JSON list or a JSONL file.
 
@@ -121,7 +128,7 @@ class Annotations(Sequence[Record]):
             name: name of the data set, used in messages.
             annotations: the file; its format follows from its first character.
             images: folder the image paths are relative to; None for text-only data.
-            encoders: those that images may be for, see `image_fields`.
+            fields: those that items may be in, see `item_fields`.
 
         Raises:
             UserError: a missing, broken or empty file, a missing image folder, or a malformed record.
@@ -133,7 +140,7 @@ class Annotations(Sequence[Record]):
                 fix="correct the path, or remove `images` for text-only data",
             )
         try:
-            found = cls._indexed(name, Path(annotations), images, encoders)
+            found = cls._indexed(name, Path(annotations), images, fields)
         except MemoryError:
             raise UserError.at(
                 annotations,
@@ -149,17 +156,16 @@ class Annotations(Sequence[Record]):
         return found
 
     @classmethod
-    def _indexed(cls, name: str, annotations: Path, images: Path | None, encoders: Sequence[str]) -> Annotations:
+    def _indexed(cls, name: str, annotations: Path, images: Path | None, fields: Sequence[ItemField]) -> Annotations:
         buffer, ends, lines = bytearray(), [0], []
         for raw in read_records(annotations):
-            turns, pictures = validate_record(
-                raw.value, raw.where, has_image_folder=images is not None, encoders=encoders
-            )
-            buffer += json.dumps([turns, pictures], ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+            turns, refs = validate_record(raw.value, raw.where, has_image_folder=images is not None, fields=fields)
+            shown = [(ref.field.key, ref.file) for ref in refs]
+            buffer += json.dumps([turns, shown], ensure_ascii=False, separators=(",", ":")).encode("utf-8")
             ends.append(len(buffer))
             lines.append(raw.line)
         offsets, line_numbers = np.array(ends, dtype=np.int64), np.array(lines, dtype=np.int64)
-        return cls(name, annotations, images, bytes(buffer), offsets, line_numbers)
+        return cls(name, annotations, images, fields, bytes(buffer), offsets, line_numbers)
 
     @cached_property
     def digest(self) -> str:
@@ -175,15 +181,14 @@ class Annotations(Sequence[Record]):
         if not -len(self) <= i < len(self):
             raise IndexError(f"record {i} of data set {self.name!r}, which has {len(self)}")
         i = int(i) % len(self)
-        turns, images = json.loads(self._buffer[self._ends[i] : self._ends[i + 1]])
+        turns, shown = json.loads(self._buffer[self._ends[i] : self._ends[i + 1]])
         return Record(
             dataset=self.name,
             index=i,
             where=record_place(self.path, i, int(self._lines[i])),
             turns=tuple(Turn(cast(ChatRole, role), text) for role, text in turns),
-            images=tuple(path for _, path in images),
-            image_folder=self.images,
-            encoders=tuple(encoder for encoder, _ in images),
+            items=tuple(ItemRef(self._fields[key], file) for key, file in shown),
+            folder=self.images,
         )
 
     def __repr__(self) -> str:

@@ -4,47 +4,70 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_hetero.errors import UserError, quoted
+from megatron_hetero.models.items.types import Modality
 from megatron_hetero.names import VISION
 
-IMAGE_PLACEHOLDER = "<image>"
 VIDEO_PLACEHOLDER = "<video>"
 
 # LLaVA's names and those of chat templates.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 Turns = list[tuple[str, str]]
-ImageRefs = list[tuple[str, str]]
-"""Encoder and path, as written, of each image, in the order of their placeholders."""
 
 
-class ImageField(NamedTuple):
-    """How records refer to the images of an encoder: the field with their paths; `<field>` is the placeholder."""
+class ItemField(NamedTuple):
+    """How records refer to the items of one type for one encoder: the field with their paths; `<field>` is the
+    placeholder. `key`: what stored records call it.
+    """
 
     encoder: str
+    modality: Modality
     name: str
+    key: str
 
     @property
     def placeholder(self) -> str:
-        """Marks the place of an image in a human turn."""
+        """Marks the place of an item in a human turn."""
         return f"<{self.name}>"
 
 
-def image_fields(encoders: Iterable[str]) -> tuple[ImageField, ...]:
-    """The fields of encoders: `image` for the encoder `vision`, its own name for any other."""
-    return tuple(ImageField(name, "image" if name == VISION else name) for name in encoders)
+class ItemRef(NamedTuple):
+    """An item of a record: the field that it is in, and its path as written."""
+
+    field: ItemField
+    file: str
+
+
+def item_fields(encoders: Mapping[str, Sequence[Modality]]) -> tuple[ItemField, ...]:
+    """The fields of encoders that take items of these modalities: for the encoder `vision` called as the modality is,
+    for any other as the encoder is, with the modality after it for all but its first.
+    """
+    return tuple(
+        ItemField(
+            encoder,
+            modality,
+            modality if encoder == VISION else f"{encoder}_{modality}" if number else encoder,
+            f"{encoder}:{modality}" if number else encoder,
+        )
+        for encoder, modalities in encoders.items()
+        for number, modality in enumerate(modalities)
+    )
+
+
+IMAGES = item_fields({VISION: ("image",)})
 
 
 def validate_record(
-    value: Any, where: str, *, has_image_folder: bool, encoders: Sequence[str] = (VISION,)
-) -> tuple[Turns, ImageRefs]:
-    """Checks one decoded record and reduces it to what training needs. `encoders`: the encoders that images may be for.
+    value: Any, where: str, *, has_image_folder: bool, fields: Sequence[ItemField] = IMAGES
+) -> tuple[Turns, list[ItemRef]]:
+    """Checks one decoded record and reduces it to what training needs. `fields`: those that items may be in.
 
     Returns:
-        The turns as (role, text) with role in system, user, assistant; and the images.
+        The turns as (role, text) with role in system, user, assistant; and the items in the order of placeholders.
 
     Raises:
         UserError: naming ``where`` and the field.
@@ -53,13 +76,14 @@ def validate_record(
         raise UserError.at(
             where, found=_kind(value), expected="a JSON object", fix='write {"image": ..., "conversations": [...]}'
         )
-    _refuse_videos(value, where)
-    fields = image_fields(encoders)
+    videos = any(field.modality == "video" for field in fields)
+    if not videos:
+        _refuse_videos(value, where)
     paths = {field: _images(value, field.name, where) for field in fields}
     turns = _turns(value, where)
     _check_order(turns, where)
     for field in fields:
-        _check_placeholders(turns, paths[field], field, where)
+        _check_placeholders(turns, paths[field], field, videos, where)
         if paths[field] and not has_image_folder:
             raise UserError.at(
                 f"{where}: field '{field.name}'",
@@ -69,18 +93,18 @@ def validate_record(
     return turns, _in_order(turns, paths)
 
 
-def split_at_placeholders(text: str, fields: Sequence[ImageField]) -> tuple[list[str], list[ImageField]]:
+def split_at_placeholders(text: str, fields: Sequence[ItemField]) -> tuple[list[str], list[ItemField]]:
     """The parts of a text between placeholders, and the fields of these."""
     by_placeholder = {field.placeholder: field for field in fields}
     parts = re.split("(" + "|".join(map(re.escape, by_placeholder)) + ")", text)
     return parts[::2], [by_placeholder[placeholder] for placeholder in parts[1::2]]
 
 
-def _in_order(turns: Turns, paths: dict[ImageField, list[str]]) -> ImageRefs:
-    """Each image's encoder and path, in the order in which the turns show them."""
+def _in_order(turns: Turns, paths: dict[ItemField, list[str]]) -> list[ItemRef]:
+    """Each item's field and path, in the order in which the turns show them."""
     coming = {field: iter(its_paths) for field, its_paths in paths.items()}
     shown = [field for _, text in turns for field in split_at_placeholders(text, list(paths))[1]]
-    return [(field.encoder, next(coming[field])) for field in shown]
+    return [ItemRef(field, next(coming[field])) for field in shown]
 
 
 def _kind(value: Any) -> str:
@@ -216,9 +240,10 @@ def _speaker(role: str) -> str:
     return {"user": "human", "assistant": "gpt"}.get(role, role)
 
 
-def _check_placeholders(turns: Turns, images: list[str], field: ImageField, where: str) -> None:
+def _check_placeholders(turns: Turns, images: list[str], field: ItemField, videos: bool, where: str) -> None:
+    """`videos`: whether there is a field for them."""
     for k, (role, text) in enumerate(turns):
-        if VIDEO_PLACEHOLDER in text:
+        if not videos and VIDEO_PLACEHOLDER in text:
             raise UserError.at(
                 f"{where}: field 'conversations[{k}]'",
                 problem=f"{VIDEO_PLACEHOLDER} in the text, but videos are not supported",

@@ -6,34 +6,32 @@ Blank pictures give the rate of guessing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, get_args
 
-from PIL import Image
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from megatron_hetero.data import pictures
-from megatron_hetero.data.chat import END_OF_TURN, render_prompt
+from megatron_hetero.data.chat import END_OF_TURN
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import Annotations, Record
-from megatron_hetero.data.validation import IMAGE_PLACEHOLDER
+from megatron_hetero.data.validation import ItemField, split_at_placeholders
 from megatron_hetero.errors import UserError, in_short, listed, printable
 from megatron_hetero.files.json_objects import read_object
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import ModelFolders
+from megatron_hetero.models.items.types import ItemSettings, ItemType, Modality, Piece, Size
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.processor.folder import load_image_processor
-from megatron_hetero.processor.processor import Processor
 
 # torch is imported where it is used: that takes seconds, which `--help` need not wait for and Ctrl-C may interrupt.
-if TYPE_CHECKING:
-    import torch
 
-GREY = (128, 128, 128)
+KINDS: tuple[Modality, ...] = get_args(Modality)
+"""In the order of their numbers in `mm_token_type_ids`, from 1."""
 # Frequent questions get their own lines in the table.
 MOST_LINES = 12
 
@@ -87,15 +85,22 @@ class EvaluationResult:
         return f"{100 * self.rate:.1f} % exact match ({self.correct} of {self.questions}, pictures {pictures_were})"
 
 
+class _Shown(NamedTuple):
+    """An item of a prompt."""
+
+    field: ItemField
+    size: Size
+    patches: np.ndarray
+
+
 @dataclass(frozen=True)
 class _Prompt:
-    """The first question of a record, rendered up to the model's answer."""
+    """The first question of a record, as tokens up to the model's answer."""
 
     question: str
     expected: str
-    text: str
-    pixel_values: torch.Tensor | None
-    grids: torch.Tensor | None
+    tokens: list[int]
+    shown: list[_Shown]
 
 
 def exact_match(
@@ -128,19 +133,20 @@ def exact_match(
     Raises:
         UserError: a folder, file, record or picture is missing or broken.
     """
-    processor = Processor.from_folder(hf_dir, min_pixels, max_pixels)
+    processor = Processor.from_folder(hf_dir, ItemSettings(min_pixels, max_pixels))
     tokenizer = processor.tokenizer
     # Any token will do: padding is masked.
     tokenizer.pad_token = tokenizer.pad_token or END_OF_TURN
     _require_whole(hf_dir)
     family = family_of(processor.model_type)
     model = _load_model(hf_dir, family, tokenizer, device)
-    records = islice(Annotations.load("evaluation", annotations, images), limit)
-    image_processor = load_image_processor(hf_dir, family, min_pixels, max_pixels)
-    image_token = family.tokens[family.shown["image"].row]
-    prompts = (_prompt(record, tokenizer, image_token, image_processor, blank) for record in records)
+    records = islice(Annotations.load("evaluation", annotations, images, processor.fields), limit)
+    prompts = (_prompt(record, processor, blank) for record in records)
+    types: dict[Modality, ItemType] = {each.modality: each for each in family.items}
     answers = [
-        answer for batch in _batches(prompts, batch_size) for answer in _answer(model, tokenizer, batch, max_new_tokens)
+        answer
+        for batch in _batches(prompts, batch_size)
+        for answer in _answer(model, processor, types, batch, max_new_tokens)
     ]
     return EvaluationResult(tuple(answers), blank)
 
@@ -209,62 +215,39 @@ def _batches(prompts: Iterator[_Prompt], size: int) -> Iterator[list[_Prompt]]:
         yield batch
 
 
-def _prompt(record: Record, tokenizer: Any, image_token: str, image_processor: Any, blank: bool) -> _Prompt:
-    record.require_readable()
+def _prompt(record: Record, processor: Processor, blank: bool) -> _Prompt:
     first = next(k for k, turn in enumerate(record.turns) if turn.role == "assistant")
     asked = "\n".join(turn.text for turn in record.turns[:first] if turn.role == "user")
-    rendered = render_prompt(tokenizer, record, first)
-    pixels, grids = _patches(record, asked.count(IMAGE_PLACEHOLDER), image_processor, blank)
-    tokens = [] if grids is None else (grids.prod(dim=1) // image_processor.merge_size**2).tolist()
-    rendered = _expand(rendered, image_token, tokens, record)
-    question = asked.replace(IMAGE_PLACEHOLDER, "").strip()
-    return _Prompt(question, record.turns[first].text.strip(), rendered, pixels, grids)
+    stretches, fields = split_at_placeholders(asked, processor.fields)
+    tokens, sizes = processor.prompt(record, first, len(fields))
+    shown = []
+    for k, (field, size) in enumerate(zip(fields, sizes, strict=True)):
+        reader = processor.readers[field].blank() if blank else processor.readers[field]
+        pieces = [Piece(number, of_piece) for number, of_piece in enumerate(reader.pieces(size))]
+        shown.append(_Shown(field, size, reader.patches(record.item(k), pieces)))
+    return _Prompt("".join(stretches).strip(), record.turns[first].text.strip(), tokens.tolist(), shown)
 
 
-def _patches(
-    record: Record, shown: int, image_processor: Any, blank: bool
-) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    if not shown:
-        return None, None
-    images = [pictures.load_picture(record.image_path(k), record.where) for k in range(shown)]
-    if blank:
-        images = [Image.new("RGB", image.size, GREY) for image in images]
-    inputs = image_processor(images=images, return_tensors="pt")
-    return inputs["pixel_values"], inputs["image_grid_thw"]
-
-
-def _expand(text: str, image_token: str, tokens: Sequence[int], record: Record) -> str:
-    """The text with each image placeholder repeated once per merged patch. Raises `UserError`."""
-    before, *rest = text.split(image_token)
-    if len(rest) != len(tokens):
-        raise UserError.at(
-            f"{record.where}: chat template of the model",
-            found=f"{len(rest)} image tokens in the rendered question",
-            expected=f"{len(tokens)}, one for each image",
-            fix="use the chat template of the instruct model",
-        )
-    return before + "".join(image_token * n + after for n, after in zip(tokens, rest, strict=True))
-
-
-def _answer(model: Any, tokenizer: Any, batch: list[_Prompt], max_new_tokens: int) -> list[Answer]:
+def _answer(
+    model: Any, processor: Processor, types: Mapping[Modality, ItemType], batch: list[_Prompt], max_new_tokens: int
+) -> list[Answer]:
     import torch
 
     # Left padding, so that all answers start at the same position.
-    inputs = tokenizer(
-        [prompt.text for prompt in batch],
-        add_special_tokens=False,
-        padding=True,
-        padding_side="left",
-        return_tensors="pt",
+    inputs = processor.tokenizer.pad(
+        {"input_ids": [prompt.tokens for prompt in batch]}, padding_side="left", return_tensors="pt"
     )
-    inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()
-    pixels = [prompt.pixel_values for prompt in batch if prompt.pixel_values is not None]
-    if pixels:
-        inputs["pixel_values"] = torch.cat(pixels).to(model.dtype)
-        inputs["image_grid_thw"] = torch.cat([prompt.grids for prompt in batch if prompt.grids is not None])
+    kinds = torch.zeros_like(inputs["input_ids"], dtype=torch.int32)
+    for field, reader in processor.readers.items():
+        kinds[inputs["input_ids"] == reader.token_id] = KINDS.index(field.modality) + 1
+        if of_field := [each for prompt in batch for each in prompt.shown if each.field == field]:
+            patches = np.concatenate([each.patches for each in of_field])
+            of_type = types[field.modality].inputs(patches, [each.size for each in of_field])
+            inputs.update({name: x.to(model.dtype) if x.is_floating_point() else x for name, x in of_type.items()})
+    inputs["mm_token_type_ids"] = kinds
     with torch.no_grad():
         output = model.generate(**inputs.to(model.device), max_new_tokens=max_new_tokens)
-    texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    texts = processor.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return [Answer(p.question, p.expected, text.strip()) for p, text in zip(batch, texts, strict=True)]
 
 

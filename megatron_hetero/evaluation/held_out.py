@@ -19,10 +19,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from megatron_hetero.batch.step_loader import StepBatch, StepLoader
-from megatron_hetero.batch.to_device import to_device
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import IGNORED, PackedBatch
+from megatron_hetero.data.step_loader import StepBatch, StepLoader
+from megatron_hetero.data.to_device import to_device
 from megatron_hetero.errors import SharedError
 from megatron_hetero.execution.contract import DeviceMicroBatch
 from megatron_hetero.names import TEXT

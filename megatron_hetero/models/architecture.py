@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
+from megatron_hetero.layout.stages import LAYERS, Stage
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.parts import TRAINED, Part, Passes, Site, Tokens, named
-from megatron_hetero.sharding.stages import LAYERS, Stage
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The sample that a plan assumes, which is all that is known of the data before any is read.
 
-A sample is the rows of its images, encoder by encoder, then its text, of which the last tokens are supervised.
+A sample is the rows of its items, encoder by encoder, then its text, of which the last tokens are supervised.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_hetero.config.schema import PlanConfig
-from megatron_hetero.data.items import Size
+from megatron_hetero.models.family import EncoderShape
+from megatron_hetero.models.items.types import ItemType, Size
+from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 
 
 @dataclass(frozen=True)
 class AssumedSample:
-    """By encoder, `sizes` of the sample's images and `rows` of one image. `tokens`: of the sample, image tokens
+    """By encoder, `sizes` of the pieces of the sample's items and their `rows`. `tokens`: of the sample, those of rows
     included; `supervised`: tokens that the loss counts.
     """
 
@@ -28,33 +30,41 @@ class AssumedSample:
 
     @property
     def text(self) -> int:
-        """Tokens of the sample, image tokens excluded."""
-        return self.tokens - sum(self.rows[name] * len(sizes) for name, sizes in self.sizes.items())
+        """Tokens of the sample, those of rows excluded."""
+        return self.tokens - sum(self.rows.values())
 
     def positions(self, encoder: str) -> np.ndarray:
         """Where the encoder's rows go in the sample, int64."""
-        rows = {name: self.rows[name] * len(sizes) for name, sizes in self.sizes.items()}
-        names = list(rows)
-        first = sum(rows[name] for name in names[: names.index(encoder)])
-        return np.arange(first, first + rows[encoder])
+        names = list(self.rows)
+        first = sum(self.rows[name] for name in names[: names.index(encoder)])
+        return np.arange(first, first + self.rows[encoder])
 
     def fitting(self, tokens: int, patches: int | None, shapes: ModelShapes) -> int:
         """How many such samples make a micro-batch of so many tokens, and patches for each encoder (None: any number);
         at least 1.
         """
         most = [tokens // self.tokens]
-        for name, sizes in self.sizes.items():
-            of_sample = self.rows[name] * len(sizes) * shapes.encoders[name].unit
-            most += [patches // of_sample] if patches is not None and of_sample else []
+        if patches is not None:
+            most += [patches // (rows * shapes.encoders[name].unit) for name, rows in self.rows.items() if rows]
         return max(1, min(most))
+
+
+def assumed_sizes(plan: PlanConfig, shapes: ModelShapes) -> dict[str, Size]:
+    """By encoder the size of its pieces."""
+    return {name: item_type(shape).assumed(shape, plan) for name, shape in shapes.encoders.items()}
+
+
+def item_type(shape: EncoderShape) -> ItemType:
+    """The type of the items that section `plan` describes."""
+    return family_of(shape.family).items[0]
 
 
 def assumed_sample(plan: PlanConfig, shapes: ModelShapes) -> AssumedSample:
     """The sample that section `plan` describes, for a model of these shapes."""
-    square = {name: shape.square(plan.image_side) for name, shape in shapes.encoders.items()}
-    sizes = {name: (size,) * plan.images for name, size in square.items()}
-    rows = {name: shapes.encoders[name].rows(size) for name, size in square.items()}
-    tokens = plan.tokens + sum(rows[name] * len(sizes[name]) for name in sizes)
+    of_piece = assumed_sizes(plan, shapes)
+    sizes = {name: (size,) * plan.images for name, size in of_piece.items()}
+    rows = {name: shapes.encoders[name].rows(size) * plan.images for name, size in of_piece.items()}
+    tokens = plan.tokens + sum(rows.values())
     return AssumedSample(sizes, rows, tokens, min(tokens - 1, round(plan.supervised * plan.tokens)))
 
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from megatron_hetero.data.items import Modality, Size
-from megatron_hetero.data.records import Record
 from megatron_hetero.files.json_objects import Table
 from megatron_hetero.layout.axes import Split
 from megatron_hetero.layout.views import View
 from megatron_hetero.models.common.demo_sizes import DemoSizes
-from megatron_hetero.sharding.items import ItemShape
+from megatron_hetero.models.items.types import ItemShape, ItemType
 
 # Layers import torch, which takes a second: families do not, until a shape is asked for.
 if TYPE_CHECKING:
@@ -86,18 +84,6 @@ class EncoderShape(TransformerShape, ItemShape, Protocol):
         """
         ...
 
-    def square(self, side: int) -> Size:
-        """The size of a square image of `side` pixels, as the family's processor resizes it."""
-        ...
-
-    def side(self, size: Any) -> int:
-        """Pixels of a side of an item of that size, a square image."""
-        ...
-
-    def windows(self, size: Any) -> list[int]:
-        """Patches of each window of local attention of an item."""
-        ...
-
     def tokens(self, sizes: Iterable[Any]) -> Tokens:
         """What the encoder computes on, of items of these sizes."""
         ...
@@ -121,37 +107,6 @@ class TextShape(TransformerShape, Protocol):
         before the layers; for others the layer to whose output they are added. None where the model does not take them.
         """
         ...
-
-
-class ItemReader(Protocol):
-    """What an encoder sees of the items that are for it. Holds no open files and can be pickled."""
-
-    token_id: int
-    """The token that stands for one row."""
-
-    def size(self, record: Record, k: int) -> Size:
-        """Of item `k` of a record, from its header. Raises `UserError`."""
-        ...
-
-    def places(self, size: Any) -> np.ndarray:
-        """Where the rows of an item lie in time, height and width, from where it begins: int64 [3, rows]."""
-        ...
-
-    def patches(self, record: Record, k: int, size: Any) -> np.ndarray:
-        """The decoded patches of item `k`, of that size: float32 [patches, patch_elements]. Raises `UserError`."""
-        ...
-
-    def describe(self, record: Record, k: int, size: Any) -> str:
-        """Item `k` in words: what it is in its file, and what the encoder takes. Raises `UserError`."""
-        ...
-
-
-class ItemTokens(NamedTuple):
-    """How the text shows an item: between `start` and `end` a `row` for each of its rows. Names of `Family.tokens`."""
-
-    start: str
-    row: str
-    end: str
 
 
 class Family(Protocol):
@@ -217,27 +172,14 @@ class Family(Protocol):
         ...
 
     @property
-    def shown(self) -> Mapping[Modality, ItemTokens]:
-        """Which of them show items of each modality that the text module knows."""
-        ...
-
-    @property
-    def modality(self) -> Modality:
-        """What the encoder takes."""
-        ...
-
-    def image_processor_class(self) -> type:
-        """The class of `transformers` whose pixels the encoder takes."""
-        ...
-
-    def reader(self, image_processor: Any, token_id: int, max_image_pixels: int) -> ItemReader:
-        """What reads items for the encoder. `token_id`: the token that stands for a row."""
+    def items(self) -> Sequence[ItemType]:
+        """What the encoder takes: types of items, of a modality each, of which section `plan` describes the first."""
         ...
 
     @property
     def positions(self) -> Callable[[int, np.ndarray, Sequence[np.ndarray]], np.ndarray]:
-        """Rotary positions of a sample of so many tokens, int64 [dims, tokens], from the first token of each item and
-        the places of its rows, see `ItemReader.places`.
+        """Rotary positions of a sample of so many tokens, int64 [dims, tokens], from the first token of each block and
+        the places of its rows, see `Block`.
         """
         ...
 

@@ -7,10 +7,10 @@ the encoder's name before them.
 from __future__ import annotations
 
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT, VISION, parts_of
-from megatron_hetero.sharding.stages import Stage
 
 
 def prefix_of(encoder: str, shapes: ModelShapes) -> str:

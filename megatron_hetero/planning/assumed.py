@@ -12,17 +12,18 @@ import numpy as np
 
 from megatron_hetero.boundary.ownership import Ownership
 from megatron_hetero.config.schema import PlanConfig
+from megatron_hetero.data.sharding.balance import assign, assign_in_order
+from megatron_hetero.data.sharding.calls import cut_calls
+from megatron_hetero.data.sharding.encoder_shards import EncoderShards
+from megatron_hetero.data.sharding.token_shards import TokenShards
 from megatron_hetero.errors import UserError
 from megatron_hetero.job import BatchShape, Budget, JobSpec, micro_batch_setting
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.assumed import AssumedSample, assumed_sample, lengthened
+from megatron_hetero.models.assumed import AssumedSample, assumed_sample, assumed_sizes, lengthened
+from megatron_hetero.models.items.types import Size
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT
-from megatron_hetero.sharding.balance import assign, assign_in_order
-from megatron_hetero.sharding.calls import cut_calls
-from megatron_hetero.sharding.encoder_shards import EncoderShards
-from megatron_hetero.sharding.token_shards import TokenShards
 
 MOST_IMAGES, MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 22, 1 << 23
 """Of an assumed micro-batch, over all replicas; tokens of one of them."""
@@ -64,12 +65,15 @@ class AssumedBatch:
 
     def assigned(self, encoder: str, micro_batches: int = 1) -> list[list[int]]:
         """The images of a call of so many micro-batches that each replica of the encoder gets."""
-        sizes, dp = self.sample.sizes[encoder], self.layouts[encoder].dp
-        count = len(sizes) * self.batch.samples * self.batch.replicas * micro_batches
+        sizes, dp = self.pieces(encoder, micro_batches), self.layouts[encoder].dp
         if self.balance != "replica":
-            return assign_in_order(count, dp)
-        cost = self.shapes.encoders[encoder].cost(sizes[0]) if sizes else 0.0
-        return assign([cost] * count, dp)
+            return assign_in_order(len(sizes), dp)
+        costs = {size: self.shapes.encoders[encoder].cost(size) for size in self.sample.sizes[encoder]}
+        return assign([costs[size] for size in sizes], dp)
+
+    def pieces(self, encoder: str, micro_batches: int = 1) -> tuple[Size, ...]:
+        """The sizes of all pieces in a call of so many micro-batches."""
+        return self.sample.sizes[encoder] * (self.batch.samples * self.batch.replicas * micro_batches)
 
     def token_shards(self, layout: Layout) -> TokenShards:
         """The packs of the replicas of `layout`, a stage of the text module."""
@@ -83,11 +87,9 @@ class AssumedBatch:
 
     def encoder_shards(self, encoder: str, coordinate: int, micro_batches: int = 1) -> EncoderShards:
         """The images of a call of so many micro-batches as a stage of the encoder holds them."""
-        layout, sizes = self.layouts[encoder], self.sample.sizes[encoder]
+        shape, stage = self.shapes.encoders[encoder], self.layouts[encoder].stage(coordinate)
         assigned = tuple(map(tuple, self.assigned(encoder, micro_batches)))
-        everything = sizes * (self.batch.samples * self.batch.replicas * micro_batches)
-        stage = layout.stage(coordinate)
-        return EncoderShards(self.shapes.encoders[encoder], stage, self.sharded[encoder], everything, assigned)
+        return EncoderShards(shape, stage, self.sharded[encoder], self.pieces(encoder, micro_batches), assigned)
 
     def sides(self, edge: Edge, micro_batches: int = 1) -> list[tuple[Ownership, Ownership]]:
         """Who holds the rows that cross along an edge, and who needs them, for each of the micro-batches of a call."""
@@ -103,7 +105,7 @@ def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
     batch, together = job.batch, job.together(job.batch.micro_batches)
     found = {}
     for name, shape in job.shapes.encoders.items():
-        patches = shape.unit * sample.rows[name] * len(sample.sizes[name]) * batch.samples * batch.replicas
+        patches = shape.unit * sample.rows[name] * batch.samples * batch.replicas
         layout = job.layouts[name]
         found[name] = cut_calls([patches] * batch.micro_batches, together[name], layout.size // layout.pp)
     return found
@@ -112,7 +114,7 @@ def _calls(job: JobSpec, sample: AssumedSample) -> dict[str, tuple[range, ...]]:
 def _filling(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, budget: Budget) -> PlanConfig:
     """`plan` with samples that fill a micro-batch. Raises `UserError` where one alone is larger."""
     sample = assumed_sample(plan, shapes)
-    patches = {name: sample.rows[name] * len(sample.sizes[name]) * e.unit for name, e in shapes.encoders.items()}
+    patches = {name: sample.rows[name] * e.unit for name, e in shapes.encoders.items()}
     limits = {"tokens": (sample.tokens, budget.tokens), "patches": (max(patches.values()), budget.patches)}
     for what, (number, most) in limits.items():
         if most is not None and number > most:
@@ -130,7 +132,7 @@ def _require_size(plan: PlanConfig, shapes: ModelShapes, batch: BatchShape, sett
     """Check that the images and tokens of a micro-batch are few enough to be counted one by one."""
     packs = batch.samples * batch.replicas
     images = plan.images * len(shapes.encoders) * packs
-    of_image = sum(shape.rows(shape.square(plan.image_side)) for shape in shapes.encoders.values())
+    of_image = sum(shapes.encoders[name].rows(size) for name, size in assumed_sizes(plan, shapes).items())
     # Every image counts, and so does a pack's every token.
     rows, pack = plan.images * of_image * packs, (plan.images * of_image + plan.tokens) * batch.samples
     found = {

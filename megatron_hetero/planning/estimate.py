@@ -20,6 +20,7 @@ from megatron_hetero.execution.gathering import shares_weights
 from megatron_hetero.job import JobSpec, OfJob
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.stages import Stage, stages_of_rank
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.weights import prefix_of
 from megatron_hetero.names import TEXT
@@ -42,7 +43,6 @@ from megatron_hetero.planning.traffic import DirectionTraffic, traffic_of
 from megatron_hetero.planning.work import durations, with_copies
 from megatron_hetero.schedule.program import Role, Schedule
 from megatron_hetero.schedule.simulator import DurationKey, Simulation, simulate
-from megatron_hetero.sharding.stages import Stage, stages_of_rank
 
 KINDS: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "boundary", "workspace")
 """Kinds of memory, in the order of the columns of `Plan.memory`."""

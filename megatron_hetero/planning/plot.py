@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.stages import stages_of_rank
 from megatron_hetero.planning.estimate import Plan
 from megatron_hetero.planning.problems import shortened
 from megatron_hetero.schedule.drawing import (
@@ -22,7 +23,6 @@ from megatron_hetero.schedule.drawing import (
     write_plot,
 )
 from megatron_hetero.schedule.simulator import Span
-from megatron_hetero.sharding.stages import stages_of_rank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megatron_hetero.models.assumed import item_type
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.estimate import KINDS, Boundary, Plan
 from megatron_hetero.planning.memory.allowance import ALLOWANCES
@@ -72,8 +73,8 @@ def assumptions(plan: Plan) -> list[str]:
     for name, sizes in sample.sizes.items():
         shape, what = plan.shapes.encoders[name], f"{len(sizes)} image{'s' * (len(sizes) != 1)}"
         if sizes:
-            side, patches = shape.side(sizes[0]), sum(shape.sequences(sizes[0]))
-            what += f" of {side:,}x{side:,} pixels ({patches:,} patches, {sample.rows[name]:,} rows)"
+            measures, patches = item_type(shape).measures(shape, sizes[0]), sum(shape.sequences(sizes[0]))
+            what += f" of {measures} ({patches:,} patches, {shape.rows(sizes[0]):,} rows)"
         lines.append(f"Assumed of every sample, for {name}: {what} (plan.images, plan.image_side).")
     lines.append(
         f"Assumed of every sample: {sample.text:,} further tokens (plan.tokens), {sample.supervised:,} of them "
@@ -138,7 +139,7 @@ def _boundaries(plan: Plan) -> Table:
 def _rows(plan: Plan, boundary: Boundary) -> int:
     """Rows of a micro-batch, of all outputs."""
     sample, encoder = plan.assumed.sample, boundary.edge.source
-    of_sample = sample.rows[encoder] * len(sample.sizes[encoder]) * boundary.outputs
+    of_sample = sample.rows[encoder] * boundary.outputs
     return of_sample * plan.batch.samples * plan.batch.replicas
 
 

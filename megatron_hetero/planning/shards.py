@@ -1,8 +1,8 @@
 """What each rank's layers work on in an assumed micro-batch, or call of an encoder: a few different shards, and which
 rank has which. Pure.
 
-All replicas of the text module work on packs that are alike, and so do all encoder replicas with as many images, so
-that shards are computed for one of each.
+All replicas of the text module work on packs that are alike, and so do all encoder replicas with pieces of the same
+sizes, so that shards are computed for one of each.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_hetero.data.sharding.encoder_shards import EncoderShards
+from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.models.items.types import Size, padded_patches
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch, one_replica
-from megatron_hetero.sharding.context import AttentionSegments
-from megatron_hetero.sharding.encoder_shards import EncoderShards
-from megatron_hetero.sharding.items import padded_patches
 
 Spans = tuple[tuple[int, int], ...]
 """Queries and keys of segments of attention, in order."""
@@ -80,20 +80,19 @@ def text_shards(assumed: AssumedBatch) -> ModuleShards:
 
 def encoder_shards(assumed: AssumedBatch, encoder: str, micro_batches: int) -> ModuleShards:
     """The shards of an encoder in a call of so many micro-batches; none where the assumed samples have no images."""
-    layout, assigned = assumed.layouts[encoder], assumed.assigned(encoder, micro_batches)
-    images = np.array([len(of_replica) for of_replica in assigned])
-    if not images.any():
+    layout, sizes = assumed.layouts[encoder], assumed.pieces(encoder, micro_batches)
+    if not sizes:
         return ModuleShards((), np.full(layout.size, -1))
-    kinds = np.unique(images)
-    found = [_of_replica(assumed, encoder, int(count)) for count in kinds]
-    return _numbered(found, layout, np.searchsorted(kinds, images))
+    of_replicas = [tuple(sizes[i] for i in mine) for mine in assumed.assigned(encoder, micro_batches)]
+    kinds = {kind: number for number, kind in enumerate(sorted(set(of_replicas), key=len))}
+    found = [_of_replica(assumed, encoder, kind) for kind in kinds]
+    return _numbered(found, layout, np.array([kinds[kind] for kind in of_replicas]))
 
 
-def _of_replica(assumed: AssumedBatch, encoder: str, images: int) -> list[SequenceShard]:
-    """The shards of the ranks of a replica with `images` images."""
+def _of_replica(assumed: AssumedBatch, encoder: str, sizes: tuple[Size, ...]) -> list[SequenceShard]:
+    """The shards of the ranks of a replica with pieces of these sizes."""
     shape, layout, sharded = assumed.shapes.encoders[encoder], assumed.layouts[encoder], assumed.sharded[encoder]
-    sizes = assumed.sample.sizes[encoder][:1] * images
-    shards = EncoderShards(shape, one_replica(layout), sharded, sizes, (tuple(range(images)),))
+    shards = EncoderShards(shape, one_replica(layout), sharded, sizes, (tuple(range(len(sizes))),))
     found = []
     for rank in range(0, shards.layout.size, layout.tp):
         share = shards.share(rank)

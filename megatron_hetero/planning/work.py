@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from megatron_hetero.config.schema import Config
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.frozen import Frozen
 from megatron_hetero.models.layers.parts import FORWARD, Tokens
@@ -13,7 +14,6 @@ from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.simulator import DurationKey
-from megatron_hetero.sharding.stages import Stage
 
 COPIED = 8000
 """Operations that a GPU does while a byte crosses the bus to its host, one way: some 400 TFLOP/s and 50 GB/s on H100,

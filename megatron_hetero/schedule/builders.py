@@ -37,7 +37,7 @@ An encoder's own pipeline stages follow each other by one micro-batch. One witho
 are encoded in one turn, and come back in one, in a single call (`Schedule.together`): its forward is the F of the first
 of them, its backward the B of the last, and the other F and B do nothing. What moves so passes nothing in the list of
 the turn that it needs, or that needs it: rows cross after the first F, and gradients before the last B. How many are
-one call is a matter of their pictures (`sharding.calls`), of which a schedule knows nothing.
+one call is a matter of their items (`data.sharding.calls`), of which a schedule knows nothing.
 
 Why no order deadlocks. In a turn of the encoder (return, encode) all ranks walk through one list, each skipping what it
 has no part in, and nothing in the list depends on what comes later. The turns are in one order on all ranks, and what a

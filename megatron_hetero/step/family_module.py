@@ -16,6 +16,7 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.execution.gathering import shares_weights
 from megatron_hetero.hf.weight_map import WeightMap, WeightSource, held, load_slices
+from megatron_hetero.layout.stages import Stage, stages_of_rank
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.layers.parts import Backend, Site
@@ -24,7 +25,6 @@ from megatron_hetero.models.stages.encoder import EncoderModel
 from megatron_hetero.models.stages.text import TextModel
 from megatron_hetero.models.weights import tied_parameter, weight_map
 from megatron_hetero.names import TEXT
-from megatron_hetero.sharding.stages import Stage, stages_of_rank
 from megatron_hetero.step.data_parallel import DataParallel, Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, shard_stage, without_weights
 from megatron_hetero.step.module import TrainedModule

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_hetero.batch.step_plan import StepPlanner
 from megatron_hetero.config.schema import Config
+from megatron_hetero.data.step_plan import StepPlanner
 from megatron_hetero.distributed.collective import together
 from megatron_hetero.distributed.megatron import prepare_globals
 from megatron_hetero.distributed.platform import Platform

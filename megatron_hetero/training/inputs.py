@@ -13,12 +13,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 import megatron_hetero
-from megatron_hetero.batch.sources import open_held_out, open_mixture, open_processor
 from megatron_hetero.checkpoint.model_files import hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import plain
 from megatron_hetero.config.schema import Config, flat_settings, to_yaml
-from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.data.mixture import Mixture, open_held_out, open_mixture
+from megatron_hetero.data.processor.processor import Processor, open_processor
+from megatron_hetero.data.processor.two_folders import export_changes
 from megatron_hetero.distributed.agreement import Statement, require_agreement
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.errors import UserError, os_errors_as, reason
@@ -28,8 +29,6 @@ from megatron_hetero.job import JobSpec
 from megatron_hetero.models.opening import open_encoders, open_modules
 from megatron_hetero.models.writer import companions_of
 from megatron_hetero.names import VISION
-from megatron_hetero.processor.processor import Processor
-from megatron_hetero.processor.two_folders import export_changes
 from megatron_hetero.watch.watchdog import Watchdog
 
 REPORTER = 0
@@ -68,12 +67,13 @@ def open_together(config: Config, platform: Platform, watchdog: Watchdog) -> tup
 
 def _open(job: JobSpec) -> Inputs:
     """This rank's inputs, checked. Raises `UserError`."""
-    config = job.config
+    config, weights = job.config, _open_weights(job)
+    processor = open_processor(config)
     return Inputs(
-        _open_weights(job),
-        open_processor(config),
-        open_mixture(config),
-        open_held_out(config),
+        weights,
+        processor,
+        open_mixture(config, processor.fields),
+        open_held_out(config, processor.fields),
         _ready_to_export(job) if dist.get_rank() == REPORTER else {},
     )
 

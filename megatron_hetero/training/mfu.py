@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megatron_hetero.batch.step_loader import StepBatch
-from megatron_hetero.data.items import Size
+from megatron_hetero.data.step_loader import StepBatch
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.models.family import EncoderShape
 from megatron_hetero.models.frozen import Frozen
+from megatron_hetero.models.items.types import Size
 from megatron_hetero.models.layers.parts import Tokens
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT, parts_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group
 from rich.table import Table
 
-from megatron_hetero.batch.step_loader import StepBatch
+from megatron_hetero.data.step_loader import StepBatch
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.training.trainer import Trainer
 

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_hetero.batch.step_loader import StepBatch
-from megatron_hetero.batch.step_plan import StepPlanner
-from megatron_hetero.batch.to_device import to_device
+from megatron_hetero.data.sharding.balance import idle_share
+from megatron_hetero.data.step_loader import StepBatch
+from megatron_hetero.data.step_plan import StepPlanner
+from megatron_hetero.data.to_device import to_device
 from megatron_hetero.distributed.collective import on_every
 from megatron_hetero.distributed.platform import Platform, on_device
 from megatron_hetero.distributed.topology import Topology
@@ -24,7 +25,6 @@ from megatron_hetero.execution.runtime import Interpreter
 from megatron_hetero.job import JobSpec, OfJob
 from megatron_hetero.names import TEXT
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.sharding.balance import idle_share
 from megatron_hetero.step.gradients import GradientSummary, clip_factor
 from megatron_hetero.step.joint import JointOptimizer
 from megatron_hetero.step.module import TrainedModule
@@ -206,13 +206,13 @@ class StepTrainer(OfJob):
         """Of this rank in a step: tokens of padding and of samples, patches of padding and of images."""
         plans = [micro_batch.plan for micro_batch in batch.micro_batches]
         shares = [plan.text for plan in plans if plan.text is not None]
-        embedded = [(name, pixels) for plan in plans for name, pixels in plan.pixels.items()]
+        embedded = [(name, patches) for plan in plans for name, patches in plan.patches.items()]
         encoders = self.shapes.encoders
         return [
             float(sum(share.padded - len(share.tokens) for share in shares)),
             float(sum(len(share.tokens) for share in shares)),
-            float(sum(pixels.padding for _, pixels in embedded)),
-            float(sum(pixels.exchange.forward.needed * encoders[name].unit for name, pixels in embedded)),
+            float(sum(patches.padding for _, patches in embedded)),
+            float(sum(patches.exchange.forward.needed * encoders[name].unit for name, patches in embedded)),
         ]
 
     def _runs(self, schedule: Schedule, encoder: str) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_hetero.batch.step_loader import StepBatch, StepLoader
 from megatron_hetero.checkpoint.saver import Saver
 from megatron_hetero.checkpoint.state import Resumed
 from megatron_hetero.data.mixture import Mixture
+from megatron_hetero.data.step_loader import StepBatch, StepLoader
 from megatron_hetero.errors import SharedError
 from megatron_hetero.hf.folder_writer import Companions
 from megatron_hetero.training.export import export_model

@@ -1,5 +1,5 @@
 """What a plan describes, built and run: one rank of a configuration with random weights, and the step that the plan
-assumes, as the loader would make it, with synthetic tokens and pixels. Neither weights nor data are read.
+assumes, as the loader would make it, with synthetic tokens and patches. Neither weights nor data are read.
 
 With the backend `fake` (of a `Platform` for hosts too) one process can be any rank of any world.
 """
@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.batch.step_loader import MicroBatch, StepBatch
-from megatron_hetero.batch.step_plan import Images, MicroBatchPlan, PackShape
 from megatron_hetero.config.schema import Config
+from megatron_hetero.data.metadata import PackShape, Pieces
 from megatron_hetero.data.packing import IGNORED, PackedBatch
+from megatron_hetero.data.step_loader import MicroBatch, StepBatch
+from megatron_hetero.data.step_plan import MicroBatchPlan
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.drawn import DrawnWeights
@@ -53,7 +54,7 @@ def assumed_step(trainer: StepTrainer) -> StepBatch:
     pack = _pack(assumed) if planner.rank in layouts[TEXT] else None
     samples = batch.step_samples
     return StepBatch(
-        micro_batches=tuple(MicroBatch(pack, plan, _pixels(trainer.shapes.encoders, plan)) for plan in plans),
+        micro_batches=tuple(MicroBatch(pack, plan, _patches(trainer.shapes.encoders, plan)) for plan in plans),
         supervised=assumed.sample.supervised * samples,
         tokens=assumed.sample.tokens * samples,
         sizes={encoder: sizes * samples for encoder, sizes in assumed.sample.sizes.items()},
@@ -67,7 +68,7 @@ def _pack_shape(assumed: AssumedBatch) -> PackShape:
     return PackShape(
         assumed.lengths,
         tuple(
-            Images((len(sizes),) * samples, sizes * samples, assumed.places(encoder).astype(np.int64).tobytes())
+            Pieces((len(sizes),) * samples, sizes * samples, assumed.places(encoder).astype(np.int64).tobytes())
             for encoder, sizes in assumed.sample.sizes.items()
         ),
     )
@@ -84,20 +85,15 @@ def _pack(assumed: AssumedBatch) -> PackedBatch:
         labels=labels.ravel(),
         position_ids=np.tile(np.arange(tokens), (3, samples)),
         cu_seqlens=np.arange(samples + 1) * tokens,
-        # What says where rows go is the plan.
-        sizes=(),
-        rows=np.zeros(0, np.int64),
-        encoders=(),
-        image_positions=np.zeros(0, np.int64),
         supervised_tokens=supervised * samples,
     )
 
 
-def _pixels(encoders: Mapping[str, EncoderShape], plan: MicroBatchPlan) -> dict[str, Tensor]:
-    """Pixels of the patches that the rank embeds."""
+def _patches(encoders: Mapping[str, EncoderShape], plan: MicroBatchPlan) -> dict[str, Tensor]:
+    """The patches that the rank embeds."""
     found = {}
-    for name, pixels in plan.pixels.items():
+    for name, planned in plan.patches.items():
         shape, generator = encoders[name], torch.Generator().manual_seed(0)
-        patches = pixels.exchange.forward.needed * shape.unit + pixels.padding
+        patches = planned.exchange.forward.needed * shape.unit + planned.padding
         found[name] = torch.randn(patches, shape.patch_elements, generator=generator)
     return found

@@ -26,7 +26,7 @@ CALLS = {
     "open": ("megatron_hetero.training.inputs", "open_mixture", 1),
     "comparison": ("megatron_hetero.training.inputs", "require_agreement", 1),
     "groups": ("torch.distributed", "new_group", 3),
-    "data": ("megatron_hetero.batch.step_loader", "StepLoader.load", 2),
+    "data": ("megatron_hetero.data.step_loader", "StepLoader.load", 2),
     "gradient sums": ("megatron_hetero.training.step_trainer", "reduce_gradients", 2),
     "update": ("megatron_hetero.training.trainer", "Trainer._update", 2),
     "evaluation": ("megatron_hetero.training.step_trainer", "StepTrainer.all_reduce", 1),

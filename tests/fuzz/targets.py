@@ -19,22 +19,23 @@ import torch.distributed as dist
 import yaml
 
 import pretrain_vlm
-from megatron_hetero.batch.sources import open_held_out, open_mixture, open_processor
 from megatron_hetero.checkpoint.choice import choose
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.cli import evaluate, export
 from megatron_hetero.cli import inspect_data as inspect
 from megatron_hetero.config.flags import flag_rows
 from megatron_hetero.config.schema import Config, load_command
+from megatron_hetero.data.mixture import open_held_out, open_mixture
+from megatron_hetero.data.processor.processor import Processor, open_processor
 from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.environment.ranks import require_numbers
 from megatron_hetero.errors import UserError
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.opening import open_modules
 from megatron_hetero.outputs.checkpoints import MANIFEST, record_file
-from megatron_hetero.processor.processor import Processor
 from megatron_hetero.training.log.history import evaluations_since
 from tests.fuzz import good_input, words
+from tests.support.items import pictures, whole
 from tests.support.mutations import ODD, mutated_bytes, mutated_json, mutated_text, mutated_value
 
 LONGEST = 8000
@@ -105,8 +106,9 @@ def _open(config: Config, world_size: int) -> None:
     shapes = JobSpec.of(config, world_size).shapes
     sources = ModelSources(config.model.hf_path, config.model.hf_path_vision, config.model.fresh_projector)
     open_modules(sources.read()[0], shapes, config.train.seed)
-    processor, mixture = open_processor(config), open_mixture(config)
-    open_held_out(config)
+    processor = open_processor(config)
+    mixture = open_mixture(config, processor.fields)
+    open_held_out(config, processor.fields)
     processor.tokenize(mixture[0])
 
 
@@ -260,12 +262,12 @@ def _run_pictures(good: Path, rng: random.Random, case: Path) -> bool:
         content = mutated_bytes(rng, content[:100]) + content[100:]
     (case / f"a.{rng.choice(('png', 'jpg', 'tif', 'eps', 'x'))}").write_bytes(content)
     [path] = case.iterdir()
-    record = Record("d", 0, f"{case}/train.jsonl:1", _TURNS, (path.name,), case)
+    record = Record("d", 0, f"{case}/train.jsonl:1", _TURNS, pictures(path.name), case)
     processor = _processor(good)
 
     def read() -> None:
         sample = processor.tokenize(record)
-        if not np.isfinite(processor.patches(record, 0, sample.sizes[0])).all():
+        if not np.isfinite(processor.patches(record, 0, whole(sample.sizes[0]))).all():
             raise Odd("pixels that are not finite")
 
     return _refused(read)
@@ -325,9 +327,9 @@ def _run_models(good: Path, rng: random.Random, case: Path) -> bool:
         folders, shapes = ModelSources(case / "model").read()
         open_modules(folders, shapes, 0)
         processor = Processor.from_folder(case / "model")
-        record = Record("d", 0, f"{case}/train.jsonl:1", _TURNS, ("a.png",), case)
+        record = Record("d", 0, f"{case}/train.jsonl:1", _TURNS, pictures("a.png"), case)
         sample = processor.tokenize(record)
-        processor.patches(record, 0, sample.sizes[0])
+        processor.patches(record, 0, whole(sample.sizes[0]))
 
     return _refused(read)
 

@@ -7,7 +7,7 @@ from typing import Any
 from measuring.encoder import Encoder, encoder_shape
 from measuring.meter import total_bytes
 from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.models.common.images.geometry import ImageSize
+from megatron_hetero.models.items.pictures.geometry import ImageSize
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
 
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.data.packing import PackedBatch
-from megatron_hetero.data.sample import TokenizedSample
-from megatron_hetero.models.common.images.geometry import ImageSize
+from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.models.items.pictures.geometry import ImageSize
 
 
-def grids(source: TokenizedSample | PackedBatch) -> np.ndarray:
+def grids(source: TokenizedSample) -> np.ndarray:
     """Frames, rows and columns of patches of each image: int64 [images, 3]."""
     assert all(isinstance(size, ImageSize) for size in source.sizes)
     images: Any = source.sizes

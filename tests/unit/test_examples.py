@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron_hetero.cli.make_demo import DemoOptions, make_demo
-from megatron_hetero.config.schema import load_config, require_modules
+from megatron_hetero.config.schema import PlanConfig, load_config, require_modules
 from megatron_hetero.job import JobSpec
 from megatron_hetero.layout.layout import ModuleShape
 from megatron_hetero.layout.modules import resolve
+from megatron_hetero.models.assumed import item_type
 from megatron_hetero.models.registry import FAMILIES
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.planning.estimate import Plan
@@ -67,7 +68,9 @@ def test_example_loads_and_its_layouts_fit(model: str) -> None:
     assert config.data.max_pixels is not None
     vision = published.encoders["vision"]
     side = isqrt(config.data.max_pixels)
-    assert vision.rows(vision.square(side)) <= config.data.max_seq_length // 2
+    assert (
+        vision.rows(item_type(vision).assumed(vision, PlanConfig(image_side=side))) <= config.data.max_seq_length // 2
+    )
 
 
 @pytest.mark.parametrize("model", RANKS)

@@ -20,14 +20,14 @@ outputs
 layout
 hf config
 distributed
-data watch
+watch
 boundary
 schedule
-execution sharding
+execution
 models
-processor job
+job
 step
-batch
+data
 checkpoint planning
 training
 evaluation

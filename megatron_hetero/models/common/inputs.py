@@ -14,13 +14,13 @@ from megatron_hetero.models.layers.attention import AttentionPlan
 class EncoderInput:
     """What one rank encodes in one micro-batch.
 
-    `pixels`: [patches of this rank, channels * temporal * patch * patch], padding included; None on pipeline stages
-    after the first. `positions`: int64 [dims, n], of the shard's n real patches (of images: row and column first).
+    `patches`: [patches of this rank, elements of a patch], padding included; None on pipeline stages after the first.
+    `positions`: int64 [dims, n], of the shard's n real patches (of pictures: row and column first).
     `attention`: windows of the shard, sequences of the replica. `padding`: how many of this rank's patches, the last
     ones, pad it.
     """
 
-    pixels: Tensor | None
+    patches: Tensor | None
     positions: Tensor
     attention: AttentionPlan
     padding: int

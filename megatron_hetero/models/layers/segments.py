@@ -13,8 +13,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_hetero.distributed.platform import on_device
+from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.models.layers.exchange import padded_index
-from megatron_hetero.sharding.context import AttentionSegments
 
 
 class ShapeBucket(NamedTuple):
@@ -27,7 +27,7 @@ class ShapeBucket(NamedTuple):
 
 @dataclass
 class PackedSegments(PackedSeqParams):
-    """Segments of attention in a pack (`megatron_hetero.sharding.context`): queries attend within their own segment
+    """Segments of attention in a pack (`megatron_hetero.layout.context`): queries attend within their own segment
     only.
 
     A Megatron `PackedSeqParams` (what kernels that take all segments at once read: where queries and keys of each

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_hetero.files.json_objects import Table
-from megatron_hetero.models.common.images.family import PictureFamily
+from megatron_hetero.models.common.demo.template import IMAGE_TOKENS
 from megatron_hetero.models.common.stored_names import canonical_name
 from megatron_hetero.models.family import Family
+from megatron_hetero.models.items.pictures.geometry import rope_positions
+from megatron_hetero.models.items.pictures.item_type import Pictures
 from megatron_hetero.models.qwen2_5_vl import checks, demo, joining
 from megatron_hetero.models.qwen2_5_vl.config_rules import CONFIG, FAMILY
 
@@ -15,13 +17,22 @@ if TYPE_CHECKING:
     from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
 
 
-class Qwen25VL(PictureFamily):
+def _image_processor() -> type:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil
+
+
+class Qwen25VL:
     """See `megatron_hetero.models.family.Family`."""
 
     model_type = FAMILY
     language_models = ("qwen2",)
     title = "Qwen2.5-VL"
     rules: Table = CONFIG
+    tokens = IMAGE_TOKENS
+    items = (Pictures(_image_processor),)
+    positions = staticmethod(rope_positions)
 
     def config_class(self, model_type: str) -> Any:
         from transformers import Qwen2_5_VLConfig, Qwen2Config
@@ -46,11 +57,6 @@ class Qwen25VL(PictureFamily):
         from megatron_hetero.models.qwen2_5_vl.shapes import text_shape
 
         return text_shape(config)
-
-    def image_processor_class(self) -> type:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-        return Qwen2VLImageProcessorPil
 
     write_demo = staticmethod(demo.write_model)
 

@@ -8,17 +8,16 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_hetero.models.architecture import Architecture, End
-from megatron_hetero.models.common.images.geometry import ImageSize
-from megatron_hetero.models.common.images.shape import ImageEncoderShape
 from megatron_hetero.models.common.language_shape import LanguageModelShape
 from megatron_hetero.models.common.stored_names import ENCODER
+from megatron_hetero.models.items.pictures.geometry import ImageSize, PictureOrder, picture_order
+from megatron_hetero.models.items.pictures.shape import ImageEncoderShape
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.qwen2_5_vl.config_rules import DEFAULT_SECTIONS, FAMILY
-from megatron_hetero.models.qwen2_5_vl.geometry import ImageGeometry, image_geometry
 from megatron_hetero.names import ROWS
 
 
@@ -45,13 +44,9 @@ class VisionShape(ImageEncoderShape):
         """Rows alone."""
         return {ROWS: self.layers - 1}
 
-    def order(self, size: ImageSize) -> ImageGeometry:
+    def order(self, size: ImageSize) -> PictureOrder:
         """The image in window order."""
-        return image_geometry(size, self.merge, self.window)
-
-    def windows(self, size: ImageSize) -> list[int]:
-        """Patches of each window of local attention."""
-        return (self.order(size).windows * self.unit).tolist()
+        return picture_order(size, self.merge, self.window)
 
     @property
     def window_patches(self) -> int:

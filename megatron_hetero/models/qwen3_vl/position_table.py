@@ -43,7 +43,7 @@ class _PositionTable(torch.nn.Module):
         )
 
     def forward(self, positions_4n: Tensor) -> Tensor:
-        """What is added to the embeddings of patches, fp32 [n, hidden]. `positions_4n`: see `RasterOrder.positions`."""
+        """What is added to the embeddings of patches, fp32 [n, hidden]. `positions_4n`: of a `PictureOrder`."""
         places, weights = taps(positions_4n, self.side)
         return F.embedding_bag(places, self.weight.float(), per_sample_weights=weights, mode="sum")
 

@@ -9,17 +9,16 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_hetero.models.architecture import Architecture, End
-from megatron_hetero.models.common.images.geometry import ImageSize
-from megatron_hetero.models.common.images.shape import ImageEncoderShape
 from megatron_hetero.models.common.language_shape import LanguageModelShape
 from megatron_hetero.models.common.stored_names import ENCODER
+from megatron_hetero.models.items.pictures.geometry import ImageSize, PictureOrder, picture_order
+from megatron_hetero.models.items.pictures.shape import ImageEncoderShape
 from megatron_hetero.models.layers.attention import SelfAttention
 from megatron_hetero.models.layers.ends import Merger, PatchEmbedding
 from megatron_hetero.models.layers.layer import Layer
 from megatron_hetero.models.layers.mlp import MLP
 from megatron_hetero.models.layers.norms import Norm
 from megatron_hetero.models.qwen3_vl.config_rules import DEFAULT_SECTIONS, FAMILY
-from megatron_hetero.models.qwen3_vl.geometry import RasterOrder, raster_order
 from megatron_hetero.models.qwen3_vl.position_table import PositionTable
 from megatron_hetero.names import ROWS
 
@@ -52,13 +51,9 @@ class VisionShape(ImageEncoderShape):
         """The rows of the last layer, and those of earlier ones."""
         return {ROWS: self.layers - 1} | {f"{DEEPSTACK}{i}": layer for i, layer in enumerate(self.deepstack)}
 
-    def order(self, size: ImageSize) -> RasterOrder:
+    def order(self, size: ImageSize) -> PictureOrder:
         """The image in raster order."""
-        return raster_order(size, self.merge)
-
-    def windows(self, size: ImageSize) -> list[int]:
-        """Patches of each unit: no attention is local, so that any cut will do."""
-        return [self.unit] * self.rows(size)
+        return picture_order(size, self.merge, window=1, sides=True)
 
     @property
     def architecture(self) -> Architecture:

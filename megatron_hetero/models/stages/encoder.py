@@ -17,15 +17,15 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.architecture import End
 from megatron_hetero.models.common.inputs import EncoderInput
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.family import EncoderShape
+from megatron_hetero.models.items.types import padded_patches
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.stages.stage import Between, ModuleStage
 from megatron_hetero.names import HIDDEN
-from megatron_hetero.sharding.items import padded_patches
-from megatron_hetero.sharding.stages import Stage
 
 
 class EncoderModel(ModuleStage):
@@ -70,8 +70,8 @@ class EncoderModel(ModuleStage):
         """The embedding of this rank's patches, of shape `hidden_shape`, on the first stage; with what other ends of
         that stage add for their positions.
         """
-        assert batch.pixels is not None, "the first stage embeds pixels"
-        hidden = self.get_submodule(self._entry)(batch.pixels).unsqueeze(1)
+        assert batch.patches is not None, "the first stage embeds patches"
+        hidden = self.get_submodule(self._entry)(batch.patches).unsqueeze(1)
         for name in self._added:
             positions = self._own_positions(batch, len(hidden))
             hidden = hidden + self.get_submodule(name)(positions).to(hidden.dtype).unsqueeze(1)

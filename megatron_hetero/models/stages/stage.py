@@ -11,11 +11,11 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_hetero.execution.contract import Gathered
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.architecture import Architecture
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.layers.attention import AttentionPlan
 from megatron_hetero.models.layers.parts import Site
-from megatron_hetero.sharding.stages import Stage
 
 Between = Callable[[Tensor], Tensor]
 """From the hidden states after a layer to those that the next one takes."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_hetero.execution.contract import Gathered
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.common.inputs import TextInput
 from megatron_hetero.models.common.loss import VocabularyShard, head_loss
 from megatron_hetero.models.common.offload.activations import ActivationOffload
@@ -29,7 +30,6 @@ from megatron_hetero.models.family import TextShape
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.stages.stage import Between, ModuleStage
 from megatron_hetero.names import ROWS
-from megatron_hetero.sharding.stages import Stage
 
 
 class TextModel(ModuleStage):

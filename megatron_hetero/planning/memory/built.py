@@ -18,6 +18,8 @@ from megatron_hetero.distributed.local_group import SilentGroup
 from megatron_hetero.distributed.module_groups import module_groups
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.hf.weight_map import Share
+from megatron_hetero.layout.context import AttentionSegments
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.common.backend import TorchSpecProvider
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
 from megatron_hetero.models.layers.attention import AttentionPlan, TorchAttention
@@ -30,8 +32,6 @@ from megatron_hetero.models.stages.text import TextModel
 from megatron_hetero.names import ROWS
 from megatron_hetero.planning.memory.parts import FIRST, LAST, MeasuredModule, Part
 from megatron_hetero.planning.shards import SequenceShard, Spans
-from megatron_hetero.sharding.context import AttentionSegments
-from megatron_hetero.sharding.stages import Stage
 
 META = torch.device("meta")
 _tensor = partial(torch.empty, device=META)

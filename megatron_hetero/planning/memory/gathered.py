@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megatron_hetero.execution.gathering import Span, span_of
+from megatron_hetero.layout.stages import LAYERS
 from megatron_hetero.planning.memory.parameters import Parameter
 from megatron_hetero.schedule.program import Schedule
-from megatron_hetero.sharding.stages import LAYERS
 
 _EMBEDDING = "embedding"
 """The end of a language model that is a unit of its own."""

@@ -30,9 +30,9 @@ from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.config.schema import FP32, PrecisionConfig
 from megatron_hetero.execution.gathering import bucket_elements, rows_of_share, shares_weights
 from megatron_hetero.hf.weight_map import TensorSlice
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes, tied_parameter, weight_map
-from megatron_hetero.sharding.stages import Stage
 from megatron_hetero.step.number_formats import BLOCK, batch_elements
 
 _MASTER = {"float32": 4, "split": 2, "none": 0}

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 
+from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.common.offload.policy import OffloadSizes, offloaded_layers
 from megatron_hetero.planning.memory.measured import FP32, PartBytes, measure
 from megatron_hetero.planning.memory.parts import FIRST, LAST, MeasuredModule, Part, is_merged
 from megatron_hetero.planning.shards import SequenceShard
-from megatron_hetero.sharding.stages import Stage
 
 
 @dataclass(frozen=True)

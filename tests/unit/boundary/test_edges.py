@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero import Layout
-from megatron_hetero.batch.step_plan import MicroBatchPlan, PackShape, StepPlanner
+from megatron_hetero.data.sharding.balance import assign_in_order
+from megatron_hetero.data.sharding.encoder_shards import EncoderShards
+from megatron_hetero.data.sharding.token_shards import TokenShards
+from megatron_hetero.data.step_plan import MicroBatchPlan, PackShape, StepPlanner
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.names import ROWS
 from megatron_hetero.schedule.settings import ScheduleSettings
-from megatron_hetero.sharding.balance import assign_in_order
-from megatron_hetero.sharding.encoder_shards import EncoderShards
-from megatron_hetero.sharding.token_shards import TokenShards
 from tests.support.matrix import thinned
 from tests.support.pool import Pool
 from tests.unit.boundary.checks import Values, check_everything, inner_product
@@ -142,7 +142,7 @@ def test_each_edge_has_the_minimum_of_its_ownerships(
     packs = random_packs(batch, layouts["text"], seed)
     planners = [StepPlanner({"vision": SHAPE}, layouts, sequence_parallel, r, 24, "off", EDGES) for r in range(8)]
     plans = [planner.plan(packs) for planner in planners]
-    grids = [grid for pack in packs for grid in pack.images[0].sizes]
+    grids = [grid for pack in packs for grid in pack.pieces[0].sizes]
     if not grids:
         assert not any(plan.boundaries for plan in plans)
         return
@@ -162,12 +162,12 @@ def test_each_edge_has_the_minimum_of_its_ownerships(
 
 
 def _expected(edge: Edge, layouts: dict[str, Layout], sharded: dict[str, bool], packs: list[PackShape]) -> Boundary:
-    grids = tuple(grid for pack in packs for grid in pack.images[0].sizes)
+    grids = tuple(grid for pack in packs for grid in pack.pieces[0].sizes)
     vision, text = layouts["vision"], layouts["text"]
     assigned = tuple(map(tuple, assign_in_order(len(grids), vision.dp)))
     at_source, at_target = edge.source_coordinate(vision), edge.target_coordinate(text)
     source = EncoderShards(SHAPE, vision.stage(at_source), sharded["vision"], grids, assigned)
-    places = {"vision": tuple(pack.images[0].positions for pack in packs)}
+    places = {"vision": tuple(pack.pieces[0].positions for pack in packs)}
     lengths = tuple(pack.lengths for pack in packs)
     target = TokenShards(text.stage(at_target), sharded["text"], lengths, places)
     return Boundary.of(source.ownership(), target.ownership("vision"))

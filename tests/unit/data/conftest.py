@@ -13,8 +13,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import Record, Turn
-from megatron_hetero.processor.processor import Processor
+from tests.support import items
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -102,7 +103,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def processor(model_folder: Path) -> Processor:
-    return Processor.from_folder(model_folder, None, None)
+    return Processor.from_folder(model_folder)
 
 
 @pytest.fixture(scope="session")
@@ -127,7 +128,7 @@ def make_record() -> MakeRecord:
     def make(*texts: str, system: str | None = None, images: Sequence[str] = (), folder: Path | None = None) -> Record:
         turns = [Turn("system", system)] if system is not None else []
         turns += [Turn(("user", "assistant")[k % 2], text) for k, text in enumerate(texts)]
-        return Record("test", 0, "train.jsonl:1", tuple(turns), tuple(images), folder)
+        return Record("test", 0, "train.jsonl:1", tuple(turns), items.pictures(*images), folder)
 
     return make
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.models.common.images.geometry import ImageSize
-from megatron_hetero.sharding.bins import UNLIMITED, fill_bins, into_rounds
-from tests.unit.models.test_balance import SHAPE
+from megatron_hetero.data.sharding.bins import UNLIMITED, fill_bins, into_rounds
+from megatron_hetero.models.items.pictures.geometry import ImageSize
+from tests.unit.data.test_balance import SHAPE
 
 BUDGET = 8192
 some = settings(max_examples=150)

@@ -13,8 +13,8 @@ from PIL import Image
 from rich.console import Console
 
 from megatron_hetero.cli import inspect_data as inspect
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import Record
-from megatron_hetero.processor.processor import Processor
 
 
 @pytest.fixture

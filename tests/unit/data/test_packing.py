@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hetero.data.packing import PackedBatch, check_length, check_text, pack
+from megatron_hetero.data.packing import PackedBatch, TokenizedSample, check_length, check_text, pack
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import MOST_CHARACTERS, Record
-from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
-from megatron_hetero.models.common.images.geometry import ImageSize, rope_positions
-from megatron_hetero.processor.processor import Processor
+from megatron_hetero.models.items.pictures.geometry import ImageSize, rope_positions
+from tests.support.items import IMAGE as PICTURES
+from tests.support.items import pictures
 
 MakeRecord = Callable[..., Record]
 IMAGE = 7
@@ -37,9 +38,11 @@ def samples(draw: st.DrawFn) -> TokenizedSample:
     supervised = np.array(draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))) & is_text
     supervised[0] = False
     positions = rope_positions(len(ids), np.array(starts, dtype=np.int64), places)
-    record = Record("test", 0, "train.jsonl:1", (), ("a.png",) * len(sizes))
+    record = Record("test", 0, "train.jsonl:1", (), pictures(*["a.png"] * len(sizes)))
     rows = np.array([of_image.shape[1] for of_image in places], np.int64)
-    return TokenizedSample(input_ids, supervised, tuple(sizes), positions, np.flatnonzero(~is_text), rows, record)
+    pieces = tuple((size,) for size in sizes)
+    at = np.flatnonzero(~is_text)
+    return TokenizedSample(input_ids, supervised, tuple(sizes), pieces, positions, at, rows, record)
 
 
 def stretches(batch: PackedBatch) -> list[slice]:
@@ -58,9 +61,7 @@ def test_packs_hold_every_sample_unchanged(parts: list[TokenizedSample]) -> None
         np.testing.assert_array_equal(batch.position_ids[:, stretch], part.position_ids)
         expected = [*np.where(part.supervised, part.input_ids, -100)[1:], -100]
         assert batch.labels[stretch].tolist() == expected
-    assert batch.image_positions.tolist() == np.flatnonzero(batch.input_ids == IMAGE).tolist()
-    assert batch.sizes == tuple(size for part in parts for size in part.sizes)
-    for array in (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens, batch.image_positions):
+    for array in (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens):
         assert array.dtype == np.int64
 
 
@@ -71,13 +72,11 @@ def test_packs_of_real_samples(processor: Processor, make_record: MakeRecord, pi
     batch = pack(parts)
     trained = processor.tokenizer.decode(batch.labels[batch.labels >= 0])
     assert trained == "A disc.<|im_end|>Hello.<|im_end|>Yes.<|im_end|>"
-    assert (batch.labels != processor.readers["vision"].token_id).all()
-    assert (batch.input_ids[batch.image_positions] == processor.readers["vision"].token_id).all()
+    assert (batch.labels != processor.readers[PICTURES].token_id).all()
 
 
 def test_a_pack_without_images_has_empty_arrays(processor: Processor, make_record: MakeRecord) -> None:
     batch = pack([processor.tokenize(make_record("Hello?", ""))])
-    assert batch.sizes == () and batch.image_positions.shape == (0,)
     assert batch.supervised_tokens == 1
 
 
@@ -85,8 +84,7 @@ def test_a_pack_may_be_empty() -> None:
     batch = pack([])
     assert batch.input_ids.shape == batch.labels.shape == (0,) and batch.position_ids.shape == (3, 0)
     assert batch.cu_seqlens.tolist() == [0] and batch.supervised_tokens == 0
-    assert batch.sizes == () and batch.image_positions.shape == (0,)
-    for array in (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens, batch.rows):
+    for array in (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens):
         assert array.dtype == np.int64
 
 

@@ -26,12 +26,14 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from megatron_hetero.data import chat
+from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import Record
-from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.common.demo.template import chat_template as demo_template
-from megatron_hetero.models.common.images.geometry import ImageSize, rope_positions
-from megatron_hetero.processor.processor import Processor
+from megatron_hetero.models.items.pictures.geometry import ImageSize, rope_positions
+from megatron_hetero.models.items.types import ItemSettings
+from tests.support.items import IMAGE, whole
 from tests.support.sizes import grids
 
 MakeRecord = Callable[..., Record]
@@ -108,8 +110,8 @@ def test_images_become_tokens(processor: Processor, make_record: MakeRecord, pic
     assert sample.supervised.dtype == bool
     assert sample.input_ids.tolist() == reference_ids(processor, record, grids(sample))
     assert supervised_texts(processor, sample) == ["One.<|im_end|>", "Two.<|im_end|>"]
-    assert len(sample.image_positions) == grids(sample).prod(axis=1).sum() // 4
-    assert set(sample.input_ids[sample.image_positions]) == {processor.readers["vision"].token_id}
+    assert len(sample.row_positions) == grids(sample).prod(axis=1).sum() // 4
+    assert set(sample.input_ids[sample.row_positions]) == {processor.readers[IMAGE].token_id}
 
 
 def test_positions_equal_transformers(processor: Processor, make_record: MakeRecord, pictures: Path) -> None:
@@ -118,7 +120,7 @@ def test_positions_equal_transformers(processor: Processor, make_record: MakeRec
         names = ["640x480.png", "33x90.png", "100x40.png"][:count]
         record = make_record("a <image> b " * count + "What?", "One.", images=names, folder=pictures)
         sample = processor.tokenize(record)
-        is_image = sample.input_ids == processor.readers["vision"].token_id
+        is_image = sample.input_ids == processor.readers[IMAGE].token_id
         expected = _reference_positions(model, is_image, grids(sample))
         np.testing.assert_array_equal(sample.position_ids, expected)
 
@@ -167,7 +169,7 @@ def test_patches_equal_transformers(processor: Processor, make_record: MakeRecor
         record = make_record("<image>", "x", images=[path.name], folder=pictures)
         sample = processor.tokenize(record)
         [grid] = grids(sample)
-        patches = processor.patches(record, 0, sample.sizes[0])
+        patches = processor.patches(record, 0, whole(sample.sizes[0]))
         expected = reference(images=[Image.open(path).convert("RGB")], return_tensors="np")
         assert grid.tolist() == expected["image_grid_thw"][0].tolist()
         assert patches.dtype == np.float32 and patches.shape == (grid.prod(), 3 * 2 * 14 * 14)
@@ -176,18 +178,18 @@ def test_patches_equal_transformers(processor: Processor, make_record: MakeRecor
 
 def test_pixel_limits_override_the_folder(model_folder: Path, make_record: MakeRecord, pictures: Path) -> None:
     record = make_record("<image>", "x", images=["640x480.png"], folder=pictures)
-    small = Processor.from_folder(model_folder, None, 28 * 28 * 4)
-    large = Processor.from_folder(model_folder, 28 * 28 * 500, 28 * 28 * 600)
+    small = Processor.from_folder(model_folder, ItemSettings(None, 28 * 28 * 4))
+    large = Processor.from_folder(model_folder, ItemSettings(28 * 28 * 500, 28 * 28 * 600))
     assert grids(small.tokenize(record)).prod() // 4 <= 4
     assert 500 <= grids(large.tokenize(record)).prod() // 4 <= 600
     for processor in (small, large):
-        processor.patches(record, 0, processor.tokenize(record).sizes[0])
+        processor.patches(record, 0, whole(processor.tokenize(record).sizes[0]))
 
 
 @pytest.mark.parametrize("limits", [(0, 100), (-1, None), (200, 100), (10**9, None)])
 def test_bad_pixel_limits_are_named(model_folder: Path, limits: tuple[int, int | None]) -> None:
     with pytest.raises(UserError, match=r"data\.min_pixels and data\.max_pixels: found an area of"):
-        Processor.from_folder(model_folder, *limits)
+        Processor.from_folder(model_folder, ItemSettings(*limits))
 
 
 def test_rotated_pictures_have_rotated_grids(processor: Processor, make_record: MakeRecord, tmp_path: Path) -> None:
@@ -197,7 +199,7 @@ def test_rotated_pictures_have_rotated_grids(processor: Processor, make_record: 
     record = make_record("<image>", "x", images=["a.jpg"], folder=tmp_path)
     sample = processor.tokenize(record)
     assert sample.sizes == (ImageSize(1, 20, 4),)
-    assert processor.patches(record, 0, sample.sizes[0]).shape[0] == 80
+    assert processor.patches(record, 0, whole(sample.sizes[0])).shape[0] == 80
 
 
 @pytest.mark.parametrize("size", [{"min_pixels": 3136, "max_pixels": 9999}, None])
@@ -213,8 +215,8 @@ def test_older_processor_files_load_without_a_warning(model_folder: Path, tmp_pa
     (folder / "chat_template.jinja").unlink()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        processor = Processor.from_folder(folder, None, None)
-    reader: Any = processor.readers["vision"]
+        processor = Processor.from_folder(folder)
+    reader: Any = processor.readers[IMAGE]
     assert (reader.min_pixels, reader.max_pixels) == (3136, 9999)
     assert processor.tokenizer.chat_template
 
@@ -225,7 +227,7 @@ def test_the_package_does_not_import_torch() -> None:
 
 
 def test_loading_says_nothing(model_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    Processor.from_folder(model_folder, None, None)
+    Processor.from_folder(model_folder)
     assert capfd.readouterr() == ("", "")
 
 
@@ -264,17 +266,18 @@ def test_bad_pictures_name_record_and_file(processor: Processor, make_record: Ma
     [size] = processor.tokenize(record).sizes
     Image.new("RGB", (112, 56)).save(tmp_path / "a.png")
     with pytest.raises(UserError, match=r"a\.png: found a decoded picture of \[1, 4, 8\] .*expected \[1, 4, 4\]"):
-        processor.patches(record, 0, size)
+        processor.patches(record, 0, whole(size))
 
 
 def test_the_limit_on_pixels_reaches_both_ways(model_folder: Path, make_record: MakeRecord, pictures: Path) -> None:
-    processor = Processor.from_folder(model_folder, max_image_pixels=1000)
+    processor = Processor.from_folder(model_folder)
+    reader: Any = processor.readers[IMAGE]
+    reader.max_image_pixels = 1000
     record = make_record("<image>", "x", images=["56x56.png"], folder=pictures)
     with pytest.raises(UserError, match="at most 1000 pixels"):
         processor.tokenize(record)
-    reader: Any = processor.readers["vision"]
     with pytest.raises(UserError, match="at most 1000 pixels"):
-        reader.load_image(pictures / "56x56.png", "train.jsonl:1")
+        reader.load_image(record.item(0))
 
 
 TEMPLATES = {

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import Annotations
 from megatron_hetero.errors import UserError
-from megatron_hetero.processor.processor import Processor
+from tests.support.items import whole
 
 RECORD = {
     "id": "7",
@@ -98,6 +99,6 @@ def test_damaged_records_are_read_or_refused(
         for record in Annotations.load("damaged", path, pictures):
             sample = processor.tokenize(record)
             for k, grid in enumerate(sample.sizes):
-                processor.patches(record, k, grid)
+                processor.patches(record, k, whole(grid))
     except UserError as error:
         assert str(error).startswith(str(path)) and str(error).isprintable() and len(str(error)) < 2000

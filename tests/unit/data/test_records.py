@@ -20,6 +20,7 @@ from megatron_hetero.data import reading, records
 from megatron_hetero.data.reading import MOST_RECORD_BYTES, read_records
 from megatron_hetero.data.records import Annotations, Turn
 from megatron_hetero.errors import UserError
+from tests.support.items import pictures
 
 Write = Callable[[Sequence[Any]], Path]
 
@@ -39,8 +40,8 @@ def test_loads_records_of_both_formats(write_annotations: Write, tmp_path: Path)
     path = write_annotations([GOOD, PICTURE, chat | {"image": ["b/c.png", "a.png"]}])
     data = Annotations.load("shapes", path, tmp_path)
     assert len(data) == 3
-    assert data[0].turns == (Turn("user", "Hello?"), Turn("assistant", "Hello.")) and data[0].images == ()
-    assert data[1].images == ("a.png",)
+    assert data[0].turns == (Turn("user", "Hello?"), Turn("assistant", "Hello.")) and data[0].items == ()
+    assert data[1].items == pictures("a.png")
     assert data[2].turns == (
         Turn("system", "Be brief."),
         Turn("user", "日本 <image> <image>"),
@@ -48,7 +49,7 @@ def test_loads_records_of_both_formats(write_annotations: Write, tmp_path: Path)
     )
     assert data[-1] == data[2] and data[2].index == 2 and data[2].dataset == "shapes"
     assert data[2].where == (f"{path}:3" if path.suffix == ".jsonl" else f"{path} record 3")
-    assert data[1].image_path(0) == (tmp_path / "a.png").resolve()
+    assert data[1].item(0).path == (tmp_path / "a.png").resolve()
     with pytest.raises(IndexError):
         data[3]
 
@@ -138,7 +139,7 @@ def test_gzip_is_to_be_unpacked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("image", [None, []])
 def test_null_and_empty_image_mean_no_image(write_annotations: Write, image: Any) -> None:
     path = write_annotations([GOOD | {"image": image, "video": None}])
-    assert Annotations.load("chat", path, None)[0].images == ()
+    assert Annotations.load("chat", path, None)[0].items == ()
 
 
 HUMAN, GPT = ("human", "What?"), ("gpt", "That.")
@@ -284,5 +285,5 @@ def test_links_must_not_leave_the_image_folder(tmp_path: Path, write_annotations
     for images in (folder, alias):
         data = Annotations.load("shapes", path, images)
         with pytest.raises(UserError, match=r"'link/a\.png', which leads to .*outside/a\.png, expected a file inside"):
-            data[0].image_path(0)
-        assert data[1].image_path(0) == data[2].image_path(0) == (folder / "a.png").resolve()
+            data[0].item(0)
+        assert data[1].item(0).path == data[2].item(0).path == (folder / "a.png").resolve()

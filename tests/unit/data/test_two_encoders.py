@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hetero.batch.samples import SampleMetadata, pack_metadata
-from megatron_hetero.batch.step_plan import ImageSource
 from megatron_hetero.config.schema import EncoderConfig
+from megatron_hetero.data.metadata import PieceSource, SampleMetadata, pack_metadata
 from megatron_hetero.data.packing import pack
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import Annotations
+from megatron_hetero.data.validation import item_fields
 from megatron_hetero.errors import UserError
-from megatron_hetero.processor.processor import Processor
+from tests.support.items import IMAGE
 from tests.support.sizes import grids
 
 ENCODERS = ("vision", "detail")
@@ -33,7 +34,7 @@ MIXED = {
 def load(folder: Path, pictures: Path, record: object, encoders: tuple[str, ...] = ENCODERS) -> Annotations:
     path = folder / "train.jsonl"
     path.write_text(json.dumps(record) + "\n")
-    return Annotations.load("d", path, pictures, encoders)
+    return Annotations.load("d", path, pictures, item_fields(dict.fromkeys(encoders, ("image",))))
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,8 @@ def two(model_folder: Path) -> Processor:
 
 def test_images_come_in_the_order_of_their_placeholders(tmp_path: Path, pictures: Path) -> None:
     [record] = load(tmp_path, pictures, MIXED)
-    assert record.images == ("200x140.png", "100x40.png", "56x56.png", "33x90.png")
-    assert record.encoders == ("detail", "vision", "vision", "detail")
+    assert [ref.file for ref in record.items] == ["200x140.png", "100x40.png", "56x56.png", "33x90.png"]
+    assert record.encoders == ["detail", "vision", "vision", "detail"]
 
 
 def test_each_encoder_has_its_own_token_and_sizes(two: Processor, tmp_path: Path, pictures: Path) -> None:
@@ -53,12 +54,12 @@ def test_each_encoder_has_its_own_token_and_sizes(two: Processor, tmp_path: Path
     sample = two.tokenize(record)
     tokens = two.tokenizer.convert_tokens_to_ids(["<|video_pad|>", "<|image_pad|>"])
     expected = np.repeat(np.array([tokens[0], tokens[1], tokens[1], tokens[0]]), sample.rows)
-    np.testing.assert_array_equal(sample.input_ids[sample.image_positions], expected)
+    np.testing.assert_array_equal(sample.input_ids[sample.row_positions], expected)
     assert sample.rows.tolist() == [int(grid.prod()) // 4 for grid in grids(sample)]
     assert all(9 <= rows <= 30 for rows in sample.rows[[0, 3]])
-    alone = Processor.from_folder(two_folder(two), None, None)
-    assert sample.sizes[1] == alone.size(record, 1)
-    starts = sample.image_positions[np.cumsum(sample.rows) - sample.rows]
+    alone = Processor.from_folder(two_folder(two))
+    assert sample.sizes[1] == alone.readers[IMAGE].size(record.item(1))
+    starts = sample.row_positions[np.cumsum(sample.rows) - sample.rows]
     for start, rows, grid in zip(starts, sample.rows, grids(sample), strict=True):
         inside = sample.position_ids[:, start : start + rows]
         assert (inside[0] == inside[0, 0]).all() and np.ptp(inside[1]) == grid[1] // 2 - 1
@@ -74,12 +75,12 @@ def test_packs_say_which_rows_are_whose(two: Processor, tmp_path: Path, pictures
     plain = {"conversations": [{"from": "human", "value": "<image>"}, ANSWER], "image": "56x56.png"}
     samples = [two.tokenize(r) for r in (record, *load(tmp_path, pictures, plain))]
     packed = pack(samples)
-    sources = [ImageSource(7, k) for k in range(4)] + [ImageSource(8, 0)]
+    sources = [PieceSource(7, k, 0) for k in range(4)] + [PieceSource(8, 0, 0)]
     samples_told = {number: SampleMetadata.of(sample, ENCODERS) for number, sample in zip((7, 8), samples, strict=True)}
     told = pack_metadata([7, 8], samples_told, len(ENCODERS))
     assert (told.tokens, told.supervised) == (len(packed.input_ids), packed.supervised_tokens)
     assert told.shape.lengths == tuple(np.diff(packed.cu_seqlens).tolist())
-    vision, detail = told.shape.images
+    vision, detail = told.shape.pieces
     assert (vision.counts, detail.counts) == ((2, 1), (2, 0))
     assert told.sources == ((sources[1], sources[2], sources[4]), (sources[0], sources[3]))
     for images, token in ((vision, "<|image_pad|>"), (detail, "<|video_pad|>")):
@@ -106,7 +107,7 @@ def test_what_is_wrong_is_named(change: dict, parts: list[str], tmp_path: Path, 
 
 def test_without_such_an_encoder_the_mark_is_text(tmp_path: Path, pictures: Path) -> None:
     [record] = load(tmp_path, pictures, MIXED, encoders=("vision",))
-    assert record.encoders == ("vision", "vision") and "<detail>" in record.turns[0].text
+    assert record.encoders == ["vision", "vision"] and "<detail>" in record.turns[0].text
 
 
 @pytest.mark.parametrize(

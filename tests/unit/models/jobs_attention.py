@@ -18,6 +18,7 @@ from megatron_hetero.distributed.megatron import prepare_globals
 from megatron_hetero.distributed.module_groups import ModuleGroups
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.layout.context import contiguous_segments, zigzag_segments, zigzag_tokens
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.models.common.backend import TorchSpecProvider
 from megatron_hetero.models.common.loss import VocabularyShard, head_loss, vocab_parallel_hits
@@ -36,7 +37,6 @@ from megatron_hetero.models.layers.exchange import (
 )
 from megatron_hetero.models.layers.parts import Site
 from megatron_hetero.models.layers.segments import PackedSegments
-from megatron_hetero.sharding.context import contiguous_segments, zigzag_segments, zigzag_tokens
 from tests.support.pool import world
 
 PLATFORM = Platform(CPU, "gloo")

@@ -11,15 +11,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hetero.data.sharding.encoder_shards import EncoderShards
+from megatron_hetero.data.sharding.token_shards import TokenShards
 from megatron_hetero.distributed.platform import CPU
-from megatron_hetero.models.common.images.geometry import ImageSize
+from megatron_hetero.layout.stages import Stage, cut_stages
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
+from megatron_hetero.models.items.pictures.geometry import ImageSize
 from megatron_hetero.models.layers.attention import AttentionPlan
 from megatron_hetero.models.layers.segments import PackedSegments
 from megatron_hetero.names import HIDDEN, ROWS
-from megatron_hetero.sharding.encoder_shards import EncoderShards
-from megatron_hetero.sharding.stages import Stage, cut_stages
-from megatron_hetero.sharding.token_shards import TokenShards
 from tests.unit.training.jobs_stages import Case, Trainee
 
 Arrays = dict[str, np.ndarray]

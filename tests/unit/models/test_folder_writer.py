@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.errors import UserError
 from megatron_hetero.files import lock as file_lock
 from megatron_hetero.hf import folder_writer as writer_module
@@ -28,7 +29,6 @@ from megatron_hetero.hf.weight_files import INDEX, SINGLE
 from megatron_hetero.models.common.stored_names import canonical_name
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.outputs.exports import MARK, lock_of, partial_of
-from megatron_hetero.processor.processor import Processor
 from tests.support.folders import ModelChoice, write_model
 from tests.support.shapes import shapes_of_folder
 
@@ -127,7 +127,6 @@ def test_an_earlier_export_is_replaced_whole(model: Path, tmp_path: Path) -> Non
 HOLD = """
 import sys, time
 from pathlib import Path
-from megatron_hetero.files import lock as file_lock
 held = file_lock.take(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from megatron_hetero.models.common.images.geometry import ImageSize
-from megatron_hetero.models.qwen2_5_vl.geometry import ImageGeometry, image_geometry
-from megatron_hetero.sharding.items import EncoderPlan, plan_encoder
+from megatron_hetero.data.sharding.encoder_shards import EncoderPlan, plan_encoder
+from megatron_hetero.models.items.pictures.geometry import ImageSize, PictureOrder, picture_order
 
 PATCH = 14
 COST = (1.0, 0.01)
@@ -40,11 +39,14 @@ class Encoder:
     def rows(self, size: ImageSize) -> int:
         return prod(size) // self.unit
 
-    def order(self, size: ImageSize) -> ImageGeometry:
-        return image_geometry(size, self.merge, self.window)
+    def order(self, size: ImageSize) -> PictureOrder:
+        return picture_order(size, self.merge, self.window)
 
     def sequences(self, size: ImageSize) -> tuple[int, ...]:
         return (size[1] * size[2],) * size[0]
+
+    def windows(self, size: ImageSize) -> list[int]:
+        return (self.order(size).windows * self.unit).tolist()
 
     def cost(self, size: ImageSize) -> float:
         return prod(size) * self.cost_per_patch(size)
@@ -72,7 +74,7 @@ def test_windows_and_positions_are_those_of_transformers(case: tuple[int, int, l
     thw = torch.tensor(images)
     index, ends = get_vision_window_index(thw, merge, window * merge * PATCH, PATCH)
     positions = get_vision_position_ids(thw, merge).unflatten(0, (-1, merge * merge))[index].flatten(0, 1)
-    ours = [image_geometry(grid, merge, window) for grid in images]
+    ours = [picture_order(grid, merge, window) for grid in images]
     first = np.cumsum([0] + [len(g.units) for g in ours])
     assert np.concatenate([g.units + at for g, at in zip(ours, first, strict=False)]).tolist() == index.tolist()
     assert np.cumsum(np.concatenate([g.windows for g in ours]) * merge**2).tolist() == ends.tolist()[1:]
@@ -92,7 +94,7 @@ def flops(grids: list[ImageSize], plan: EncoderPlan) -> list[float]:
 
 
 def largest_window(grids: list[ImageSize], window: int, cost: tuple[float, float]) -> float:
-    units = [(image_geometry(g, 2, window).windows.max(), g[1] * g[2]) for g in grids]
+    units = [(picture_order(g, 2, window).windows.max(), g[1] * g[2]) for g in grids]
     return max((4 * n * (cost[0] + cost[1] * frame) for n, frame in units), default=0.0)
 
 
@@ -106,7 +108,7 @@ def furthest_cut(shares: np.ndarray) -> float:
 def test_shards_partition_the_windows(images: list[ImageSize], sp: int, cp: int, window: int) -> None:
     made = plan(images, sp, cp, window, first=10)
     ids = list(range(10, 10 + len(images)))
-    geometries = {i: image_geometry(grid, 2, window) for i, grid in zip(ids, images, strict=True)}
+    geometries = {i: picture_order(grid, 2, window) for i, grid in zip(ids, images, strict=True)}
     assert len(made.slices) == len(made.windows) == sp * cp
     encoded = [(s.item, u) for part in made.slices for s in part for u in range(s.start, s.stop)]
     assert encoded == [(i, u) for i in ids for u in range(len(geometries[i].units))]

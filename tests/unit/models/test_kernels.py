@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_hetero.layout.context import AttentionSegments, contiguous_segments, zigzag_segments
 from megatron_hetero.models.layers.attention import TorchAttention
 from megatron_hetero.models.layers.kernels import (
     Kernel,
@@ -32,7 +33,6 @@ from megatron_hetero.models.layers.kernels import (
     torch_flash,
 )
 from megatron_hetero.models.layers.segments import PackedSegments
-from megatron_hetero.sharding.context import AttentionSegments, contiguous_segments, zigzag_segments
 from tests.support.stand_ins.flash import (
     aten_flash_attention_forward,
     flash_attn_3_varlen_func,

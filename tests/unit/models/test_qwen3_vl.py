@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.models.common.recompute.policy import How
+from megatron_hetero.models.items.pictures.geometry import ImageSize
 from megatron_hetero.names import ROWS
 from tests.support.folders import ModelChoice, write_model
 from tests.support.oracle import stored_name

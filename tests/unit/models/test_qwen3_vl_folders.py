@@ -24,21 +24,22 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.models.common.demo_sizes import DemoSizes
-from megatron_hetero.models.common.images.geometry import ImageSize
 from megatron_hetero.models.common.stored_names import canonical_name, nested_name
 from megatron_hetero.models.folders import ModelFolders
+from megatron_hetero.models.items.pictures.geometry import ImageSize
 from megatron_hetero.models.opening import open_encoders, open_modules
 from megatron_hetero.models.qwen3_vl.family import QWEN3_VL
 from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import folder_shapes, stored_shapes
 from megatron_hetero.models.writer import companions_of, encoder_folder, model_writer
-from megatron_hetero.processor.processor import Processor
 from tests.support.folders import CORPUS, ModelChoice, randomise, write_model
+from tests.support.items import pictures, whole
 from tests.support.shapes import parameter_count, shapes_of_folder
 
 CHOICE = ModelChoice(family="qwen3_vl", text_layers=2, vision_layers=3, text_hidden=48, head_dim=16, seed=30)
@@ -273,11 +274,11 @@ def test_the_demo_is_read_and_reads_pictures(tmp_path: Path) -> None:
     open_modules(ModelFolders.read(folder), shapes, 0)
     Image.linear_gradient("L").convert("RGB").resize((96, 160)).save(tmp_path / "a.png")
     turns = (Turn("user", "<image>What is in it?"), Turn("assistant", "A red disc."))
-    record = Record("d", 0, "x:1", turns, ("a.png",), tmp_path)
+    record = Record("d", 0, "x:1", turns, pictures("a.png"), tmp_path)
     processor = Processor.from_folder(folder)
     sample = processor.tokenize(record)
     assert sample.sizes == (ImageSize(1, 10, 6),) and sample.rows.tolist() == [15]
-    patches = processor.patches(record, 0, sample.sizes[0])
+    patches = processor.patches(record, 0, whole(sample.sizes[0]))
     reference = AutoImageProcessor.from_pretrained(folder, backend="pil")
     expected = reference(images=[Image.open(tmp_path / "a.png")], return_tensors="np")
     np.testing.assert_array_equal(patches, expected["pixel_values"])

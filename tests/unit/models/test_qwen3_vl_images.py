@@ -14,14 +14,13 @@ from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-from megatron_hetero.models.common.images.geometry import ImageSize
+from megatron_hetero.data.sharding.encoder_shards import plan_encoder
+from megatron_hetero.models.items.pictures.geometry import ImageSize, picture_order
 from megatron_hetero.models.layers.rotary import multimodal_table
-from megatron_hetero.models.qwen3_vl.geometry import raster_order
 from megatron_hetero.models.qwen3_vl.joining import rope_settings
 from megatron_hetero.models.qwen3_vl.position_table import taps
 from megatron_hetero.models.qwen3_vl.shapes import TextShape, VisionShape
 from megatron_hetero.names import ROWS
-from megatron_hetero.sharding.items import plan_encoder
 
 some = settings(max_examples=100)
 SHAPE = VisionShape(4, 48, 4, 52, 3, 16, 2, 2, 64, 1e4, table_side=6, deepstack=(0, 2))
@@ -31,7 +30,7 @@ sizes = st.tuples(st.integers(1, 3), st.integers(1, 40).map(lambda n: 2 * n), st
 @some
 @given(st.lists(sizes, min_size=1, max_size=4))
 def test_positions_are_those_of_transformers(images: list[ImageSize]) -> None:
-    found = np.concatenate([raster_order(size, 2).positions() for size in images], axis=1)
+    found = np.concatenate([picture_order(size, 2, 1, True).positions() for size in images], axis=1)
     np.testing.assert_array_equal(found[:2], get_vision_position_ids(torch.tensor(images), 2).T.numpy())
     counts = [prod(size) for size in images]
     np.testing.assert_array_equal(found[2:], np.repeat(np.array(images)[:, 1:], counts, axis=0).T)
@@ -40,7 +39,7 @@ def test_positions_are_those_of_transformers(images: list[ImageSize]) -> None:
 @some
 @given(sizes, st.integers(0, 30), st.integers(0, 30))
 def test_positions_of_a_part(size: ImageSize, start: int, units: int) -> None:
-    order = raster_order(size, 2)
+    order = picture_order(size, 2, 1, True)
     part = order.positions(start, start + units)
     np.testing.assert_array_equal(part, order.positions()[:, 4 * start : 4 * (start + units)])
     assert order.windows.sum() == len(order.units) == SHAPE.rows(size)
@@ -49,7 +48,7 @@ def test_positions_of_a_part(size: ImageSize, start: int, units: int) -> None:
 @some
 @given(st.lists(sizes, min_size=1, max_size=4), st.integers(1, 48))
 def test_interpolation_is_that_of_transformers(images: list[ImageSize], side: int) -> None:
-    positions = np.concatenate([raster_order(size, 2).positions() for size in images], axis=1)
+    positions = np.concatenate([picture_order(size, 2, 1, True).positions() for size in images], axis=1)
     places, weights = taps(torch.from_numpy(positions), side)
     expected_places, expected_weights = get_vision_interpolation_indices_and_weights(
         torch.tensor(images), num_grid_per_side=side, mode="bilinear", align_corners=True, spatial_merge_size=2

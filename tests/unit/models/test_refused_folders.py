@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import Record, Turn
 from megatron_hetero.errors import UserError
 from megatron_hetero.hf.stored_weights import StoredWeights
@@ -28,8 +29,8 @@ from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.opening import open_modules
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.processor.processor import Processor
 from tests.support.folders import ModelChoice, write_model
+from tests.support.items import pictures, whole
 from tests.support.mutations import mutated_json
 from tests.support.shapes import shapes_of_folder
 
@@ -65,10 +66,10 @@ def open_all(folder: Path) -> dict[str, StoredWeights]:
     weights = open_modules(folders, shapes, 0)
     processor = Processor.from_folder(folder)
     turns = (Turn("user", "<image>What?"), Turn("assistant", "A disc."))
-    record = Record("d", 0, f"{folder}/train.jsonl:1", turns, ("a.png",), folder)
+    record = Record("d", 0, f"{folder}/train.jsonl:1", turns, pictures("a.png"), folder)
     sample = processor.tokenize(record)
-    assert sample.input_ids.max() < shapes.text.vocab and len(sample.image_positions) == sample.rows.sum()
-    assert np.isfinite(processor.patches(record, 0, sample.sizes[0])).all()
+    assert sample.input_ids.max() < shapes.text.vocab and len(sample.row_positions) == sample.rows.sum()
+    assert np.isfinite(processor.patches(record, 0, whole(sample.sizes[0]))).all()
     return weights
 
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.errors import UserError
+from megatron_hetero.layout.stages import LAYERS, Stage, cut_stages, even_split, stages_of_rank
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import tied_parameter, weight_map
-from megatron_hetero.sharding.stages import LAYERS, Stage, cut_stages, even_split, stages_of_rank
 
 splits = st.lists(st.integers(1, 5), min_size=1, max_size=6).map(tuple)
 

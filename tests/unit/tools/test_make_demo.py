@@ -16,6 +16,7 @@ from PIL import Image
 
 from megatron_hetero.cli.make_demo import PARTS, DemoOptions, main, make_demo
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.errors import UserError
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.demo_sizes import DemoSizes
@@ -23,7 +24,6 @@ from megatron_hetero.models.qwen2_5_vl.demo import model_config, train_tokenizer
 from megatron_hetero.models.qwen2_5_vl.family import Qwen25VL
 from megatron_hetero.models.qwen2_5_vl.joining import mrope_section
 from megatron_hetero.models.registry import FAMILIES
-from megatron_hetero.processor.processor import Processor
 
 TINY = DemoOptions(seed=1, train_pictures=30, heldout_questions=8)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hetero.batch.step_plan import Balance, Images, MicroBatchPlan, PackShape, StepPlanner, Together
+from megatron_hetero.data.sharding.token_shards import TokenShare
+from megatron_hetero.data.step_plan import Balance, MicroBatchPlan, PackShape, Pieces, StepPlanner, Together
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.common.images.geometry import ImageSize
+from megatron_hetero.models.items.pictures.geometry import ImageSize
 from megatron_hetero.models.qwen2_5_vl.shapes import VisionShape
-from megatron_hetero.sharding.token_shards import TokenShare
 
 SHAPE = VisionShape(
     layers=2, hidden=16, heads=8, ffn=20, channels=3, patch=14, temporal_patch=2, merge=2, window=4,
@@ -59,7 +59,7 @@ def _pack(samples: list[list[ImageSize]], rng: np.random.Generator, batch: str) 
         lengths.append(at - start)
     joined = np.concatenate(positions).astype(np.int64)
     grids = tuple(grid for grids in samples for grid in grids)
-    return PackShape(tuple(lengths), (Images(tuple(map(len, samples)), grids, joined.tobytes()),))
+    return PackShape(tuple(lengths), (Pieces(tuple(map(len, samples)), grids, joined.tobytes()),))
 
 
 def planner(
@@ -75,12 +75,12 @@ def planner(
 
 def first_rows(packs: list[PackShape]) -> list[int]:
     """Where the rows of each pack begin, and the end."""
-    return np.cumsum([0, *(len(pack.images[0].positions) for pack in packs)]).tolist()
+    return np.cumsum([0, *(len(pack.pieces[0].positions) for pack in packs)]).tolist()
 
 
 def images_of(packs: list[PackShape]) -> list[ImageSize]:
     """The sizes of all images, in turn."""
-    sizes: list[Any] = [size for pack in packs for size in pack.images[0].sizes]
+    sizes: list[Any] = [size for pack in packs for size in pack.pieces[0].sizes]
     return sizes
 
 
@@ -92,7 +92,7 @@ def first_rows_of_images(packs: list[PackShape]) -> list[int]:
 def decoded_units(plan: MicroBatchPlan, packs: list[PackShape]) -> np.ndarray:
     """The global rows of the units that a rank decodes, in order: image by image."""
     first = first_rows_of_images(packs)
-    images = plan.pixels["vision"].decodes if plan.pixels else ()
+    images = plan.patches["vision"].decodes if plan.patches else ()
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i + 1]) for i in images)])
 
 
@@ -100,7 +100,7 @@ def needed_rows(share: TokenShare, packs: list[PackShape], layout: Layout, shard
     """The global rows that belong at `rows_at`, from the tokens that the rank embeds."""
     at = layout.coordinate(rank)
     rows = range(*first_rows(packs)[at.dp : at.dp + 2])
-    row_at = dict(zip(packs[at.dp].images[0].positions.tolist(), rows, strict=True))
+    row_at = dict(zip(packs[at.dp].pieces[0].positions.tolist(), rows, strict=True))
     length = share.padded // layout.tp if sharded else share.padded
     start = length * at.tp if sharded else 0
     embedded = share.tokens[start : start + length].tolist()

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.batch.step_plan import PackShape
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.boundary.loaded import load_plan
 from megatron_hetero.boundary.plan import RankPlan
 from megatron_hetero.boundary.routes import DirectionPlan
+from megatron_hetero.data.step_plan import PackShape
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from tests.support.pool import world
@@ -71,10 +71,10 @@ def _cross(
 ) -> dict[str, Any]:
     rank = dist.get_rank()
     plan = planner(layouts, sharded, rank).plan(packs, turn)
-    if not plan.boundaries or not plan.pixels:
+    if not plan.boundaries or not plan.patches:
         assert first_rows(packs)[-1] == 0 and plan.text is not None and not len(plan.text.rows_at["vision"])
         return {"collectives": (0, 0)}
-    held = _embedded_units(decoded_units(plan, packs), plan.pixels["vision"].exchange, replica)
+    held = _embedded_units(decoded_units(plan, packs), plan.patches["vision"].exchange, replica)
     assert plan.text is not None
     needed = needed_rows(plan.text, packs, layouts["text"], sharded["text"], rank)
     x, c = (_integers(first_rows(packs)[-1], s) for s in (1, 2))

@@ -18,15 +18,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_hetero.boundary.communicator import BoundaryCommunicator
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.records import Record
-from megatron_hetero.data.sample import TokenizedSample
 from megatron_hetero.errors import UserError
 from megatron_hetero.execution import gathering
 from megatron_hetero.execution.contract import StepResult
+from megatron_hetero.models.items.types import Item
 from megatron_hetero.models.stages.encoder import EncoderModel
 from megatron_hetero.models.stages.text import TextModel
 from megatron_hetero.models.weights import stored_shapes
-from megatron_hetero.processor.processor import Processor
 from megatron_hetero.schedule.actions import Action
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.step.bucket_sums import BucketSums
@@ -36,6 +37,7 @@ from megatron_hetero.step.number_formats import upper_half
 from megatron_hetero.training.export import Value, assemble, gather_parameters
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
+from tests.support.items import IMAGE
 from tests.support.pool import platform
 
 Arrays = dict[str, np.ndarray]
@@ -413,14 +415,14 @@ def overlaps(flags: list[str]) -> dict[str, tuple[float, float]]:
 def decoded(flags: list[str]) -> list[dict[str, Any]]:
     """Per step: which images this rank decoded, those that its encoder replica encodes, and how many there are."""
     run = build(flags)
-    seen: list[tuple[str, int]] = []
+    seen: list[tuple[str, str]] = []
     samples: Any = run.loader.reader
-    reader, results = samples.processor.readers["vision"], []
+    reader, results = samples.processor.readers[IMAGE], []
     real = reader.patches
 
-    def spy(record: Any, place: int, grid: Any) -> np.ndarray:
-        seen.append((record.where, place))
-        return real(record, place, grid)
+    def spy(item: Item, pieces: Any) -> np.ndarray:
+        seen.append((item.where, item.path.name))
+        return real(item, pieces)
 
     with mock.patch.object(reader, "patches", spy):
         for _, batch, _ in run.batches():
@@ -433,7 +435,7 @@ def batches(flags: list[str]) -> list[list[tuple[list[int], bytes, int]]]:
     """Tokens, pixels and supervised tokens of every micro-batch of every step."""
     run = build(flags)
     return [
-        [(m.pack.input_ids.tolist(), _bytes(m.pixels), b.supervised) for m in b.micro_batches if m.pack is not None]
+        [(m.pack.input_ids.tolist(), _bytes(m.patches), b.supervised) for m in b.micro_batches if m.pack is not None]
         for _, b, _ in run.batches()
     ]
 

@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hetero.data.sharding.encoder_shards import EncoderShards
+from megatron_hetero.data.sharding.token_shards import TokenShards
 from megatron_hetero.distributed.megatron import prepare_globals
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.hf.stored_weights import StoredWeights
 from megatron_hetero.layout.layout import Layout
+from megatron_hetero.layout.stages import Stage, cut_stages, stages_of_rank
 from megatron_hetero.models.common.backend import TorchSpecProvider, te_provider
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
 from megatron_hetero.models.common.recompute.policy import How, Recompute
@@ -30,9 +33,6 @@ from megatron_hetero.models.stages.text import TextModel
 from megatron_hetero.models.weights import stored_shapes, weight_map
 from megatron_hetero.models.writer import companions_of
 from megatron_hetero.names import ROWS, TEXT
-from megatron_hetero.sharding.encoder_shards import EncoderShards
-from megatron_hetero.sharding.stages import Stage, cut_stages, stages_of_rank
-from megatron_hetero.sharding.token_shards import TokenShards
 from megatron_hetero.step.family_module import build_module, load_parameters
 from megatron_hetero.step.gradients import scale_gradients
 from megatron_hetero.step.joint import JointOptimizer
@@ -296,7 +296,7 @@ def vision(case: Case) -> dict[str, Any]:
     weights = torch.randn(units, shape.out_hidden, generator=random)
     own = torch.nn.functional.pad(pixels[ids].view(-1, shape.patch_elements), (0, 0, 0, share.padding))
     batch = EncoderInput(
-        pixels=own if module.chunks[0].stage.is_first else None,
+        patches=own if module.chunks[0].stage.is_first else None,
         positions=torch.from_numpy(share.positions),
         attention=AttentionPlan(
             full=PackedSegments.of_segments(share.segments, CPU, share.cp_lengths),

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.batch.dealing import ByBudget
-from megatron_hetero.batch.samples import SampleMetadata
-from megatron_hetero.batch.step_plan import Images
+from megatron_hetero.data.dealing import ByBudget
+from megatron_hetero.data.metadata import SampleMetadata
+from megatron_hetero.data.step_plan import Pieces
 from megatron_hetero.job import Budget
-from megatron_hetero.models.common.images.geometry import ImageSize
+from megatron_hetero.models.items.pictures.geometry import ImageSize
 from tests.support.folders import write_data
 from tests.support.pool import Pool
 from tests.unit.training import jobs_run as jobs
@@ -33,8 +33,8 @@ ENCODERS = {"vision": SHAPE}
 def sample(text: int, units: int) -> SampleMetadata:
     """A sample of so many tokens of text after the rows of a picture, if it has any."""
     sizes = (ImageSize(1, 2, 2 * units),) if units else ()
-    images = Images((len(sizes),), sizes, np.arange(units).tobytes())
-    return SampleMetadata(units + text, text // 2, (images,), (tuple(range(len(sizes))),))
+    images = Pieces((len(sizes),), sizes, np.arange(units).tobytes())
+    return SampleMetadata(units + text, text // 2, len(sizes), (images,), (tuple((k, 0) for k in range(len(sizes))),))
 
 
 samples = st.lists(st.builds(sample, st.integers(1, 30), st.integers(0, 20)), max_size=24)

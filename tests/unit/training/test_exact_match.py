@@ -7,20 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hetero.data.packing import IGNORED, PackedBatch
+from megatron_hetero.data.sharding.token_shards import TokenShards
 from megatron_hetero.evaluation.held_out import answer_counts, exact_match, supervised_samples
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.sharding.token_shards import TokenShards
 
 LAYOUTS = ["dp:1@0", "cp:2@0-1", "cp:3@0-2", "sp:2@0-1", "tp:2,sp:2,cp:2@0-7", "cp:2,pp:2@0-3"]
 
 
 def packed(lengths: list[int], labels: np.ndarray) -> PackedBatch:
     """Samples of these lengths with these labels, and nothing else."""
-    n, none = len(labels), np.zeros(0, np.int64)
+    n = len(labels)
     starts = np.cumsum([0, *lengths])
     return PackedBatch(
         input_ids=np.zeros(n, np.int64), labels=labels, position_ids=np.zeros((3, n), np.int64), cu_seqlens=starts,
-        sizes=(), rows=none, encoders=(), image_positions=none,
         supervised_tokens=int((labels != IGNORED).sum()),
     )  # fmt: skip
 

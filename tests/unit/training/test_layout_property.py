@@ -13,11 +13,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hetero.batch.step_plan import PackShape
+from megatron_hetero.data.sharding.encoder_shards import EncoderShards
+from megatron_hetero.data.sharding.token_shards import TokenShards, TokenShare
+from megatron_hetero.data.step_plan import PackShape
 from megatron_hetero.layout.degrees import divisors, problem_of
 from megatron_hetero.layout.layout import Layout, ModuleShape
-from megatron_hetero.sharding.encoder_shards import EncoderShards
-from megatron_hetero.sharding.token_shards import TokenShards, TokenShare
 from tests.unit.boundary.cases import PLACEMENTS, Placement
 from tests.unit.boundary.checks import check_everything
 from tests.unit.boundary.simulation import Boundary
@@ -47,14 +47,14 @@ class Case:
     @cached_property
     def shards(self) -> EncoderShards:
         """Images are assigned at random: who encodes what is free."""
-        grids = tuple(grid for pack in self.packs for grid in pack.images[0].sizes)
+        grids = tuple(grid for pack in self.packs for grid in pack.pieces[0].sizes)
         replica = np.random.default_rng(self.seed).integers(self.vision.dp, size=len(grids))
         assigned = tuple(tuple(np.flatnonzero(replica == i).tolist()) for i in range(self.vision.dp))
         return EncoderShards(SHAPE, self.vision, self.sharded[0], grids, assigned)
 
     @cached_property
     def tokens(self) -> TokenShards:
-        places = {"vision": tuple(pack.images[0].positions for pack in self.packs)}
+        places = {"vision": tuple(pack.pieces[0].positions for pack in self.packs)}
         return TokenShards(self.text, self.sharded[1], tuple(pack.lengths for pack in self.packs), places)
 
     @cached_property
@@ -162,7 +162,7 @@ def tokens_of_rows(packs: list[PackShape]) -> list[np.ndarray]:
     """For each token of each pack the row that belongs there, -1 where it is text."""
     found = [np.full(sum(pack.lengths), -1) for pack in packs]
     for tokens, pack, first in zip(found, packs, first_rows(packs), strict=False):
-        tokens[pack.images[0].positions] = first + np.arange(len(pack.images[0].positions))
+        tokens[pack.pieces[0].positions] = first + np.arange(len(pack.pieces[0].positions))
     return found
 
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_hetero.batch.sources import open_processor
 from megatron_hetero.config.schema import load_config
+from megatron_hetero.data.processor.processor import open_processor
 from megatron_hetero.errors import UserError
 from megatron_hetero.job import JobSpec
 from megatron_hetero.models.common.stored_names import canonical_name

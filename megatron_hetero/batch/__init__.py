@@ -1,1 +1,0 @@
-"""From data sets to what each rank computes with in a micro-batch."""

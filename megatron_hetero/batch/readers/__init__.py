@@ -1,1 +1,0 @@
-"""What tokenizes records and decodes their pictures: in this process, or in others."""

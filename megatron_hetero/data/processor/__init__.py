@@ -1,0 +1,1 @@
+"""From records to tokens and patches, with the files of a `transformers` folder."""

@@ -1,0 +1,255 @@
+"""The data side of a `transformers` folder: its files and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_hetero.errors import UserError, in_short
+from megatron_hetero.files.json_objects import (
+    FLAG,
+    MOST_BYTES,
+    OBJECT,
+    TEXT,
+    Rule,
+    Table,
+    check,
+    either,
+    list_of,
+    number,
+    one_of,
+    read_object,
+    whole,
+)
+from megatron_hetero.files.opening import is_unfit
+from megatron_hetero.hf.folder_files import COMPANIONS
+from megatron_hetero.models.registry import titles
+from megatron_hetero.outputs.checkpoints import advice_to_export
+
+# `transformers` is imported where it is used: it imports torch, seconds that command-line help and checks of the
+# configuration need not wait for.
+
+TOKENIZER = "tokenizer.json"
+MOST_TOKENIZER_BYTES = 64 * 2**20
+MOST_TEMPLATE = 2**18
+"""Characters of a chat template. Published ones have some thousands."""
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+_LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+_FIX = "copy the complete folder of the model again, tokenizer and processor files included"
+
+
+Needed = tuple[tuple[str, ...], ...]
+TEXT_FILES: Needed = (("config.json",), ("tokenizer.json", "vocab.json"))
+VISION_FILES: Needed = (("config.json",), IMAGE_FILES)
+
+
+def check_folder(path: Path, needed: Needed = TEXT_FILES + VISION_FILES, setting: str = "model.hf_path") -> None:
+    """Raises UserError unless the folder that `setting` names has the files that the loaders below need (one of each
+    entry of `needed`), with valid content.
+    """
+    if not path.is_dir():
+        raise UserError.at(
+            f"{setting}: {path}",
+            found="a file" if path.is_file() else "no such folder",
+            expected=f"a {titles()} folder in transformers format",
+            fix="correct the path; models are not downloaded: fetch one first with `hf download MODEL --local-dir DIR`",
+        )
+    for name in COMPANIONS:
+        # `transformers` would silently ignore what is not a file, and read one of any size.
+        if unfit := is_unfit(path / name):
+            raise UserError.at(path / name, found=unfit, expected=f"a file of {setting}", fix=_FIX)
+    for names in needed:
+        if not any((path / name).is_file() for name in names):
+            raise UserError.at(
+                path / names[0],
+                found="no such file",
+                expected=" or ".join(names) + f" in the folder {setting}",
+                fix=advice_to_export(path) or _FIX,
+            )
+    check_files(path)
+
+
+def check_files(path: Path, names: Iterable[str] | None = None) -> None:
+    """Check the folder's JSON files among `names`; None: of all `FILES`. Raises `UserError`."""
+    for name in FILES if names is None else names:
+        file = path / name
+        if file.is_file():
+            check(file, read_object(file, MOST_TOKENIZER_BYTES if name == TOKENIZER else MOST_BYTES), FILES[name])
+
+
+@contextmanager
+def as_user_errors(path: Path, what: str, setting: str = "model.hf_path") -> Iterator[None]:
+    """`transformers` raises OSError, ValueError, KeyError, ... and exceptions of its Rust parts."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        raise UserError.at(
+            f"{setting}: {path}",
+            found=f"{what} that does not load ({in_short(error)})",
+            expected=f"{what} of {titles()} in transformers format, without remote code",
+            fix=_FIX,
+        ) from error
+
+
+@contextmanager
+def panics_as_errors(where: str) -> Iterator[None]:
+    """Turns a panic of the tokenizer, for example over an expression that backtracks, into a `UserError`."""
+    try:
+        yield
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise UserError.at(
+            f"{where}: {TOKENIZER} of model.hf_path",
+            problem=f"the tokenizer cannot read this text ({in_short(error)})",
+            fix="use the tokenizer of the published model, or remove the record",
+        ) from error
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether a Rust part failed. Its panic is no `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
+def load_tokenizer(path: Path, template: str | None = None) -> Any:
+    """The tokenizer, with the chat template that older folders keep in chat_template.json, or with another
+    `template`.
+    """
+    os.environ["RUST_BACKTRACE"] = "0"  # A panic is caught. Its trace would be printed, with RUST_BACKTRACE=1.
+    from transformers import AutoTokenizer
+
+    with as_user_errors(path, "a tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(path, **_LOCAL)
+        tokenizer.chat_template = template or tokenizer.chat_template
+        legacy = path / "chat_template.json"
+        if tokenizer.chat_template is None and legacy.is_file():
+            tokenizer.chat_template = json.loads(legacy.read_text("utf-8"))["chat_template"]
+        # Broken settings are reported now, not at some record.
+        np.array(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
+    if tokenizer.chat_template is None:
+        raise UserError.at(
+            f"model.hf_path: {path}",
+            problem="no chat template (chat_template.jinja, or `chat_template` in tokenizer_config.json)",
+            fix="use the folder of an instruct model, or add its template",
+        )
+    if (length := len(str(tokenizer.chat_template))) > MOST_TEMPLATE:
+        raise UserError.at(
+            f"model.hf_path: {path}",
+            found=f"a chat template of {length} characters",
+            expected=f"at most {MOST_TEMPLATE}",
+            fix=_FIX,
+        )
+    return tokenizer
+
+
+def check_vocabulary(path: Path, tokenizer: Any, rows: int) -> None:
+    """Check that the embedding has a row for every token of the tokenizer, which may have fewer tokens than `rows`.
+    Raises `UserError`.
+    """
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
+    if beyond:
+        shown = ", ".join(f"{token!r} ({number})" for number, token in beyond[:5])
+        more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
+        raise UserError.at(
+            f"model.hf_path: {path}",
+            found=f"tokens beyond the embedding: {shown}{more}",
+            expected=f"ids below {rows}, vocab_size in config.json",
+            because="these tokens have no weights",
+            fix="add rows with transformers, `model.resize_token_embeddings("
+            f"{beyond[-1][0] + 1})`, and save model and tokenizer together; or remove the tokens from the tokenizer",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Valid content, key by key
+# ---------------------------------------------------------------------------------------------------------
+
+_TOKEN = whole(0, 2**27)
+_CHANNEL = number(-1000, 1000)
+_SPREAD = number(1e-6, 1000)
+_AREA = whole(1, 2**40).or_null()
+# Every picture is upscaled to this area.
+_LOWEST_AREA = whole(1, 2**24).or_null()
+
+
+def _is_added(token: object) -> bool:
+    return isinstance(token, dict) and isinstance(token.get("content"), str)
+
+
+_WRITTEN = either(TEXT, Rule("an object with its text as content", _is_added))
+_ADDED = Rule(
+    "an object of tokens by number, each an object with its text as content",
+    lambda v: isinstance(v, dict) and all(k.isascii() and k.isdigit() and _is_added(t) for k, t in v.items()),
+)
+_SPECIAL: Table = {
+    **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), _WRITTEN.or_null()),
+    "additional_special_tokens": list_of(_WRITTEN).or_null(),
+    "extra_special_tokens": either(OBJECT, list_of(_WRITTEN)).or_null(),
+}
+_IMAGES: Table = {
+    "image_processor_type": TEXT,
+    "feature_extractor_type": TEXT,
+    "do_resize": replace(one_of(True), because="the number of image tokens follows from the resized picture"),
+    "do_rescale": FLAG.or_null(),
+    "do_normalize": FLAG.or_null(),
+    "do_convert_rgb": FLAG.or_null(),
+    "rescale_factor": number(0, 1000, above=True).or_null(),
+    "image_mean": either(_CHANNEL, list_of(_CHANNEL, 3)).or_null(),
+    "image_std": either(_SPREAD, list_of(_SPREAD, 3)).or_null(),
+    "resample": whole(0, 5).or_null(),
+    "patch_size": whole(1, 128),
+    "temporal_patch_size": whole(1, 16),
+    "merge_size": whole(1, 16),
+    "min_pixels": _LOWEST_AREA,
+    "max_pixels": _AREA,
+    "size": {
+        "shortest_edge": _LOWEST_AREA,
+        "longest_edge": _AREA,
+        "min_pixels": _LOWEST_AREA,
+        "max_pixels": _AREA,
+    },
+    "data_format": one_of("channels_first", None),
+    "input_data_format": one_of(None, "channels_first", "channels_last"),
+}
+_TOKENIZER: Table = {
+    "tokenizer_class": TEXT.or_null(),
+    "model_max_length": number(1, 1e31).or_null(),
+    "padding_side": one_of("left", "right", None),
+    "truncation_side": one_of("left", "right", None),
+    **_SPECIAL,
+    "added_tokens_decoder": _ADDED,
+    "chat_template": either(TEXT, list_of(OBJECT)).or_null(),
+    **dict.fromkeys(
+        ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces"), FLAG.or_null()
+    ),
+    "split_special_tokens": replace(one_of(False, None), because="the image placeholder is one token"),
+    "errors": TEXT.or_null(),
+}
+_GENERATION: Table = {
+    "eos_token_id": either(_TOKEN, list_of(_TOKEN)).or_null(),
+    "bos_token_id": _TOKEN.or_null(),
+    "pad_token_id": _TOKEN.or_null(),
+}
+FILES: Mapping[str, Table] = {
+    "config.json": {},  # Of a family's own: see `read_config`.
+    "generation_config.json": _GENERATION,
+    "tokenizer.json": {},
+    "tokenizer_config.json": _TOKENIZER,
+    "special_tokens_map.json": _SPECIAL,
+    "added_tokens.json": {},
+    "preprocessor_config.json": _IMAGES,
+    "processor_config.json": {"image_processor": _IMAGES},
+    "chat_template.json": {"chat_template": TEXT},
+}
+"""The JSON files that are read here or go into an export, each with its table."""

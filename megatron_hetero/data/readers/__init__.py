@@ -1,0 +1,1 @@
+"""What tokenizes records and decodes their items: in this process, or in others."""

@@ -1,0 +1,144 @@
+"""A `Reader` whose work is done by other processes, which take no time from the threads that train: threads of one
+process take turns with them for Python's lock.
+
+Processes are started when they are first needed, by a command and not by a fork, and keep what they opened. They are
+deaf to signals that a group of processes is sent: their rank decides how it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from queue import SimpleQueue
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+
+from megatron_hetero.data.packing import TokenizedSample
+from megatron_hetero.data.processor.processor import Processor
+from megatron_hetero.data.readers import process
+from megatron_hetero.data.readers.messages import Answer, receive, send
+from megatron_hetero.data.readers.reader import Reader, SampleReader, Wanted
+from megatron_hetero.data.records import Record
+from megatron_hetero.errors import UserError
+from megatron_hetero.job import JobSpec
+
+_ENDS_S = 5.0
+"""How long a process may take to end once its socket has closed."""
+_DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class ReaderProcesses:
+    """Does what `reader` does, in `count` processes: as many threads as that find one free."""
+
+    def __init__(self, reader: Reader, count: int):
+        self._idle: SimpleQueue[_Process] = SimpleQueue()
+        processes = [_Process(reader) for _ in range(count)]
+        for each in processes:
+            self._idle.put(each)
+        self.close = finalize(self, _close, processes)
+        """Ends the processes; so does the end of this one."""
+
+    def tokenise(self, record: Record) -> TokenizedSample | None:
+        """See `Reader`."""
+        return self._ask("tokenise", record, record)
+
+    def patches(self, wanted: Wanted) -> np.ndarray:
+        """See `Reader`."""
+        return self._ask("patches", wanted, wanted.record)
+
+    def _ask(self, method: str, argument: Any, record: Record) -> Any:
+        free = self._idle.get()
+        try:
+            return free.ask(method, argument, record)
+        finally:
+            self._idle.put(free)
+
+
+def reader_of(job: JobSpec, processor: Processor) -> Reader:
+    """What reads samples for a job, in this process or in others."""
+    data, budget = job.config.data, job.budget
+    most_patches = None if budget is None else budget.patches
+    here = SampleReader(processor, job.shapes.encoders, data.max_seq_length, data.too_long, most_patches)
+    return ReaderProcesses(here, data.workers) if data.worker_type == "process" else here
+
+
+class _Process:
+    """One process, once it is needed. For one thread at a time."""
+
+    def __init__(self, reader: Reader):
+        self._reader = reader
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, method: str, argument: Any, record: Record) -> Any:
+        """The result of a call there. Raises what that raises, and `UserError` where the process has ended."""
+        try:
+            to = self._socket or self._start()
+            send(to, (method, argument))
+            answer: Answer = receive(to)
+        except (EOFError, OSError) as error:
+            raise self._ended(record) from error
+        if answer.refusal is not None:
+            raise UserError(answer.refusal)
+        if answer.trace is not None:
+            raise RuntimeError(f"in a process of data.workers:\n{answer.trace}")
+        return answer.value
+
+    def _start(self) -> socket.socket:
+        self._socket, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-X", "faulthandler", "-m", process.__name__, str(theirs.fileno())]
+        usual = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)  # Which it inherits.
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], env=_environment(), stdin=subprocess.DEVNULL
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+        send(self._socket, self._reader)
+        return self._socket
+
+    def _ended(self, record: Record) -> UserError:
+        code = self._status()
+        self.close()
+        how = f"was ended by signal {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
+        return UserError.at(
+            "data.worker_type process (--data.worker_type)",
+            problem=f"a worker process {how} while it read {record.where}",
+            because="that is how the system ends processes where memory runs out" if code == -signal.SIGKILL else "",
+            fix="look at its output above and at the system's log; with too little memory lower data.workers",
+        )
+
+    def _status(self) -> int | None:
+        """That of the process, which is ending."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(_ENDS_S)
+        return None
+
+    def close(self) -> None:
+        """End the process, if it was started. It writes nothing, so that it can be ended at any time."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _close(processes: Iterable[_Process]) -> None:
+    for each in processes:
+        each.close()
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with its modules, one thread, and without GPUs."""
+    modules = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    return os.environ | alone | {"PYTHONPATH": modules}

@@ -1,0 +1,1 @@
+"""Who works on what: tokens and pieces of items on ranks. Pure."""

@@ -1,1 +1,0 @@
-"""What families share about pictures: sizes and patches, and where patches and rows are."""

@@ -1,0 +1,1 @@
+"""Pictures: their files, sizes, patches, and where patches and rows are."""

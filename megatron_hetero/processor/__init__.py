@@ -1,1 +1,0 @@
-"""From records to tokens and patches, with the tokenizer and image processor of a `transformers` folder."""

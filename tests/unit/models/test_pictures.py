@@ -1,0 +1,372 @@
+"""Pictures of every mode and orientation, and a clear message for each that cannot be used."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import struct
+import sys
+import tracemalloc
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from megatron_hetero.errors import UserError
+from megatron_hetero.models.items.pictures.files import FORMATS, load_picture, picture_size
+
+WHERE = "train.jsonl:7"
+
+
+def exif(orientation: int) -> Image.Exif:
+    data = Image.Exif()
+    data[0x0112] = orientation
+    return data
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tiff"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_is_applied_to_size_and_pixels(tmp_path: Path, suffix: str, orientation: int) -> None:
+    path = tmp_path / f"a.{suffix}"
+    pixels = np.arange(20 * 30 * 3, dtype=np.uint8).reshape(20, 30, 3)
+    options: dict[str, Any] = {"tiffinfo": {0x0112: orientation}} if suffix == "tiff" else {"exif": exif(orientation)}
+    Image.fromarray(pixels).save(path, **options)
+    with Image.open(path) as opened:
+        expected = ImageOps.exif_transpose(opened).convert("RGB")
+    loaded = load_picture(path, WHERE)
+    assert loaded.mode == "RGB" and loaded.size == picture_size(path, WHERE) == expected.size
+    assert loaded.size == ((20, 30) if orientation >= 5 else (30, 20))
+    np.testing.assert_array_equal(np.asarray(loaded), np.asarray(expected))
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tiff", "gif", "bmp"])
+def test_sizes_come_from_the_header(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / f"a.{suffix}"
+    Image.new("RGB", (30, 20)).save(path)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", refuse)
+    assert picture_size(path, WHERE) == (30, 20)
+
+
+# Of TIFFs in YCbCr that are not compressed.
+READS_YCBCR = pytest.mark.skipif(int(PIL.__version__.split(".")[0]) < 13, reason="Pillow reads none before 13")
+MODES = ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", pytest.param("YCbCr", marks=READS_YCBCR), "I", "I;16"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / ("a.tiff" if mode in ("CMYK", "YCbCr", "I") else "a.png")
+    if mode.startswith("I"):
+        dtype = np.uint16 if mode == "I;16" else np.int32
+        source = Image.fromarray(np.full((20, 30), 40_000, dtype=dtype))
+    else:
+        source = Image.new("RGB", (30, 20), (200, 200, 200)).convert(mode)
+    source.save(path)
+    loaded = load_picture(path, WHERE)
+    expected = 40_000 >> 8 if mode.startswith("I") else 255 if mode == "1" else 200
+    assert loaded.mode == "RGB" and loaded.size == (30, 20)
+    assert abs(np.asarray(loaded).mean() - expected) < (60 if mode == "1" else 3)
+
+
+def test_transparency_becomes_white(tmp_path: Path) -> None:
+    Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(tmp_path / "a.png")
+    palette = Image.new("P", (4, 4), 0)
+    palette.putpalette([0, 0, 0, 255, 0, 0])
+    palette.save(tmp_path / "b.png", transparency=0)
+    for name in ("a.png", "b.png"):
+        assert np.asarray(load_picture(tmp_path / name, WHERE)).min() == 255
+
+
+def assert_refused(path: Path, *parts: str, **options: int) -> None:
+    with pytest.raises(UserError, match=f"^{WHERE}: image {re.escape(str(path))}: ") as caught:
+        load_picture(path, WHERE, **options)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_missing_files_are_named_and_nothing_waits_on_a_pipe(tmp_path: Path) -> None:
+    assert_refused(tmp_path / "a.png", "no such file", "Correct the record's 'image'")
+    assert_refused(tmp_path, "not a file")
+    os.mkfifo(tmp_path / "pipe")
+    assert_refused(tmp_path / "pipe", "not a file")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0", b"GIF89a"])
+def test_files_that_are_no_pictures_are_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(content)
+    assert_refused(path, "cannot be read", "Replace or convert the picture")
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_truncated_pictures_are_named(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    Image.effect_noise((200, 200), 50).save(path)
+    path.write_bytes(path.read_bytes()[:-2000])
+    assert picture_size(path, WHERE) == (200, 200)
+    assert_refused(path, "cannot be read", "truncated")
+
+
+def test_floating_point_pictures_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.tiff"
+    Image.fromarray(np.ones((4, 4), dtype=np.float32)).save(path)
+    assert_refused(path, "floating-point")
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG without pixels: what a decompression bomb shows before it is decoded."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("side", [10_000, 100_000])
+def test_huge_pictures_are_refused_before_decoding(tmp_path: Path, side: int) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(png_header(side, side))
+    assert_refused(path, "too many pixels", max_pixels=50_000_000)
+    with pytest.raises(UserError, match="too many pixels"):
+        picture_size(path, WHERE, 50_000_000)
+
+
+def test_the_limit_is_the_callers(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.new("L", (30, 20)).save(path)
+    assert picture_size(path, WHERE, 600) == (30, 20)
+    assert_refused(path, "30 x 20", "at most 599 pixels", max_pixels=599)
+
+
+@settings(max_examples=150)
+@given(data=st.data(), suffix=st.sampled_from(["png", "jpg", "gif", "tiff", "webp"]))
+def test_damage_gives_a_user_error_or_a_picture(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, suffix: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"damaged.{suffix}"
+    Image.linear_gradient("L").resize((20, 10)).convert("RGB").save(path)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    try:
+        assert load_picture(path, WHERE, 10**6).mode == "RGB"
+    except UserError as error:
+        assert str(error).startswith(f"{WHERE}: image {path}")
+
+
+# ------------------------------------------------------------------------------------- other programs and files
+
+EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
+%%BoundingBox: 0 0 8 8
+%%EndComments
+showpage
+%%EOF
+"""
+_noted: list[list[str]] = []
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if _noted and (event == "open" or event.partition(".")[0] in ("subprocess", "os", "socket", "ctypes")):
+        _noted[-1].append(f"{event} {arguments[0] if event == 'open' else arguments}")
+
+
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """What is opened, and which processes are started, inside."""
+    if not getattr(sys, "_noting_pictures", False):  # Hooks cannot be taken away.
+        sys.addaudithook(_note)
+        sys._noting_pictures = True  # pyright: ignore[reportAttributeAccessIssue]
+    _noted.append([])
+    try:
+        yield _noted[-1]
+    finally:
+        _noted.pop()
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_no_program_is_started_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow would start Ghostscript for a file that is EPS, whatever its name."""
+    marker = tmp_path / "started"
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {marker}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
+    path = tmp_path / "a.png"
+    path.write_bytes(EPS)
+    assert_refused(path, "cannot be read", "an intact JPEG, PNG")  # Once before, which reads all of Pillow's modules.
+    with noted() as events:
+        assert_refused(path, "cannot be read")
+        with pytest.raises(UserError):
+            picture_size(path, WHERE)
+    assert not marker.exists() and events == [f"open {path}"] * 2
+
+
+def test_nothing_but_the_picture_is_opened(tmp_path: Path) -> None:
+    Image.init()
+    for kind in FORMATS:
+        if kind not in Image.SAVE:
+            continue
+        path = tmp_path / "a.any"
+        path.write_bytes(encoded(Image.new("RGB", (30, 20), (9, 99, 199)), kind))
+        load_picture(path, WHERE)
+        with noted() as events:
+            assert picture_size(path, WHERE) == load_picture(path, WHERE).size == (30, 20)
+        assert events == [f"open {path}"] * 2, kind
+
+
+def test_other_formats_are_refused(tmp_path: Path) -> None:
+    Image.init()
+    others = [kind for kind in Image.SAVE if kind not in (*FORMATS, "MPO", "DIB", "GIF", "PDF")]
+    assert {"EPS", "ICO", "TGA"} <= set(others)
+    for kind in others:
+        for mode in ("RGB", "L", "1"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Of Pillow, about formats that it will not write for ever.
+                try:
+                    content = encoded(Image.new(mode, (32, 32)), kind)
+                except (OSError, ValueError, KeyError):
+                    continue
+            (tmp_path / "a.png").write_bytes(content)
+            assert_refused(tmp_path / "a.png", "cannot be read", "AVIF")
+
+
+# ---------------------------------------------------------------------------------------------- what ends early
+
+NOISE = np.random.default_rng(0).integers(1, 255, (60, 80, 3), dtype=np.uint8)
+OPTIONS = [{}, {"progressive": True}, {"restart_marker_blocks": 1}, {"subsampling": 0}]
+
+
+@pytest.mark.parametrize("zeros", [2, 3, 16, 1000])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_jpeg_without_its_end_marker_is_refused(tmp_path: Path, options: dict[str, Any], zeros: int) -> None:
+    """Its end was cut off, or never written. It may have a thumbnail, which has an end of its own."""
+    path, thumbnail = tmp_path / "a.jpg", Image.Exif()
+    thumbnail[0x9286] = b"\xff\xd8\xff\xd9"
+    content = encoded(Image.fromarray(NOISE), "JPEG", exif=thumbnail, **options)
+    for tail in (b"", bytes(zeros)):
+        path.write_bytes(content[:-zeros] + tail)
+        assert_refused(path, "cannot be read", "truncated")
+    for more in (b"", bytes(4096), b"maker's notes\xff\xd8\xff"):
+        path.write_bytes(content + more)
+        assert load_picture(path, WHERE).size == (80, 60)
+
+
+def test_what_follows_a_jpeg_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(encoded(Image.fromarray(NOISE), "JPEG"))
+    os.truncate(path, 2**30)
+    tracemalloc.start()
+    try:
+        assert load_picture(path, WHERE).size == (80, 60)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_picture_within_another_has_an_end_of_its_own(tmp_path: Path) -> None:
+    image = Image.fromarray(NOISE)
+    content = encoded(image, "MPO", save_all=True, append_images=[image])
+    path, end = tmp_path / "a.jpg", content.index(b"\xff\xd9")
+    path.write_bytes(content)
+    assert load_picture(path, WHERE).size == image.size
+    path.write_bytes(content[:end] + bytes(2) + content[end + 2 :])
+    assert_refused(path, "cannot be read")
+
+
+def test_a_png_whose_end_was_never_written_is_refused(tmp_path: Path) -> None:
+    """Pillow decodes most of these, with other pixels."""
+    path, content = tmp_path / "a.png", encoded(Image.fromarray(NOISE).resize((320, 240)), "PNG")
+    for zeros in (20, 40, 200, 1000, 4000, 8000):
+        path.write_bytes(content[:-zeros] + bytes(zeros))
+        assert_refused(path, "cannot be read")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+def test_pictures_with_an_end_are_read(tmp_path: Path, mode: str, options: dict[str, Any]) -> None:
+    for size in ((1, 1), (8, 8), (17, 16), (33, 21)):
+        for value in (0, 128):
+            image = Image.fromarray(NOISE).convert(mode).resize((size[0], 2 * size[1]))
+            image.paste((value,) * len(image.getbands()) if mode != "L" else value, (0, size[1], *image.size))
+            for suffix, kind in (("jpg", "JPEG"), ("png", "PNG"), ("mpo", "MPO")):
+                if kind != "JPEG" and mode == "CMYK":
+                    continue
+                more: dict[str, Any] = {"save_all": True, "append_images": [image]} if kind == "MPO" else {}
+                path = tmp_path / f"a.{suffix}"
+                path.write_bytes(encoded(image, kind, **(options if kind != "PNG" else {}), **more))
+                assert load_picture(path, WHERE).size == image.size
+
+
+def test_nothing_is_read_where_pillow_would_make_up_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another part of the program may have told it to."""
+    path = tmp_path / "a.jpg"
+    path.write_bytes(encoded(Image.fromarray(NOISE), "JPEG")[:-500])
+    monkeypatch.setattr("PIL.ImageFile.LOAD_TRUNCATED_IMAGES", True)
+    assert_refused(path, "LOAD_TRUNCATED_IMAGES")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "PPM", "WEBP", "JPEG2000", "AVIF"])
+def test_pictures_that_are_cut_off_are_refused(tmp_path: Path, kind: str) -> None:
+    Image.init()
+    if kind not in Image.SAVE:
+        pytest.skip(f"this Pillow writes no {kind}")
+    content = encoded(Image.fromarray(NOISE), kind)
+    path = tmp_path / "a.png"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of Pillow, about tags of a TIFF.
+        for share in (0.1, 1 / 3, 0.5, 0.9, 0.99):
+            path.write_bytes(content[: int(share * len(content))])
+            assert_refused(path, "cannot be read")
+        behind = {"PNG": 4, "GIF": 2}.get(kind, 0)
+        path.write_bytes(content[: -behind - 1])
+        assert_refused(path, "cannot be read")
+        path.write_bytes(content[: len(content) - behind])
+        assert load_picture(path, WHERE).size == (80, 60)
+
+
+def test_a_name_too_long_for_the_file_system_is_quoted_in_part(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="more characters: cannot be read .file name too long.*'image'") as refused:
+        picture_size(tmp_path / ("x" * 5000), WHERE)
+    assert len(str(refused.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    "error, fix",
+    [(OSError(errno.EMFILE, "Too many open files"), "ulimit -n"), (MemoryError(), "ulimit -v"),
+     (OSError(errno.EIO, "Input/output error"), "disk"), (PermissionError(errno.EACCES, "No access"), "access")],
+)  # fmt: skip
+def test_errors_of_the_system_are_no_fault_of_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, fix: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    path = tmp_path / "a.png"
+    Image.new("RGB", (4, 4)).save(path)
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(UserError, match=f"cannot be read .*the picture itself may be intact.*{fix}") as refused:
+        picture_size(path, WHERE)
+    assert "replace" not in str(refused.value)
