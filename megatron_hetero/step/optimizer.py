@@ -319,9 +319,11 @@ class ShardOptimizer:
 
     def _noise(self, first: str, start: int, step: int) -> Noise:
         """What elements of the states from `start` on, the first of them of parameter `first`, are rounded with: the
-        same on all ranks that hold them, after a resume, and however many are updated at a time.
+        same on all ranks that hold them, after a resume, and however many are updated at a time. By the name of a
+        stored tensor: parameters are named as torch modules happen to be.
         """
         name, shard = next(iter(self.shards.items()))
+        name = self.module.own_map[name][0].name
         if first == self.module.tied:
             # Its copies have other names, and other places, on other stages.
             name, shard = "tied", self.shards[first]
