@@ -73,7 +73,7 @@ def import_folders(
             fix="add --fresh-projector, or remove it",
         )
     seed = seed or 0
-    weights = open_modules(folders, shapes, seed) | open_encoders(sources.encoders, shapes)
+    weights = open_modules(folders, shapes, seed) | open_encoders(sources.encoders, shapes, seed)
     _require_equal_copies(weights[TEXT], shapes)
     stored = {name: weights[_module_of(name, shapes)] for name in stored_shapes(shapes)}
     dtypes = {name: of_module.dtype(name) for name, of_module in stored.items()}

@@ -18,7 +18,7 @@ import torch
 from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.layout.stages import LAYERS, Stage
 from megatron_hetero.models.layers.layer import Layer
-from megatron_hetero.models.layers.parts import TRAINED, Part, Passes, Site, Tokens, named
+from megatron_hetero.models.layers.parts import TRAINED, Drawn, Part, Passes, Site, Tokens, named
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,19 @@ class Architecture:
     @cached_property
     def tensors(self) -> TensorShapes:
         """All stored tensors with their shapes, in the order in which they are written."""
-        every = (self.entry, *self.ends)
-        before = [end for end in every if end.at == "first" and end.copies is None]
-        after = [end for end in every if end.at != "first" and end.copies is None]
-        parts: list[tuple[str, Part | Layer]] = [(end.stored, end.part) for end in before]
-        parts += [(f"{self.stored}{number}.", layer) for number, layer in enumerate(self.layers)]
-        parts += [(end.stored, end.part) for end in after]
-        return {stored + name: shape for stored, part in parts for name, shape in part.tensors().items()}
+        return {stored + name: shape for stored, part in self._parts() for name, shape in part.tensors().items()}
+
+    @cached_property
+    def drawn(self) -> dict[str, Drawn]:
+        """The tensors among them that no folder stores."""
+        return {stored + name: each for stored, part in self._parts() for name, each in part.drawn().items()}
+
+    def _parts(self) -> Iterator[tuple[str, Part | Layer]]:
+        """All parts with tensors of their own, and what the names of these begin with."""
+        ends = [end for end in (self.entry, *self.ends) if end.copies is None]
+        yield from ((end.stored, end.part) for end in ends if end.at == "first")
+        yield from ((f"{self.stored}{number}.", layer) for number, layer in enumerate(self.layers))
+        yield from ((end.stored, end.part) for end in ends if end.at != "first")
 
     @property
     def stored_twice(self) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -17,10 +18,12 @@ from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import (
     canonical_name_of,
+    drawn_tensors,
     encoder_shapes,
     folder_shapes,
     prefix_of,
     projector_shapes,
+    stored_shapes,
 )
 from megatron_hetero.names import TEXT, VISION
 
@@ -42,11 +45,12 @@ def _drawn(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tens
 
 def open_modules(folders: ModelFolders, shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
     """The stored weights of `vision` and `text`, opened and checked. Raises `UserError`."""
-    expected = folder_shapes(shapes)
+    values = {name: _first_values(name, shapes, seed) for name in (VISION, TEXT)}
+    expected = {n: size for n, size in folder_shapes(shapes).items() if not any(n in of for of in values.values())}
     of_vision, namespace = encoder_shapes(VISION, shapes), prefix_of(VISION, shapes)
     of_text = {name: shape for name, shape in expected.items() if name not in of_vision}
     anew = frozenset(projector_shapes(VISION, shapes) if folders.fresh_projector else ())
-    stored = {name: shape for name, shape in of_vision.items() if name not in anew}
+    stored = {name: shape for name, shape in of_vision.items() if name in expected and name not in anew}
     text = StoredWeights.open(folders.text, family_of(shapes.text.family).canonical_name)
     own = folders.vision == folders.text
     vision = text if own else StoredWeights.open(folders.vision, family_of(shapes.vision.family).canonical_name)
@@ -58,19 +62,30 @@ def open_modules(folders: ModelFolders, shapes: ModelShapes, seed: int) -> dict[
         vision.require(stored, frozenset(vision.shapes) - _beginning(vision, namespace) | anew)
     # Last: by now what is stored has shown that the sizes are those of a model.
     fresh = fresh_projector(shapes, seed) if anew else {}
-    return {VISION: replace(vision, fresh=fresh), TEXT: text}
+    return {VISION: replace(vision, fresh=fresh | values[VISION]), TEXT: replace(text, fresh=values[TEXT])}
 
 
-def open_encoders(further: Mapping[str, Path], shapes: ModelShapes) -> dict[str, StoredWeights]:
+def _first_values(module: str, shapes: ModelShapes, seed: int) -> dict[str, Tensor]:
+    """Whole tensors of a module that no folder stores: each by a generator of its own."""
+    found, sizes = {}, stored_shapes(shapes)
+    for name, each in drawn_tensors(module, shapes).items():
+        key = blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+        found[name] = each.draw(sizes[name], torch.Generator().manual_seed(int.from_bytes(key, "little")))
+    return found
+
+
+def open_encoders(further: Mapping[str, Path], shapes: ModelShapes, seed: int) -> dict[str, StoredWeights]:
     """The stored weights of `further` encoders, opened and checked. Raises `UserError`."""
     opened = {}
     for name, folder in further.items():
-        weights = opened[name] = StoredWeights.open(folder, partial(canonical_name_of, name, shapes))
+        weights = StoredWeights.open(folder, partial(canonical_name_of, name, shapes))
+        fresh = _first_values(name, shapes, seed)
         # The folder may hold a whole model: its language model is not wanted.
         weights.require(
-            encoder_shapes(name, shapes),
+            {each: size for each, size in encoder_shapes(name, shapes).items() if each not in fresh},
             frozenset(weights.shapes) - _beginning(weights, prefix_of(name, shapes)),
         )
+        opened[name] = replace(weights, fresh=fresh)
     return opened
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap
 from megatron_hetero.layout.stages import Stage
+from megatron_hetero.models.layers.parts import Drawn
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.names import TEXT, VISION, parts_of
@@ -66,6 +67,12 @@ def projector_shapes(encoder: str, shapes: ModelShapes) -> TensorShapes:
     """The tensors of an encoder's projector."""
     prefix = prefix_of(encoder, shapes)
     return {prefix + name: size for name, size in shapes[encoder].architecture.projector.items()}
+
+
+def drawn_tensors(module: str, shapes: ModelShapes) -> dict[str, Drawn]:
+    """The tensors of a module that no folder stores."""
+    prefix = "" if module == TEXT else prefix_of(module, shapes)
+    return {prefix + name: each for name, each in shapes[module].architecture.drawn.items()}
 
 
 def weight_map(module: str, shapes: ModelShapes, tp_rank: int, tp: int, stage: Stage | None = None) -> WeightMap:

@@ -25,8 +25,8 @@ from megatron_hetero.hf.folder_writer import (
 from megatron_hetero.hf.weight_map import TensorShapes
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
-from megatron_hetero.models.weights import encoder_shapes, folder_shapes, prefix_of
-from megatron_hetero.names import VISION
+from megatron_hetero.models.weights import drawn_tensors, encoder_shapes, folder_shapes, prefix_of
+from megatron_hetero.names import TEXT, VISION
 
 
 def companions_of(folders: Mapping[str, Path], changes: Mapping[str, str | None] = NO_CHANGES) -> dict[str, Companions]:
@@ -62,21 +62,28 @@ def model_writer(
                 of_encoder = _folder(place, names, encoder_shapes(encoder, shapes), dtype, companions[encoder], limit)
                 further = stack.enter_context(of_encoder)
                 puts |= {name: partial(further.put, there) for name, there in names.items()}
-        yield lambda name, tensor: puts[name](tensor)
+        yield lambda name, tensor: puts[name](tensor) if name in puts else None  # What is not exported.
 
 
 def published_names(shapes: ModelShapes) -> dict[str, str]:
     """What the tensors of the model's own folder are called there, by their names here."""
     text, encoder = family_of(shapes.text.family), family_of(shapes.vision.family)
     of_vision = encoder_shapes(VISION, shapes)
-    return {n: (encoder if n in of_vision else text).published_name(n) for n in folder_shapes(shapes)}
+    kept = _not_exported(VISION, shapes) | _not_exported(TEXT, shapes)
+    names = [name for name in folder_shapes(shapes) if name not in kept]
+    return {name: (encoder if name in of_vision else text).published_name(name) for name in names}
+
+
+def _not_exported(module: str, shapes: ModelShapes) -> frozenset[str]:
+    return frozenset(name for name, each in drawn_tensors(module, shapes).items() if not each.exported)
 
 
 def names_of_encoder(encoder: str, shapes: ModelShapes) -> dict[str, str]:
     """What the tensors of a further encoder are called in its folder, by their names here."""
     shape, own = shapes.encoders[encoder], prefix_of(encoder, shapes)
     publish, namespace = family_of(shape.family).published_name, shape.architecture.namespace
-    return {name: publish(namespace + name.removeprefix(own)) for name in encoder_shapes(encoder, shapes)}
+    names = [name for name in encoder_shapes(encoder, shapes) if name not in _not_exported(encoder, shapes)]
+    return {name: publish(namespace + name.removeprefix(own)) for name in names}
 
 
 def _folder(

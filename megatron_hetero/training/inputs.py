@@ -81,7 +81,9 @@ def _open(job: JobSpec) -> Inputs:
 def _open_weights(job: JobSpec) -> dict[str, StoredWeights]:
     """The stored weights of each module, opened and checked. Raises `UserError`."""
     further = job.config.model.encoder_folders
-    return open_modules(job.folders, job.shapes, job.config.train.seed) | open_encoders(further, job.shapes)
+    return open_modules(job.folders, job.shapes, job.config.train.seed) | open_encoders(
+        further, job.shapes, job.config.train.seed
+    )
 
 
 def _ready_to_export(job: JobSpec) -> dict[str, Companions]:

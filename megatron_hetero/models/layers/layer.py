@@ -9,7 +9,7 @@ takes what its neighbours take:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.models.common.recompute.remake import remake
 from megatron_hetero.models.layers import compiled
 from megatron_hetero.models.layers.norms import Norm
-from megatron_hetero.models.layers.parts import AttentionPart, MLPPart, Operations, Site, Tokens, named
+from megatron_hetero.models.layers.parts import AttentionPart, Drawn, MLPPart, Operations, Site, Tokens, named
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Layer:
         norms = zip(self.norm_names, self.norms, strict=True)
         of_norms = {f"{name}.{kind}": shape for name, norm in norms for kind, shape in norm.tensors().items()}
         return of_norms | self.attention.tensors() | self.mlp.tensors()
+
+    def drawn(self) -> Mapping[str, Drawn]:
+        """The tensors among them that no folder stores."""
+        return {**self.attention.drawn(), **self.mlp.drawn()}
 
     def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
         """The parameters of a layer, see `Part.weight_map`."""

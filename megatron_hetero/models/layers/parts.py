@@ -11,7 +11,7 @@ utilisation (MFU, arXiv 2204.02311, appendix B) means the same in every layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -186,6 +186,20 @@ class Site:
         return module
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A tensor that is in checkpoints, and in no folder.
+
+    Attributes:
+        draw: its first values, fp32, for a shape and a generator. The whole tensor is drawn, by its name and the seed
+            of the run, and then cut: so they are the same in every layout.
+        exported: whether an exported folder has it.
+    """
+
+    draw: Callable[[tuple[int, ...], torch.Generator], torch.Tensor]
+    exported: bool = False
+
+
 class Part(Protocol):
     """A part of a layer, or an end of a module. Names of tensors and parameters are relative to where the part is."""
 
@@ -196,6 +210,10 @@ class Part(Protocol):
 
     def tensors(self) -> TensorShapes:
         """The stored tensors with their shapes, in the order in which they are written."""
+        ...
+
+    def drawn(self) -> Mapping[str, Drawn]:
+        """The tensors among them that no folder stores."""
         ...
 
     def weight_map(self, stored: str, share: Share, view: str = MAIN) -> WeightMap:
@@ -225,6 +243,10 @@ class MainPart:
     def slices(self, stored: str, share: Share) -> WeightMap:
         """The map of all parameters."""
         raise NotImplementedError
+
+    def drawn(self) -> Mapping[str, Drawn]:
+        """None."""
+        return {}
 
     def operations(self, tokens: Tokens) -> Operations:
         """None."""
