@@ -140,6 +140,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     for name in ("vision", "text"):
         parser.add_argument(name)
+    parser.add_argument("--zero", type=int, default=0)
     for flag in ("--loop", "--shard", "--megatron", "--sgd"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args(argv)
@@ -152,9 +153,14 @@ def main(argv: Sequence[str]) -> None:
         stage = topology.layouts["text"].coordinate(topology.rank).pp if topology.has("text") else 0
         modules = build_modules(topology, stage, options, dtype)
         chosen = "megatron" if options.megatron else "sgd" if options.sgd else "adamw"
-        optimizer = mh.build_optimizers(topology, modules, OPTIMIZERS[chosen], clip_grad=0.5)
+        algorithm: Any = mh.AdamW(lr=1e-2, zero=options.zero) if options.zero else OPTIMIZERS[chosen]
+        optimizer = mh.build_optimizers(topology, modules, algorithm, clip_grad=0.5)
         boundary = mh.Boundary.open(topology, *EDGE) if options.loop else None
-        run: Any = partial(by_loop, boundary, modules) if options.loop else mh.Runner(topology, modules)
+        run: Any = (
+            partial(by_loop, boundary, modules)
+            if options.loop
+            else mh.Runner(topology, modules, optimizer=optimizer if options.zero else None)
+        )
         steps = []
         for first in range(0, STEPS * MICRO_BATCHES * SAMPLES, MICRO_BATCHES * SAMPLES):
             starts = range(first, first + MICRO_BATCHES * SAMPLES, SAMPLES)
