@@ -156,6 +156,7 @@ def test_inside_the_scope_cuda_means_the_cpu() -> None:
 
 MEGATRON = """
 import torch
+from megatron_hetero.errors import UserError
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.megatron import MODEL_PARALLEL_STREAM, prepare_globals
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker

@@ -187,6 +187,8 @@ def test_a_process_ends_with_its_reader_and_not_by_signals_to_its_group(odd: Cal
 RANK = """
 import time
 from threading import Thread
+from megatron_hetero.data.readers.processes import ReaderProcesses
+from megatron_hetero.data.records import Record
 from tests.unit.data.odd_reader import OddReader
 readers = ReaderProcesses(OddReader(), 1)
 print(readers.tokenise(Record("d", 0, "train.jsonl:1", ())), flush=True)

@@ -146,6 +146,7 @@ def test_the_queue_is_bounded() -> None:
 
 HUNG = """
 import time
+from megatron_hetero.watch.watchdog import Watchdog
 class Mark:
     def __init__(self, end):
         self.end = end
@@ -230,6 +231,7 @@ RANKS = """
 import os, signal, sys, time
 import torch.distributed as dist
 from megatron_hetero.watch.peers import Peers
+from megatron_hetero.watch.watchdog import Watchdog
 
 def rank(number, ranks, port, does):
     store = dist.PrefixStore("run", dist.TCPStore("127.0.0.1", port, None, False))

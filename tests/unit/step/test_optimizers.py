@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.errors import UserError
 from megatron_hetero.step.finish import finish_gradients
-from megatron_hetero.step.joint import build_optimizers
+from megatron_hetero.step.joint import JointOptimizer, build_optimizers
 from megatron_hetero.step.optimizer import SGD, AdamW
 from tests.support.ranks import on_ranks
 from tests.unit.step import gpt, running
@@ -82,10 +82,19 @@ def alone(rank: int, tied: bool, frozen: bool) -> tuple[list[float], nn.Module, 
     return norms, images, text
 
 
-def require_weights(topology: Topology, model: Any, reference: gpt.GPTModel, tied: bool) -> None:
+def whole(own: Any, optimizer: JointOptimizer) -> Tensor:
+    """A parameter, whoever shards it."""
+    for module in optimizer.modules if hasattr(own, "full_tensor") else ():
+        for name, parameter in module.parameters.items():
+            if parameter is own and module.data_parallel.sharded:
+                return module.whole_weight(name)
+    return own.full_tensor() if hasattr(own, "full_tensor") else own
+
+
+def require_weights(topology: Topology, model: Any, reference: gpt.GPTModel, tied: bool, optimizer: Any) -> None:
     part = model if isinstance(model, gpt.GPTModel) else model.module
     for name, (own, theirs) in gpt.counterparts(part, reference, tied).items():
-        found = own.full_tensor() if hasattr(own, "full_tensor") else own
+        found = whole(own, optimizer)
         right = gpt.shard(theirs, own, part.pg_collection)
         assert gpt.apart(found, right) < 1e-5, (topology.rank, name, gpt.apart(found, right))
 
@@ -147,11 +156,10 @@ def train(images: str, image_wrapper: str, text: str, text_wrapper: str, config:
         assert norm > CLIP, "the test would not see that gradients are clipped"
         assert abs(norm.item() - norms[step]) < 1e-5 * norms[step], (step, norm.item(), norms)
     if topology.has("text"):
-        require_weights(topology, modules["text"], own_text, tied)
+        require_weights(topology, modules["text"], own_text, tied, optimizer)
     if topology.has("vision"):
         for own, theirs in zip(modules["vision"].parameters(), own_images.parameters(), strict=True):
-            found = own.full_tensor() if hasattr(own, "full_tensor") else own
-            assert gpt.apart(found, theirs) < 1e-5
+            assert gpt.apart(whole(own, optimizer), theirs) < 1e-5
     assert reference is not own_text
 
 
@@ -492,8 +500,7 @@ def test_numbers_of_states(options: dict[str, Any], zero: int) -> None:
             loss_of_rows(model, pictures(step)[topology.rank :: 2].bfloat16()).backward()
             optimizer.step(tokens=ROWS)
             optimizer.zero_grad()
-        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in map(cast_any, model.parameters())]
-        return torch.cat([p.detach().flatten() for p in whole])
+        return torch.cat([whole(p, optimizer).detach().flatten() for p in model.parameters()])
 
     expected, found = trained({}), trained(options)
     if options.keys() <= {"offload"} or options.get("master") == "split":
@@ -501,10 +508,6 @@ def test_numbers_of_states(options: dict[str, Any], zero: int) -> None:
     start = torch.cat([p.detach().flatten() for p in vision().bfloat16().parameters()])
     assert (found - expected).float().norm() < 0.2 * (expected - start).float().norm()
     assert torch.equal(found, trained(options, resumes=True))
-
-
-def cast_any(value: Any) -> Any:
-    return value
 
 
 @on_ranks(2, timeout_s=40)

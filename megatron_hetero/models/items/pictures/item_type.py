@@ -11,11 +11,11 @@ import numpy as np
 
 from megatron_hetero.models.items.pictures.geometry import ImageSize
 from megatron_hetero.models.items.pictures.reader import ImageReader, check_agreement, load_image_processor
-from megatron_hetero.models.items.pictures.shape import ImageEncoderShape
 from megatron_hetero.models.items.types import ItemSettings, ItemTokens, Modality
 
 if TYPE_CHECKING:
     from megatron_hetero.config.schema import PlanConfig
+    from megatron_hetero.models.items.pictures.shape import ImageEncoderShape
 
 
 _TOKENS = ItemTokens("vision_start_token_id", "image_token_id", "vision_end_token_id")
