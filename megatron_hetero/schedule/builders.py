@@ -1,27 +1,15 @@
-"""Builds schedules. A schedule combines one or several of these cases:
+"""Builds schedules. docs/schedules.md says what each kind does; a schedule combines one or several of these cases:
 
-  1. *Colocated, text pp:1*: `waves` of one micro-batch: encode, cross, text forward and backward, cross back, encoder
-     backward.
-  2. *Colocated, text pp > 1*: every rank encodes.
-       waves      encode and cross W micro-batches; one 1F1B of the text module over all. Whenever its first stage needs
-                  rows of the next W, all ranks take a turn at the encoder: the gradients of what the first stage has
-                  run backward cross back, the encoder runs their backward, and the next W are encoded and cross.
-                  Encoder activations of W + pp - 1 micro-batches live, since the pipeline is not drained.
-       recompute  encode and cross all, keeping rows only; 1F1B over all; then per micro-batch forward again and
-                  backward. Encoder activations of one micro-batch live; the cost of one pipeline fill is a second
-                  forward.
+  1. *Colocated, text pp:1*: `waves` of one micro-batch.
+  2. *Colocated, text pp > 1*: every rank encodes, in `waves` or with `recompute`.
   3. *Disjoint*, `ahead`: the first text stage's order of forwards and backwards sets the pace. When it receives the
      rows of micro-batch m, the encoder starts the forward of m + 1 + run_ahead; when it has run a backward, the encoder
-     runs the same. That makes the encoder the stage before the first in 1F1B. Several encoders run concurrently. Rows
-     of one micro-batch at a time are in flight: those encoded further ahead wait on the encoder's ranks.
+     runs the same.
   4. *Mixed*: as 2, also on ranks that hold only one of the modules; encoders on ranks apart from all of these run as
      in 3.
-  5. Virtual stages: in all of the above, the text module's 1F1B is interleaved. The pipeline drains between waves.
-  6. Further edges, from earlier stages of an encoder or to later ones of the text module: their rows leave after the
-     forward of their stage, and their gradients after the backward of the stage that they entered. In a turn of the
-     encoder they cross like the others. An encoder that runs ahead keeps rows of earlier stages until its last stage
-     has got as far. A rank of the text module receives rows, and sends gradients, in the order of its first stage's
-     forwards and backwards, those for its later virtual stages with the others.
+  5. Virtual stages: the text module's 1F1B is interleaved. The pipeline drains between waves.
+  6. Further edges: their rows leave after the forward of their stage, and their gradients after the backward of the
+     stage that they entered.
 
 When all ranks turn to the encoder, a stage waits for those behind it. So each stage turns to it after the progress that
 it would have made without an encoder when the first stage turns: stage s just before the forward of a micro-batch that
@@ -33,20 +21,10 @@ first of its wave (E: the encoder's turn; numbers are the micro-batches run back
     stage 2   F0 F1 B0 F2 B1 F3 B2 E F4 B3
     stage 3   F0 B0 F1 B1 F2 B2 E F3 B3
 
-An encoder's own pipeline stages follow each other by one micro-batch. One without stages may compute micro-batches that
-are encoded in one turn, and come back in one, in a single call (`Schedule.together`): its forward is the F of the first
-of them, its backward the B of the last, and the other F and B do nothing. What moves so passes nothing in the list of
-the turn that it needs, or that needs it: rows cross after the first F, and gradients before the last B. How many are
-one call is a matter of their items (`data.sharding.calls`), of which a schedule knows nothing.
-
 Why no order deadlocks. In a turn of the encoder (return, encode) all ranks walk through one list, each skipping what it
 has no part in, and nothing in the list depends on what comes later. The turns are in one order on all ranks, and what a
-stage runs before a turn depends only on what others run before it: a stage turns at the same forward as the stage
-before it, or one earlier. Encoders that run ahead walk through the first text stage's list, one step behind in what
-they receive and ahead in what they send. On NCCL, an operation that is issued early holds up later ones in the queue of
-its communicator, and where the streams of a GPU share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron
-wants) those hold up everything that the GPU is issued later. So only one crossing after another is in flight, and
-`check_schedule` proves for each schedule that it ends even so.
+stage runs before a turn depends only on what others run before it. Encoders that run ahead walk through the first text
+stage's list, one step behind in what they receive and ahead in what they send. `check_schedule` proves it each time.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
-"""Keeps what a stage's layers save for their backward pass in host memory.
-
-    forward    layer 0 | layer 1           | layer 2           | ...
-    out                | 0 to the host     | 1 to the host     | ...
-    backward                 ... | layer 2           | layer 1           | layer 0
-    back                     ... | 1 to the device   | 0 to the device   |
+"""Keeps what a stage's layers save for their backward pass in host memory: see docs/training.md, "Activations in host
+memory".
 
 When layer i + 2 begins, the stream that computes waits until the device has copied layer i, whose memory is free from
-then on: however far the host runs ahead, and however slow the bus is, no more than two layers are on the device, and
-the last one. Copies in the backward pass start when the device gets to the layer before. The host waits nowhere.
-
-The method is that of vDNN (Rhu et al. 2016, arXiv 1602.08124), by the hooks that `torch.autograd.graph.save_on_cpu` is
-made of, with streams as torchtune's `OffloadActivations` has them.
+then on: however far the host runs ahead, no more than two layers are on the device, and the last one. The method is
+that of vDNN (Rhu et al. 2016, arXiv 1602.08124), by the hooks that `torch.autograd.graph.save_on_cpu` is made of, with
+streams as torchtune's `OffloadActivations` has them.
 """
 
 from __future__ import annotations
