@@ -596,6 +596,7 @@ def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
 
 MEMORY = """
 import importlib, resource, sys
+from megatron_hetero.cli import export
 importer = importlib.import_module("megatron_hetero.cli.import")
 assert "torch" not in sys.modules, "the command line is read before anything slow is imported"
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -127,6 +127,7 @@ def test_an_earlier_export_is_replaced_whole(model: Path, tmp_path: Path) -> Non
 HOLD = """
 import sys, time
 from pathlib import Path
+from megatron_hetero.files import lock as file_lock
 held = file_lock.take(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

@@ -145,6 +145,7 @@ def test_the_queue_is_bounded() -> None:
 
 HUNG = """
 import time
+from megatron_hetero.watch.watchdog import Watchdog
 class Mark:
     def __init__(self, end):
         self.end = end
@@ -228,7 +229,7 @@ def test_a_watchdog_of_zero_seconds_does_nothing() -> None:
 RANKS = """
 import os, signal, sys, time
 import torch.distributed as dist
-from megatron_hetero.watch.watchdog import Peers
+from megatron_hetero.watch.watchdog import Peers, Watchdog
 
 def rank(number, ranks, port, does):
     store = dist.PrefixStore("run", dist.TCPStore("127.0.0.1", port, None, False))

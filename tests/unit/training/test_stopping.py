@@ -186,6 +186,7 @@ def test_sigterm_ends_a_rank_that_waits_for_a_dead_one() -> None:
 
 STARTING = """
 import os, signal, threading
+from megatron_hetero.training.stopping import stop_requests
 
 with stop_requests() as request:
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
