@@ -4,14 +4,8 @@
     loss = decoder(tokens, rows)
     loss.backward()
 
-As with any collective inside a graph, whether a rank communicates must not depend on its data. Gradients therefore go
-back through a crossing on all of its ranks or on none, also where a rank holds no rows or its rows need no gradient;
-and every rank must reach the crossing from its loss:
-
-  * every rank uses the rows that arrive, also if there are none;
-  * a rank without a loss (it only encodes) calls `rows.sum().backward()` on its empty rows;
-  * a rank that only receives passes `communicator.no_rows()`;
-  * all ranks make, and use, the crossings of a graph in the same order.
+As with any collective inside a graph, whether a rank communicates must not depend on its data: docs/library.md says
+what every rank has to do.
 """
 
 from __future__ import annotations

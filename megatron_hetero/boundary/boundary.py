@@ -1,11 +1,5 @@
-"""A boundary for a training loop of your own: planned from what each rank knows, and crossed as a function.
-
-    boundary = Boundary.open(topology, "vision", "text", width=4096, dtype=torch.bfloat16)
-    for pictures, tokens in batches:
-        with micro_batch(boundary):
-            plan = boundary.plan(held=ids of the rows made here, needed=ids of the rows read here)
-            rows = boundary(plan, vision(pictures))
-            text_loss(tokens, rows).backward()
+"""A boundary for a training loop of your own: planned from what each rank knows, and crossed as a function
+(docs/library.md, "Without stages: autograd").
 
 A crossing is a collective in both directions, but autograd goes back only through what it reaches from a loss: a rank
 without a loss, or whose loss uses no row, would leave the others waiting. `micro_batch` therefore ends the graph at

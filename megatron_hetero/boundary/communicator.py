@@ -1,15 +1,8 @@
 """Executes boundary plans: packs rows by index, exchanges them, unpacks them by index. All decisions are the plan's.
 
 `start_forward` and `start_backward` return a `Crossing` whose first exchange overlaps what the caller does before
-`Crossing.wait`; each later phase starts when the one before it has arrived:
-
-    crossing = communicator.start_forward(plan, rows)
-    ...                                    # embed the tokens
-    rows = crossing.wait()
-
-Where source and destination share no rank, `wait` depends on the other side only through its start. Partial gradients
-are therefore summed, and sent, before `start_backward` returns: it waits for the other ranks that hold parts. For
-crossings that autograd differentiates see `megatron_hetero.boundary.autograd`.
+`Crossing.wait`; each later phase starts when the one before it has arrived. Where source and destination share no rank,
+`wait` depends on the other side only through its start (docs/boundaries.md, "Overlap").
 """
 
 from __future__ import annotations

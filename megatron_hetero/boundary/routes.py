@@ -1,30 +1,9 @@
 """Routes: the moves that turn one ownership of rows into another, computed per rank. Pure data.
 
-A direction has up to three phases. Each is one uneven all-to-all, or a batch of point-to-point transfers where the two
-sides share no rank:
-
-  1. *reduce*, only for partial gradients: all holders of a row send their part to the row's sender, which adds them up;
-  2. *scatter*: every row that no member of its destination group holds crosses once, to its first receiver in that
-     group. A source replicated over n ranks sends about 1/n of the rows from each; a destination replicated over n
-     ranks receives about 1/n on each;
-  3. *gather*, only for replicated destinations: each member of a destination group sends its portion to the members
-     that do not hold those rows.
-
-Cases, for a row r with source group S and destination group D. Its *sender* is the rank of S that sends it on, its
-*first receiver* the rank of D that gets it first:
-
-     S and D share ranks           the shared ranks keep r; one, sender and first receiver, sends it to the rest of D
-     they share none, |D| = 1      one member of S sends r to D
-     they share none, |D| > 1      one member of S sends r to one member of D, which sends it to the rest
-     the parts in S are a sum      as above after phase 1, but only the first receiver has the sum to begin with
-     D needs r on one rank only    only the first receiver gets it
-
-The last two occur in the backward pass, the adjoint of the forward pass: gradients travel from D to S, as summands
-where D holds partial gradients (`Ownership.gradient`), and to one holder only where S is partial. Rows that nobody
-needs get a gradient of zero.
-
-No rank receives a row that it does not need or already holds, so received rows are the minimum for the pair of
-ownerships. Each rank computes its own part only.
+A direction has up to three phases, each one uneven all-to-all, or a batch of point-to-point transfers where the two
+sides share no rank: *reduce* adds up partial gradients at the sender of a row, *scatter* takes a row once to its first
+receiver in a group that holds none of it, *gather* from there to the rest of the group. docs/boundaries.md, "Routes"
+and "Backward", lists the cases. Each rank computes its own part only, and receives no row that it has or does not need.
 """
 
 from __future__ import annotations

@@ -3,19 +3,126 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from megatron_hetero.checkpoint.choice import choose, started_again
 from megatron_hetero.checkpoint.model_files import hashes
 from megatron_hetero.checkpoint.model_sources import ModelSources
 from megatron_hetero.checkpoint.record import RunRecord, dataset_records, plain
 from megatron_hetero.checkpoint.shared_folder import FolderLock, require_shared
 from megatron_hetero.checkpoint.state import Resumed, TrainState, load
-from megatron_hetero.config.schema import Config, to_yaml
+from megatron_hetero.config.schema import CheckpointConfig, Config, to_yaml
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.distributed.collective import on_first
 from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.errors import UserError, os_errors_as
+from megatron_hetero.files.paths import try_to_write
+from megatron_hetero.outputs.checkpoints import (
+    MANIFEST,
+    chosen_in,
+    read_manifest,
+    set_aside,
+    unfinished,
+    unwritable,
+    verify,
+    whole,
+    without_manifest,
+)
+
+
+def choose(config: CheckpointConfig, again: bool = False) -> tuple[Path | None, tuple[str, ...]]:
+    """The checkpoint that `checkpoint.resume` selects, None for a fresh start, and notes for the user.
+
+    `again`: whether a launcher or scheduler has restarted this run, which then resumes from its own newest checkpoint,
+    wherever it first started. Raises `UserError` if the selected checkpoint does not exist, or if this run would mix
+    its checkpoints with another run's.
+    """
+    folder, resume = config.dir, config.resume
+    notes: list[str] = []
+    if again and resume != "auto" and folder is not None and whole(folder):
+        notes.append(f"restarted: resuming from this run's newest checkpoint (--checkpoint.resume {resume})")
+        resume = "auto"
+    chosen: Path | None = None
+    if resume not in ("auto", "never"):
+        chosen = Path(resume).expanduser().absolute()
+        _require_folder(chosen)
+    elif resume == "auto" and folder is not None:
+        notes += [f"{path} is unfinished, ignored" for path in unfinished(folder)]
+        notes += [f"{path} has no manifest, ignored" for path in without_manifest(folder)]
+        chosen = next(reversed(whole(folder).values()), None)
+    if folder is not None:
+        notes += _make_room(folder, chosen)
+        with os_errors_as(partial(unwritable, folder)):
+            try_to_write(folder)
+        if chosen is None:
+            notes.append(f"no checkpoint in {folder}: training starts at step 1")
+    return chosen, tuple(notes)
+
+
+def started_again(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun has restarted the ranks, or Slurm the job."""
+    counts = (environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(count not in ("", "0") for count in counts)
+
+
+def _require_folder(checkpoint: Path) -> None:
+    if checkpoint.is_dir():
+        return _require_one(checkpoint)
+    others = list(whole(checkpoint.parent).values())
+    raise UserError.at(
+        "checkpoint.resume (--checkpoint.resume)",
+        problem=f"{checkpoint} is not a folder",
+        fix=f"try `--checkpoint.resume {others[-1]}`" if others else "correct the path",
+    )
+
+
+def _require_one(folder: Path) -> None:
+    """Check that this is not a folder of checkpoints."""
+    newest = chosen_in(folder)
+    if newest != folder:
+        raise UserError.at(
+            "checkpoint.resume (--checkpoint.resume)",
+            problem=f"{folder} is a folder of checkpoints, not a checkpoint",
+            fix=f"try `--checkpoint.resume {newest}`",
+        )
+
+
+def _make_room(folder: Path, chosen: Path | None) -> list[str]:
+    """Make sure that this run will not overwrite another run's steps, or write into a checkpoint; damaged later
+    checkpoints are set aside. Returns notes on these.
+    """
+    if (folder / MANIFEST).is_file():
+        raise UserError.at(
+            "checkpoint.dir (--checkpoint.dir)",
+            problem=f"{folder} is itself a checkpoint",
+            fix=f"choose another checkpoint.dir, and resume from this one with --checkpoint.resume {folder}",
+        )
+    steps = whole(folder)
+    own = chosen is not None and chosen.resolve().parent == folder.resolve()
+    last = max((step for step, path in steps.items() if own and chosen and path.name == chosen.name), default=0)
+    notes = []
+    for path in reversed([path for step, path in steps.items() if step > last or chosen is None]):
+        if not own or not _damaged(path):
+            raise UserError.at(
+                "checkpoint.dir (--checkpoint.dir)",
+                found=f"{path.name} in {folder}",
+                expected="no checkpoint after the one to resume from" if chosen else "no checkpoint",
+                because="the checkpoints of two runs would mix",
+                fix="choose another checkpoint.dir, or resume from it with --checkpoint.resume auto",
+            )
+        with os_errors_as(partial(unwritable, path)):
+            notes.append(f"{path} is damaged, renamed to {set_aside(path).name}")
+    return notes
+
+
+def _damaged(checkpoint: Path) -> bool:
+    try:
+        manifest = read_manifest(checkpoint)
+    except UserError:
+        return True
+    return bool(verify(checkpoint, manifest, manifest))
 
 
 def resume(config: Config, state: TrainState, record: RunRecord | None) -> Resumed:

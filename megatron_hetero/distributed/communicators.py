@@ -1,7 +1,7 @@
 """Which communicators a topology has, and which calls make them. Pure; `Topology.build` makes them.
 
-On NCCL a communicator is one queue: what is put into it runs one after the other, and a receive that was posted early
-holds up all that follows it. So a communicator has one use and, where things are posted early, one direction:
+On NCCL a communicator is one queue, and a receive that was posted early holds up all that follows it. So a communicator
+has one use and, where things are posted early, one direction (docs/schedules.md, "How deadlocks are excluded"):
 
     use                    ranks                                          communicates
     axes of a module       a group of the layout along `tp`, `sp`, `cp`   inside layers, in step with the computation
@@ -17,17 +17,12 @@ Uses that are in step with the computation share a communicator where their grou
 included: a rank does one after the other anyway. Gradients, links and edges share with nobody, but for those of two
 views of a module that the same ranks sum.
 
-What is posted early occupies the GPU while it waits: a receive is a kernel that runs, of up to 32 CTAs where NCCL
-chooses, and a CTA takes an SM. So `max_ctas` bounds those of links and edges, and of gradients, as modules that share a
-GPU sum theirs at the same time; `schedule.checks.check` bounds what a rank has begun in all. And a communicator
-takes one of the 32 streams of a pool of PyTorch's (c10/cuda/CUDAStream.cpp): from the 33rd on two share one, and are
-one queue. The pool of the highest priority is for what is to get multiprocessors before the rest of a product that
-runs: all that is beside the computation, and `tp`, whose exchanges run beside products. Others may share streams.
+A communicator takes one of the 32 streams of a pool of PyTorch's (c10/cuda/CUDAStream.cpp): from the 33rd on two share
+one, and are one queue. The pool of the highest priority is for what is to get multiprocessors before the rest of a
+product that runs: all that is beside the computation, and `tp`, whose exchanges run beside products.
 
 Groups that have no rank in common are made together, by one call that every rank makes (`ncclCommSplit`, a colour for
-each group). They are one *kind* here, so that the number of calls does not grow with the number of ranks or with
-degrees: at most five for the axes of a module (twelve with Megatron's), three for each direction of a pipeline, one for
-each direction of an edge. A group of one rank needs no communicator.
+each group). They are one *kind* here, so that the number of calls does not grow with ranks or degrees.
 """
 
 from __future__ import annotations

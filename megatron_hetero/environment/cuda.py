@@ -1,22 +1,10 @@
 """Environment variables of CUDA, the allocator and NCCL, and NCCL's own time-outs. Does not import torch.
 
-CUDA reads its variables when its context is created, which eager initialisation of NCCL does; PyTorch's allocator on
-first use. Variables that the user has set are never changed.
-
-    variable                       read by               set to
-    CUDA_DEVICE_MAX_CONNECTIONS    CUDA's driver         32 hardware queues, the most. With 1, which Megatron asks for,
-                                                         a collective that waits for the one before it holds up
-                                                         everything issued after it, on every stream
-    PYTORCH_ALLOC_CONF             PyTorch's allocator   expandable_segments:True: packs of varying length do not
-                                                         fragment memory
-    TORCH_FR_BUFFER_SIZE           NCCL's process group  2000 operations in its flight recorder
-    TORCH_NCCL_DUMP_ON_TIMEOUT     the same              1: all ranks dump them to a file when an operation times out
-    TORCH_FR_DUMP_TEMP_FILE        the same              path prefix of these files; the rank is appended
-    TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC  the same           the time-out of the process groups
-
-torch 2.11 and 2.13 read `PYTORCH_ALLOC_CONF`, and first the older `PYTORCH_CUDA_ALLOC_CONF`
-(c10/cuda/CUDAAllocatorConfig.h); the older names of the flight recorder's are read after the newer ones
-(c10d/FlightRecorder.hpp, c10d/ProcessGroupNCCL.hpp).
+docs/training.md, "Hardware queues", and docs/schedules.md, "When a rank is stuck", say what each is for. CUDA reads its
+variables when its context is created, which eager initialisation of NCCL does; PyTorch's allocator on first use.
+Variables that the user has set are never changed. torch 2.11 and 2.13 read `PYTORCH_ALLOC_CONF`, and first the older
+`PYTORCH_CUDA_ALLOC_CONF` (c10/cuda/CUDAAllocatorConfig.h); the older names of the flight recorder's are read after the
+newer ones (c10d/FlightRecorder.hpp, c10d/ProcessGroupNCCL.hpp).
 """
 
 from __future__ import annotations

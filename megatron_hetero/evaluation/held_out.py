@@ -1,12 +1,8 @@
 """Loss and exact match of held-out data sets during training, in the layout of training.
 
 Samples take the path of a training step without its backward pass, through loaders and a forward-only schedule of their
-own. The state of training is untouched: weights, gradients, random states and the position in its data.
-
-Greedy decoding reproduces an answer if and only if, given the answer so far, the most likely token at each of its
-positions is the answer's, end of turn included. So the teacher-forced pass that computes the loss gives the exact match
-too, in any layout and without generation, for the cost of an argmax. The tokens of a sample may be on several ranks:
-their counts are summed.
+own; the state of training is untouched. Greedy decoding reproduces an answer if and only if, given the answer so far,
+the most likely token at each of its positions is the answer's. So the teacher-forced pass gives the exact match too.
 """
 
 from __future__ import annotations

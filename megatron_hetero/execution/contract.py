@@ -1,7 +1,8 @@
 """The interface of the interpreter: micro-batches, and models, which may be any `torch.nn.Module` or callable.
 
-A module has one or more stages. Which of the protocols below a stage's model implements depends on its position.
-`batch` is the module's entry in `DeviceMicroBatch.inputs`; only the model looks into it.
+Which of the protocols below a stage's model implements depends on its position. `batch` is the module's entry in
+`DeviceMicroBatch.inputs`; only the model looks into it. docs/library.md has the whole contract: further outputs,
+metrics, other graphs.
 
     stage                              is called with                returns
     first of an encoder                batch                         hidden states; on its last stage rows
@@ -9,30 +10,10 @@ A module has one or more stages. Which of the protocols below a stage's model im
     the same, where it `embeds`        batch, embed(batch), rows     the same
     any other                          batch, hidden states          the same
 
-Rows are [needed, width], those that this rank needs of all encoders, concatenated by encoder. An encoder returns
-exactly the rows that this rank holds in the boundary's plan, [held, width]. If it pads to divisible lengths for its
-kernels, or has a class token, it drops these rows, or the plan has ids for them that nobody needs.
-
-An encoder may have outputs other than `rows`, which cross along the edges that are declared for them
-(`Interpreter.build`, `outputs`). A stage that makes some returns all of its outputs by name, such as {"hidden": hidden
-states, "deepstack.0": rows}; all rows are of that same shape. A stage of the text module that takes some is called with
-rows by the name of the output, as the last argument also where it is not the first stage.
-
-Other graphs of modules are alike: a stage that rows enter is called with them as its last argument, one that rows leave
-returns them, and a last stage that none leave returns the loss. One that they leave may have a loss, too, and returns
-both by name. Rows that cross to several modules get the sum of their gradients. With its loss or rows a last stage may
-return "metrics": further sums by name, such as {"loss": loss, "metrics": {"correct": number}}.
-
-Hidden states have the shape given by the next stage's `hidden_shape` and the interpreter's dtype. The loss is a scalar,
-the sum over this rank's part of the micro-batch.
-
 Inputs are leaves of the model's own graph, which ends with its output. Models may communicate inside their module, in
 one order on all ranks of a stage. If a schedule recomputes, an encoder is called twice per micro-batch and draws the
-same random numbers both times.
-
-An encoder without pipeline stages that runs in waves may compute several micro-batches in one call, if `load` gives
-their inputs as one (`DeviceMicroBatch.calls`): it returns the rows of all, [held of the first, then of the next, ...,
-width], by each name. Nothing else changes; rows cross, and their gradients come back, micro-batch by micro-batch.
+same random numbers both times. With several micro-batches in one call (`DeviceMicroBatch.calls`) an encoder returns the
+rows of all, [held of the first, then of the next, ..., width], by each name.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_hetero.hf.stored_weights import StoredWeights
-from megatron_hetero.models.common.drawn import STD
 from megatron_hetero.models.folders import ModelFolders
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
@@ -26,6 +25,9 @@ from megatron_hetero.models.weights import (
     stored_shapes,
 )
 from megatron_hetero.names import TEXT, VISION
+
+STD = 0.02
+"""Standard deviation of new weights: `initializer_range` of the families."""
 
 
 def fresh_projector(shapes: ModelShapes, seed: int) -> dict[str, Tensor]:

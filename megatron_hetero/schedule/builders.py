@@ -1,27 +1,15 @@
-"""Builds schedules. A schedule combines one or several of these cases:
+"""Builds schedules. docs/schedules.md says what each kind does; a schedule combines one or several of these cases:
 
-  1. *Colocated, text pp:1*: `waves` of one micro-batch: encode, cross, text forward and backward, cross back, encoder
-     backward.
-  2. *Colocated, text pp > 1*: every rank encodes.
-       waves      encode and cross W micro-batches; one 1F1B of the text module over all. Whenever its first stage needs
-                  rows of the next W, all ranks take a turn at the encoder: the gradients of what the first stage has
-                  run backward cross back, the encoder runs their backward, and the next W are encoded and cross.
-                  Encoder activations of W + pp - 1 micro-batches live, since the pipeline is not drained.
-       recompute  encode and cross all, keeping rows only; 1F1B over all; then per micro-batch forward again and
-                  backward. Encoder activations of one micro-batch live; the cost of one pipeline fill is a second
-                  forward.
+  1. *Colocated, text pp:1*: `waves` of one micro-batch.
+  2. *Colocated, text pp > 1*: every rank encodes, in `waves` or with `recompute`.
   3. *Disjoint*, `ahead`: the first text stage's order of forwards and backwards sets the pace. When it receives the
      rows of micro-batch m, the encoder starts the forward of m + 1 + run_ahead; when it has run a backward, the encoder
-     runs the same. That makes the encoder the stage before the first in 1F1B. Several encoders run concurrently. Rows
-     of one micro-batch at a time are in flight: those encoded further ahead wait on the encoder's ranks.
+     runs the same.
   4. *Mixed*: as 2, also on ranks that hold only one of the modules; encoders on ranks apart from all of these run as
      in 3.
-  5. Virtual stages: in all of the above, the text module's 1F1B is interleaved. The pipeline drains between waves.
-  6. Further edges, from earlier stages of an encoder or to later ones of the text module: their rows leave after the
-     forward of their stage, and their gradients after the backward of the stage that they entered. In a turn of the
-     encoder they cross like the others. An encoder that runs ahead keeps rows of earlier stages until its last stage
-     has got as far. A rank of the text module receives rows, and sends gradients, in the order of its first stage's
-     forwards and backwards, those for its later virtual stages with the others.
+  5. Virtual stages: the text module's 1F1B is interleaved. The pipeline drains between waves.
+  6. Further edges: their rows leave after the forward of their stage, and their gradients after the backward of the
+     stage that they entered.
 
 When all ranks turn to the encoder, a stage waits for those behind it. So each stage turns to it after the progress that
 it would have made without an encoder when the first stage turns: stage s just before the forward of a micro-batch that
@@ -33,20 +21,10 @@ first of its wave (E: the encoder's turn; numbers are the micro-batches run back
     stage 2   F0 F1 B0 F2 B1 F3 B2 E F4 B3
     stage 3   F0 B0 F1 B1 F2 B2 E F3 B3
 
-An encoder's own pipeline stages follow each other by one micro-batch. One without stages may compute micro-batches that
-are encoded in one turn, and come back in one, in a single call (`Schedule.together`): its forward is the F of the first
-of them, its backward the B of the last, and the other F and B do nothing. What moves so passes nothing in the list of
-the turn that it needs, or that needs it: rows cross after the first F, and gradients before the last B. How many are
-one call is a matter of their items (`data.sharding.calls`), of which a schedule knows nothing.
-
 Why no order deadlocks. In a turn of the encoder (return, encode) all ranks walk through one list, each skipping what it
 has no part in, and nothing in the list depends on what comes later. The turns are in one order on all ranks, and what a
-stage runs before a turn depends only on what others run before it: a stage turns at the same forward as the stage
-before it, or one earlier. Encoders that run ahead walk through the first text stage's list, one step behind in what
-they receive and ahead in what they send. On NCCL, an operation that is issued early holds up later ones in the queue of
-its communicator, and where the streams of a GPU share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron
-wants) those hold up everything that the GPU is issued later. So only one crossing after another is in flight, and
-`check_schedule` proves for each schedule that it ends even so.
+stage runs before a turn depends only on what others run before it. Encoders that run ahead walk through the first text
+stage's list, one step behind in what they receive and ahead in what they send. `check_schedule` proves it each time.
 """
 
 from __future__ import annotations
@@ -59,7 +37,6 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge, Ends, as_edge, edge_of
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.schedule.actions import Action, finish, run, start
-from megatron_hetero.schedule.ahead import ahead_order, receive_rows, send_gradients_ahead
 from megatron_hetero.schedule.context import BuildContext, first_stage, text_parts
 from megatron_hetero.schedule.graph import build_graph_schedule, fed_by_all
 from megatron_hetero.schedule.orders import Work
@@ -288,3 +265,79 @@ def _send_gradients(ctx: BuildContext, role: Role, work: Work) -> Iterator[Actio
         sharing = (ctx.crossed(role, encoder) for encoder in ctx.sharing if encoder.backward)
         yield from (start("B", edge, work.micro_batch) for edges in sharing for edge, _ in edges)
     yield from send_gradients_ahead(ctx, role, work.micro_batch)
+
+
+def ahead_order(ctx: BuildContext, role: Role) -> Iterator[Action]:
+    """The actions of encoders at the pace of the first text stage. A stage leads it by the run-ahead, plus one for the
+    stage itself and each stage after it.
+    """
+    held = [(e, stage) for e in ctx.ahead if (stage := first_stage(role, e)) is not None]
+    lead = {encoder.name: ctx.run_ahead + encoder.stages - stage for encoder, stage in held}
+    for step in range(-max(lead.values()), 0):
+        for encoder, stage in held:
+            yield from _forward_ahead(ctx, encoder, stage, step + lead[encoder.name])
+    for work in ctx.pace:
+        for encoder, stage in held:
+            if work.kind == "F":
+                yield from _forward_ahead(ctx, encoder, stage, work.micro_batch + lead[encoder.name])
+            elif encoder.backward:
+                yield from _backward_ahead(ctx, encoder, stage, work.micro_batch)
+    for encoder, stage in held:
+        if _lag(ctx, encoder, stage) == 1:
+            yield from (finish("F", edge, ctx.batches - 1) for edge in ctx.leaving(encoder, stage))
+
+
+def _lag(ctx: BuildContext, encoder: Module, stage: int) -> int:
+    """How many micro-batches before the one that a stage encodes the text module is ready for."""
+    return max(1, ctx.run_ahead) + encoder.stages - 1 - stage
+
+
+def _forward_ahead(ctx: BuildContext, encoder: Module, stage: int, m: int) -> Iterator[Action]:
+    """Forward of a micro-batch, once the text module is ready for the rows of the micro-batch `_lag` before it.
+
+    Rows leave when the text module is ready for those before them, also after the last forward. More of them in flight
+    would queue behind each other on one communicator; and if all streams of a GPU share a queue
+    (CUDA_DEVICE_MAX_CONNECTIONS=1), queued sends keep the encoder from computing, possibly forever.
+    """
+    edges, lag = ctx.leaving(encoder, stage), _lag(ctx, encoder, stage)
+    holds_back, sent = lag > 1, m - lag
+    if 0 <= sent < ctx.batches and (holds_back or m < ctx.batches):
+        yield from (finish("F", edge, sent) for edge in edges)
+        if holds_back and sent + 1 < ctx.batches:
+            yield from (start("F", edge, sent + 1) for edge in edges)
+    if not 0 <= m < ctx.batches:
+        return
+    yield run("F", encoder.name, stage, m)
+    if m == 0 or not holds_back:
+        yield from (start("F", edge, m) for edge in edges)
+    if m == 0 and encoder.backward:
+        yield from (start("B", edge, 0) for edge in edges)
+
+
+def _backward_ahead(ctx: BuildContext, encoder: Module, stage: int, m: int) -> Iterator[Action]:
+    """Backward of a micro-batch; then the gradients of the next may arrive."""
+    edges = ctx.leaving(encoder, stage)
+    yield from (finish("B", edge, m) for edge in edges)
+    yield run("B", encoder.name, stage, m)
+    if m + 1 < ctx.batches:
+        yield from (start("B", edge, m + 1) for edge in edges)
+
+
+def receive_rows(ctx: BuildContext, arriving: Sequence[Edge], m: int) -> Iterator[Action]:
+    """Receive the rows of encoders that run ahead. A posted receive lets the encoder proceed, so without run-ahead it
+    must not be posted before the rows are needed; with it, the next rows may arrive during the forward.
+    """
+    if not ctx.run_ahead:
+        yield from (start("F", edge, m) for edge in arriving)
+    yield from (finish("F", edge, m) for edge in arriving)
+    if ctx.run_ahead and m + 1 < ctx.batches:
+        yield from (start("F", edge, m + 1) for edge in arriving)
+
+
+def send_gradients_ahead(ctx: BuildContext, role: Role, m: int) -> Iterator[Action]:
+    """Send those of micro-batch `m`, if there is one, to encoders that run ahead."""
+    edges, sent = [edge for edge in ctx.arriving(role) if ctx.has_backward(edge)], m - 1 - ctx.run_ahead
+    if 0 <= m < ctx.batches:
+        yield from (start("B", edge, m) for edge in edges)
+    if 0 <= sent < ctx.batches:
+        yield from (finish("B", edge, sent) for edge in edges)

@@ -1,19 +1,11 @@
-"""Schedules of any acyclic graph of stages, such as text > generator or audio > text > talker, on any ranks.
-
-All stages of all modules form one pipeline with branches, and run 1F1B over its longest path: backwards go first, and a
-stage keeps activations of as many micro-batches as there are changes of ranks on the longest path from it to an end,
-plus one. Modules that share all their ranks so run depth-first, one micro-batch at a time, and a chain of modules on
-ranks of their own runs as stages of a pipeline do. A module without a backward pass is as far ahead of those that it
-feeds.
+"""Schedules of any acyclic graph of stages, such as text > generator or audio > text > talker, on any ranks: one
+pipeline with branches, see docs/schedules.md, "Other graphs".
 
 The orders of all ranks come from one simulated run, in which a forward takes one unit of time and a backward two, and a
 stage runs when all its ranks are free. It records one sequence: work when it begins, just after the ends of what it
 waits for; and when work ends, the beginnings of the transfers and crossings of its output, on both sides. Each rank
-executes the part of the sequence that concerns it.
-
-Why no order deadlocks. All ranks execute subsequences of one sequence, in which everything follows what it depends on.
-So the first action in it that has not ended can proceed, with collectives that enter one after the other and one
-hardware queue for all streams, too. `check_schedule` proves it for each schedule.
+executes the part of the sequence that concerns it. Everything in it follows what it depends on, so that the first
+action that has not ended can proceed, and nothing deadlocks.
 """
 
 from __future__ import annotations

@@ -12,16 +12,10 @@ step  vision.0         text.0           text.1
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import cast, get_args
 
-from megatron_hetero.layout.edge import Edge
-from megatron_hetero.layout.layout import Layout
-from megatron_hetero.schedule.actions import NAME, Action
 from megatron_hetero.schedule.checks.replay import Point, replay, steps
-from megatron_hetero.schedule.program import Module, Role, Schedule, Style, find_roles
+from megatron_hetero.schedule.program import Schedule
 
 EMPTY = "-"
 MARK = "<-- ERROR HERE"
@@ -30,7 +24,7 @@ SHOWN_ROLES = 6
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The text of a schedule; `parse_schedule` is the inverse."""
+    """The text of a schedule, each action of which `Action.parse` reads."""
     roles = range(len(schedule.roles))
     lines = _aligned([*_titles(schedule, roles), *_cells(schedule, roles, steps(replay(schedule)))])
     edges = f"edges: {' '.join(map(str, schedule.edges)) or EMPTY}"
@@ -80,53 +74,3 @@ def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
         cells = (cell.ljust(width) for cell, width in zip(rest, widths[1:], strict=True))
         aligned.append("  ".join([first.rjust(widths[0]) if first.isdigit() else first.ljust(widths[0]), *cells]))
     return [line.rstrip() for line in aligned]
-
-
-# ------------------------------------------------------------------------------------------------- reading
-
-
-def parse_schedule(text: str) -> Schedule:
-    """The inverse of `format_schedule`. Raises `ValueError`."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    head = next((i for i, line in enumerate(lines) if line.split()[0] == "step"), None)
-    found, edges = (re.fullmatch(p, line) for p, line in zip((_COUNT, _EDGES), [*lines, "", ""], strict=False))
-    if head is None or head + 1 >= len(lines) or not found or not edges:
-        raise ValueError(
-            "found no schedule, expected `micro-batches: N`, `edges:`, a line per module, `step` and the grid"
-        )
-    modules = tuple(_parse_module(line) for line in lines[2:head])
-    roles = {role.name: role for role in find_roles(modules)}
-    names, rows = lines[head].split()[1:], [line.split()[1:] for line in lines[head + 2 :]]
-    if set(names) != set(roles):
-        raise ValueError(f"found columns {', '.join(names)}, expected those of the modules: {', '.join(roles)}")
-    if wrong := next((row for row in rows if len(row) != len(names)), None):
-        raise ValueError(f"found {len(wrong)} cells in `{' '.join(wrong)}`, expected {len(names)}")
-    columns = zip(*rows, strict=True) if rows else [()] * len(names)
-    filled = [_with_actions(roles[name], column) for name, column in zip(names, columns, strict=True)]
-    return Schedule(modules, tuple(Edge.parse(edge) for edge in (edges[1] or "").split()), int(found[1]), tuple(filled))
-
-
-def _with_actions(role: Role, cells: Sequence[str]) -> Role:
-    return replace(role, actions=tuple(Action.parse(cell) for cell in cells if cell != EMPTY))
-
-
-_MODULE = re.compile(
-    rf"({NAME}): (\S+) ({'|'.join(get_args(Style))})(?: (\d+))?(?: virtual (\d+))?"
-    r"( forward-only)?"
-)
-_COUNT, _EDGES = r"micro-batches: (\d+)", rf"edges: (?:{EMPTY}|(.+))"
-
-
-def _parse_module(line: str) -> Module:
-    found = _MODULE.fullmatch(line.strip())
-    if not found:
-        raise ValueError(f"found `{line}`, expected a module such as `vision: sp:8@0-7 waves 4`")
-    name, layout, style, window, virtual, forward_only = found.groups()
-    return Module(
-        name,
-        Layout.parse(layout, module=name),
-        cast(Style, style),
-        int(window or 0),
-        int(virtual or 1),
-        not forward_only,
-    )

@@ -1,4 +1,5 @@
-"""Fp32 numbers kept in fewer bits: how optimizers keep master weights and moments.
+"""Fp32 numbers kept in fewer bits: how optimizers keep master weights and moments (docs/training.md, "Optimizer states
+in fewer bytes").
 
     Fp32Weights    the weights themselves, in fp32
     Fp32Master     master weights in fp32; the weights are those rounded to bfloat16
@@ -8,12 +9,7 @@
     Plain          fp32, or bfloat16, rounded stochastically
     Blocks8        one byte an element and a scale for each block of 256 (Dettmers et al. 2021, arXiv 2110.02861)
 
-A weight is its master rounded to the nearest, ties away from zero: then the lower half of the master says whether the
-upper half was rounded up. Rounding stochastically keeps sums of many small updates right on average; to the nearest
-they would be lost (a second moment with beta2 = 0.999 changes by less than half a unit of bfloat16 in a step).
-
-All tensors are flat, and of many parameters, one after the other: so that a handful of kernels does them all. What is
-kept in host memory (`offload`) is read to the device and written back.
+All tensors are flat, and of many parameters, one after the other: so that a handful of kernels does them all.
 """
 
 from __future__ import annotations

@@ -11,20 +11,95 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron_hetero.distributed.launch import leave
+from megatron_hetero.distributed.meeting import in_background
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.environment.cuda import write_trace
 from megatron_hetero.layout.grammar import format_ranks
-from megatron_hetero.watch.device_clock import DeviceClock, Mark, clock_of
-from megatron_hetero.watch.peers import Peers, RollCall, within
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+T = TypeVar("T")
+_PREFIX = "watchdog"
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """The answers when a rank gives up. `first`: whether it was the first to give up, and reports for all. `doing`: by
+    rank, what those that answered wait in. `absent`: those that did not.
+    """
+
+    first: bool
+    doing: Mapping[int, str]
+    absent: tuple[int, ...]
+
+
+class Peers:
+    """The ranks of a process group, for use by one thread of one of them."""
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        self.store, self.rank, self.ranks = store, rank, ranks
+        self._own: Store | None = None
+
+    @classmethod
+    def of_world(cls) -> Peers | None:
+        """The ranks of the default process group; None if it has one rank."""
+        if dist.get_world_size() == 1:
+            return None
+        return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+
+    def beat(self, works: bool) -> int:
+        """Report whether this rank `works`. Returns the number of reports of work by all ranks."""
+        return self._connected().add(f"{_PREFIX}/beats", int(works))
+
+    def given_up(self) -> bool:
+        """Whether any rank has given up."""
+        return self._connected().add(f"{_PREFIX}/given up", 0) > 0
+
+    def answer(self, doing: str) -> None:
+        """Report what this rank waits in."""
+        self._connected().set(self._key(self.rank), doing)
+
+    def roll_call(self, seconds: float, doing: str) -> RollCall:
+        """Give up `doing`, and wait up to `seconds` for the others to answer what they wait in."""
+        self.answer(doing)
+        first = self._connected().add(f"{_PREFIX}/given up", 1) == 1
+        if not first:
+            return RollCall(first, {}, ())
+        store, keys, end = self._connected(), list(map(self._key, range(self.ranks))), time.monotonic() + seconds
+        while not store.check(keys) and time.monotonic() < end:
+            time.sleep(min(0.2, seconds / 10))
+        answers = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
+        return RollCall(first, answers, tuple(rank for rank in range(self.ranks) if rank not in answers))
+
+    def _connected(self) -> Store:
+        # A separate connection: the main thread may block in the other one, which serves one request at a time.
+        if self._own is None:
+            self._own = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue] (the stub lacks it)
+        return self._own  # pyright: ignore[reportReturnType]
+
+    def _key(self, rank: int) -> str:
+        return f"{_PREFIX}/{rank} waits"
+
+
+def within(seconds: float, work: Callable[[], T]) -> T | None:
+    """The result of `work`; None if it fails or takes longer: a store may be on a host that has stopped."""
+    try:
+        return in_background(work, "watchdog-roll-call").result(seconds)
+    except Exception:
+        return None
+
 
 MAX_ISSUED = 1024
 """The most actions tracked on the device. Its launch queue holds no more, so the host is rarely further ahead."""
@@ -301,3 +376,60 @@ def _traced(rank: int) -> str:
     """Writes the last NCCL operations of this rank to a file. Returns a note with its path; empty without NCCL."""
     path = write_trace(rank)
     return "" if path is None else f"rank {rank}: wrote its last NCCL operations to {path}"
+
+
+class Mark(Protocol):
+    """A point in the work of a device."""
+
+    def done(self) -> bool:
+        """Whether all work issued before the mark has ended. Does not block. Called by one thread at a time, and not
+        again after it has returned True.
+        """
+        ...
+
+
+class DeviceClock(Protocol):
+    """Records marks in the work of a device."""
+
+    def mark(self) -> Mark:
+        """A mark after the work that this thread has issued so far."""
+        ...
+
+
+@dataclass(frozen=True)
+class CudaClock:
+    """Marks of a GPU: events on the current stream, reused once completed."""
+
+    device: torch.device
+    _free: deque[torch.cuda.Event] = field(default_factory=deque, init=False, repr=False)
+
+    def mark(self) -> Mark:
+        """An event after the work of the current stream."""
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = torch.cuda.Event()
+        event.record()
+        return _CudaMark(event, self)
+
+    def _has_completed(self, event: torch.cuda.Event) -> bool:
+        # A new thread is on device 0, where a query would create a context.
+        torch.cuda.set_device(self.device)
+        done = event.query()
+        if done:
+            self._free.append(event)
+        return done
+
+
+@dataclass(frozen=True)
+class _CudaMark:
+    event: torch.cuda.Event
+    clock: CudaClock
+
+    def done(self) -> bool:
+        return self.clock._has_completed(self.event)
+
+
+def clock_of(device: torch.device) -> DeviceClock | None:
+    """The clock of a device; None for a CPU, whose work is synchronous."""
+    return CudaClock(device) if device.type == "cuda" else None

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import yaml
 
 import pretrain_vlm
-from megatron_hetero.checkpoint.choice import choose
 from megatron_hetero.checkpoint.model_sources import ModelSources
+from megatron_hetero.checkpoint.resume import choose
 from megatron_hetero.cli import evaluate, export
 from megatron_hetero.cli import inspect_data as inspect
 from megatron_hetero.config.flags import flag_rows

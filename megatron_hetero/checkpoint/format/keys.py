@@ -1,15 +1,4 @@
-"""The tensors of a checkpoint, independent of the layout, so that every layout can read what any other wrote.
-
-For each tensor NAME of the model's `transformers` folder (those of additional encoders with their prefix):
-
-    weights/NAME                          fp32 if trained (the master weights, if there are any), else in the model's
-                                          dtype; in the dtype of their folder if imported
-    exp_avg/NAME, exp_avg_sq/NAME         AdamW's moments, if trained: bfloat16 where they are kept so, else fp32
-    step/NAME                             the number of AdamW's updates of it, [1]
-
-and for each rank `random/RANK/...`, states of random generators. Padding is not stored; replicas and tied weights are
-stored once.
-"""
+"""The names of tensors in a checkpoint, which do not depend on the layout: see docs/checkpoints.md, "Contents"."""
 
 from __future__ import annotations
 

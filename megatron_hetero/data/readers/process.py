@@ -1,17 +1,52 @@
 """A process that reads for a rank: `python -m megatron_hetero.data.readers.process DESCRIPTOR`, started by
-`processes`. It ends with its rank, however that ends, since the socket between them closes.
+`processes`, and the messages between the two. It ends with its rank, however that ends, since the socket between them
+closes. Pickles come from processes of this run alone.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
+import struct
 import sys
 import traceback
 from typing import Any
 
-from megatron_hetero.data.readers.messages import Answer, receive, send
 from megatron_hetero.errors import UserError
+
+_NUMBER = struct.Struct("<Q")
+
+
+def send(to: socket.socket, value: Any) -> None:
+    """Send a value: the number of parts, their lengths, a pickle, and the arrays in it. Raises `OSError` where nobody
+    receives any more.
+    """
+    arrays: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
+    parts = [memoryview(data), *(array.raw() for array in arrays)]
+    to.sendall(struct.pack(f"<{1 + len(parts)}Q", len(parts), *map(len, parts)))
+    for part in parts:
+        to.sendall(part)
+
+
+def receive(come_from: socket.socket) -> Any:
+    """The value that was sent. Raises `EOFError` or `OSError` where nobody sends any more."""
+    (count,) = _NUMBER.unpack(_exactly(come_from, _NUMBER.size))
+    lengths = struct.unpack(f"<{count}Q", _exactly(come_from, _NUMBER.size * count))
+    data, *arrays = (_exactly(come_from, length) for length in lengths)
+    return pickle.loads(data, buffers=arrays)
+
+
+def _exactly(come_from: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view, done = memoryview(data), 0
+    while done < size:
+        got = come_from.recv_into(view[done:])
+        if not got:
+            raise EOFError("the other process has ended")
+        done += got
+    return data
 
 
 def main(descriptor: int) -> None:
@@ -25,13 +60,14 @@ def main(descriptor: int) -> None:
             return
 
 
-def _answer(reader: Any, method: str, argument: Any) -> Answer:
+def _answer(reader: Any, method: str, argument: Any) -> tuple[Any, str | None, str | None]:
+    """What a call returned; or the message of its `UserError`, or the trace of another error."""
     try:
-        return Answer(getattr(reader, method)(argument))
+        return getattr(reader, method)(argument), None, None
     except UserError as error:
-        return Answer(refusal=str(error))
+        return None, str(error), None
     except Exception:
-        return Answer(trace=traceback.format_exc())
+        return None, None, traceback.format_exc()
 
 
 if __name__ == "__main__":

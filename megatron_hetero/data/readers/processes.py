@@ -23,7 +23,7 @@ import numpy as np
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.readers import process
-from megatron_hetero.data.readers.messages import Answer, receive, send
+from megatron_hetero.data.readers.process import receive, send
 from megatron_hetero.data.readers.reader import Reader, SampleReader, Wanted
 from megatron_hetero.data.records import Record
 from megatron_hetero.errors import UserError
@@ -82,14 +82,14 @@ class _Process:
         try:
             to = self._socket or self._start()
             send(to, (method, argument))
-            answer: Answer = receive(to)
+            value, refusal, trace = receive(to)
         except (EOFError, OSError) as error:
             raise self._ended(record) from error
-        if answer.refusal is not None:
-            raise UserError(answer.refusal)
-        if answer.trace is not None:
-            raise RuntimeError(f"in a process of data.workers:\n{answer.trace}")
-        return answer.value
+        if refusal is not None:
+            raise UserError(refusal)
+        if trace is not None:
+            raise RuntimeError(f"in a process of data.workers:\n{trace}")
+        return value
 
     def _start(self) -> socket.socket:
         self._socket, theirs = socket.socketpair()

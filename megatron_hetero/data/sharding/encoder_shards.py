@@ -1,20 +1,12 @@
-"""Which rank of an encoder decodes, embeds and encodes what. Pure, on NumPy integers.
-
-Pieces of items are assigned to the replicas of the module, and each replica's windows are cut over its `cp` and `sp`
-members. With sequence-parallel activations the ranks of a tp group embed a part of their shard each; else each embeds
-all of it. The rows that a rank holds after encoding are those of the units that it embeds.
+"""Which rank of an encoder decodes, embeds and encodes what (docs/boundaries.md, "Ownership"). Pure, on NumPy integers.
 
 A piece is decoded by one rank of the replica that encodes it, which hands the patches to those that embed them: again
-rows that change hands, units of patches this time.
-
-Units are numbered in the order in which rows are placed, and worked on in the piece's own order, in which they lie in
-*windows*, which no cut divides. A shard is a contiguous run of whole windows, over the pieces of a
-replica:
+rows that change hands, units of patches this time. Units are numbered in the order in which rows are placed, and worked
+on in the piece's own order, in which they lie in *windows*, which no cut divides. A shard is a contiguous run of whole
+windows, over the pieces of a replica, so that window attention stays on a rank. Shards are numbered with `sp` varying
+faster than `cp`.
 
     piece 0: windows 0 1 2 3 | piece 1: windows 4 5        sp = 2: rank 0 has 0 1 2, rank 1 has 3 4 5
-
-so that window attention stays on a rank, and the sequence that full attention sees is the shards in turn. Shards are
-numbered with `sp` varying faster than `cp`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,5 @@
 """What a layer computes between matrix products, attention and communication, compiled: each stretch between two of
-those becomes few kernels.
-
-    norm | product | heads | attention | product | add, norm | product | gate | product
-
-Products and attention stay as they are: kernels of libraries, with exchanges between ranks and gradients added to
-`main_grad` that no compiler sees. What is compiled are functions of tensors alone, of any number of tokens, and so
-compiled once for each width and dtype, whichever layers call them: once where gradients are wanted, once where not
-(Ansel et al. 2024, "PyTorch 2", ASPLOS).
+those becomes few kernels (docs/training.md, "Compiled layers"; Ansel et al. 2024, "PyTorch 2", ASPLOS).
 
 Shape suffixes: n tokens without padding, S tokens with padding, G groups of heads of this rank, H heads, D elements per
 head.

@@ -1,17 +1,10 @@
 """The two linear layers of an MLP, or of attention, in parts: the exchange of one part over tp runs beside the product
-of another.
+of another (docs/training.md, "Exchanges beside matrix products"), for sequence-parallel activations.
 
-For sequence-parallel activations. A *part* is a range of each rank's tokens. Between the two layers the tokens of a
-part are together, rank after rank, and not in their order in the sequence: an MLP need not know; attention brings what
-it takes and gives, which is narrow, into order and back. So each product takes rows that lie side by side, and the
-gradient of a weight is one product of all of them.
-
-    forward    first    all parts are gathered; the product of each follows its own
-               second   each part is reduced to its ranks as soon as it is computed
-    backward   second   gradients are gathered by part; the product of each follows its own, where that is short with
-                        the one that gives the weight's gradient
-               first    gradients are reduced by part; inputs are gathered beside, those of attention's first layer
-                        while attention itself goes backward
+A *part* is a range of each rank's tokens. Between the two layers the tokens of a part are together, rank after rank,
+and not in their order in the sequence: an MLP need not know; attention brings what it takes and gives into order and
+back. So each product takes rows that lie side by side, and the gradient of a weight is one product of all of them.
+Short products of gradients are exchanged beside the one that gives the weight's gradient.
 
 The decomposition is that of Wang et al. 2023 (ASPLOS, "Overlap Communication with Dependent Computation via
 Decomposition"), with collectives in place of a ring.

@@ -7,16 +7,10 @@ In this order, since each check relies on those before:
   2. their order on the role: nothing is used before it has been waited for, or sent before it is computed;
   3. queues: a rank posts the receives from another rank in the order of its sends;
   4. crossings: their participants start and finish them in one order;
-  5. deadlock: no cycle of ranks that wait for each other, by the rules of NCCL (`deadlock`), which are stricter than
-     gloo's: a communicator is a queue, sends wait for their receives, and all streams of a rank share one queue, as
-     with CUDA_DEVICE_MAX_CONNECTIONS=1. The message shows the whole cycle;
-  6. residency: what a rank's GPU has begun and waits for other ranks leaves SMs for the rest (`most_resident`);
+  5. deadlock: no cycle of ranks that wait for each other, by the rules of NCCL (`deadlock`). The message shows it;
+  6. residency: what a rank's GPU has begun and waits for other ranks leaves SMs for the rest (`most_resident`): a CTA
+     of NCCL has up to 640 threads, and is counted as an SM;
   7. memory: no rank holds activations of more micro-batches than its module's style allows.
-
-That queues end takes all kernels that begin to fit on the GPU beside each other: one that finds no SM waits
-for others to end, which may wait for it. A receive posted early occupies its SMs all the while. A communicator runs one
-kernel at a time, of at most its `max_ctas`; a CTA of NCCL has up to 640 threads, and is counted as an SM. A module's
-gradients are summed, or its weights gathered, beside anything else, so that these kernels count all the time.
 """
 
 from __future__ import annotations

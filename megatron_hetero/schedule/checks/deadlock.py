@@ -1,24 +1,9 @@
 """Whether a schedule ends on NCCL, and if not, the cycle of ranks that wait for each other.
 
-The rules, for what the host of each rank issues (`streams`):
-
-  * work and stream waits begin when all work and stream waits issued before them have ended;
-  * an operation begins when these have ended, and the operation before it on its communicator;
-  * work ends when all ranks of its stage have begun it, a collective when all its participants have, a batch of
-    point-to-point when all counterparts have, a send and its receive when both have begun: nothing is buffered;
-  * a stream wait ends when its operation has.
-
-With a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for) also:
-
-  * work and operations begin when all work and operations that the rank issued before, on any stream, have begun.
-
-All of these are conjunctions: each event waits for all of its predecessors. So a schedule ends if and only if the graph
-of beginnings and ends has no cycle, whatever the durations. What a batch of data skips, it skips on all ranks that take
+docs/schedules.md, "How deadlocks are excluded", has the rules for what the host of each rank issues (`streams`), and
+what they take for granted. Each event waits for all of its predecessors, so a schedule ends if and only if the graph of
+beginnings and ends has no cycle, whatever the durations. What a batch of data skips, it skips on all ranks that take
 part, which adds no cycle.
-
-Hosts never wait here, and kernels find room (`check`). On NCCL hosts do wait in the first use of each algorithm of
-a communicator, and when two ranks first send to each other: ranks connect, and each call returns when the others have
-made their own. Many schedules would deadlock on that, since they post early; so `Topology.build` connects all ranks.
 
 Ranks are checked in classes. First by role, as if each rank depended on what any rank of the role depends on, which
 finds every cycle. If there is one, again by classes of ranks whose peers in all pipelines are of one class too. Then

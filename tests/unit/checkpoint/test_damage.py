@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hetero.checkpoint.choice import choose
 from megatron_hetero.checkpoint.exporting import OpenCheckpoint
 from megatron_hetero.checkpoint.format.index import (
     INDEX,
@@ -30,6 +29,7 @@ from megatron_hetero.checkpoint.format.index import (
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.checkpoint.format.storage import read_entries
 from megatron_hetero.checkpoint.record import OVERRIDABLE, RunRecord, require_tensors
+from megatron_hetero.checkpoint.resume import choose
 from megatron_hetero.config.schema import CheckpointConfig
 from megatron_hetero.errors import UserError
 from megatron_hetero.outputs.checkpoints import (

@@ -22,12 +22,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from megatron_hetero.checkpoint.choice import choose
 from megatron_hetero.checkpoint.format import index as tensors_index
 from megatron_hetero.checkpoint.format.keys import Entry
 from megatron_hetero.checkpoint.format.storage import write_entries
 from megatron_hetero.checkpoint.importing import UNTRAINED, require_free
 from megatron_hetero.checkpoint.record import RunRecord
+from megatron_hetero.checkpoint.resume import choose
 from megatron_hetero.cli import export
 from megatron_hetero.config.schema import CheckpointConfig
 from megatron_hetero.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_hetero.checkpoint.choice import choose, started_again
+from megatron_hetero.checkpoint.resume import choose, started_again
 from megatron_hetero.config.schema import CheckpointConfig
 from megatron_hetero.errors import UserError
 from megatron_hetero.outputs.checkpoints import partial_of, prune, publish, unfinished, whole

@@ -16,9 +16,8 @@ from torch.nn import Module, Parameter
 
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.models.common.offload import activations
-from megatron_hetero.models.common.offload.activations import ActivationOffload, Copy
+from megatron_hetero.models.common.offload.activations import ActivationOffload, Copy, HostPool, HostRoom
 from megatron_hetero.models.common.offload.hooks import Hooks
-from megatron_hetero.models.common.offload.host import HostPool, HostRoom
 from megatron_hetero.models.common.offload.policy import OffloadSizes, offloaded_layers
 from megatron_hetero.models.common.recompute.remake import not_keeping, remake
 from tests.support.folders import write_model

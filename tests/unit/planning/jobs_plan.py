@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from measuring.trial import assumed_step
 from megatron_hetero.boundary.buffers import BufferPool
 from megatron_hetero.config.schema import load_config
 from megatron_hetero.distributed.fsdp import fsdp_groups
@@ -24,7 +25,6 @@ from megatron_hetero.models.common.offload import activations
 from megatron_hetero.planning.memory.parameters import parameters_of
 from megatron_hetero.training.starting import build_trainer
 from megatron_hetero.training.trainer import Trainer
-from megatron_hetero.training.trial import assumed_step
 from megatron_hetero.watch.stopwatch import Stopwatch
 
 BUCKET = 20_000

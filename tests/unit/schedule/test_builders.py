@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from megatron_hetero.errors import UserError
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule, live_activations
-from megatron_hetero.schedule.grid import format_schedule, parse_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleKind, ScheduleSettings, resolve_settings
 from tests.unit.schedule.oracle import execute
@@ -34,12 +33,6 @@ def peak(schedule: Schedule, rank: int, module: str) -> int:
 def test_every_schedule_passes_and_runs(schedule: Schedule, seed: int) -> None:
     check_schedule(schedule)
     execute(schedule, seed)
-
-
-@given(schedules())
-@settings(max_examples=100)
-def test_text_round_trip(schedule: Schedule) -> None:
-    assert parse_schedule(format_schedule(schedule)) == schedule
 
 
 @given(schedules())

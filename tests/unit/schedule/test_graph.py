@@ -12,7 +12,6 @@ from megatron_hetero.errors import UserError
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.checks.check import check_schedule, live_activations
-from megatron_hetero.schedule.grid import format_schedule, parse_schedule
 from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.schedule.simulator import simulate
@@ -39,7 +38,6 @@ def seconds(module: str, kind: str, stage: int) -> float:
 def test_every_graph_ends(schedule: Schedule, seed: int) -> None:
     check_schedule(schedule)
     execute(schedule, seed)
-    assert parse_schedule(format_schedule(schedule)) == schedule
 
 
 @given(graph_schedules(most_batches=3, most_ranks=RANKS))

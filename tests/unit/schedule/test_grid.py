@@ -10,7 +10,7 @@ import megatron_hetero.schedule.actions as actions
 from megatron_hetero.errors import UserError
 from megatron_hetero.schedule.builders import build_schedule
 from megatron_hetero.schedule.drawing import draw, timeline, timelines_of
-from megatron_hetero.schedule.grid import format_schedule, parse_schedule
+from megatron_hetero.schedule.grid import format_schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.schedule.simulator import simulate
 from tests.unit.schedule.shapes import layouts
@@ -34,26 +34,6 @@ def test_columns_wait_for_each_other() -> None:
     ]  # fmt: skip
     row = {cell: at for at, line in enumerate(lines) for cell in line.split()[1:]}
     assert row["text.0>1.F0"] < row["text.1<0.F0!"] < row["text.1.F0"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "micro-batches: 2",
-        format_schedule(SCHEDULE).replace("edges", "feeds"),
-        format_schedule(SCHEDULE).replace("vision>text\n", "vision.0>text\n"),
-        format_schedule(SCHEDULE).replace("vision>text\n", "vision\n"),
-        format_schedule(SCHEDULE).replace("ahead", "behind"),
-        format_schedule(SCHEDULE).replace("@1-2", "@1-3"),
-        format_schedule(SCHEDULE).replace("text.1\n", "text.2\n"),
-        format_schedule(SCHEDULE).replace("  -  ", "     "),
-        format_schedule(SCHEDULE).replace("text.1.F0", "text.1.X0"),
-    ],
-)
-def test_what_is_no_schedule(text: str) -> None:
-    with pytest.raises(ValueError, match="found"):
-        parse_schedule(text)
 
 
 def test_timeline() -> None:

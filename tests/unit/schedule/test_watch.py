@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from megatron_hetero.distributed.platform import CPU, Platform
-from megatron_hetero.watch.device_clock import CudaClock, clock_of
 from megatron_hetero.watch.stopwatch import Stopwatch
-from megatron_hetero.watch.watchdog import MAX_ISSUED, Watchdog
+from megatron_hetero.watch.watchdog import MAX_ISSUED, CudaClock, Watchdog, clock_of
 
 
 def test_the_stopwatch_keeps_laps_and_starts_again() -> None:
@@ -230,8 +229,7 @@ def test_a_watchdog_of_zero_seconds_does_nothing() -> None:
 RANKS = """
 import os, signal, sys, time
 import torch.distributed as dist
-from megatron_hetero.watch.peers import Peers
-from megatron_hetero.watch.watchdog import Watchdog
+from megatron_hetero.watch.watchdog import Peers, Watchdog
 
 def rank(number, ranks, port, does):
     store = dist.PrefixStore("run", dist.TCPStore("127.0.0.1", port, None, False))

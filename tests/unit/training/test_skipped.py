@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_hetero.training.log.skipped import Skipped
+from megatron_hetero.training.log.writer import Skipped
 from tests.support.folders import write_data
 from tests.support.pool import Pool
 from tests.unit.training import jobs_run as jobs

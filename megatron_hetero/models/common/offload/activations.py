@@ -1,16 +1,10 @@
-"""Keeps what a stage's layers save for their backward pass in host memory.
-
-    forward    layer 0 | layer 1           | layer 2           | ...
-    out                | 0 to the host     | 1 to the host     | ...
-    backward                 ... | layer 2           | layer 1           | layer 0
-    back                     ... | 1 to the device   | 0 to the device   |
+"""Keeps what a stage's layers save for their backward pass in host memory: see docs/training.md, "Activations in host
+memory".
 
 When layer i + 2 begins, the stream that computes waits until the device has copied layer i, whose memory is free from
-then on: however far the host runs ahead, and however slow the bus is, no more than two layers are on the device, and
-the last one. Copies in the backward pass start when the device gets to the layer before. The host waits nowhere.
-
-The method is that of vDNN (Rhu et al. 2016, arXiv 1602.08124), by the hooks that `torch.autograd.graph.save_on_cpu` is
-made of, with streams as torchtune's `OffloadActivations` has them.
+then on: however far the host runs ahead, no more than two layers are on the device, and the last one. The method is
+that of vDNN (Rhu et al. 2016, arXiv 1602.08124), by the hooks that `torch.autograd.graph.save_on_cpu` is made of, with
+streams as torchtune's `OffloadActivations` has them.
 """
 
 from __future__ import annotations
@@ -18,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -26,7 +21,6 @@ from torch.nn import Module, Parameter
 
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.models.common.offload.hooks import Hooks
-from megatron_hetero.models.common.offload.host import HostPool, HostRoom
 from megatron_hetero.models.common.offload.policy import OffloadSizes, offloaded_layers
 
 
@@ -283,3 +277,63 @@ def _is_held(x: Tensor) -> bool:
     """
     base = x if x._base is None else x._base
     return isinstance(base, Parameter) or (base.is_leaf and base.requires_grad)
+
+
+class HostPool:
+    """Blocks of equal size in (pinned) host memory. It has as many as were in use at once."""
+
+    def __init__(self, platform: Platform, block: int):
+        self.block, self.made = block, 0
+        self._platform = platform
+        self._free: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks."""
+        return self.made * self.block
+
+    @property
+    def lent(self) -> int:
+        """Blocks in use."""
+        return self.made - len(self._free)
+
+    def take(self) -> Tensor:
+        """A block, uint8 [block], with anything in it."""
+        if self._free:
+            return self._free.pop()
+        self.made += 1
+        return self._platform.host_zeros(self.block, torch.uint8)
+
+    def give_back(self, blocks: list[Tensor]) -> None:
+        """Take blocks back, and empty the list of them. Copies that the device still makes must be ordered before
+        those that it is asked for later.
+        """
+        self._free += blocks
+        blocks.clear()
+
+
+class HostRoom:
+    """Room in blocks of a pool, filled byte after byte. Without `free` the blocks return when it is dropped."""
+
+    def __init__(self, pool: HostPool):
+        self._pool, self._blocks, self._left = pool, list[Tensor](), 0
+        finalize(self, pool.give_back, self._blocks).atexit = False
+
+    def place(self, size: int) -> list[Tensor]:
+        """The next `size` bytes, in pieces."""
+        return list(self._pieces(size))
+
+    def _pieces(self, size: int) -> Iterator[Tensor]:
+        block = self._pool.block
+        while size:
+            if not self._left:
+                self._blocks.append(self._pool.take())
+                self._left = block
+            start, taken = block - self._left, min(size, self._left)
+            yield self._blocks[-1][start : start + taken]
+            self._left, size = self._left - taken, size - taken
+
+    def free(self) -> None:
+        """Return the blocks."""
+        self._pool.give_back(self._blocks)
+        self._left = 0

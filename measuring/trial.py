@@ -6,7 +6,8 @@ With the backend `fake` (of a `Platform` for hosts too) one process can be any r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from megatron_hetero.data.packing import IGNORED, PackedBatch
 from megatron_hetero.data.step_loader import MicroBatch, StepBatch
 from megatron_hetero.data.step_plan import MicroBatchPlan
 from megatron_hetero.distributed.platform import Platform
+from megatron_hetero.hf.weight_map import TensorSlice
 from megatron_hetero.job import JobSpec
-from megatron_hetero.models.common.drawn import DrawnWeights
 from megatron_hetero.models.family import EncoderShape
+from megatron_hetero.models.opening import STD
 from megatron_hetero.models.weights import stored_shapes
 from megatron_hetero.names import TEXT
 from megatron_hetero.planning.assumed import AssumedBatch
@@ -97,3 +99,29 @@ def _patches(encoders: Mapping[str, EncoderShape], plan: MicroBatchPlan) -> dict
         patches = planned.exchange.forward.needed * shape.unit + planned.padding
         found[name] = torch.randn(patches, shape.patch_elements, generator=generator)
     return found
+
+
+@dataclass(frozen=True)
+class DrawnWeights:
+    """A source of weights of `shapes`: normal ones, biases of 0, norms of 1, of `dtype` on `device`.
+
+    Slices are drawn when they are read, so that ranks which hold the same slice hold different values: good for what
+    one rank computes, not for a model.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+    device: torch.device
+
+    def read(self, tensor_slice: TensorSlice) -> Tensor:
+        """The values of one slice: 1-D where the tensor is, else 2-D."""
+        rows, shape = tensor_slice.rows[1] - tensor_slice.rows[0], self.shapes[tensor_slice.name]
+        if len(shape) == 1:
+            value = 0.0 if tensor_slice.name.endswith(".bias") else 1.0
+            return torch.full((rows,), value, dtype=self.dtype, device=self.device)
+        whole = torch.Size(shape[1:]).numel()
+        columns = whole if tensor_slice.columns is None else tensor_slice.columns[1] - tensor_slice.columns[0]
+        return torch.empty(rows, columns, dtype=self.dtype, device=self.device).normal_(std=STD)
+
+    def require_copy(self, copy: str, original: str, slices: Iterable[TensorSlice]) -> None:
+        """Nothing is stored twice here."""
