@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 from unittest import mock
 
 import numpy as np
@@ -20,6 +20,10 @@ from tests.support.toy_family.tones import Tones
 
 if TYPE_CHECKING:
     from tests.support.toy_family.shapes import EarShape, TextShape
+
+
+_RULES: Table = {}
+_TOKENS = {"tone_start_id": VISION_START, "tone_id": IMAGE_PAD, "tone_end_id": VISION_END}
 
 
 class Config(SimpleNamespace):
@@ -35,8 +39,7 @@ class Toy:
     """See `megatron_hetero.models.family.Family`."""
 
     model_type, language_models, title = "toy", (), "Toy"
-    rules: ClassVar[Table] = {}
-    tokens: ClassVar = {"tone_start_id": VISION_START, "tone_id": IMAGE_PAD, "tone_end_id": VISION_END}
+    rules, tokens = _RULES, _TOKENS
     items = (Tones(),)
 
     def config_class(self, model_type: str) -> Any:

@@ -68,6 +68,7 @@ class ToneReader:
 
     def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
         [(_, size)] = pieces
+        assert isinstance(size, Tone), "a tone has the size of a tone"
         found = np.zeros(size.patches * self.samples, np.float32)
         if not self.silent:
             samples = self._read(item)

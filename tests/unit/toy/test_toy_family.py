@@ -85,6 +85,15 @@ def test_it_trains_saves_resumes_and_exports(
         np.testing.assert_allclose(second["weights"][name], weight, rtol=2e-3, atol=2e-4, err_msg=name)
 
 
+@pytest.mark.parametrize("vision, text", [("dp:4", "tp:2,dp:2,xp:4"), ("dp:2@0-1", "pp:2,dp:2,xp:1")])
+def test_its_exchanges_keep_nccls_rules(
+    vision: str, text: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], rules_pools: Pools
+) -> None:
+    """Where the ranks of two views are the same, their sums share a communicator."""
+    found = rules_pools(4).run(jobs.train, make_flags(vision, text, "--train.iters 2"), tmp_path / "export")[0]
+    np.testing.assert_allclose(found["norms"], alone["norms"], rtol=1e-4)
+
+
 def test_plans_count_each_view(make_flags: MakeFlags) -> None:
     """Four slots of two matrices of 16 x 32 are divided over `xp`, and so are their optimizer's states."""
     with known():
