@@ -23,7 +23,7 @@ def written(
 ) -> Iterator[Entry]:
     """What this rank writes. Over all ranks, each element of each tensor is written once."""
     for module, optimizer in zip(modules, optimizers, strict=True):
-        for name, slices in first_held(module.maps, module.tp.rank()).items():
+        for name, slices in first_held(module.maps, module.holders.rank()).items():
             if name == module.tied_copy:
                 continue
             parameter = module.parameters[name]

@@ -64,7 +64,7 @@ def save_checkpoint(
     """
     group, folder = optimizer.topology.files, Path(folder).absolute()
     on_every(group, lambda: _require_own(optimizer))
-    optimizers = [optimizer.sharded.get(module.name) for module in optimizer.modules]
+    optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
     entries = list(written(optimizer.modules, optimizers, _shapes(optimizer.modules)))
     on_first(group, lambda: folder.mkdir(parents=True, exist_ok=True))
     texts = {RECORD: json.dumps(asdict(Loaded(step, dict(extra or {}))))}
@@ -93,7 +93,7 @@ def load_checkpoint(folder: str | Path, optimizer: JointOptimizer) -> Loaded | N
     index = on_first(group, lambda: open_index(chosen, manifest))
     shapes, stored = _shapes(optimizer.modules), index_shapes(index)
     on_every(group, lambda: _require_same(shapes, stored, chosen))
-    optimizers = [optimizer.sharded.get(module.name) for module in optimizer.modules]
+    optimizers = [optimizer.sharded.get(module.key) for module in optimizer.modules]
     optimizer.wait_for_weights()
     read_entries(chosen, index, read(optimizer.modules, optimizers, shapes, stored), group)
     for each in optimizer.sharded.values():
@@ -107,8 +107,8 @@ def _require_own(optimizer: JointOptimizer) -> None:
     """Check that the states of all modules are in flat tensors. Raises `UserError`."""
     for module in optimizer.modules:
         where, sharing = f"checkpoint of module `{module.name}`", module.data_parallel
-        if module.name in optimizer.optimizers and module.name not in optimizer.sharded:
-            found = f"an optimizer of another kind, {type(optimizer.parts[module.name]).__name__}"
+        if module.key in optimizer.optimizers and module.key not in optimizer.sharded:
+            found = f"an optimizer of another kind, {type(optimizer.parts[module.key]).__name__}"
             raise UserError.at(where, found=found, expected="`AdamW` or `SGD`", fix=_ELSEWHERE)
         if isinstance(sharing, Wrapped) and any(map(is_sharded, module.parameters.values())):
             raise UserError.at(where, found="DTensors", expected="tensors", fix=_ELSEWHERE)

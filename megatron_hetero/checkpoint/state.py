@@ -52,7 +52,7 @@ class TrainState:
     @property
     def optimizers(self) -> Sequence[ShardOptimizer | None]:
         """Their optimizers, None where nothing trains."""
-        return [self.optimizer.sharded.get(module.name) for module in self.modules]
+        return [self.optimizer.sharded.get(module.key) for module in self.modules]
 
     def entries(self) -> list[Entry]:
         """What this rank writes: views of the live state."""

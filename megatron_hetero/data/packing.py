@@ -28,7 +28,7 @@ class TokenizedSample:
         supervised: bool [n], true for the tokens the model is trained to produce.
         sizes: of each item, of its type's own.
         pieces: of each item the sizes of its pieces.
-        position_ids: int64 [3, n], multimodal rotary positions from 0.
+        position_ids: int64 [dims, n], the rotary positions of the family, from 0.
         row_positions: int64 [rows], the indices of the tokens that stand for rows, item by item in the order of rows.
         rows: int64 [items], the rows of each item.
         record: its source, which also names the encoder of each item.
@@ -55,7 +55,7 @@ class PackedBatch:
         input_ids: int64 [n].
         labels: int64 [n], already shifted: the token that position i must predict, or -100. A sample's last token
             predicts nothing, so labels never cross samples.
-        position_ids: int64 [3, n], from 0 in each sample.
+        position_ids: int64 [dims, n], from 0 in each sample; without samples [3, 0].
         cu_seqlens: int64 [samples + 1], where each sample begins and the last one ends.
         supervised_tokens: labels that are not -100.
     """
@@ -80,7 +80,9 @@ def pack(samples: Sequence[TokenizedSample]) -> PackedBatch:
     return PackedBatch(
         input_ids=_joined([sample.input_ids for sample in samples]),
         labels=labels,
-        position_ids=_joined([sample.position_ids for sample in samples], 3),
+        position_ids=_joined(
+            [sample.position_ids for sample in samples], len(samples[0].position_ids) if samples else 3
+        ),
         cu_seqlens=cu_seqlens,
         supervised_tokens=int((labels != IGNORED).sum()),
     )

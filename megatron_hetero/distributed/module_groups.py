@@ -19,10 +19,13 @@ class ModuleGroups(ProcessGroupCollection):
 
     `sp` is the axis `sp`, `context` the axis `cp`: among ranks `sp` varies faster, so that member i of `cp` is member
     i mod sp of its `sp` group and member i // sp of its `context` group.
+
+    `along` gives the group along axes of any view of the module's layout.
     """
 
     sp: dist.ProcessGroup = field(init=False)
     context: dist.ProcessGroup = field(init=False)
+    along: Callable[..., dist.ProcessGroup] = field(init=False)
 
 
 EXPERTS = "experts"
@@ -38,6 +41,7 @@ def module_groups(
     samples = group(*GRADIENT_AXES)
     experts = next((view for view in views if view.name == EXPERTS), MAIN)
     return ModuleGroups(
+        along=group,
         tp=group("tp"),
         sp=group("sp"),
         context=group("cp"),

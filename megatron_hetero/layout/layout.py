@@ -174,6 +174,11 @@ class Layout:
         """The further views."""
         return tuple(view for view, _ in self.folds)
 
+    @property
+    def every_view(self) -> tuple[View, ...]:
+        """The main view, and the further ones."""
+        return (MAIN, *self.views)
+
     def view(self, name: str) -> View:
         """The view of this name. Raises `UserError` where there is none."""
         views = {view.name: view for view in (MAIN, *self.views)}

@@ -68,13 +68,11 @@ class ModelFolders:
         return cls(hf_path, hf_path_vision, config, fresh_projector or not fits, text_alone)
 
 
-def read_config(
-    folder: Path, setting: str, model_types: Sequence[str] = tuple(FAMILIES), of_encoder: Family | None = None
-) -> Any:
-    """The configuration of the folder that `setting` names, of one of these types: those that fit the family
-    `of_encoder` where one is given. Raises `UserError`.
+def read_config(folder: Path, setting: str, model_types: Sequence[str] = (), of_encoder: Family | None = None) -> Any:
+    """The configuration of the folder that `setting` names, of one of these types, by default of any family: those
+    that fit the family `of_encoder` where one is given. Raises `UserError`.
     """
-    path = folder / "config.json"
+    path, model_types = folder / "config.json", model_types or tuple(FAMILIES)
     if not folder.is_dir() or not path.is_file():
         found = f"the file {folder}" if folder.is_file() else f"no {path if folder.is_dir() else folder}"
         make = "download one, or make a small one: python -m megatron_hetero.cli.make_demo DIR"

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from megatron_hetero.errors import UserError, listed
+from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.models.layers.parts import Passes
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
@@ -130,7 +131,11 @@ def _require_whole_parameters(
     shapes: ModelShapes, frozen: frozenset[str], freeze: Sequence[str], train: Sequence[str]
 ) -> None:
     """Check that tensors which are one parameter here (q, k and v of a layer) train together, or not."""
-    maps = [weight_map(module, shapes, 0, 1) for module in shapes.modules]
+    maps = [
+        weight_map(module, shapes, Share(0, 1), view=view)
+        for module in shapes.modules
+        for view in shapes[module].architecture.views
+    ]
     parameters = [dict.fromkeys(each.name for each in slices) for of_module in maps for slices in of_module.values()]
     mixed = [names for names in parameters if 0 < len(frozen.intersection(names)) < len(names)]
     if not mixed:

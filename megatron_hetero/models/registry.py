@@ -1,14 +1,18 @@
-"""The model families that are built. To add one, see docs/extending.md."""
+"""The model families that are built, and those of installed packages. To add one, see docs/extending.md."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.qwen2_5_vl.family import QWEN2_5_VL
 from megatron_hetero.models.qwen3_vl.family import QWEN3_VL
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL)}
+ENTRY_POINTS = "megatron_hetero.families"
+"""The group of entry points by which packages that are installed beside this one add families."""
+_FURTHER: tuple[Family, ...] = tuple(each.load() for each in entry_points(group=ENTRY_POINTS))
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL, *_FURTHER)}
 """By the `model_type` of a whole model."""
 
 

@@ -6,7 +6,7 @@ the encoder's name before them.
 
 from __future__ import annotations
 
-from megatron_hetero.hf.weight_map import Share, TensorShapes, WeightMap
+from megatron_hetero.hf.weight_map import MAIN, Share, TensorShapes, WeightMap
 from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.layers.parts import Drawn
 from megatron_hetero.models.registry import family_of
@@ -75,14 +75,16 @@ def drawn_tensors(module: str, shapes: ModelShapes) -> dict[str, Drawn]:
     return {prefix + name: each for name, each in shapes[module].architecture.drawn.items()}
 
 
-def weight_map(module: str, shapes: ModelShapes, tp_rank: int, tp: int, stage: Stage | None = None) -> WeightMap:
-    """The map of the parameters of `module` (an encoder or "text") in the main view, for one rank of a tensor-parallel
-    group of `tp`, in the order of the torch module; only what `stage` holds where one is given. Layers are numbered
+def weight_map(
+    module: str, shapes: ModelShapes, share: Share, stage: Stage | None = None, view: str = MAIN
+) -> WeightMap:
+    """The map of the parameters of `module` (an encoder or "text") in a view, for one `share` of what that splits, in
+    the order of the torch module; only what `stage` holds where one is given. Layers are numbered
     over the whole module.
     """
     shape = shapes[module]
     prefix = "" if module == TEXT else prefix_of(module, shapes)
-    return shape.architecture.weight_map(prefix, Share(tp_rank, tp), stage or Stage.whole(shape.layers))
+    return shape.architecture.weight_map(prefix, share, stage or Stage.whole(shape.layers), view)
 
 
 def tied_parameter(module: str, shapes: ModelShapes, stage: Stage) -> str | None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from megatron_hetero.job import JobSpec, OfJob
 from megatron_hetero.layout.edge import Edge
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.stages import Stage, stages_of_rank
+from megatron_hetero.layout.views import MAIN, View
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.weights import prefix_of
 from megatron_hetero.names import TEXT
@@ -173,7 +175,7 @@ class Plan(OfJob):
         for (name, at), held in self.parameters.items():
             layout = self.layouts[name]
             ranks = np.array(layout.stage(at).ranks)
-            found[ranks] += held.host[np.arange(len(ranks)) // layout.tp]
+            found[ranks] += held.host
         return found
 
     @property
@@ -201,27 +203,46 @@ def _communicators(
 
 
 def _held(job: JobSpec) -> dict[_Place, tuple[Parameter, ...]]:
-    """The parameters of a rank at each module and pipeline coordinate."""
-    frozen = job.frozen.tensors
-    return {
-        (name, at): parameters_of(name, job.shapes, layout.tp, stages_of_rank(job.stages[name], at, layout.pp), frozen)
-        for name, layout in job.layouts.items()
-        for at in range(layout.pp)
-    }
+    """The parameters in the main view of a rank at each module and pipeline coordinate."""
+    places = [(name, at) for name, layout in job.layouts.items() for at in range(layout.pp)]
+    return {place: _held_in(job, place, MAIN) for place in places}
+
+
+def _held_in(job: JobSpec, place: _Place, view: View) -> tuple[Parameter, ...]:
+    name, at = place
+    layout = job.layouts[name]
+    stages, holders = stages_of_rank(job.stages[name], at, layout.pp), layout.ways("weights", "experts", view=view)
+    return parameters_of(name, job.shapes, holders, stages, job.frozen.tensors, view.name)
 
 
 def _kept(job: JobSpec, place: _Place, held: Sequence[Parameter]) -> ParameterBytes:
+    """What the parameters of all views take of the ranks of a stage. `held`: those of the main view."""
     config, (name, at) = job.config, place
-    return parameter_bytes(
-        held,
-        job.layouts[name].ways("tokens", "samples"),
-        job.dtype.itemsize,
-        job.optimizer,
-        config.precision_of(name),
-        on_host=config.offload_of(name).states,
-        zero=config.zero_of(name),
-        is_first=at == 0,
-    )
+    layout, every = job.layouts[name], list[ParameterBytes]()
+    for view in layout.every_view:
+        of_view = parameter_bytes(
+            held if view == MAIN else _held_in(job, place, view),
+            layout.ways("tokens", "samples", view=view),
+            job.dtype.itemsize,
+            job.optimizer,
+            config.precision_of(name),
+            on_host=config.offload_of(name).states,
+            zero=config.zero_of(name),
+            is_first=at == 0,
+        )
+        every.append(of_view.at(_places(layout, view)))
+    return reduce(add, every)
+
+
+def _places(layout: Layout, view: View) -> np.ndarray:
+    """For each rank of a stage its place among those that sum the gradients of a view, int64."""
+    left, found, stride = np.arange(layout.stage_size), np.zeros(layout.stage_size, np.int64), 1
+    for axis, degree in layout.degrees_in(view).items():
+        if axis in view.sum_axes:
+            found += left % degree * stride
+            stride *= degree
+        left //= degree
+    return found
 
 
 def _gathered(job: JobSpec, assumed: AssumedBatch, name: str, held: Sequence[Parameter]) -> GatheredBytes:
@@ -297,7 +318,7 @@ class _Memory:
             ranks = np.array(layout.stage(at).ranks)
             table[ranks, 0] += held.weights
             table[ranks, 1] += held.gradients
-            table[ranks, 2] += held.optimizer[np.arange(len(ranks)) // layout.tp]
+            table[ranks, 2] += held.optimizer
         table[:, 4] = self._staging(world_size)
         rows = [_by_rank(boundary, world_size) for boundary in self.boundaries]
         for role in self.job.schedule.roles:
@@ -314,7 +335,7 @@ class _Memory:
         for (name, at), held in self.parameters.items():
             layout = self.assumed.layouts[name]
             ranks = np.array(layout.stage(at).ranks)
-            found[ranks] = np.maximum(found[ranks], held.update[np.arange(len(ranks)) // layout.tp])
+            found[ranks] = np.maximum(found[ranks], held.update)
         return found
 
     def _gathered(self, world_size: int) -> np.ndarray:
@@ -416,6 +437,7 @@ class _Memory:
                 parts=config.tp_overlap.get(name, 1),
                 compiled=config.compile == "layers",
                 gpu=self.gpu,
+                folds=layout.folds,
             )
             for name, layout in self.assumed.layouts.items()
         }

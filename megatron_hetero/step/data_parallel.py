@@ -173,7 +173,7 @@ class Replicated(DataParallel):
 
         Args:
             name: of the module.
-            parameters: of all stages, by name.
+            parameters: of all stages, by name; those of one view.
             chunks: models of the stages.
             group: the ranks that hold the same parameters.
             in_one_bucket: whether sums begin when all gradients are there: on stages whose backward pass is not the
@@ -183,7 +183,8 @@ class Replicated(DataParallel):
             gradients: dtype of the buffers; None for that of the weights.
             adds_up: whether a backward pass gives parameters several gradients.
         """
-        trained = [p for p in dict.fromkeys(p for each in chunks for p in each.parameters()) if p.requires_grad]
+        own = {id(p) for p in parameters.values() if p.requires_grad}
+        trained = [p for p in dict.fromkeys(p for each in chunks for p in each.parameters()) if id(p) in own]
         if not trained:
             return cls(parameters, group, (), None, None, prefers_all_reduce, adds_up)
         size = sum(p.numel() for p in parameters.values() if p.requires_grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,9 @@ from megatron_hetero.distributed.communicators import GRADIENT_AXES
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.execution.gathering import shares_weights
-from megatron_hetero.hf.weight_map import WeightMap, WeightSource, held, load_slices
+from megatron_hetero.hf.weight_map import Share, WeightMap, WeightSource, held, load_slices
 from megatron_hetero.layout.stages import Stage, stages_of_rank
+from megatron_hetero.layout.views import MAIN, View
 from megatron_hetero.models.common.offload.activations import ActivationOffload
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.models.layers.parts import Backend, Site
@@ -27,7 +28,7 @@ from megatron_hetero.models.weights import tied_parameter, weight_map
 from megatron_hetero.names import TEXT
 from megatron_hetero.step.data_parallel import DataParallel, Replicated
 from megatron_hetero.step.fully_sharded import FullySharded, shard_stage, without_weights
-from megatron_hetero.step.module import TrainedModule
+from megatron_hetero.step.module import OverTp, TrainedModule
 
 
 def build_module(
@@ -47,58 +48,77 @@ def build_module(
     weights: WeightSource,
     offload: ActivationOffload | None = None,
     compile_layers: bool = False,
-) -> TrainedModule:
-    """Build this rank's part of `name`: in its layout the stages that it holds, their weights read, and with buffers of
-    `gradients`, that dtype. `every`: the pipeline stages of the module. `frozen`: the stored tensors that do not train.
-    `sharded`: whether its optimizer will be. `zero`: the ZeRO stage. `offload`: where activations go, if they do not
-    stay on the device. `compile_layers`: see `Site`.
+) -> tuple[TrainedModule, ...]:
+    """Build this rank's part of `name`, one value for each view of its layout: the stages that it holds, with their
+    weights read, and buffers of gradients of the dtype `gradients`. `every`: the pipeline stages of the module.
+    `frozen`: the stored tensors that do not train. `sharded`: whether its optimizer will be. `zero`: the ZeRO stage.
+    `offload`: where activations go, if they do not stay on the device. `compile_layers`: see `Site`.
     """
     groups, layout = topology.collection(name), topology.layouts[name]
-    tp, coordinate = layout.tp, layout.coordinate(topology.rank)
+    coordinate, views = layout.coordinate(topology.rank), layout.every_view
     stages = stages_of_rank(every, coordinate.pp, layout.pp)
     site = Site(groups, topology.platform, backend, dtype, sequence_parallel, recompute, compile_layers)
     make = partial(TextModel if name == TEXT else EncoderModel, shapes[name], site, offload=offload)
-    of_stages = [[weight_map(name, shapes, rank, tp, stage) for stage in stages] for rank in range(tp)]
-    maps = tuple({each: slices for of in of_rank for each, slices in of.items()} for of_rank in of_stages)
+    of_views = [_maps(name, shapes, stages, topology, view) for view in views]
+    own = [maps[topology.group(name, *view.part_axes).rank()] for view, maps in zip(views, of_views, strict=True)]
+    of_stages = tuple(_joined(of_view[number] for of_view in own) for number in range(len(stages)))
     parts = _Parts(
         make,
         stages,
-        tuple(of_stages[coordinate.tp]),
+        of_stages,
         weights,
         shapes.text.architecture.stored_twice,
-        frozenset(each for each, slices in maps[0].items() if slices[0].name not in frozen),
+        frozenset(each for of in of_stages for each, slices in of.items() if slices[0].name not in frozen),
         next(filter(None, (tied_parameter(name, shapes, stage) for stage in stages)), None),
     )
     adds_up, replicas = recompute.chunk > 0, topology.group(name, *GRADIENT_AXES)
     if shares_weights(zero, replicas.size(), bool(parts.trained)):
-        chunks, data_parallel = _fully_sharded(parts, replicas, topology.platform, gradients, zero, adds_up=adds_up)
+        assert len(views) == 1, "jobs refuse ZeRO 2 and 3 with further views"
+        chunks, *sharing = _fully_sharded(parts, replicas, topology.platform, gradients, zero, adds_up=adds_up)
     else:
         chunks = _replicated(parts)
-        data_parallel = Replicated.of(
-            *(name, parts.named(chunks), chunks, replicas),
-            in_one_bucket=coordinate.pp > 0,
-            prefers_all_reduce=topology.platform.prefers_all_reduce,
-            sharded=sharded,
-            gradients=gradients,
-            adds_up=adds_up,
-        )
-    return TrainedModule(
-        name,
-        topology,
-        tuple(coordinate.pp + i * layout.pp for i in range(len(stages))),
-        chunks,
-        maps,
-        held(maps),
-        data_parallel.parameters,
-        data_parallel,
-        {
+        named = parts.named(chunks)
+        sharing = [
+            Replicated.of(
+                name if view == MAIN else f"{name}.{view.name}",
+                {each: p for each, p in named.items() if any(each in of_stage for of_stage in of_view)},
+                chunks,
+                topology.group(name, *view.sum_axes),
+                in_one_bucket=coordinate.pp > 0,
+                prefers_all_reduce=topology.platform.prefers_all_reduce,
+                sharded=sharded,
+                gradients=gradients,
+                adds_up=adds_up,
+            )
+            for view, of_view in zip(views, own, strict=True)
+        ]
+    numbers = tuple(coordinate.pp + i * layout.pp for i in range(len(stages)))
+    copy = None if any(stage.is_first for stage in stages) else parts.tied
+    found = []
+    for view, of_view, data_parallel in zip(views, of_views, sharing, strict=True):
+        maps = tuple(map(_joined, of_view))
+        over_tp: dict[str, OverTp] = {
             each: "sum"
             for each, parameter in data_parallel.parameters.items()
             if getattr(parameter, "sequence_parallel", False)
-        },
-        parts.tied,
-        None if any(stage.is_first for stage in stages) else parts.tied,
-    )
+        }
+        tied, tied_copy = (parts.tied, copy) if view == MAIN else (None, None)
+        of_parameters = data_parallel.parameters, data_parallel, over_tp, tied, tied_copy, view
+        found.append(TrainedModule(name, topology, numbers, chunks, maps, held(maps), *of_parameters))
+    return tuple(found)
+
+
+def _maps(
+    name: str, shapes: ModelShapes, stages: Sequence[Stage], topology: Topology, view: View
+) -> list[list[WeightMap]]:
+    """For each rank that holds parts of a view's parameters the weight map of each stage."""
+    holders = topology.group(name, *view.part_axes).size()
+    shares = [Share(rank, holders) for rank in range(holders)]
+    return [[weight_map(name, shapes, share, stage, view.name) for stage in stages] for share in shares]
+
+
+def _joined(maps: Iterable[WeightMap]) -> WeightMap:
+    return {each: slices for of in maps for each, slices in of.items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -103,25 +103,28 @@ def sum_gradients(modules: Iterable[TrainedModule], started: Mapping[str, Tensor
 
     `started`: by module, what `start_sums` gave, where it has been called. Returns the same of all modules that train.
     """
-    trained = {module.name: module for module in modules if module.trained}
-    finite = dict(started or {})
-    finite |= {name: start_sums(module) for name, module in trained.items() if name not in finite}
-    for module in trained.values():
+    trained, begun = [module for module in modules if module.trained], dict(started or {})
+    finite = begun | start_sums(module for module in trained if module.name not in begun)
+    for module in trained:
         module.data_parallel.reduce()
         _sum_parts_over_tp(module)
-    for module in trained.values():
+    for module in trained:
         _sum_tied_over_stages(module)
     return finite
 
 
-def start_sums(module: TrainedModule) -> Tensor:
-    """The beginning of step 1, as far as it has not begun, of a module whose gradients are those of the step: nothing
+def start_sums(modules: Iterable[TrainedModule]) -> dict[str, Tensor]:
+    """The beginning of step 1, as far as it has not begun, of modules whose gradients are those of the step: nothing
     waits for the sums.
 
-    Returns whether the gradients of this rank were finite before, fp64 scalar. Collective over the ranks that have the
-    same stages of the module.
+    Returns by module whether the gradients of this rank were finite before, in all views, fp64 scalar. Collective over
+    the ranks that have the same stages of a module.
     """
-    return module.data_parallel.start_reducing()
+    finite = dict[str, Tensor]()
+    for module in modules:
+        own = module.data_parallel.start_reducing()
+        finite[module.name] = finite[module.name] * own if module.name in finite else own
+    return finite
 
 
 def add_up(
@@ -130,7 +133,7 @@ def add_up(
     """Step 4. Every rank calls it.
 
     Args:
-        squares: `squares_of` this rank's trained modules.
+        squares: by module, the sum of `squares_of` this rank's trained parameters in all views.
         finite: what `sum_gradients` returned.
         loss_sum: the fp32 sum of this rank's token losses.
         topology: of all modules.
@@ -189,10 +192,10 @@ def _sum_parts_over_tp(module: TrainedModule) -> None:
     if module.data_parallel.sums_shares:
         # Ranks of a tp group may have the sums of other rows of a slice: it may lie elsewhere in their parameters.
         dist.all_reduce(buffer, group=module.replicas)
-    dist.all_reduce(buffer, group=module.tp)
+    dist.all_reduce(buffer, group=module.holders)
     means = {name for name, over_tp in module.over_tp.items() if over_tp == "mean"}
     if divided := [view for (name, _), view in zip(own, views, strict=True) if name in means]:
-        torch._foreach_div_(divided, module.tp.size())
+        torch._foreach_div_(divided, module.holders.size())
     if gradients:
         torch._foreach_copy_(gradients, views)
 
@@ -217,13 +220,13 @@ def _parts(module: TrainedModule) -> tuple[list[tuple[str, TensorSlice]], dict[t
     own: list[tuple[str, TensorSlice]] = []
     slots: dict[tuple[Any, ...], int] = {}
     end = 0
-    if module.tp.size() == 1:
+    if module.holders.size() == 1:
         return own, slots, end
     for name, parameter in module.trained.items():
         on_shards = name in module.over_tp
         for rank, (of_rank, how) in enumerate(zip(module.maps, module.held, strict=True)):
             slices = _partial_slices(of_rank[name], how[name], on_shards)
-            own += [(name, tensor_slice) for tensor_slice in slices if rank == module.tp.rank()]
+            own += [(name, tensor_slice) for tensor_slice in slices if rank == module.holders.rank()]
             for tensor_slice in slices:
                 if tensor_slice.rectangle not in slots:
                     slots[tensor_slice.rectangle] = end

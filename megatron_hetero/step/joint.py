@@ -87,7 +87,7 @@ class ModuleOptimizer(Protocol):
 
 
 class JointOptimizer(Optimizer):
-    """The optimizers of this rank's modules as one, made by `build_optimizers`.
+    """The optimizers of this rank's modules as one, made by `build_optimizers`. They are named by `TrainedModule.key`.
 
     It is an optimizer of PyTorch to learning-rate schedulers: `param_groups` are those of all its parts. `norms`: after
     a step, the gradient norm of each module of the topology, fp32 [modules] on the device, before clipping.
@@ -140,18 +140,17 @@ class JointOptimizer(Optimizer):
         """Know that the next backward pass of that pipeline stage is its last in the step: sums of gradients may begin
         within it.
         """
-        if (found := self._overlapping(module)) is not None:
+        for found in self._overlapping(module):
             found.expect(stage)
 
     def start_sums(self, module: str) -> None:
         """Begin the sums of a module's gradients behind its last backward pass of the step, on all its ranks. Nothing
         waits for them before `reduce` or `step`.
         """
-        if (found := self._overlapping(module)) is not None:
-            self._started[module] = start_sums(found)
+        self._started |= start_sums(self._overlapping(module))
 
-    def _overlapping(self, name: str) -> TrainedModule | None:
-        return next((each for each in self.modules if each.name == name and each.overlaps_sums), None)
+    def _overlapping(self, name: str) -> list[TrainedModule]:
+        return [each for each in self.modules if each.name == name and each.overlaps_sums]
 
     # -------------------------------------------------------------------------------------- the end of a step
 
@@ -167,7 +166,10 @@ class JointOptimizer(Optimizer):
         return self._add_up(finite, loss_sum, loss_counts_here=loss_counts_here)
 
     def _add_up(self, finite: Mapping[str, Tensor], loss_sum: Tensor, *, loss_counts_here: bool) -> GradientTable:
-        squares = {name: each.squares() for name, each in self.optimizers.items()}
+        squares = dict[str, Tensor]()
+        for each in self.optimizers.values():
+            name, own = each.module.name, each.squares()
+            squares[name] = squares[name] + own if name in squares else own
         return add_up(squares, finite, loss_sum, self.topology, loss_counts_here=loss_counts_here)
 
     @torch.no_grad()
@@ -200,7 +202,8 @@ class JointOptimizer(Optimizer):
         if self._check:
             shared(self.topology, lambda: require_ready(self.modules, finished=tokens is None))
             require_equal_tokens(self.topology, tokens)
-        nothing, finite = torch.zeros((), device=device), dict.fromkeys(self.optimizers, torch.ones((), device=device))
+        nothing, ones = torch.zeros((), device=device), torch.ones((), device=device)
+        finite = {each.module.name: ones for each in self.optimizers.values()}
         if tokens is None:
             factor = 1.0
             table = self._add_up({n: each.double() for n, each in finite.items()}, nothing, loss_counts_here=False)
@@ -325,7 +328,7 @@ def build_optimizers(
             own, optimizer = _build_one(module, configs[module.name], streams)
             found.append(own)
             if optimizer is not None:
-                optimizers[own.name] = optimizer
+                optimizers[own.key] = optimizer
         return found, optimizers
 
     found, optimizers = shared(topology, build)

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_hetero.distributed.communicators import ENDS, GRADIENT_AXES
+from megatron_hetero.distributed.communicators import ENDS
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.hf.weight_map import Held, WeightMap
+from megatron_hetero.layout.views import MAIN, View
 from megatron_hetero.step.data_parallel import DataParallel
 
 OverTp = Literal["sum", "mean"]
@@ -25,21 +26,23 @@ OverTp = Literal["sum", "mean"]
 
 @dataclass(frozen=True, eq=False)
 class TrainedModule:
-    """One module on this rank. Parameters are named as in the whole module.
+    """The parameters of one view of a module on this rank. They are named as in the whole module; a module that has
+    parameters in several views is several of these, with the same name, stages and chunks.
 
     Attributes:
         name: of the module.
         topology: of all modules.
         stages: numbers of the pipeline stages on this rank.
         chunks: the model of each of them.
-        maps: for each rank of the tensor-parallel group which parts of which stored tensors its parameters are.
+        maps: for each rank of the group `holders` which parts of which stored tensors its parameters are.
         held: likewise how often that group has each parameter.
         parameters: of this rank, with the shapes that they have before data-parallel ranks share them; their values may
             be on the way between ranks, other than those of `weight` and `whole_weight`.
         data_parallel: how ranks share them.
-        over_tp: what is done over the tensor-parallel group with gradients that are parts, by parameter.
+        over_tp: what is done over `holders` with gradients that are parts, by parameter.
         tied: the parameter of which another stage has a copy, if any.
         tied_copy: the same, where it counts on the other stage: the head of a tied model.
+        view: which ranks hold what parts of the parameters, and sum their gradients.
     """
 
     name: str
@@ -53,6 +56,12 @@ class TrainedModule:
     over_tp: Mapping[str, OverTp]
     tied: str | None = None
     tied_copy: str | None = None
+    view: View = MAIN
+
+    @property
+    def key(self) -> str:
+        """The name of the module, with that of a further view."""
+        return self.name if self.view == MAIN else f"{self.name}.{self.view.name}"
 
     @cached_property
     def trained(self) -> Mapping[str, nn.Parameter]:
@@ -60,14 +69,14 @@ class TrainedModule:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     @property
-    def tp(self) -> dist.ProcessGroup:
-        """The ranks that share the module's parameters by tensor parallelism."""
-        return self.topology.group(self.name, "tp")
+    def holders(self) -> dist.ProcessGroup:
+        """The ranks that hold different parts of the parameters: those of tensor parallelism in the main view."""
+        return self.topology.group(self.name, *self.view.part_axes)
 
     @property
     def replicas(self) -> dist.ProcessGroup:
         """The ranks that have the same parameters and other tokens, whose gradients are summed."""
-        return self.topology.group(self.name, *GRADIENT_AXES)
+        return self.topology.group(self.name, *self.view.sum_axes)
 
     @property
     def ends(self) -> dist.ProcessGroup:
@@ -101,7 +110,10 @@ class TrainedModule:
         """
         of_chunks = [set(chunk.parameters()) for chunk in self.chunks]
         own = of_chunks.pop(self.stages.index(stage))
-        self.data_parallel.expect([p for p in own.difference(*of_chunks) if p.requires_grad])
+        # Of a further view behind the backward pass: its sums may share a communicator with those of the main view,
+        # where all ranks begin them in one order.
+        if self.view == MAIN:
+            self.data_parallel.expect([p for p in own.difference(*of_chunks) if p.requires_grad])
 
     @property
     def overlaps_sums(self) -> bool:
@@ -111,12 +123,12 @@ class TrainedModule:
     @property
     def own_map(self) -> WeightMap:
         """The weight map of this rank."""
-        return self.maps[self.tp.rank()]
+        return self.maps[self.holders.rank()]
 
     @property
     def own_held(self) -> Mapping[str, Held]:
-        """How often the tensor-parallel group has each of this rank's parameters."""
-        return self.held[self.tp.rank()]
+        """How often the group `holders` has each of this rank's parameters."""
+        return self.held[self.holders.rank()]
 
     def shared_by(self, data_parallel: DataParallel, chunks: Sequence[Any] | None = None) -> TrainedModule:
         """The module whose ranks share weights and gradients in another way."""

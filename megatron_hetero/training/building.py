@@ -116,7 +116,7 @@ def _build_parts(job: JobSpec, topology: Topology, weights: Mapping[str, WeightS
     streamed = any(job.config.offload_of(module.name).states for module in modules)
     streams = platform.side_streams(2) if streamed else ()
     optimizers: dict[str, ModuleOptimizer] = {
-        module.name: build_shard_optimizer(module, _algorithm(job.config, job.shapes, module), streams)
+        module.key: build_shard_optimizer(module, _algorithm(job.config, job.shapes, module), streams)
         for module in modules
         if module.trained
     }
@@ -148,7 +148,10 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
         require_compiler(topology.platform.device)
     backend = spec_provider(config.model.layer_backend, topology.platform)
     modules = tuple(
-        build_module(
+        of_view
+        for name, layout in topology.layouts.items()
+        if topology.rank in layout
+        for of_view in build_module(
             name,
             job.shapes,
             job.stages[name],
@@ -165,10 +168,8 @@ def _build_modules(job: JobSpec, topology: Topology, weights: Mapping[str, Weigh
             offload=ActivationOffload(topology.platform) if config.offload_of(name).activations else None,
             compile_layers=compile_layers,
         )
-        for name, layout in topology.layouts.items()
-        if topology.rank in layout
     )
-    for module in modules:
+    for module in {module.name: module for module in modules}.values():
         _overlap_exchanges(module, config.model.tp_overlap.get(module.name, 1))
     return modules
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -85,26 +86,26 @@ def gather_parameters(
     topology: Topology,
     value: Value = TrainedModule.whole_weight,
 ) -> Iterator[HeldSlices]:
-    """Every parameter of each stage and tp rank of the first replicas, on the writer; empty elsewhere. Collective:
-    every rank passes its own modules and exhausts the iterator.
+    """Every parameter of each stage of the first replicas, view by view, from the ranks that hold parts of it: on the
+    writer; empty elsewhere. Collective: every rank passes its own modules and exhausts the iterator.
 
     `value` maps a parameter, by its name in a module of this rank, to the tensor to gather, of the same shape. All
     ranks of a data- and context-parallel group call it together.
     """
-    own = {module.name: module for module in modules}
+    own = {(module.name, module.view): module for module in modules}
     for name, layout in topology.layouts.items():
-        for stage in range(layout.pp):
-            holders = [layout.rank_at(tp=tp, pp=stage) for tp in range(layout.tp)]
+        for stage, view in product(map(layout.stage, range(layout.pp)), layout.every_view):
+            holders = stage.groups(*view.part_axes)[0]
             if topology.rank == WRITER:
-                yield from _in_turns([_from(holder, own.get(name), value, topology) for holder in holders])
+                yield from _in_turns([_from(holder, own.get((name, view)), value, topology) for holder in holders])
             elif topology.rank in holders:
-                _send(_held_parts(own[name], value), topology)
-            elif topology.rank in layout and layout.coordinate(topology.rank).pp == stage:
-                _exhaust(_held_parts(own[name], value))
+                _send(_held_parts(own[name, view], value), topology)
+            elif topology.rank in stage:
+                _exhaust(_held_parts(own[name, view], value))
 
 
 def _in_turns(streams: Sequence[Iterator[HeldSlices]]) -> Iterator[HeldSlices]:
-    # The ranks of a tp group hold parts of the same stored tensors in the same order.
+    # These ranks hold parts of the same stored tensors in the same order.
     for parts in zip(*streams, strict=True):
         yield from parts
 

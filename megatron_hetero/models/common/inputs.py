@@ -31,7 +31,7 @@ class TextInput:
     """What one rank's language model reads in one micro-batch: S tokens of its replica's pack, padding included. The
     ranks of a tp group read the same, and so do all pipeline stages.
 
-    `tokens`: int64 [S]. `positions`: int64 [3, n] for the n real tokens. `supervised`: int64 [t], which of the n
+    `tokens`: int64 [S]. `positions`: int64 [dims, n] for the n real tokens. `supervised`: int64 [t], which of the n
     tokens predict, and `targets`: int64 [t], what they must predict. `rows_at`: by the output of the encoders, int64
     [rows], where this rank's rows of it go in its shard of the hidden states. `attention`: the samples of the pack.
     `hits`: bool [t], which the last stage fills where it is given: whether the likeliest token is the target.

@@ -69,8 +69,10 @@ class ItemSettings(NamedTuple):
 class ItemReader(Protocol):
     """Reads items of one type for one encoder. Holds no open files and can be pickled."""
 
-    token_id: int
-    """The token that stands for one row."""
+    @property
+    def token_id(self) -> int:
+        """The token that stands for one row."""
+        ...
 
     def size(self, item: Item) -> Size:
         """The size of an item, from its header. Raises `UserError`."""

@@ -20,6 +20,7 @@ from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.layout.context import AttentionSegments
 from megatron_hetero.layout.stages import Stage
+from megatron_hetero.layout.views import MAIN
 from megatron_hetero.models.common.backend import TorchSpecProvider
 from megatron_hetero.models.common.inputs import EncoderInput, TextInput
 from megatron_hetero.models.layers.attention import AttentionPlan, TorchAttention
@@ -92,10 +93,15 @@ def _built(module: MeasuredModule, part: Part) -> Any:
     """The pipeline stage that has the part alone."""
     shape, architecture = module.shape, module.shape.architecture
     degrees = {"tp": module.tp, "sp": module.sp, "cp": module.cp}
+    degrees |= {axis: degree for view, of in module.folds for axis, degree in zip(view.stated, of, strict=True)}
     ends = {FIRST: Stage(0, 0, True, False), LAST: Stage(shape.layers, shape.layers, False, True)}
     stage = ends[part] if part in ends else Stage(part.layer, part.layer + 1, False, False)
     site = Site(
-        module_groups(lambda *axes: SilentGroup(math.prod(degrees.get(axis, 1) for axis in axes)), None),
+        module_groups(
+            lambda *axes: SilentGroup(math.prod(degrees.get(axis, 1) for axis in axes)),
+            None,
+            [fold.view for fold in module.folds],
+        ),
         Platform(META, "local"),
         TorchSpecProvider(),
         module.dtype,
@@ -105,7 +111,13 @@ def _built(module: MeasuredModule, part: Part) -> Any:
     )
     with META:
         made = (TextModel if module.is_text else EncoderModel)(shape, site, stage)
-    stored = architecture.weight_map("", Share(0, module.tp), stage)
+    stored = {
+        name: slices
+        for view in (MAIN, *(fold.view for fold in module.folds))
+        for name, slices in architecture.weight_map(
+            "", Share(0, math.prod(degrees.get(axis, 1) for axis in view.part_axes)), stage, view.name
+        ).items()
+    }
     for name, parameter in made.named_parameters():
         if stored[stage.global_name(name)][0].name in module.frozen:
             parameter.requires_grad_(False)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -29,7 +29,7 @@ import numpy as np
 from megatron_hetero.config.optimizers import OptimizerKind
 from megatron_hetero.config.schema import FP32, PrecisionConfig
 from megatron_hetero.execution.gathering import bucket_elements, rows_of_share, shares_weights
-from megatron_hetero.hf.weight_map import TensorSlice
+from megatron_hetero.hf.weight_map import MAIN, Share, TensorSlice
 from megatron_hetero.layout.stages import Stage
 from megatron_hetero.models.shapes import ModelShapes
 from megatron_hetero.models.weights import stored_shapes, tied_parameter, weight_map
@@ -58,15 +58,15 @@ class Parameter:
 
 
 def parameters_of(
-    module: str, shapes: ModelShapes, tp: int, stages: Sequence[Stage], frozen: Collection[str]
+    module: str, shapes: ModelShapes, holders: int, stages: Sequence[Stage], frozen: Collection[str], view: str = MAIN
 ) -> tuple[Parameter, ...]:
-    """The parameters of a rank that holds `stages`, in the order of the model. They are as large on all tp ranks.
-    `frozen`: the stored tensors that do not train.
+    """The parameters of a rank that holds `stages`, in the order of the model. They are as large on all `holders`, the
+    ranks that the view splits them over. `frozen`: the stored tensors that do not train.
     """
     stored, found = stored_shapes(shapes), []
     for stage in stages:
         tied = tied_parameter(module, shapes, stage)
-        slices = weight_map(module, shapes, 0, tp, stage)
+        slices = weight_map(module, shapes, Share(0, holders), stage, view)
         for name in slices:
             elements = sum(_elements(tensor_slice, stored[tensor_slice.name]) for tensor_slice in slices[name])
             rows = sum(map(_rows, slices[name]))
@@ -147,6 +147,22 @@ class ParameterBytes:
     optimizer: np.ndarray
     host: np.ndarray
     update: np.ndarray
+
+    def at(self, places: np.ndarray) -> ParameterBytes:
+        """The bytes of the ranks at these places."""
+        return replace(self, optimizer=self.optimizer[places], host=self.host[places], update=self.update[places])
+
+    def __add__(self, other: ParameterBytes) -> ParameterBytes:
+        """The bytes of the same ranks with further parameters, which are updated at another time."""
+        return ParameterBytes(
+            self.parameters + other.parameters,
+            self.trained + other.trained,
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.host + other.host,
+            np.maximum(self.update, other.update),
+        )
 
 
 def parameter_bytes(

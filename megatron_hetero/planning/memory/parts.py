@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from megatron_hetero.layout.views import Fold
 from megatron_hetero.models.common.recompute.policy import Recompute
 from megatron_hetero.names import ROWS, TEXT
 
@@ -40,6 +41,7 @@ class MeasuredModule:
         parts: in which linear layers exchange over tp.
         compiled: whether layers are.
         gpu: whether a GPU computes it, where attention takes segments in any order, in half precision.
+        folds: the further views of its layout.
     """
 
     name: str
@@ -55,6 +57,7 @@ class MeasuredModule:
     parts: int = 1
     compiled: bool = False
     gpu: bool = True
+    folds: tuple[Fold, ...] = ()
 
     @property
     def is_text(self) -> bool:

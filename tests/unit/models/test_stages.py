@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hetero.errors import UserError
+from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.layout.stages import LAYERS, Stage, cut_stages, even_split, stages_of_rank
 from megatron_hetero.models.qwen2_5_vl.shapes import TextShape, VisionShape
 from megatron_hetero.models.shapes import ModelShapes
@@ -107,8 +108,8 @@ def test_stages_share_the_map_of_the_whole(split: tuple[int, ...], tied: bool, a
     shapes = shapes_of(sum(split), tied)
     for module in ("vision", "text"):
         stages = cut_stages(sum(split), len(split), split=split, module=module)
-        maps = [weight_map(module, shapes, *at, stage) for stage in stages]
-        whole = weight_map(module, shapes, *at)
+        maps = [weight_map(module, shapes, Share(*at), stage) for stage in stages]
+        whole = weight_map(module, shapes, Share(*at))
         names = [name for own_map in maps for name in own_map]
         assert len(names) == len(set(names))
         copied = module == "text" and tied and len(split) > 1

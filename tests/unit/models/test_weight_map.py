@@ -89,7 +89,7 @@ some = settings(max_examples=60)
 
 
 def maps_of(shapes: ModelShapes, module: str, tp: int) -> list[WeightMap]:
-    return [weight_map(module, shapes, rank, tp) for rank in range(tp)]
+    return [weight_map(module, shapes, Share(rank, tp)) for rank in range(tp)]
 
 
 def attention_of(shapes: ModelShapes) -> Any:
@@ -187,7 +187,7 @@ def test_query_heads_lie_with_their_key_and_value_heads(case: tuple[ModelShapes,
     text = attention_of(shapes)
     ratio, found = text.heads // text.kv_heads, []
     for rank in range(tp):
-        slices = weight_map("text", shapes, rank, tp)["layers.0.self_attention.linear_qkv.weight"]
+        slices = weight_map("text", shapes, Share(rank, tp))["layers.0.self_attention.linear_qkv.weight"]
         for q, k, v in zip(slices[::3], slices[1::3], slices[2::3], strict=True):
             queries = range(q.rows[0] // text.head_dim, q.rows[1] // text.head_dim)
             assert k.rows == v.rows and tuple(p.name.split(".")[-2] for p in (q, k, v)) == (

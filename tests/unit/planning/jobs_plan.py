@@ -63,7 +63,7 @@ def measure(flags: list[str]) -> dict[str, Any]:
 
 
 def _planned(run: Trainer, module: Any) -> list[Any]:
-    tp, stages = module.tp.size(), [chunk.stage for chunk in module.chunks]
+    tp, stages = module.holders.size(), [chunk.stage for chunk in module.chunks]
     found = parameters_of(module.name, run.shapes, tp, stages, run.job.frozen.tensors)
     return [[p.name for p in found], sum(p.elements for p in found)]
 

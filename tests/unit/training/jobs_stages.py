@@ -19,6 +19,7 @@ from megatron_hetero.distributed.megatron import prepare_globals
 from megatron_hetero.distributed.platform import CPU, Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.hf.stored_weights import StoredWeights
+from megatron_hetero.hf.weight_map import Share
 from megatron_hetero.layout.layout import Layout
 from megatron_hetero.layout.stages import Stage, cut_stages, stages_of_rank
 from megatron_hetero.models.common.backend import TorchSpecProvider, te_provider
@@ -78,12 +79,13 @@ class Trainee:
         tied = [TEXT] if self.shapes.text.tied and TEXT in self.layouts else []
         self.topology = Topology.build(self.layouts, PLATFORM, tied=tied)
         weights = StoredWeights.open(case.folder, canonical_name)
-        self.modules = [self._build(name, weights) for name in self.layouts if dist.get_rank() in self.layouts[name]]
+        held = [name for name, layout in self.layouts.items() if dist.get_rank() in layout]
+        self.modules = [module for name in held for module in self._build(name, weights)]
         algorithm = OPTIMIZERS[case.optimizer]
         optimizers = {m.name: build_shard_optimizer(m, algorithm) for m in self.modules if m.trained}
         self.optimizer = JointOptimizer(self.topology, self.modules, optimizers)
 
-    def _build(self, name: str, weights: StoredWeights) -> TrainedModule:
+    def _build(self, name: str, weights: StoredWeights) -> tuple[TrainedModule, ...]:
         return build_module(
             name,
             self.shapes,
@@ -256,7 +258,7 @@ def text(case: Case, seeds: Sequence[int]) -> dict[str, Any]:
     trainee = Trainee(case)
     before = trainee.stored()
     loss, rows = train_text(trainee, seeds)
-    counts = trainee.module.chunks[-1].stage.is_last and trainee.module.tp.rank() == 0
+    counts = trainee.module.chunks[-1].stage.is_last and trainee.module.holders.rank() == 0
     summary = trainee.reduce(loss, counts)
     return summary | {"gradients": trainee.gradients(), "rows": rows, "before": before}
 
@@ -344,7 +346,7 @@ def loading(case: Case, name: str) -> dict[str, Any]:
     said, (model,) = {}, module.chunks
     for other in every:
         try:
-            own_map = weight_map(name, trainee.shapes, 0, 1, other)
+            own_map = weight_map(name, trainee.shapes, Share(0, 1), other)
             load_parameters(model, own_map, weights, stage, copies={})
         except AssertionError as error:
             said[other] = str(error)

@@ -1,0 +1,133 @@
+"""The family, as an installed package names it in its entry point."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
+from unittest import mock
+
+import numpy as np
+
+from megatron_hetero.files.json_objects import Table
+from megatron_hetero.models.common.demo.template import IMAGE_PAD, VISION_END, VISION_START, chat_template
+from megatron_hetero.models.common.demo_sizes import DemoSizes
+from megatron_hetero.models.family import Family
+from tests.support.toy_family.tones import Tones
+
+if TYPE_CHECKING:
+    from tests.support.toy_family.shapes import EarShape, TextShape
+
+
+_RULES: Table = {}
+_TOKENS = {"tone_start_id": VISION_START, "tone_id": IMAGE_PAD, "tone_end_id": VISION_END}
+
+
+class Config(SimpleNamespace):
+    """A configuration, as transformers would read it."""
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, **_: Any) -> Self:
+        """Read config.json."""
+        return json.loads((folder / "config.json").read_text(), object_hook=lambda found: cls(**found))
+
+
+class Toy:
+    """See `megatron_hetero.models.family.Family`."""
+
+    model_type, language_models, title = "toy", (), "Toy"
+    rules, tokens = _RULES, _TOKENS
+    items = (Tones(),)
+
+    def config_class(self, model_type: str) -> Any:
+        return Config
+
+    def model_class(self) -> Any:
+        raise NotImplementedError
+
+    def check_encoder(self, folder: Path, config: Any) -> None: ...
+
+    def check_text(self, folder: Path, config: Any) -> None: ...
+
+    def joined(self, own: Any, vision: Any, text_alone: bool) -> Any:
+        raise NotImplementedError
+
+    def encoder_shape(self, config: Any) -> EarShape:
+        from tests.support.toy_family.shapes import ear_shape
+
+        return ear_shape(config)
+
+    def text_shape(self, config: Any) -> TextShape:
+        from tests.support.toy_family.shapes import text_shape
+
+        return text_shape(config)
+
+    @property
+    def positions(self) -> Callable[[int, np.ndarray, Sequence[np.ndarray]], np.ndarray]:
+        return lambda length, *_: np.arange(length)[None]
+
+    def write_demo(self, folder: Path, corpus: Iterable[str], sizes: DemoSizes, seed: int) -> None:
+        import torch
+        from safetensors.torch import save_file
+        from transformers import Qwen2Tokenizer
+
+        from megatron_hetero.models.common.demo.writing import train_tokenizer
+        from tests.support.toy_family.shapes import ear_shape, text_shape
+
+        template = chat_template().replace("'image'", "'audio'")
+        tokenizer = train_tokenizer(Qwen2Tokenizer, corpus, 300, template)
+        text = {"layers": sizes.text_layers, "hidden": sizes.text_hidden, "heads": sizes.text_heads}
+        text |= {"ffn": 2 * sizes.text_hidden, "vocab_size": len(tokenizer) + 3, "slots": 4}
+        ear = {"layers": sizes.vision_layers, "hidden": sizes.vision_hidden, "heads": sizes.vision_heads}
+        ear |= {"ffn": 2 * sizes.vision_hidden, "samples": 8, "unit": 2}
+        config = {"model_type": "toy", "text_config": text, "vision_config": ear}
+        config |= {name: tokenizer.get_vocab()[token] for name, token in self.tokens.items()}
+        tokenizer.save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "preprocessor_config.json").write_text("{}")
+        generator, read = torch.Generator().manual_seed(seed), Config.from_pretrained(folder)
+        of_ear = {f"ear.{n}": shape for n, shape in ear_shape(read).architecture.tensors.items()}
+        stored = {
+            name: torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
+            + (len(shape) == 1)
+            for name, shape in (of_ear | text_shape(read).architecture.tensors).items()
+        }
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+
+    def canonical_name(self, stored: str) -> str:
+        return stored
+
+    def published_name(self, name: str) -> str:
+        return name
+
+
+TOY: Family = Toy()
+
+
+@contextmanager
+def known() -> Iterator[None]:
+    """Inside, the family is one of those that are built, as its entry point makes it where the package is installed."""
+    from megatron_hetero.models import registry
+
+    with mock.patch.dict(registry.FAMILIES, {TOY.model_type: TOY}):  # pyright: ignore[reportArgumentType]
+        yield
+
+
+def write_data(folder: Path, samples: int, tones: Sequence[int] = (1, 2, 0)) -> Path:
+    """`folder/data.jsonl` and `folder/tones`: sample i has `tones[i % len]` tones of several lengths."""
+    rng, records = np.random.default_rng(0), []
+    (folder / "tones").mkdir()
+    for i in range(samples):
+        names = [f"{i}-{k}.npy" for k in range(tones[i % len(tones)])]
+        for name in names:
+            np.save(folder / "tones" / name, rng.standard_normal(rng.integers(5, 90)).astype(np.float32))
+        turns = [
+            ("human", "<audio>" * len(names) + "what is it"),
+            ("gpt", " ".join(rng.choice(["red", "blue"], i + 2))),
+        ]
+        records.append({"audio": names, "conversations": [{"from": who, "value": text} for who, text in turns]})
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder / "data.jsonl"

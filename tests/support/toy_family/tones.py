@@ -1,0 +1,107 @@
+"""A type of items: tones, `.npy` files of samples in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_hetero.errors import UserError, reason
+from megatron_hetero.models.items.types import Block, Item, ItemSettings, ItemTokens, Modality, Piece
+
+
+class Tone(NamedTuple):
+    """The size of a tone, in patches."""
+
+    patches: int
+
+
+@dataclass(frozen=True, eq=False)
+class ToneOrder:
+    """A tone from its beginning to its end: each unit is a window of its own."""
+
+    units: np.ndarray
+    unit: int
+
+    @property
+    def windows(self) -> np.ndarray:
+        return np.ones(len(self.units), np.int32)
+
+    def positions(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """The number of each patch: int64 [1, patches]."""
+        units = self.units[start:stop].astype(np.int64)
+        return (units[:, None] * self.unit + np.arange(self.unit)).reshape(1, -1)
+
+
+@dataclass(frozen=True)
+class ToneReader:
+    """Reads tones in patches of `samples`, in whole units."""
+
+    token_id: int
+    samples: int
+    unit: int
+    silent: bool = False
+
+    def _read(self, item: Item) -> np.ndarray:
+        try:
+            found = np.load(item.path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            problem = f"cannot be read ({reason(error) if isinstance(error, OSError) else error})"
+            raise UserError.at(f"{item.where}: {item.path}", problem=problem, fix="correct the record") from error
+        if found.ndim != 1 or found.dtype != np.float32 or not 0 < len(found) < 2**20:
+            shape = f"{found.dtype} {found.shape}"
+            raise UserError.at(item.path, found=shape, expected="float32 samples in a row", fix="convert the file")
+        return found
+
+    def size(self, item: Item) -> Tone:
+        return Tone(-(-len(self._read(item)) // (self.samples * self.unit)) * self.unit)
+
+    def pieces(self, size: Tone) -> tuple[Tone, ...]:
+        return (size,)
+
+    def blocks(self, size: Tone) -> Sequence[Block]:
+        rows = size.patches // self.unit
+        return (Block(np.stack([np.arange(rows), *np.zeros((2, rows), np.int64)])),)
+
+    def patches(self, item: Item, pieces: Sequence[Piece]) -> np.ndarray:
+        [(_, size)] = pieces
+        assert isinstance(size, Tone), "a tone has the size of a tone"
+        found = np.zeros(size.patches * self.samples, np.float32)
+        if not self.silent:
+            samples = self._read(item)
+            found[: len(samples)] = samples
+        return found.reshape(size.patches, self.samples)
+
+    def blank(self) -> ToneReader:
+        return ToneReader(self.token_id, self.samples, self.unit, silent=True)
+
+    def describe(self, item: Item, size: Tone) -> str:
+        return f"{len(self._read(item))} samples in {size.patches} patches"
+
+
+_TOKENS = ItemTokens("tone_start_id", "tone_id", "tone_end_id")
+
+
+@dataclass(frozen=True)
+class Tones:
+    """Tones as an item type."""
+
+    modality: Modality = "audio"
+    tokens: ItemTokens = _TOKENS
+    processor: str = "the settings of tones"
+
+    def open(self, folder: Path, config: Any, settings: ItemSettings, setting: str, token_id: int) -> ToneReader:
+        ear = config.vision_config
+        return ToneReader(token_id, ear.samples, ear.unit)
+
+    def inputs(self, patches: np.ndarray, sizes: Sequence[Tone]) -> dict[str, Any]:
+        return {"samples": patches}
+
+    def assumed(self, shape: Any, plan: Any) -> Tone:
+        return Tone(max(1, plan.image_side // 64) * shape.unit)
+
+    def measures(self, shape: Any, size: Tone) -> str:
+        return f"{size.patches * shape.samples:,} samples"

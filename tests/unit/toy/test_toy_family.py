@@ -1,0 +1,134 @@
+"""A family in one folder (tests/support/toy_family) plans, trains, saves, resumes and exports, in several layouts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_hetero.config.schema import load_config
+from megatron_hetero.errors import UserError
+from megatron_hetero.job import JobSpec
+from megatron_hetero.models.common.demo_sizes import DemoSizes
+from megatron_hetero.models.registry import ENTRY_POINTS, FAMILIES, family_of
+from megatron_hetero.planning.estimate import Plan
+from tests.support.pool import Pool
+from tests.support.toy_family import jobs
+from tests.support.toy_family.family import TOY, known, write_data
+
+ROOT = Path(__file__).parents[3]
+Pools = Callable[[int], Pool]
+MakeFlags = Callable[..., list[str]]
+LAYOUTS = [
+    ("dp:2", "tp:2,xp:2", ""),
+    ("sp:2", "dp:2,xp:2", "--train.micro_batch_size 1"),
+    ("dp:4", "tp:2,dp:2,xp:4", "--zero.vision 3"),
+    ("cp:2,dp:2", "cp:2,pp:2,xp:2", "--train.micro_batch_size 2"),
+    ("dp:2@0-1", "tp:2,xp:1@2-3", "--model.recompute.text full"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and records of it."""
+    made = tmp_path_factory.mktemp("toy")
+    (made / "model").mkdir()
+    sizes = DemoSizes(vision_layers=2, vision_hidden=16, vision_heads=2, text_layers=2, text_hidden=32)
+    TOY.write_demo(made / "model", ["what is it red blue"] * 4, sizes, 0)
+    write_data(made, 8)
+    return made
+
+
+def flags_of(folder: Path, log: Path, vision: str, text: str, more: str = "") -> list[str]:
+    return (
+        f"--model.hf_path {folder}/model --model.dtype float32 --data.registry.d.annotations {folder}/data.jsonl "
+        f"--data.registry.d.images {folder}/tones --data.datasets d --data.shuffle false --data.workers 0 "
+        f"--train.global_batch_size 4 --log.dir {log} --optimizer.schedule constant --optimizer.lr 1e-2 "
+        f"--vision-parallel {vision} --text-parallel {text} {more}"
+    ).split()
+
+
+@pytest.fixture
+def make_flags(folder: Path, tmp_path: Path) -> MakeFlags:
+    """`make_flags(vision layout, text layout, more flags)`: a command line."""
+    return partial(flags_of, folder, tmp_path / "log")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory, pools: Pools) -> dict[str, Any]:
+    """Two steps on one rank."""
+    made = tmp_path_factory.mktemp("alone")
+    flags = flags_of(folder, made / "log", "dp:1", "dp:1", "--train.iters 2")
+    return pools(1).run(jobs.train, flags, made / "export")[0]
+
+
+@pytest.mark.parametrize("vision, text, more", LAYOUTS)
+def test_it_trains_saves_resumes_and_exports(
+    vision: str, text: str, more: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], pools: Pools
+) -> None:
+    ranks = 4 if "4" in vision + text or "pp" in text or "@" in text else 2
+    saving = f"{more} --checkpoint.dir {tmp_path}/checkpoints --checkpoint.interval 1 --train.iters"
+    first = pools(ranks).run(jobs.train, make_flags(vision, text, f"{saving} 1"), tmp_path / "one")[0]
+    second = pools(2).run(jobs.train, make_flags("dp:2", "dp:2,xp:1", f"{saving} 2"), tmp_path / "two")[0]
+    assert (first["from"], second["from"]) == (0, 1)
+    for what in ("losses", "norms"):
+        np.testing.assert_allclose([*first[what], *second[what]], alone[what], rtol=1e-4)
+    assert second["weights"].keys() == alone["weights"].keys()
+    for name, weight in alone["weights"].items():
+        np.testing.assert_allclose(second["weights"][name], weight, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("vision, text", [("dp:4", "tp:2,dp:2,xp:4"), ("dp:2@0-1", "pp:2,dp:2,xp:1")])
+def test_its_exchanges_keep_nccls_rules(
+    vision: str, text: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], rules_pools: Pools
+) -> None:
+    """Where the ranks of two views are the same, their sums share a communicator."""
+    found = rules_pools(4).run(jobs.train, make_flags(vision, text, "--train.iters 2"), tmp_path / "export")[0]
+    np.testing.assert_allclose(found["norms"], alone["norms"], rtol=1e-4)
+
+
+def test_plans_count_each_view(make_flags: MakeFlags) -> None:
+    """Four slots of two matrices of 16 x 32 are divided over `xp`, and so are their optimizer's states."""
+    with known():
+        one, two, four = (
+            Plan.of(load_config(make_flags("dp:4", f"tp:2,dp:2,xp:{xp}")), 4).parameters["text", 0] for xp in (1, 2, 4)
+        )
+    elements = 4 * 2 * 16 * 32
+    assert one.parameters - two.parameters == one.trained - two.trained == elements // 2
+    assert two.parameters - four.parameters == elements // 4
+    assert one.optimizer.shape == (4,) and (two.gradients - four.gradients) // 4 == elements // 4
+    for of in (two, four):
+        assert of.optimizer.sum() == one.optimizer.sum()
+
+
+def test_a_package_adds_it_by_its_entry_point(make_flags: MakeFlags, tmp_path: Path) -> None:
+    """In a process of its own, where the package is found."""
+    assert "toy" not in FAMILIES
+    metadata = tmp_path / "toy-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\ntoy = tests.support.toy_family.family:TOY\n")
+    line = [sys.executable, str(ROOT / "pretrain_vlm.py"), "--plan", "--world-size", "2"]
+    line += make_flags("dp:2", "tp:2,xp:2")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(line, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0 and "samples" in done.stdout, done.stdout + done.stderr
+
+
+def test_zero_2_is_refused(make_flags: MakeFlags) -> None:
+    with known(), pytest.raises(UserError, match="found 2 with parameters of text in the view slots, expected 1"):
+        JobSpec.of(load_config(make_flags("dp:2", "dp:2,xp:2", "--zero.text 2")), 2)
+
+
+def test_it_is_known_nowhere_else() -> None:
+    with known():
+        assert family_of("toy") is TOY
+    with pytest.raises(KeyError):
+        family_of("toy")
