@@ -6,7 +6,7 @@ A table maps keys to a `Rule`, or to the table of a nested object; other keys ar
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import Repr
@@ -17,8 +17,6 @@ from megatron_hetero.files.opening import read_bytes
 
 MOST_BYTES = 4 * 2**20
 """Larger than any configuration. Parsed, it takes some thirty times as much memory."""
-DEEPEST = 32
-"""Maximum nesting of lists and objects: within what recursive functions can handle."""
 RESTORE = "restore the file as its model was published or saved"
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -117,8 +115,7 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     """The JSON object that the file `path` holds, of `most` bytes at most.
 
     Raises:
-        UserError: it cannot be read, is broken, holds no object, is nested too deep, has a key twice, or has text that
-            no encoding can write.
+        UserError: it cannot be read, is broken, holds no object, is nested too deep, or has a key twice.
     """
     content = _content(path, most)
     try:
@@ -129,16 +126,11 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     except _KeyTwice as error:
         raise _refused(path, f"the key {shown(error.args[0])} twice", "each key once") from None
     except RecursionError:
-        raise _too_deep(path) from None
+        raise _refused(path, "lists or objects too deep in one another", "a JSON object as its model has it") from None
     except ValueError as error:  # no UTF-8, or a number of thousands of digits
         raise _refused(path, f"an unreadable file ({error})", "a JSON object in UTF-8") from None
     if not isinstance(value, dict):
         raise _refused(path, f"{shown(value)} in place of an object", "a JSON object, { ... }")
-    for depth, text in _texts(value):
-        if depth > DEEPEST:
-            raise _too_deep(path)
-        if not text.isascii() and _has_surrogates(text):
-            raise _refused(path, f"{text[:60]!a}, half of a character", "text that UTF-8 can write")
     return value
 
 
@@ -160,31 +152,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise _KeyTwice(name)
         found[name] = value
     return found
-
-
-def _texts(value: Json) -> Iterator[tuple[int, str]]:
-    """All keys and texts in a value, with their depth; the empty text for an empty list or object."""
-    level = [value]
-    depth = 0
-    while level:
-        depth += 1
-        below: list[Json] = []
-        for item in level:
-            inside = [*item, *item.values()] if isinstance(item, dict) else item if isinstance(item, list) else [item]
-            for part in inside or [""]:
-                if isinstance(part, dict | list):
-                    below.append(part)
-                elif isinstance(part, str):
-                    yield depth, part
-        level = below
-
-
-def _has_surrogates(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _too_deep(path: Path) -> UserError:
-    return _refused(path, f"lists or objects more than {DEEPEST} deep in one another", f"{DEEPEST} levels at most")
 
 
 def _refused(where: object, found: str, expected: str) -> UserError:

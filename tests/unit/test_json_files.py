@@ -11,7 +11,6 @@ import pytest
 
 from megatron_hetero.errors import UserError
 from megatron_hetero.files.json_objects import (
-    DEEPEST,
     FLAG,
     OBJECT,
     TEXT,
@@ -32,9 +31,6 @@ UNREADABLE = {
     "null": "found null in place of an object",
     '{"a": 1,\n}': ":2: found broken JSON at column 1",
     '{"a": 1, "b": {"a": 1, "a": 2}}': "found the key 'a' twice",
-    '{"a": "\\ud800"}': r"found '\ud800', half of a character",
-    '{"\\udfff": 1}': "half of a character",
-    '{"a": ' + "[" * DEEPEST + "]" * DEEPEST + "}": f"more than {DEEPEST} deep",
     '{"a": ' * 100_000: "deep in one another",
     '{"a": 1' + "0" * 5000 + "}": "found an unreadable file",
     '{"a": "' + "b" * 3000 + '"}': "found an unreadable file (3009 bytes, over the limit of 3000)",

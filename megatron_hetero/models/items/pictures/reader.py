@@ -169,6 +169,8 @@ def check_agreement(folder: Path, vision: Any, image_processor: Any) -> None:
     )
     size = {"shortest_edge": side**2, "longest_edge": side**2}
     black = Image.new("RGB", (side, side))
-    patches = image_processor(images=[black], size=size, return_tensors="np")["pixel_values"]
+    with np.errstate(all="ignore"):
+        patches = image_processor(images=[black], size=size, return_tensors="np")["pixel_values"]
     if patches.shape != (vision.spatial_merge_size**2, elements) or not np.isfinite(patches).all():
-        raise ValueError(f"a black picture of {side} x {side} pixels becomes patches of {patches.shape}")
+        values = f"of values from {patches.min()} to {patches.max()}"
+        raise ValueError(f"a black picture of {side} x {side} pixels becomes patches {patches.shape} {values}")
