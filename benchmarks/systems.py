@@ -24,7 +24,8 @@ from megatron_hetero.data.processor.processor import Processor
 from megatron_hetero.data.validation import IMAGES
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.layout.layout import Layout
-from megatron_hetero.models.items.types import ItemSettings, Piece
+from megatron_hetero.models.items.pictures.reader import PixelLimits
+from megatron_hetero.models.items.types import Piece
 from megatron_hetero.models.layers import products
 from megatron_hetero.step.bucket_sums import BucketSums
 from megatron_hetero.training.starting import build_trainer
@@ -165,7 +166,7 @@ class Plain:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
         registry = {"d": DatasetConfig(annotations=folder / "data.jsonl", images=folder / "images")}
         mixture = Mixture.parse(("d",), registry, False, 0)
-        processor = Processor.from_folder(folder / "model", ItemSettings(None, MAX_PIXELS))
+        processor = Processor.from_folder(folder / "model", PixelLimits(None, MAX_PIXELS))
         self.batches = [plain_batch(mixture, processor, i, platform.device) for i in range(cases)]
 
     def step(self, case: int) -> StepResult:

@@ -18,7 +18,7 @@ from megatron_hetero.config.schema import DatasetConfig
 from megatron_hetero.data.mixture import Mixture
 from megatron_hetero.data.packing import TokenizedSample
 from megatron_hetero.data.processor.processor import Processor
-from megatron_hetero.models.items.types import ItemSettings
+from megatron_hetero.models.items.pictures.reader import PixelLimits
 
 FLOOR = 1e-3
 """Of the norm of all gradients: what is added to a gradient's norm before errors are divided by it."""
@@ -48,7 +48,7 @@ class Reference:
         loaded: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
         registry = {"d": DatasetConfig(annotations=annotations, images=annotations.parent / "images")}
         processor, mixture = (
-            Processor.from_folder(model, ItemSettings(None, MAX_PIXELS)),
+            Processor.from_folder(model, PixelLimits(None, MAX_PIXELS)),
             Mixture.parse(("d",), registry, False, 0),
         )
         return cls(loaded.to(device), processor, mixture, device)

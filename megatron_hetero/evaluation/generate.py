@@ -24,7 +24,8 @@ from megatron_hetero.errors import UserError, in_short, listed, printable
 from megatron_hetero.files.json_objects import read_object
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import ModelFolders
-from megatron_hetero.models.items.types import ItemSettings, ItemType, Modality, Piece, Size
+from megatron_hetero.models.items.pictures.reader import PixelLimits
+from megatron_hetero.models.items.types import ItemType, Modality, Piece, Size
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.models.shapes import ModelShapes
 
@@ -133,7 +134,7 @@ def exact_match(
     Raises:
         UserError: a folder, file, record or picture is missing or broken.
     """
-    processor = Processor.from_folder(hf_dir, ItemSettings(min_pixels, max_pixels))
+    processor = Processor.from_folder(hf_dir, PixelLimits(min_pixels, max_pixels))
     tokenizer = processor.tokenizer
     # Any token will do: padding is masked.
     tokenizer.pad_token = tokenizer.pad_token or END_OF_TURN

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_hetero.config.schema import PlanConfig
 from megatron_hetero.models.items.pictures.geometry import ImageSize
 from megatron_hetero.models.items.pictures.item_type import Pictures
-from megatron_hetero.models.items.types import Block, Item, ItemSettings, ItemTokens, Modality, Piece
+from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
 from megatron_hetero.models.qwen2_5_vl.family import QWEN2_5_VL
 
 [PICTURES] = QWEN2_5_VL.items
@@ -70,8 +70,8 @@ class Clips:
     tokens: ItemTokens = _TOKENS
     processor: str = "a processor of clips"
 
-    def open(self, folder: Path, config: Any, settings: ItemSettings, setting: str, token_id: int) -> ClipReader:
-        return ClipReader(PICTURES.open(folder, config, settings, setting, token_id))
+    def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ClipReader:
+        return ClipReader(PICTURES.open(folder, config, section, setting, token_id))
 
     def inputs(self, patches: np.ndarray, sizes: Sequence[Sizes]) -> dict[str, Any]:
         raise NotImplementedError

@@ -21,7 +21,7 @@ from megatron_hetero.data.validation import ItemField, item_fields
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.family import Family
 from megatron_hetero.models.folders import VISION_FOLDER, ModelFolders, read_config
-from megatron_hetero.models.items.types import Block, ItemReader, ItemSettings, Piece, Size
+from megatron_hetero.models.items.types import Block, ItemReader, Piece, Size
 from megatron_hetero.models.registry import family_of
 from megatron_hetero.names import VISION
 
@@ -54,7 +54,7 @@ class Processor:
     def from_folder(
         cls,
         hf_path: Path,
-        settings: ItemSettings | None = None,
+        section: Any = None,
         encoders: Mapping[str, EncoderConfig] | None = None,
         hf_path_vision: Path | None = None,
     ) -> Processor:
@@ -62,7 +62,7 @@ class Processor:
 
         Args:
             hf_path: a model folder in `transformers` format.
-            settings: how items of the folder's own `vision` are read; None: as the folder says.
+            section: how items of the folder's own `vision` are read, see `ItemType.open`; None: as the folder says.
             encoders: encoders in addition to it.
             hf_path_vision: a folder of the family that provides `vision` instead; `hf_path` then provides the tokenizer
                 only, see `ModelFolders`.
@@ -77,14 +77,13 @@ class Processor:
         own = family_of(config.model_type)
         source, setting = (path, "model.hf_path") if hf_path_vision is None else (hf_path_vision, VISION_FOLDER)
         tokens = [getattr(config, each.tokens.row) for each in own.items]
-        readers = _open_readers(VISION, source, tokens, settings or ItemSettings(), setting)
+        readers = _open_readers(VISION, source, tokens, section, setting)
         shown = {field: {"type": str(field.modality)} for field in readers}
         start, end = _around(own)
         for name, further in (encoders or {}).items():
             taken = {reader.token_id: f"stands for images of {field.encoder}" for field, reader in readers.items()}
             number = _token_of(name, further.token, tokenizer, taken, config)
-            areas = ItemSettings(further.min_pixels, further.max_pixels)
-            opened = _open_readers(name, further.hf_path, [number], areas, f"model.encoders.{name}.hf_path")
+            opened = _open_readers(name, further.hf_path, [number], further, f"model.encoders.{name}.hf_path")
             readers |= opened
             # Chat templates do not know it.
             shown |= {field: {"type": "text", "text": f"{start}{further.token}{end}"} for field in opened}
@@ -224,12 +223,12 @@ class Processor:
 
 def open_processor(config: Config) -> Processor:
     """The tokenizer of `model.hf_path` and the readers of each encoder. Raises `UserError`."""
-    settings = ItemSettings(config.data.min_pixels, config.data.max_pixels)
-    return Processor.from_folder(config.model.hf_path, settings, config.model.encoders, config.model.hf_path_vision)
+    model = config.model
+    return Processor.from_folder(model.hf_path, config.data, model.encoders, model.hf_path_vision)
 
 
 def _open_readers(
-    encoder: str, folder: Path, tokens: Sequence[int], settings: ItemSettings, setting: str
+    encoder: str, folder: Path, tokens: Sequence[int], section: Any, setting: str
 ) -> dict[ItemField, ItemReader]:
     """The readers of an encoder's first types, of the folder that `setting` names. `tokens`: what stands for a row of
     each of these. Raises `UserError`.
@@ -240,7 +239,7 @@ def _open_readers(
     readers = []
     for each, token_id in zip(types, tokens, strict=True):
         with model_folder.as_user_errors(folder, each.processor, setting):
-            readers.append(each.open(folder, config, settings, setting, token_id))
+            readers.append(each.open(folder, config, section, setting, token_id))
     return dict(zip(item_fields({encoder: [each.modality for each in types]}), readers, strict=True))
 
 

@@ -59,13 +59,6 @@ class ItemTokens(NamedTuple):
     end: str
 
 
-class ItemSettings(NamedTuple):
-    """What a section of the configuration says of reading items; None: as the encoder's folder does."""
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-
-
 class ItemReader(Protocol):
     """Reads items of one type for one encoder. Holds no open files and can be pickled."""
 
@@ -117,9 +110,19 @@ class ItemType(Protocol):
         """What reads them in `transformers`, in words."""
         ...
 
-    def open(self, folder: Path, config: Any, settings: ItemSettings, setting: str, token_id: int) -> ItemReader:
-        """The reader of an encoder's folder, which `setting` names; `config`: the folder's configuration. Raises
-        `UserError` or, for a folder that does not load, any other error.
+    def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ItemReader:
+        """The reader of an encoder's folder, which `setting` names.
+
+        Args:
+            folder: in `transformers` format.
+            config: the folder's configuration.
+            section: what the user's configuration says of reading items, `data` or an entry of `model.encoders`. A type
+                reads fields of its own; what a section lacks, or leaves None, is as the folder says.
+            setting: for messages.
+            token_id: the token that stands for one row.
+
+        Raises:
+            UserError: the settings do not fit. For a folder that does not load, any other error.
         """
         ...
 

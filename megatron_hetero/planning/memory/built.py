@@ -81,7 +81,8 @@ def _merge_between(made: Any, hidden: Tensor) -> list[Tensor]:
 def _loss(made: Any, shard: SequenceShard, hidden: Tensor) -> list[Tensor]:
     places = _tensor(shard.supervised, dtype=torch.int64)
     batch = TextInput(places, places, places, places, {}, _NO_ATTENTION)
-    return [made.loss(batch, made.final_layernorm(hidden))]
+    normed = made.final_layernorm(hidden)  # Held during the loss, as by the model's own forward pass.
+    return [made.loss(batch, normed)]
 
 
 def _merge(made: Any, hidden: Tensor) -> list[Tensor]:

@@ -110,11 +110,15 @@ class Memory(TorchDispatchMode):
             passed = outs[0].nbytes if outs[0].dim() == 3 else 0
             saved = tuple(sorted(self._sizes[address] for address in kept if address in self._sizes))
             forward, self.peak = self.peak - sum(saved) - sum(sizes), self.live
-            if any(out.requires_grad for out in outs):
-                end = _Outcome.apply(*outs)
-                del outs
+            end = _Outcome.apply(*outs) if any(out.requires_grad for out in outs) else None
+            del outs
+            if end is not None:
                 end.backward()
             backward = self.peak - sum(saved) - sum(sizes) + passed
+            # What outlives the backward pass is cached, for all layers and calls, and is there before the next one.
+            del end
+            given.grad = None
+            forward, backward = forward - self.live, backward - self.live
         held = given.untyped_storage().nbytes()
         is_saved = address_of(given) in kept
         return PartBytes(held * is_saved, saved, passed, forward + held * (not is_saved), backward)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_hetero.errors import UserError, reason
-from megatron_hetero.models.items.types import Block, Item, ItemSettings, ItemTokens, Modality, Piece
+from megatron_hetero.models.items.types import Block, Item, ItemTokens, Modality, Piece
 
 
 class Tone(NamedTuple):
@@ -93,7 +93,7 @@ class Tones:
     tokens: ItemTokens = _TOKENS
     processor: str = "the settings of tones"
 
-    def open(self, folder: Path, config: Any, settings: ItemSettings, setting: str, token_id: int) -> ToneReader:
+    def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ToneReader:
         ear = config.vision_config
         return ToneReader(token_id, ear.samples, ear.unit)
 

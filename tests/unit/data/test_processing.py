@@ -32,7 +32,7 @@ from megatron_hetero.data.records import Record
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.common.demo.template import chat_template as demo_template
 from megatron_hetero.models.items.pictures.geometry import ImageSize, rope_positions
-from megatron_hetero.models.items.types import ItemSettings
+from megatron_hetero.models.items.pictures.reader import PixelLimits
 from tests.support.items import IMAGE, whole
 from tests.support.sizes import grids
 
@@ -178,8 +178,8 @@ def test_patches_equal_transformers(processor: Processor, make_record: MakeRecor
 
 def test_pixel_limits_override_the_folder(model_folder: Path, make_record: MakeRecord, pictures: Path) -> None:
     record = make_record("<image>", "x", images=["640x480.png"], folder=pictures)
-    small = Processor.from_folder(model_folder, ItemSettings(None, 28 * 28 * 4))
-    large = Processor.from_folder(model_folder, ItemSettings(28 * 28 * 500, 28 * 28 * 600))
+    small = Processor.from_folder(model_folder, PixelLimits(None, 28 * 28 * 4))
+    large = Processor.from_folder(model_folder, PixelLimits(28 * 28 * 500, 28 * 28 * 600))
     assert grids(small.tokenize(record)).prod() // 4 <= 4
     assert 500 <= grids(large.tokenize(record)).prod() // 4 <= 600
     for processor in (small, large):
@@ -189,7 +189,7 @@ def test_pixel_limits_override_the_folder(model_folder: Path, make_record: MakeR
 @pytest.mark.parametrize("limits", [(0, 100), (-1, None), (200, 100), (10**9, None)])
 def test_bad_pixel_limits_are_named(model_folder: Path, limits: tuple[int, int | None]) -> None:
     with pytest.raises(UserError, match=r"data\.min_pixels and data\.max_pixels: found an area of"):
-        Processor.from_folder(model_folder, ItemSettings(*limits))
+        Processor.from_folder(model_folder, PixelLimits(*limits))
 
 
 def test_rotated_pictures_have_rotated_grids(processor: Processor, make_record: MakeRecord, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_hetero.models.items.pictures.geometry import ImageSize
 from megatron_hetero.models.items.pictures.reader import ImageReader, check_agreement, load_image_processor
-from megatron_hetero.models.items.types import ItemSettings, ItemTokens, Modality
+from megatron_hetero.models.items.types import ItemTokens, Modality
 
 if TYPE_CHECKING:
     from megatron_hetero.config.schema import PlanConfig
@@ -31,9 +31,9 @@ class Pictures:
     tokens: ItemTokens = _TOKENS
     processor: str = "an image processor"
 
-    def open(self, folder: Path, config: Any, settings: ItemSettings, setting: str, token_id: int) -> ImageReader:
+    def open(self, folder: Path, config: Any, section: Any, setting: str, token_id: int) -> ImageReader:
         """The reader with the image processor of a folder."""
-        image_processor = load_image_processor(folder, self.image_processor_class(), settings, setting)
+        image_processor = load_image_processor(folder, self.image_processor_class(), section, setting)
         check_agreement(folder, config.vision_config, image_processor)
         return ImageReader(image_processor, token_id)
 

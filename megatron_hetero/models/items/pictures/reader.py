@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -12,7 +12,7 @@ from PIL import Image
 from megatron_hetero.errors import UserError
 from megatron_hetero.models.items.pictures import files
 from megatron_hetero.models.items.pictures.geometry import ImageSize
-from megatron_hetero.models.items.types import Block, Item, ItemSettings, Piece
+from megatron_hetero.models.items.types import Block, Item, Piece
 
 _GREY = (128, 128, 128)
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -112,13 +112,20 @@ class _GreyReader(ImageReader):
         return Image.new("RGB", super().load_image(item).size, _GREY)
 
 
-def load_image_processor(folder: Path, of_class: type, settings: ItemSettings, setting: str) -> Any:
+class PixelLimits(NamedTuple):
+    """The smallest and the largest area of a resized picture; None: as the encoder's folder says."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+def load_image_processor(folder: Path, of_class: type, section: Any, setting: str) -> Any:
     """The image processor in its PIL variant, which gives the same pixels on every machine.
 
     Args:
         folder: its files have been checked.
         of_class: the class that it must be of.
-        settings: the smallest and largest area of a resized picture.
+        section: has the fields of `PixelLimits`, or some of them.
         setting: the setting that names the folder.
 
     Raises:
@@ -131,12 +138,13 @@ def load_image_processor(folder: Path, of_class: type, settings: ItemSettings, s
     if not isinstance(image_processor, of_class):
         raise TypeError(f"it is of type {type(image_processor).__name__}")
     size = dict(image_processor.size)
-    low = size.get("shortest_edge") or size.get("min_pixels") if settings.min_pixels is None else settings.min_pixels
-    high = size.get("longest_edge") or size.get("max_pixels") if settings.max_pixels is None else settings.max_pixels
+    limits = PixelLimits(*(getattr(section, field, None) for field in PixelLimits._fields))
+    low = size.get("shortest_edge") or size.get("min_pixels") if limits.min_pixels is None else limits.min_pixels
+    high = size.get("longest_edge") or size.get("max_pixels") if limits.max_pixels is None else limits.max_pixels
     if low is None or high is None or not 0 < low <= high:
-        section = "data" if setting.startswith("model.hf_path") else setting.removesuffix(".hf_path")
+        place = "data" if setting.startswith("model.hf_path") else setting.removesuffix(".hf_path")
         raise UserError.at(
-            f"{section}.min_pixels and {section}.max_pixels",
+            f"{place}.min_pixels and {place}.max_pixels",
             found=f"an area of {low} to {high} pixels",
             expected="0 < min_pixels <= max_pixels",
             because=f"the defaults come from {folder}",
