@@ -25,7 +25,7 @@ from tests.support.matrix import long
 
 WAITS = {
     # Refused before the update where a loss or gradient is not finite, and the norm that gradients are clipped by.
-    ("gradient sums", "megatron_hetero/engine/gradients.py _gather_rows: a copy to the host"),
+    ("gradient sums", "megatron_hetero/step/gradients.py read: a copy to the host"),
     # The end of the step: peak memory and seconds of all ranks, and whether one was asked to stop.
     ("update", "megatron_hetero/training/step_trainer.py all_gather: a copy to the host"),
 }

@@ -30,7 +30,7 @@ CALLS = {
     "gradient sums": ("megatron_hetero.training.step_trainer", "reduce_gradients", 2),
     "update": ("megatron_hetero.training.trainer", "Trainer._update", 2),
     "evaluation": ("megatron_hetero.training.step_trainer", "StepTrainer.all_reduce", 1),
-    "save": ("megatron_hetero.checkpoint.state", "write_entries", 2),
+    "save": ("megatron_hetero.checkpoint.whole", "write_entries", 2),
     "save, written": ("megatron_hetero.checkpoint.format.storage", "HashedFile.record", 2),
     "export": ("megatron_hetero.training.export", "gather_parameters", 1),
     "export, written": ("megatron_hetero.hf.folder_writer", "FolderWriter.finish", 1),

@@ -17,7 +17,7 @@ import megatron_hetero
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs/library.md").read_text(encoding="utf-8")
 PLANNING = "boundary.ownership boundary.plan layout.edge layout.modules schedule.checks.check schedule.drawing "
-PLANNING += "schedule.grid schedule.program schedule.settings schedule.simulator sharding.ownerships"
+PLANNING += "schedule.grid schedule.program schedule.settings schedule.simulator data.sharding.ownerships"
 """Modules of the guide that need no torch."""
 
 
