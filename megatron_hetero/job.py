@@ -334,15 +334,8 @@ def _require_equal_copies(config: Config, shapes: ModelShapes, layouts: Mapping[
 def _require_shared(config: Config, layouts: Mapping[str, Layout]) -> None:
     """Check that modules of a ZeRO stage have ranks to share with, the same for all parameters."""
     for name, zero in config.zero.items():
-        if zero > 1 and (views := layouts[name].views):
-            raise UserError.at(
-                f"zero.{name} (--zero.{name})",
-                found=f"{zero} with parameters of {name} in the view {views[0].name}",
-                expected="1",
-                because="other ranks sum their gradients",
-                fix="remove it: ZeRO 1 shares the optimizer states of all views",
-            )
-        if zero > 1 and layouts[name].ways("tokens", "samples") == 1:
+        layout = layouts[name]
+        if zero > 1 and all(layout.ways("tokens", "samples", view=view) == 1 for view in layout.every_view):
             raise UserError.at(
                 f"zero.{name} (--zero.{name})",
                 found=f"{zero} with {name} layout `{layouts[name]}`",

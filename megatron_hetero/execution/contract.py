@@ -121,13 +121,13 @@ class ModuleOnRank:
     `stages`: the models of its stages on this rank, by stage number. `embeds`: whether the first stage of the text
     module is an `EmbeddingTextStage`. `trains_before_last`: whether stages before the last one, or rows that enter
     them, need gradients; without them, hidden states need none (a frozen encoder whose projector trains). `gathered`:
-    by stage number, what is to know how long its weights stay gathered.
+    by stage number, those of each view that are to know how long weights stay gathered.
     """
 
     stages: Mapping[int, StageModel]
     embeds: bool = False
     trains_before_last: bool = True
-    gathered: Mapping[int, GatheredStage] = field(default_factory=dict)
+    gathered: Mapping[int, Sequence[GatheredStage]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class StepExecution:
         self.row_grads: dict[tuple[Edge, int], Tensor] = {}
         self.random_states: dict[ActivationKey, Any] = {}  # before a forward pass that will be recomputed
         self.stays_gathered = {
-            name: stays_gathered(self.actions, schedule.module[name], next(iter(module.gathered.values())).zero)
+            name: stays_gathered(self.actions, schedule.module[name], next(iter(module.gathered.values()))[0].zero)
             for name, module in resources.modules.items()
             if module.gathered
         }
@@ -105,7 +106,7 @@ class StepExecution:
             "finish": self._finish,
         }  # fmt: skip
         for module in self.resources.modules.values():
-            for gathered in module.gathered.values():
+            for gathered in chain(*module.gathered.values()):
                 gathered.before_run(gathered.zero == 2)  # Tokens may be embedded before the first run.
         for position, action in enumerate(self.actions):
             self.position = position
@@ -171,7 +172,7 @@ class StepExecution:
         runs = action.micro_batch == call[-1] if action.kind == "B" and len(call) > 1 else has_input
         if not runs:
             return
-        if (gathered := self.resources.modules[action.module].gathered.get(_activation_key(action)[1])) is not None:
+        for gathered in self.resources.modules[action.module].gathered.get(_activation_key(action)[1], ()):
             gathered.before_run(replace(action, micro_batch=call[-1]) in self.stays_gathered[action.module])
         if action.kind == "B":
             if self.last_of_stage[action.module, action.stage] == self.position:

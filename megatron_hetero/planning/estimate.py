@@ -121,7 +121,7 @@ class Plan(OfJob):
         schedule, assumed = job.schedule, AssumedBatch.of(job)
         held = _held(job)
         parameters = {place: _kept(job, place, of) for place, of in held.items()}
-        gathered = {place: _gathered(job, assumed, place[0], of) for place, of in held.items()}
+        gathered = {place: _gathered(job, assumed, place) for place in held}
         calls = {(TEXT, 1): text_shards(assumed), **_encoder_calls(assumed)}
         shards = {TEXT: calls[TEXT, 1]}
         shards |= {name: calls[name, assumed.sizes_of_calls(name)[0]] for name in job.shapes.encoders}
@@ -245,10 +245,12 @@ def _places(layout: Layout, view: View) -> np.ndarray:
     return found
 
 
-def _gathered(job: JobSpec, assumed: AssumedBatch, name: str, held: Sequence[Parameter]) -> GatheredBytes:
-    config, layout, itemsize = job.config, job.layouts[name], job.dtype.itemsize
-    zero = config.zero_of(name)
-    if not shares_weights(zero, layout.ways("tokens", "samples"), any(parameter.trains for parameter in held)):
+def _gathered(job: JobSpec, assumed: AssumedBatch, place: _Place) -> GatheredBytes:
+    config, (name, _), itemsize = job.config, place, job.dtype.itemsize
+    layout, zero = job.layouts[name], config.zero_of(name)
+    held = [parameter for view in layout.every_view for parameter in _held_in(job, place, view)]
+    ranks = max(layout.ways("tokens", "samples", view=view) for view in layout.every_view)
+    if not shares_weights(zero, ranks, any(parameter.trains for parameter in held)):
         return GatheredBytes()
     is_head = name == TEXT and job.shapes.text.tied and layout.pp == 1
     exchanged = gradient_itemsize(itemsize, config.precision_of(name))

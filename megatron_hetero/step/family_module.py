@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hetero.distributed.communicators import GRADIENT_AXES
 from megatron_hetero.distributed.platform import Platform
 from megatron_hetero.distributed.topology import Topology
 from megatron_hetero.execution.gathering import shares_weights
@@ -27,7 +26,7 @@ from megatron_hetero.models.stages.text import TextModel
 from megatron_hetero.models.weights import tied_parameter, weight_map
 from megatron_hetero.names import TEXT
 from megatron_hetero.step.data_parallel import DataParallel, Replicated
-from megatron_hetero.step.fully_sharded import FullySharded, shard_stage, without_weights
+from megatron_hetero.step.fully_sharded import FullySharded, ShardedStage, shard_stage, without_weights
 from megatron_hetero.step.module import OverTp, TrainedModule
 
 
@@ -71,26 +70,26 @@ def build_module(
         frozenset(each for of in of_stages for each, slices in of.items() if slices[0].name not in frozen),
         next(filter(None, (tied_parameter(name, shapes, stage) for stage in stages)), None),
     )
-    adds_up, replicas = recompute.chunk > 0, topology.group(name, *GRADIENT_AXES)
-    if shares_weights(zero, replicas.size(), bool(parts.trained)):
-        assert len(views) == 1, "jobs refuse ZeRO 2 and 3 with further views"
-        chunks, *sharing = _fully_sharded(parts, replicas, topology.platform, gradients, zero, adds_up=adds_up)
+    adds_up, replicas = recompute.chunk > 0, [topology.group(name, *view.sum_axes) for view in views]
+    names = [frozenset(each for of_stage in of_view for each in of_stage) for of_view in own]
+    if shares_weights(zero, max(group.size() for group in replicas), bool(parts.trained)):
+        of_groups = list(zip(replicas, names, strict=True))
+        chunks, sharing = _fully_sharded(parts, of_groups, topology.platform, gradients, zero, adds_up=adds_up)
     else:
         chunks = _replicated(parts)
-        named = parts.named(chunks)
         sharing = [
             Replicated.of(
                 name if view == MAIN else f"{name}.{view.name}",
-                {each: p for each, p in named.items() if any(each in of_stage for of_stage in of_view)},
+                parts.named(chunks, of_view),
                 chunks,
-                topology.group(name, *view.sum_axes),
+                group,
                 in_one_bucket=coordinate.pp > 0,
                 prefers_all_reduce=topology.platform.prefers_all_reduce,
                 sharded=sharded,
                 gradients=gradients,
                 adds_up=adds_up,
             )
-            for view, of_view in zip(views, own, strict=True)
+            for view, group, of_view in zip(views, replicas, names, strict=True)
         ]
     numbers = tuple(coordinate.pp + i * layout.pp for i in range(len(stages)))
     copy = None if any(stage.is_first for stage in stages) else parts.tied
@@ -135,10 +134,10 @@ class _Parts:
     trained: frozenset[str]
     tied: str | None
 
-    def named(self, chunks: Sequence[Any]) -> dict[str, torch.nn.Parameter]:
-        """The parameters of all stages."""
-        of_stages = zip(chunks, self.stages, strict=True)
-        return {name: p for model, stage in of_stages for name, p in named_parameters(model, stage).items()}
+    def named(self, chunks: Sequence[Any], names: Collection[str]) -> dict[str, torch.nn.Parameter]:
+        """Those parameters of all stages that have these names."""
+        of_stages = [named_parameters(model, stage) for model, stage in zip(chunks, self.stages, strict=True)]
+        return {name: p for of_stage in of_stages for name, p in of_stage.items() if name in names}
 
 
 def _replicated(parts: _Parts) -> tuple[Any, ...]:
@@ -152,20 +151,22 @@ def _replicated(parts: _Parts) -> tuple[Any, ...]:
     if parts.tied is not None:
         # A bucket of its own: a sharded optimizer then cuts both copies alike, so that the ranks that hold the same
         # elements of both are those that differ in `pp` alone.
-        parts.named(chunks)[parts.tied].shared_embedding = True  # pyright: ignore[reportAttributeAccessIssue]
+        tied = parts.named(chunks, {parts.tied})[parts.tied]
+        tied.shared_embedding = True  # pyright: ignore[reportAttributeAccessIssue]
     return tuple(chunks)
 
 
 def _fully_sharded(
     parts: _Parts,
-    replicas: dist.ProcessGroup,
+    views: Sequence[tuple[dist.ProcessGroup, Collection[str]]],
     platform: Platform,
     gradients: torch.dtype,
     zero: int,
     *,
     adds_up: bool,
-) -> tuple[tuple[Any, ...], DataParallel]:
-    shards = []
+) -> tuple[tuple[Any, ...], Sequence[DataParallel]]:
+    """`views`: by view the ranks that share its parameters, and their names; the main view first."""
+    shards = list[tuple[ShardedStage, ...]]()
     for stage, own_map in zip(parts.stages, parts.maps, strict=True):
         with without_weights():
             model = parts.make(stage=stage)
@@ -174,14 +175,16 @@ def _fully_sharded(
         load = partial(_load, own_map, parts.weights)
         shards.append(
             shard_stage(
-                *(model, stage.global_name, replicas, platform.device, load, parts.trained),
+                *(model, stage.global_name, views[0][0], platform.device, load, parts.trained),
                 gradients=gradients,
                 zero=zero,
                 adds_up=adds_up,
+                further=views[1:],
             )
         )
-    chunks = tuple(shard.model for shard in shards)
-    return chunks, FullySharded(parts.named(chunks), replicas, tuple(shards))
+    chunks = tuple(shard.model for shard, *_ in shards)
+    of_views = zip(views, zip(*shards, strict=True), strict=True)
+    return chunks, [FullySharded(parts.named(chunks, own), group, stages) for (group, own), stages in of_views]
 
 
 def named_parameters(model: torch.nn.Module, stage: Stage | None) -> dict[str, torch.nn.Parameter]:

@@ -1,7 +1,8 @@
 """ZeRO stages 2 and 3 with PyTorch's FSDP2 (`fully_shard`), under the one rule for gradients.
 
-A stage consists of *units*: each layer, an embedding, and what is left. All ranks of the data- and context-parallel
-group gather the weights of a unit when it runs, and drop them when they are not needed for now. Each backward pass
+A stage consists of *units*: each layer, an embedding, and what is left; modules inside these that hold parameters of
+a further view are units of their own. All ranks of the group that sums its gradients gather the weights of a unit when
+it runs, and drop them when they are not needed for now. Each backward pass
 reduce-scatters the gradients of a unit, as sums and in the dtype that they are accumulated in; they are added up here
 and not in `.grad`, whose dtype is that of the weights. Of each parameter a rank keeps rows [rank * k, rank * k + k), k
 being the number of rows over that of ranks, rounded up: a flat range, as with the distributed optimizer.
@@ -25,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from megatron_hetero.distributed.fsdp import forget_order, fsdp_groups, fsdp_parameters
+from megatron_hetero.distributed.local_group import LocalGroup
 from megatron_hetero.execution.contract import Gathered
 from megatron_hetero.execution.gathering import rows_of_share
 from megatron_hetero.step.buffers import Range
@@ -50,8 +52,9 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class ShardedStage:
-    """A stage whose weights are gathered when it runs. `model`: of the stage; the last of the `units` is what is left
-    of it. `gradients`: of all of them, one after the other. `zero`: 2 or 3.
+    """The weights of a stage in one view, which are gathered when it runs. `model`: of the stage. `units`: in the order
+    in which they run; what is left of the stage is the last of the main view's. `gradients`: of all of them, one after
+    the other. `zero`: 2 or 3.
     """
 
     model: nn.Module
@@ -72,7 +75,7 @@ class ShardedStage:
 
 @dataclass(frozen=True, eq=False)
 class FullySharded(DataParallel):
-    """Each rank keeps and updates its rows of each parameter, which `stages` gather when they run."""
+    """Each rank keeps and updates its rows of each parameter of a view, which `stages` gather when they run."""
 
     stages: tuple[ShardedStage, ...]
 
@@ -201,37 +204,76 @@ def shard_stage(
     gradients: torch.dtype,
     zero: int,
     adds_up: bool,
-) -> ShardedStage:
+    further: Sequence[tuple[dist.ProcessGroup, Collection[str]]] = (),
+) -> tuple[ShardedStage, ...]:
     """Give a stage its own rows of its weights: one unit after the other, so that of a stage that was made
-    `without_weights` there is never more than one whole.
+    `without_weights` there is never more than one whole. Returns those of the main view, and of each further one.
 
     Args:
         model: of the stage; `model.units()`, if it has that method, are those of its parts that are gathered by
             themselves, in the order in which they run.
         name_of: a parameter's name in the module, by that in the stage; below, names are those.
-        group: the ranks that share the weights.
+        group: the ranks that share the weights of the main view.
         device: where weights go.
         load: where weights come from that have no memory yet.
         trained: which parameters train.
         gradients: dtype that these are reduced and accumulated in.
         zero: 2 or 3.
         adds_up: whether a backward pass gives parameters several gradients.
+        further: by further view, the ranks that share the weights of a parameter, and the names of its parameters.
     """
-    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp_cp",))
+    groups = [group, *(each for each, _ in further)]
+    for each in groups:
+        if isinstance(each, LocalGroup):
+            each.register()  # A mesh knows its groups by name.
+    meshes = [DeviceMesh.from_group(each, device.type, mesh_dim_names=("dp_cp",)) for each in groups]
     names = {parameter: name_of(name) for name, parameter in model.named_parameters()}
+    view_of = {name: view for view, (_, own) in enumerate(further, 1) for name in own}
+    views = {parameter: view_of.get(name, 0) for parameter, name in names.items()}
     policy = MixedPrecisionPolicy(reduce_dtype=gradients, cast_forward_inputs=False)
-    parts, places = [*units_of(model), Gathered(model)], list[_Places]()
-    for part in parts:
-        named = _materialize(part.module, names, device, load, trained)
-        fully_shard(part.module, mesh=mesh, mp_policy=policy)
-        places.append(_share(part.module, named, group.size()))
+    runs = list[list[_Part]]()
+    for part in (*units_of(model), Gathered(model)):
+        found = list[_Part]()
+        # What is inside comes first, as FSDP2 asks for.
+        for view, each in (*_of_further_views(part.module, views), (0, part)):
+            named = _materialize(each.module, names, device, load, trained)
+            fully_shard(each.module, mesh=meshes[view], mp_policy=policy)
+            found.insert(0, _Part(view, each, _share(each.module, named, groups[view].size())))
+        runs.append(found)
     unfilled = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     assert not unfilled, f"made without memory, and not filled: {unfilled}"
-    flat = torch.zeros(sum(each.size for each in places), dtype=gradients, device=device)
-    own = flat.split([each.size for each in places])
-    units = [_unit(part, each, of, adds_up=adds_up) for part, each, of in zip(parts, places, own, strict=True)]
-    _order(model, units)
-    return ShardedStage(model, tuple(units), flat, zero)
+    stages = list[ShardedStage]()
+    for number in range(len(groups)):
+        own = [each for run in runs for each in run if each.view == number]
+        sizes = [each.places.size for each in own]
+        flat = torch.zeros(sum(sizes), dtype=gradients, device=device)
+        units = [_unit(p.part, p.places, of, adds_up=adds_up) for p, of in zip(own, flat.split(sizes), strict=True)]
+        stages.append(ShardedStage(model, tuple(units), flat, zero))
+    _order(model, [[each.part.module for each in run] for run in runs])
+    return tuple(stages)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What becomes a unit of a view, and where its gradients are."""
+
+    view: int
+    part: Gathered
+    places: _Places
+
+
+def _of_further_views(module: nn.Module, views: Mapping[nn.Parameter, int]) -> Iterator[tuple[int, Gathered]]:
+    """The largest modules inside a unit whose parameters are all of one further view: its number in `views`, which has
+    the parameters that are in no other unit.
+    """
+    own = {views[parameter] for parameter in module.parameters(recurse=False) if parameter in views}
+    assert not own - {0}, f"{type(module).__name__} has parameters of several views: build those of each apart"
+    for child in module.children():
+        found = {views[parameter] for parameter in child.parameters() if parameter in views}
+        if len(found) == 1 and found != {0}:
+            yield found.pop(), Gathered(child)
+        elif found - {0}:
+            yield from _of_further_views(child, views)
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,15 +377,19 @@ def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _order(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Prefetch the weights of a unit while the one before it computes, in the backward pass the one after it. FSDP2's
-    own order is forgotten at the end of each backward pass, when other micro-batches are in flight.
+def _order(model: nn.Module, runs: Sequence[Sequence[Any]]) -> None:
+    """Prefetch the weights of a unit, and of those inside it, while the one before it computes, in the backward pass
+    the one after it. FSDP2's own order is forgotten at the end of each backward pass, when other micro-batches are in
+    flight. `runs`: each unit and those inside.
     """
-    modules: list[Any] = [unit.module for unit in units]
-    for earlier, later in pairwise(modules):
-        later.set_modules_to_backward_prefetch([earlier])
-    for earlier, later in pairwise(modules[:-1]):  # What is left of a stage is gathered before all others.
-        earlier.set_modules_to_forward_prefetch([later])
-    modules[0].set_modules_to_backward_prefetch(modules[:1])  # Nothing, in place of FSDP2's own order.
+    for earlier, later in pairwise(runs):
+        later[0].set_modules_to_backward_prefetch([*earlier])
+    for earlier, later in pairwise(runs[:-1]):  # What is left of a stage is gathered before all others.
+        earlier[0].set_modules_to_forward_prefetch([*later])
+    for first, *_ in runs[:1]:
+        first.set_modules_to_backward_prefetch([first])  # Nothing, in place of FSDP2's own order.
+    for inside in (each for _, *others in runs for each in others):
+        inside.set_modules_to_backward_prefetch([inside])
+        inside.set_modules_to_forward_prefetch([inside])
     # Which module is the outermost is settled when one first runs; the embedding of a stage may run before it.
     fully_shard.state(model)._lazy_init()  # pyright: ignore[reportFunctionMemberAccess]

@@ -6,7 +6,7 @@ Megatron-Core's, wrapped or not (`held`). The rule for gradients, the optimizers
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron_hetero.distributed.communicators import ENDS
 from megatron_hetero.distributed.topology import Topology
+from megatron_hetero.execution.contract import GatheredStage
 from megatron_hetero.hf.weight_map import Held, WeightMap
 from megatron_hetero.layout.views import MAIN, View
 from megatron_hetero.step.data_parallel import DataParallel
@@ -134,3 +135,12 @@ class TrainedModule:
         """The module whose ranks share weights and gradients in another way."""
         own = self.chunks if chunks is None else tuple(chunks)
         return replace(self, data_parallel=data_parallel, parameters=data_parallel.parameters, chunks=own)
+
+
+def gathered_stages(modules: Iterable[TrainedModule]) -> dict[int, list[GatheredStage]]:
+    """By stage number, what is gathered of the views of one module."""
+    found = dict[int, list[GatheredStage]]()
+    for module in modules:
+        for number, stage in zip(module.stages, module.data_parallel.gathered, strict=False):
+            found.setdefault(number, []).append(stage)
+    return found

@@ -24,6 +24,7 @@ from megatron_hetero.schedule.program import Schedule
 from megatron_hetero.schedule.settings import ScheduleSettings
 from megatron_hetero.step.agreement import require_equal, shared
 from megatron_hetero.step.joint import JointOptimizer
+from megatron_hetero.step.module import gathered_stages
 from megatron_hetero.watch.stopwatch import Stopwatch
 from megatron_hetero.watch.watchdog import Watchdog
 
@@ -276,8 +277,7 @@ def _on_rank(topology: Topology, name: str, given: Any, optimizer: JointOptimize
     if isinstance(given, ModuleOnRank):
         return given
     trained = [each for each in optimizer.modules if each.name == name] if optimizer else []
-    gathered = {n: of for each in trained for n, of in zip(each.stages, each.data_parallel.gathered, strict=False)}
-    return ModuleOnRank(_stages(topology, name, given), gathered=gathered)
+    return ModuleOnRank(_stages(topology, name, given), gathered=gathered_stages(trained))
 
 
 def _stages(topology: Topology, name: str, given: Any) -> dict[int, StageModel]:

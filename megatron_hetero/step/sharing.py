@@ -31,15 +31,16 @@ def shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModule
         return module.shared_by(sharing)
     trained, names = frozenset(module.trained), {id(p): name for name, p in module.parameters.items()}
     places = [{path: names[id(p)] for path, p in chunk.named_parameters()} for chunk in module.chunks]
-    stages = tuple(
-        shard_stage(
+    stages = [
+        stage
+        for chunk, place in zip(module.chunks, places, strict=True)
+        for stage in shard_stage(
             *(chunk, place.__getitem__, group, platform.device, _filled, trained),
             gradients=gradients,
             zero=algorithm.zero,
             adds_up=False,
         )
-        for chunk, place in zip(module.chunks, places, strict=True)
-    )
+    ]
     for stage in stages:
         stage.before_run(algorithm.zero == 2)  # Also where no interpreter says it.
     named = {
@@ -47,7 +48,7 @@ def shared_by_zero(module: TrainedModule, algorithm: Algorithm) -> TrainedModule
         for chunk, place in zip(module.chunks, places, strict=True)
         for path, p in chunk.named_parameters()
     }
-    return module.shared_by(FullySharded(named, group, stages))
+    return module.shared_by(FullySharded(named, group, tuple(stages)))
 
 
 def _filled(name: str, _: Tensor) -> None:

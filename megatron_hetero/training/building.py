@@ -29,7 +29,7 @@ from megatron_hetero.names import TEXT, parts_of
 from megatron_hetero.step.build import build
 from megatron_hetero.step.family_module import build_module
 from megatron_hetero.step.joint import JointOptimizer, ModuleOptimizer
-from megatron_hetero.step.module import TrainedModule
+from megatron_hetero.step.module import TrainedModule, gathered_stages
 from megatron_hetero.step.optimizer import SGD, AdamW, Algorithm, build_shard_optimizer
 from megatron_hetero.step.runner import Runner
 from megatron_hetero.training.profile import StepProfiler
@@ -191,6 +191,6 @@ def _on_rank(job: JobSpec, modules: Sequence[TrainedModule]) -> dict[str, Module
     for module in modules:
         stages = dict(zip(module.stages, module.chunks, strict=True))
         trains = module.name == TEXT or job.frozen.trains(module.name)
-        gathered = dict(zip(module.stages, module.data_parallel.gathered, strict=False))
+        gathered = gathered_stages(each for each in modules if each.name == module.name)
         found[module.name] = ModuleOnRank(stages, module.name == TEXT and 0 in stages, trains, gathered)
     return found

@@ -92,7 +92,7 @@ class Slots(MainPart):
         if view == MAIN:
             return {"router": whole(f"{stored}slots.router.weight", self.slots)}
         own = self.slots * share.rank // share.ranks, self.slots * (share.rank + 1) // share.ranks
-        return {name: stack((f"{stored}slots.{name}", own)) for name in ("first", "second")} if view == "slots" else {}
+        return {f"own.{name}": stack((f"{stored}slots.{name}", own)) for name in ("first", "second")}
 
     def operations(self, tokens: Tokens) -> Operations:
         return Operations(2 * tokens.total * self.slots * self.hidden * (1 + 2 * self.width))
@@ -108,12 +108,10 @@ class _Slots(torch.nn.Module):
         super().__init__()
         assert site.tp == 1 or site.splits_activations, "each rank has other tokens"
         self.part, self.group = part, site.groups.along(*SLOTS.part_axes)
-        self.own = part.slots // self.group.size()
         options: Any = {"dtype": site.dtype, "device": site.platform.device}
         self.router = torch.nn.Parameter(torch.empty(part.slots, part.hidden, **options))
         site.mark(self)
-        self.first = torch.nn.Parameter(torch.empty(self.own, part.width * part.hidden, **options))
-        self.second = torch.nn.Parameter(torch.empty(self.own, part.hidden * part.width, **options))
+        self.own = _OwnSlots(part, part.slots // self.group.size(), options)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         tokens, part = hidden.squeeze(1), self.part
@@ -125,11 +123,25 @@ class _Slots(torch.nn.Module):
             most = int(longest)
         padded = torch.nn.functional.pad(torch.cat([tokens, scores], 1), (0, 0, 0, most - len(tokens)))
         tokens_of_all, scores = _Gathered.apply(padded, self.group).split([part.hidden, part.slots], dim=1)
-        start = self.group.rank() * self.own
-        inner = torch.einsum("th,swh->tsw", tokens_of_all, self.first.view(self.own, part.width, part.hidden))
-        inner = torch.nn.functional.silu(inner) * scores[:, start : start + self.own, None]
-        out = torch.einsum("tsw,shw->th", inner, self.second.view(self.own, part.hidden, part.width))
+        start = self.group.rank() * self.own.slots
+        out = self.own(tokens_of_all, scores[:, start : start + self.own.slots])
         return _Summed.apply(out, self.group)[: len(tokens)].unsqueeze(1), None
+
+
+class _OwnSlots(torch.nn.Module):
+    """The slots of this rank: a module of its own, as ZeRO 2 and 3 share the weights of a view by modules."""
+
+    def __init__(self, part: Slots, slots: int, options: Any):
+        super().__init__()
+        self.part, self.slots = part, slots
+        self.first = torch.nn.Parameter(torch.empty(slots, part.width * part.hidden, **options))
+        self.second = torch.nn.Parameter(torch.empty(slots, part.hidden * part.width, **options))
+
+    def forward(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        part = self.part
+        inner = torch.einsum("th,swh->tsw", tokens, self.first.view(self.slots, part.width, part.hidden))
+        inner = torch.nn.functional.silu(inner) * scores[:, :, None]
+        return torch.einsum("tsw,shw->th", inner, self.second.view(self.slots, part.hidden, part.width))
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

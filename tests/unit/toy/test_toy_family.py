@@ -32,6 +32,10 @@ LAYOUTS = [
     ("dp:4", "tp:2,dp:2,xp:4", "--zero.vision 3"),
     ("cp:2,dp:2", "cp:2,pp:2,xp:2", "--train.micro_batch_size 2"),
     ("dp:2@0-1", "tp:2,xp:1@2-3", "--model.recompute.text full"),
+    ("dp:4", "tp:2,dp:2,xp:2", "--zero.text 3 --train.micro_batch_size 1"),
+    ("dp:4", "dp:4,xp:2", "--zero.text 2 --model.recompute.text full"),
+    ("dp:2", "dp:2,xp:2", "--zero.text 3"),  # one rank to share its slots with, itself
+    ("dp:2", "tp:2,xp:1", "--zero.text 3"),  # one rank to share all else with
 ]
 
 
@@ -85,12 +89,16 @@ def test_it_trains_saves_resumes_and_exports(
         np.testing.assert_allclose(second["weights"][name], weight, rtol=2e-3, atol=2e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("vision, text", [("dp:4", "tp:2,dp:2,xp:4"), ("dp:2@0-1", "pp:2,dp:2,xp:1")])
+@pytest.mark.parametrize(
+    "vision, text, more",
+    [("dp:4", "tp:2,dp:2,xp:4", ""), ("dp:2@0-1", "pp:2,dp:2,xp:1", ""), ("dp:4", "dp:4,xp:2", "--zero.text 3")],
+)
 def test_its_exchanges_keep_nccls_rules(
-    vision: str, text: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], rules_pools: Pools
+    vision: str, text: str, more: str, make_flags: MakeFlags, tmp_path: Path, alone: dict[str, Any], rules_pools: Pools
 ) -> None:
     """Where the ranks of two views are the same, their sums share a communicator."""
-    found = rules_pools(4).run(jobs.train, make_flags(vision, text, "--train.iters 2"), tmp_path / "export")[0]
+    flags = make_flags(vision, text, f"{more} --train.iters 2")
+    found = rules_pools(4).run(jobs.train, flags, tmp_path / "export")[0]
     np.testing.assert_allclose(found["norms"], alone["norms"], rtol=1e-4)
 
 
@@ -108,6 +116,17 @@ def test_plans_count_each_view(make_flags: MakeFlags) -> None:
         assert of.optimizer.sum() == one.optimizer.sum()
 
 
+def test_plans_share_the_weights_of_each_view(make_flags: MakeFlags) -> None:
+    """Of the slots each rank has one half over `xp`, and of that one half over `xdp`; of all else a quarter."""
+    with known():
+        plans = [Plan.of(load_config(make_flags("dp:4", "dp:4,xp:2", f"--zero.text {zero}")), 4) for zero in (1, 3)]
+    whole, shared = (plan.parameters["text", 0] for plan in plans)
+    slots = 4 * 2 * 16 * 32 // 2
+    everything_else = whole.parameters - slots
+    assert shared.weights == pytest.approx(4 * (slots // 2 + everything_else // 4), rel=0.01)
+    assert plans[0].gathered["text", 0].running == 0 < plans[1].gathered["text", 0].running
+
+
 def test_a_package_adds_it_by_its_entry_point(make_flags: MakeFlags, tmp_path: Path) -> None:
     """In a process of its own, where the package is found."""
     assert "toy" not in FAMILIES
@@ -122,9 +141,9 @@ def test_a_package_adds_it_by_its_entry_point(make_flags: MakeFlags, tmp_path: P
     assert done.returncode == 0 and "samples" in done.stdout, done.stdout + done.stderr
 
 
-def test_zero_2_is_refused(make_flags: MakeFlags) -> None:
-    with known(), pytest.raises(UserError, match="found 2 with parameters of text in the view slots, expected 1"):
-        JobSpec.of(load_config(make_flags("dp:2", "dp:2,xp:2", "--zero.text 2")), 2)
+def test_zero_without_ranks_to_share_with_in_any_view_is_refused(make_flags: MakeFlags) -> None:
+    with known(), pytest.raises(UserError, match="zero.text.*no two of its ranks hold the same weights"):
+        JobSpec.of(load_config(make_flags("dp:2", "tp:2,xp:2", "--zero.text 2")), 2)
 
 
 def test_it_is_known_nowhere_else() -> None:
