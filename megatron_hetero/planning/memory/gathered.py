@@ -1,7 +1,7 @@
 """What ranks that share weights (ZeRO 2 and 3) gather to run a module, and what the exchange of its gradients takes.
 Pure.
 
-As FSDP2 does it, with the units of `engine.fully_sharded`: an embedding, each layer, and what is left of a stage.
+As FSDP2 does it, with the units of `step.fully_sharded`: an embedding, each layer, and what is left of a stage.
 
     weights        of a unit that runs, and of its neighbour, which is fetched ahead; once more of one unit, as they
                    arrive. What is left of a stage stays from its forward to its backward pass, and so does an embedding
