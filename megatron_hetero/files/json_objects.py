@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from reprlib import Repr
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron_hetero.errors import UserError, reason
 from megatron_hetero.files.opening import read_bytes
@@ -17,6 +17,9 @@ RESTORE = "restore the file as its model was published or saved"
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 _IN_JSON = {None: "null", True: "true", False: "false"}
+
+Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
+"""What a file may hold."""
 
 
 class Only(NamedTuple):
@@ -32,7 +35,7 @@ def shown(value: object) -> str:
     return _IN_JSON[value] if value is None or isinstance(value, bool) else _SHORT.repr(value)
 
 
-def check(path: Path, values: Mapping[str, Any], only: Mapping[str, Only], at: str = "") -> None:
+def check(path: Path, values: Mapping[str, Json], only: Mapping[str, Only], at: str = "") -> None:
     """Check the object that the file `path` holds, and those inside it. `at`: the keys above it, with a dot behind
     each.
 
@@ -61,7 +64,7 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     """
     where: object = path
     try:
-        value = json.loads(read_bytes(path, most).decode("utf-8"))
+        value: Json = json.loads(read_bytes(path, most).decode("utf-8"))
     except json.JSONDecodeError as error:
         where, found = f"{path}:{error.lineno}", f"broken JSON at column {error.colno} ({error.msg})"
     except (OSError, ValueError, RecursionError) as error:
